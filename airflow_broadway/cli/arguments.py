@@ -57,7 +57,7 @@ def add_dead_letters(commands: Any) -> None:
     for name, text in (
         ("list", "List them, about in order of their death; they stay where they are."),
         ("show", "Show some whole: why they died, their properties and payload."),
-        ("requeue", "Send them back where they came from, on their first attempt."),
+        ("requeue", "Send them back to the pipeline's source, on their first attempt."),
         ("delete", "Delete them for good."),
     ):
         made = command(actions, name, text, _dead_letters)
@@ -135,6 +135,13 @@ def add_dead_letters(commands: Any) -> None:
             )
         else:
             which.add_argument("--all", action="store_true", help="every one")
+        if name == "requeue":
+            made.add_argument(
+                "--to",
+                metavar="NAME",
+                help="the queue or topic (Pub/Sub: the subscription) that they are sent to; the"
+                " pipeline's own by default, never one that a letter names",
+            )
 
 
 def _dead_letters(given: argparse.Namespace) -> int:

@@ -38,6 +38,8 @@ __all__ = ["dead_letters"]
 
 #: Bytes of a payload that people are shown unless they ask for more.
 _BYTES = 2_000
+#: What may be a long text of its sender.
+_TEXTS = ("reason", "stage", "generation", "origin", "original_id")
 #: Characters of a reason by which letters are counted together, as in a run's report.
 _REASON = 200
 
@@ -150,11 +152,16 @@ def _show(place: DeadLetters, given: argparse.Namespace) -> int:
     wanted = dict.fromkeys([*given.named_ids, *given.message_id])
     if not wanted:
         raise CommandError("which letters? Give their ids")
+    claimed: dict[str, DeadLetter] = {}
     with _walk(place, Choice(ids=frozenset(wanted))) as letters:
         for each in letters:
-            found.setdefault(each.message_id, each)
+            if each.message_id in wanted:
+                found[each.message_id] = each
+            else:
+                claimed.setdefault(each.original_id, each)
             if len(found) == len(wanted):
                 break
+    found = claimed | found
     unknown = [each for each in wanted if each not in found]
     if given.json:
         limit = given.bytes
@@ -171,7 +178,7 @@ _UNKNOWN = "No dead letters of {}, or no more: {}."
 
 
 def _requeue(place: DeadLetters, given: argparse.Namespace) -> int:
-    moved = place.requeue(_chosen(given))
+    moved = place.requeue(_chosen(given), to=given.to)
     return _say_moved(given, moved, place, "requeued", "Sent {} back from {}.")
 
 
@@ -236,6 +243,7 @@ def _walk(place: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
 def _shown(letter: DeadLetter, given: argparse.Namespace) -> list[str]:
     about = {
         "message id": letter.message_id,
+        "of message": letter.original_id if letter.original_id != letter.message_id else "",
         "from": letter.origin,
         "reason": letter.reason,
         "stage": letter.stage,
@@ -272,7 +280,7 @@ def _row(letter: DeadLetter) -> dict[str, Any]:
     value = letter._asdict()
     del value["properties"]
     value["bytes"] = len(value.pop("body"))
-    short = {name: cut_bytes(value[name], MAX_REASON) for name in ("reason", "stage", "generation")}
+    short = {name: cut_bytes(value[name], MAX_REASON) for name in _TEXTS}
     return value | short
 
 

@@ -85,7 +85,9 @@ def test_rabbitmqs_own_dead_letters_are_known_by_their_deaths(place: Place) -> N
             method, _, _ = channel.basic_get(place.name)
             channel.basic_reject(method.delivery_tag, requeue=False)
 
-    with closing(place.producer(dead_letter=dead).dead_letters(place.env())) as letters:
+    url = f"http://127.0.0.1:{place.server.management_port}"
+    env = place.env(login="guest", password="guest", extra={"management_url": url})
+    with closing(place.producer(dead_letter=dead, uri=None).dead_letters(env)) as letters:
         one, two = letters.letters()
         moved = letters.requeue(Choice(ids=frozenset({one.message_id})))
         left = list(letters.letters())
@@ -259,7 +261,7 @@ def test_kafka_sends_back_to_the_partition_with_key_and_headers(
     assert again.metadata["headers"] == [
         ["trace", "base64:/w=="],
         ["none", None],
-        ["broadway.requeued", letter.message_id],
+        ["broadway.requeued", letter.original_id],
     ]
     assert (again.redelivered, again.attempt) == (True, 1)
 

@@ -11,19 +11,22 @@ may have been handed out before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["EVERY", "Choice", "DeadLetter", "DeadLetters", "Moved", "Moving"]
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import printable
+
+__all__ = ["EVERY", "Choice", "DeadLetter", "DeadLetters", "Moved", "Moving", "destination_of"]
 
 
 class DeadLetter(NamedTuple):
     """A message that was set aside, and why.
 
-    :param message_id: What names it: the message's id where the letter has it, else one that is
-        made of what lies there.
+    :param message_id: The letter's own id, by its broker or of all of its content: no sender can
+        choose it.
     :param properties: What its broker keeps beside the body, as JSON values.
     :param reason: Why it failed last, at most 2,048 bytes of UTF-8; ``""`` if nobody said.
     :param stage: Where: ``process``, ``batch``, ``secure``, …; ``""`` if nobody said.
@@ -31,7 +34,9 @@ class DeadLetter(NamedTuple):
     :param enqueued_at: When it was sent; ``None`` where that is not known.
     :param died_at: When it was set aside; ``None`` where that is not known.
     :param generation: The execution that gave it up; ``""`` where that is not known.
-    :param origin: The queue or topic that it goes back to.
+    :param origin: The queue or topic that it came from, as it says; else the pipeline's source.
+    :param original_id: The id of its message, as the letter says: any program that can publish
+        there can write one.
     """
 
     message_id: str
@@ -44,13 +49,15 @@ class DeadLetter(NamedTuple):
     died_at: datetime | None
     generation: str
     origin: str = ""
+    original_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Which dead letters: those to which all of it applies.
 
-    :param ids: Those of these ids; ``None``: of any.
+    :param ids: Those of these ids, or whose message had one of them, as they say; ``None``: of
+        any.  Letters are moved by their own ids only.
     :param reason: Those whose reason contains it.
     :param stage: Those of this stage.
     :param since: Those set aside at this instant or later.
@@ -66,7 +73,7 @@ class Choice:
 
     def takes(self, letter: DeadLetter) -> bool:
         """Whether a letter is among them."""
-        if self.ids is not None and letter.message_id not in self.ids:
+        if self.ids is not None and self.ids.isdisjoint((letter.message_id, letter.original_id)):
             return False
         if self.reason not in letter.reason or self.stage not in ("", letter.stage):
             return False
@@ -80,6 +87,9 @@ class Choice:
 
 #: All of them.
 EVERY = Choice()
+
+#: Letters, and characters of a letter's text, that a refusal has.
+_MAX_CLAIMS, _MAX_ORIGIN = 5, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +115,54 @@ class Moving:
     count: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    #: Ids of messages that were named → the letters that say that theirs had it.
+    _claims: dict[str, list[str]] = field(default_factory=dict)
 
     def takes(self, letter: DeadLetter) -> bool:
         """Whether a letter is to be moved; one that is, is known from now on."""
-        taken = self.choice.takes(letter)
-        if taken and self.choice.ids is not None:
+        if not self.choice.takes(letter):
+            return False
+        if self.choice.ids is not None:
+            if letter.message_id not in self.choice.ids:
+                self._claims.setdefault(letter.original_id, []).append(letter.message_id)
+                return False
             self._seen.add(letter.message_id)
-        return taken
+        return True
 
     def result(self) -> Moved:
         """What it came to."""
-        return Moved(
-            self.count, tuple(sorted((self.choice.ids or set()) - self._seen)), self.refused
+        for key in self._claims.keys() - self._seen:
+            named = ", ".join(self._claims[key][:_MAX_CLAIMS])
+            self.refused[key] = (
+                "it is the id of a message, which any program can write on a letter; use the"
+                f" letter's own id: {named}"
+            )
+        known = self._seen | self._claims.keys()
+        return Moved(self.count, tuple(sorted((self.choice.ids or set()) - known)), self.refused)
+
+
+def destination_of(letter: DeadLetter, sources: Sequence[str], to: str | None) -> str:
+    """Returns the queue to which a letter is sent back: ``to``, else a source of the pipeline.
+
+    A letter can choose among the pipeline's own sources and nothing else: any program that can
+    publish to its place can write where it came from.
+
+    :raises ProducerError: If it says that it came from elsewhere, or does not say from which of
+        several sources.
+    """
+    if to is not None:
+        return to
+    if letter.origin in sources:
+        return letter.origin
+    if not letter.origin:
+        raise ProducerError(
+            f"it does not say which of {', '.join(sources)} it came from; name the destination"
+            " with --to"
         )
+    raise ProducerError(
+        f"it says that it came from {printable(letter.origin)[:_MAX_ORIGIN]!r}, which is no source"
+        " of this pipeline, and any program can write that; name the destination with --to"
+    )
 
 
 class DeadLetters(Protocol):
@@ -145,9 +190,11 @@ class DeadLetters(Protocol):
         """
         ...
 
-    def requeue(self, choice: Choice = EVERY) -> Moved:
-        """Send them back where they came from, each with its own route and properties, on its first
-        attempt; what is set aside after the call began may stay.
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
+        """Send them back to the pipeline's source, each with its own route and properties, on its
+        first attempt; what is set aside after the call began may stay.
+
+        :param to: Another queue, or topic, that they are sent to.
 
         A message is there, durably, before its letter is removed.
         """

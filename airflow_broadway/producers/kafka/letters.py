@@ -11,11 +11,18 @@ is killed between the two sends it twice, and what was sent back is received as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
+from airflow_broadway.core.custody.dead_letters import (
+    EVERY,
+    Choice,
+    DeadLetter,
+    Moved,
+    Moving,
+    destination_of,
+)
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.client import Cluster, Place
 from airflow_broadway.producers.kafka.dead_letters import is_ours
@@ -43,6 +50,10 @@ class _Found(NamedTuple):
     offset: int
     record: Any
     letter: DeadLetter
+
+
+#: Sends a wave back; the letters that stay, and why.
+_Send = Callable[[Sequence[_Found]], Mapping[tuple[Place, int], str]]
 
 
 class KafkaDeadLetters:
@@ -88,11 +99,11 @@ class KafkaDeadLetters:
             if choice.takes(found.letter):
                 yield found.letter
 
-    def requeue(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, send=True)
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
+        return self._moved(choice, lambda wave: self._send(wave, to))
 
     def delete(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, send=False)
+        return self._moved(choice, lambda _: {})
 
     def close(self) -> None:
         self._cluster.close()
@@ -167,18 +178,14 @@ class KafkaDeadLetters:
         attempt = said.get("broadway.attempt", "")
         clock, instant = record.timestamp()
         own = [[name, as_text(value)] for name, value in headers if not is_ours(name)]
+        key, sources = f"{place[0]}-{place[1]}-{record.offset()}", self._sources(place[0])
         return DeadLetter(
-            message_id=(
-                f"{topic}-{partition}-{offset}"
-                if whole
-                else f"{place[0]}-{place[1]}-{record.offset()}"
-            ),
+            message_id=key,
             body=record.value() or b"",
             properties={
                 "key": as_text(record.key()),
                 "headers": own,
                 "partition": int(partition) if whole else None,
-                "at": f"{place[0]}-{place[1]}-{record.offset()}",
                 **({"body": said["broadway.body"]} if "broadway.body" in said else {}),
                 **({"again": True} if said.get("broadway.again") == "1" else {}),
             },
@@ -188,12 +195,13 @@ class KafkaDeadLetters:
             enqueued_at=_instant(said.get("broadway.timestamp")),
             died_at=_instant(instant) if clock else None,
             generation=said.get("broadway.generation", ""),
-            origin=topic or (self._producer.topics[0] if len(self._producer.topics) == 1 else ""),
+            origin=topic or (sources[0] if len(sources) == 1 else ""),
+            original_id=f"{topic}-{partition}-{offset}" if whole else key,
         )
 
     # -- moving --------------------------------------------------------------------------------
 
-    def _moved(self, choice: Choice, *, send: bool) -> Moved:
+    def _moved(self, choice: Choice, send: _Send) -> Moved:
         """Move what is chosen, and finish it.
 
         :raises ProducerError: If nobody would know of it afterwards.
@@ -211,12 +219,12 @@ class KafkaDeadLetters:
             if moving.takes(found.letter):
                 wave.append(found)
             if len(wave) >= _WAVE:
-                self._finish(wave, gaps, moving, send=send)
-        self._finish(wave, gaps, moving, send=send)
+                self._finish(wave, gaps, moving, send)
+        self._finish(wave, gaps, moving, send)
         return moving.result()
 
-    def _finish(self, wave: list[_Found], gaps: _Gaps, moving: Moving, *, send: bool) -> None:
-        refused = self._send(wave) if send else {}
+    def _finish(self, wave: list[_Found], gaps: _Gaps, moving: Moving, send: _Send) -> None:
+        refused = send(wave)
         done: dict[Place, list[Range]] = {}
         for place, offset, _, letter in wave:
             why = refused.get((place, offset))
@@ -235,7 +243,7 @@ class KafkaDeadLetters:
             self._register.change(place, without)
             self._register.prune(place)
 
-    def _send(self, wave: Sequence[_Found]) -> dict[tuple[Place, int], str]:
+    def _send(self, wave: Sequence[_Found], to: str | None) -> Mapping[tuple[Place, int], str]:
         """Send them back, and wait until each is confirmed; those that were not, and why.
 
         :raises ProducerUnavailable: If the cluster does not say.
@@ -243,42 +251,48 @@ class KafkaDeadLetters:
         sender, refused = self._cluster.sender(), dict[tuple[Place, int], str]()
         for found in wave:
             key = found.place, found.offset
-            why = self._cannot_go_back(found.letter)
-            if why:
-                refused[key] = why
+            try:
+                topic = self._destination(found, to)
+            except ProducerError as error:
+                refused[key] = str(error)
                 continue
 
             def told(error: Any, _: Any, key: tuple[Place, int] = key) -> None:
                 if error is not None:
                     refused[key] = str(self._cluster.error(error, "it cannot be sent back"))
 
-            self._produce(sender, found, told)
+            self._produce(sender, found, topic, told)
         if sender.flush(_CONFIRM_TIMEOUT):
             raise self._cluster.unavailable("what is sent back is not confirmed")
         return refused
 
-    def _cannot_go_back(self, letter: DeadLetter) -> str:
-        """Why a letter stays; empty if it may go."""
-        if not letter.origin:
-            return "it does not say which topic it came from, and the producer reads several"
-        if not self._partitions.get(letter.origin) and not self._cluster.has_topic(letter.origin):
-            return f"there is no topic {letter.origin!r} any more"
-        if "body" in letter.properties:
-            return f"its body is not in it ({letter.properties['body']})"
-        return ""
+    def _destination(self, found: _Found, to: str | None) -> str:
+        """The topic that a letter is sent back to.
 
-    def _produce(self, sender: Any, found: _Found, told: Any) -> None:
+        :raises ProducerError: If it cannot be sent back.
+        """
+        topic = destination_of(found.letter, self._sources(found.place[0]), to)
+        if not self._partitions.get(topic) and not self._cluster.has_topic(topic):
+            raise ProducerError(f"there is no topic {topic!r}")
+        if "body" in found.letter.properties:
+            raise ProducerError(f"its body is not in it ({found.letter.properties['body']})")
+        return topic
+
+    def _sources(self, topic: str) -> list[str]:
+        """The topics whose dead letters a topic has."""
+        own = self._producer.topics
+        return [each for each in own if self._producer.dead_letter_of(each) == topic] or list(own)
+
+    def _produce(self, sender: Any, found: _Found, topic: str, told: Any) -> None:
         letter, record = found.letter, found.record
         own = [(name, value) for name, value in record.headers() or [] if not is_ours(name)]
-        about: dict[str, Any] = {"headers": [*own, (REQUEUED, letter.message_id.encode())]}
+        about: dict[str, Any] = {"headers": [*own, (REQUEUED, letter.original_id.encode())]}
         partition = letter.properties["partition"]
-        if partition in self._partitions.get(letter.origin, ()):  # else by its key
+        if partition in self._partitions.get(topic, ()):  # else by its key
             about["partition"] = partition
         while True:
             try:
-                sender.produce(
-                    letter.origin, record.value(), record.key(), on_delivery=told, **about
-                )
+                sender.produce(topic, record.value(), record.key(), on_delivery=told, **about)
             except BufferError:  # the client's own queue is full
                 sender.poll(0.1)
             else:

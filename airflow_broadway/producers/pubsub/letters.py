@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody.dead_letters import DeadLetter
+from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.kit.receipts.batch_requests import Refusal
@@ -61,7 +61,7 @@ class PubSubDeadLetters(ReceivedLetters):
         self._staging = env.staging
         self._wait = producer.receive_timeout
         self._requests = batch_requests(1, env.clock)
-        #: Subscriptions that letters come from → their topics.
+        #: Subscriptions that letters go back to → their topics.
         self._topics: dict[str, str] = {}
 
     @property
@@ -104,9 +104,9 @@ class PubSubDeadLetters(ReceivedLetters):
     def _key(self, raw: Any) -> str:
         return str(raw.message.message_id)
 
-    def _back(self, letter: DeadLetter, raw: Any) -> tuple[str, dict[str, Any]]:
-        topic = self._topic(letter.origin)
-        return topic, dead_letters.sent_back(raw.message, letter.message_id)
+    def _back(self, letter: DeadLetter, raw: Any, to: str | None) -> tuple[str, dict[str, Any]]:
+        topic = self._topic(destination_of(letter, [self._client.name], to))
+        return topic, dead_letters.sent_back(raw.message, letter.original_id)
 
     def _send(self, target: str, made: Mapping[str, dict[str, Any]]) -> Mapping[str, str]:
         publish = publishing(self._client, target, self._clock)
@@ -128,7 +128,7 @@ class PubSubDeadLetters(ReceivedLetters):
         message = raw.message
         why = dead_letters.why_of(message.attributes)
         return DeadLetter(
-            message_id=why.message_id or message.message_id,
+            message_id=message.message_id,
             body=message.data,
             properties={"attributes": why.own, "orderingKey": message.ordering_key},
             reason=why.reason,  # what Pub/Sub's own policy sets aside says nothing
@@ -138,6 +138,7 @@ class PubSubDeadLetters(ReceivedLetters):
             died_at=instant_of(message.publish_time) if why.subscription else None,
             generation="",
             origin=why.subscription or self._client.name,
+            original_id=why.message_id or message.message_id,
         )
 
 

@@ -2,7 +2,7 @@
 
 Letters are got one at a time, and those that stay go back into their place in the end, or when the
 connection dies: while they are looked at nobody else sees them.  One is acknowledged once its
-message is confirmed in the queue that it came from, so that whoever is killed leaves it in both at
+message is confirmed in the queue that it is sent to, so that whoever is killed leaves it in both at
 most.  What is sent back carries its mark, and is received as redelivered, on its first attempt,
 under its id.
 """
@@ -15,7 +15,14 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
+from airflow_broadway.core.custody.dead_letters import (
+    EVERY,
+    Choice,
+    DeadLetter,
+    Moved,
+    Moving,
+    destination_of,
+)
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.looks import LookCount
@@ -56,12 +63,17 @@ _NOBODY: Final = "dead-letters"
 class _Place(NamedTuple):
     """A queue of dead letters.
 
-    :param source: The queue to which a letter goes back that does not say where it came from.
+    :param sources: The queues of the pipeline whose dead letters it has.
     """
 
     address: Address
     queue: str
-    source: str
+    sources: tuple[str, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the queue was declared by this package, without a delivery limit."""
+        return self.queue in {QueueNames(each).dead for each in self.sources}
 
 
 class RabbitDeadLetters:
@@ -77,11 +89,13 @@ class RabbitDeadLetters:
     def __init__(
         self, all_options: Sequence[RabbitMQOptions], env: ProducerEnv, place: str | None
     ) -> None:
-        found = [
-            _Place(address_for(each, env), place or _queue_of(each), each.queue)
-            for each in all_options
-        ]
-        self._places = list({(each.address.shown, each.queue): each for each in found}.values())
+        found: dict[tuple[str, str], _Place] = {}
+        for each in all_options:
+            address, queue = address_for(each, env), place or _queue_of(each)
+            before = found.get((address.shown, queue))
+            sources = (*(before.sources if before else ()), each.queue)
+            found[address.shown, queue] = _Place(address, queue, sources)
+        self._places = list(found.values())
         self._staging = env.staging
 
     @property
@@ -107,12 +121,12 @@ class RabbitDeadLetters:
                 finally:
                     getter.give_back()
 
-    def requeue(self, choice: Choice = EVERY) -> Moved:
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         moving = Moving(choice)
         for place in self._places:
             with _connected(place) as connection:
                 looks = self._looks(connection, place, choice)
-                _Requeueing(connection, place, moving, looks).run()
+                _Requeueing(connection, place, moving, looks, to).run()
         return moving.result()
 
     def delete(self, choice: Choice = EVERY) -> Moved:
@@ -141,7 +155,7 @@ class RabbitDeadLetters:
         :param choice: The letters that are moved, and so not returned; ``None``: all are returned.
         :raises ProducerError: If the queue's delivery limit leaves no look, or is not known.
         """
-        if choice == EVERY or place.queue == QueueNames(place.source).dead:
+        if choice == EVERY or place.is_ours:
             return None  # our own queue has no delivery limit
         limit = delivery_limit(place.address, place.queue, connection.version)
         looks = LookCount(
@@ -248,44 +262,50 @@ class _Requeueing:
         place: _Place,
         moving: Moving,
         looks: LookCount | None,
+        to: str | None,
     ) -> None:
         self._connection = connection
         self._place = place
         self._moving = moving
         self._looks = looks
+        self._to = to
         self._publisher = Publisher(connection, publication_key)
-        #: Under way: message id → delivery tags of its letters.
-        self._sent: dict[str, list[int]] = {}
+        #: Under way: message id → ids and delivery tags of its letters.
+        self._sent: dict[str, list[tuple[str, int]]] = {}
 
     def run(self) -> None:
         getter = Getter(self._connection, self._place.queue)
         for delivered, letter in _each(getter, self._connection, self._place, self._looks):
             if self._moving.takes(letter):
-                self._send(delivered, letter)
+                self._send(delivered, letter, getter)
                 if sum(map(len, self._sent.values())) >= ACKS_AT_ONCE:
                     self._confirm(getter)
         self._confirm(getter)
         getter.give_back()
 
-    def _send(self, delivered: Delivered, letter: DeadLetter) -> None:
-        key = letter.message_id
+    def _send(self, delivered: Delivered, letter: DeadLetter, getter: Getter) -> None:
+        key = letter.original_id
         try:
+            queue = destination_of(letter, self._place.sources, self._to)
             properties = _sent_back(delivered, key, self._connection.max_properties)
         except ProducerError as error:
-            self._moving.refused[key] = str(error)
+            self._moving.refused[letter.message_id] = str(error)
+            if self._looks is None and not self._place.is_ours and _returns(delivered):
+                # It stays where looks are limited, and this one was not counted.
+                _renew(delivered, getter, self._connection, self._place)
             return
-        self._publisher.publish("", letter.origin, properties, delivered.body, key=key)
-        self._sent.setdefault(key, []).append(delivered.tag)
+        self._publisher.publish("", queue, properties, delivered.body, key=key)
+        self._sent.setdefault(key, []).append((letter.message_id, delivered.tag))
 
     def _confirm(self, getter: Getter) -> None:
         refused = self._publisher.flush()
-        for key, tags in self._sent.items():
-            if key in refused:
-                self._moving.refused[key] = f"RabbitMQ refused: {refused[key]}"
-                continue
-            for tag in tags:
-                getter.keep(tag)
-            self._moving.count += len(tags)
+        for key, letters in self._sent.items():
+            for message_id, tag in letters:
+                if key in refused:
+                    self._moving.refused[message_id] = f"RabbitMQ refused: {refused[key]}"
+                else:
+                    getter.keep(tag)
+                    self._moving.count += 1
         self._sent.clear()
         getter.ack()
 
@@ -299,8 +319,9 @@ def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
     headers = properties.get("headers") or {}
     death = _death(headers)
     attempt = headers.get("x-broadway-attempt")
+    key, source = _id_of(delivered), place.sources[0] if len(place.sources) == 1 else ""
     return DeadLetter(
-        message_id=mark.message_id if mark else _made_id(delivered),
+        message_id=key,
         body=delivered.body,
         properties=_shown(delivered),
         reason=str(headers.get("x-broadway-reason") or death.get("reason") or ""),
@@ -309,15 +330,16 @@ def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
         enqueued_at=_instant(properties.get("timestamp")),
         died_at=_instant(headers.get("x-broadway-dead-at") or death.get("time")),
         generation=mark.released_by if mark else "",
-        origin=str(headers.get("x-broadway-queue") or death.get("queue") or place.source),
+        origin=str(headers.get("x-broadway-queue") or death.get("queue") or source),
+        original_id=mark.message_id if mark else key,
     )
 
 
-def _made_id(delivered: Delivered) -> str:
-    """A name for a letter without a mark: the same as long as it lies there."""
+def _id_of(delivered: Delivered) -> str:
+    """A letter's id, of all of its content, for RabbitMQ gives none: the same at every look."""
     digest = hashlib.blake2b(_uncounted(delivered.properties), digest_size=12)
     digest.update(delivered.body)
-    return f"unmarked-{digest.hexdigest()}"
+    return f"letter-{digest.hexdigest()}"
 
 
 def _uncounted(properties: bytes) -> bytes:

@@ -101,6 +101,7 @@ def _letter(
         died_at=_instant(died_at),
         generation=generation,
         origin=name,
+        original_id=f"{queue.tag}-{row}",
     )
 
 

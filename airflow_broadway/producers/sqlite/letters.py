@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 
 __all__ = ["SqliteDeadLetters"]
@@ -35,7 +36,12 @@ class SqliteDeadLetters:
             yield from found
             after = found[-1]
 
-    def requeue(self, choice: Choice = EVERY) -> Moved:
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
+        if to not in (None, self._queue.name):
+            raise ProducerError(
+                f"the dead letters of the embedded queue {self._queue.name!r} lie in its own file"
+                f" and go back to it, not to {to!r}: leave --to out"
+            )
         return self._moved(choice, self._queue.requeue_dead)
 
     def delete(self, choice: Choice = EVERY) -> Moved:

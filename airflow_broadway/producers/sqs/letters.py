@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody.dead_letters import DeadLetter
+from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Refusal
@@ -58,7 +58,7 @@ class SqsDeadLetters(ReceivedLetters):
             raise
         self._requests = batch_requests(1, env.clock)
         self._staging = env.staging
-        self._origins: dict[str, Queue] = {self._queue.name: self._queue}
+        self._targets: dict[str, Queue] = {self._queue.name: self._queue}
 
     @property
     def place(self) -> str:
@@ -92,32 +92,36 @@ class SqsDeadLetters(ReceivedLetters):
     def _key(self, raw: Mapping[str, Any]) -> str:
         return str(raw["MessageId"])
 
-    def _back(self, letter: DeadLetter, raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        fifo = self._origin(letter.origin).url.endswith(".fifo")
+    def _back(
+        self, letter: DeadLetter, raw: Mapping[str, Any], to: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        target = destination_of(letter, [self._queue.name], to)
+        fifo = self._target(target).url.endswith(".fifo")
         why = dead_letters.why_of(raw.get("MessageAttributes") or {})
-        return letter.origin, dead_letters.sent_back(raw, why, letter.message_id, fifo=fifo)
+        return target, dead_letters.sent_back(raw, why, letter.original_id, fifo=fifo)
 
     def _send(self, target: str, made: Mapping[str, dict[str, Any]]) -> Mapping[str, str]:
         requests = dead_letters.requests(made)
-        refused = self._requests.send_requests(call_of(self._origin(target).send), requests)
+        refused = self._requests.send_requests(call_of(self._target(target).send), requests)
         return {key: f"{each.code}: {each.text}" for key, each in refused.items()}
 
     def _delete(self, raws: Sequence[Mapping[str, Any]]) -> Mapping[str, Refusal]:
         entries = ((self._key(raw), {"ReceiptHandle": raw["ReceiptHandle"]}) for raw in raws)
         return self._requests.send(call_of(self._dead.delete), entries)
 
-    def _origin(self, name: str) -> Queue:
-        if name not in self._origins:
-            self._origins[name] = self._queue.other(name)
-        return self._origins[name]
+    def _target(self, name: str) -> Queue:
+        if name not in self._targets:
+            self._targets[name] = self._queue.other(name)
+        return self._targets[name]
 
     # -- one letter ----------------------------------------------------------------------------
 
     def _letter(self, raw: Mapping[str, Any]) -> DeadLetter:
         why = dead_letters.why_of(raw.get("MessageAttributes") or {})
         system: Mapping[str, str] = raw.get("Attributes") or {}
+        source = system.get("DeadLetterQueueSourceArn", "")
         return DeadLetter(
-            message_id=why.message_id or raw["MessageId"],
+            message_id=raw["MessageId"],
             body=raw["Body"].encode("utf-8", "surrogatepass"),
             properties=as_json({**raw, "MessageAttributes": why.own}),
             # What SQS's own redrive moves says nothing.
@@ -127,7 +131,9 @@ class SqsDeadLetters(ReceivedLetters):
             enqueued_at=None,
             died_at=_instant(system.get("SentTimestamp")) if why.message_id else None,
             generation="",
-            origin=why.queue or self._queue.name,
+            # The queue that SQS itself moved it from, else the word of the letter.
+            origin=source.rpartition(":")[2] or why.queue or self._queue.name,
+            original_id=why.message_id or raw["MessageId"],
         )
 
 

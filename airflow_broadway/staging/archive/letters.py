@@ -42,7 +42,7 @@ class ArchiveLetters:
                 if choice.takes(letter):
                     yield letter
 
-    def requeue(self, choice: Choice = EVERY) -> Moved:
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         """Nothing can be sent back: what failed was never taken away from where it came from."""
         moving = Moving(choice)
         for letter in self.letters():
@@ -89,4 +89,5 @@ def _letter(value: Mapping[str, Any], generation: str) -> DeadLetter:
         died_at=datetime.fromisoformat(value["at"]),
         generation=generation,
         origin=f"run {value.get('run_id')} of {value.get('dag_id')}",
+        original_id=value["message_id"],
     )

@@ -58,6 +58,12 @@ class DeadLettersContract(ContractBase):
         with self.opened(harness) as place:
             return list(place.letters(choice or Choice()))
 
+    def own_ids(self, harness: Harness, messages: Sequence[Message]) -> frozenset[str]:
+        """The letters' own ids."""
+        found = self.listed(harness, Choice(ids=frozenset(ids(messages))))
+        assert len(found) == len(messages)
+        return frozenset(ids_of(found))
+
     # -- looking -------------------------------------------------------------------------------
 
     def test_no_letters_are_none(self, harness: Harness) -> None:
@@ -74,9 +80,10 @@ class DeadLettersContract(ContractBase):
         before = harness.clock.now()
         messages = self.die(harness, sent)
 
-        found = {each.message_id: each for each in self.listed(harness)}
+        found = {each.original_id: each for each in self.listed(harness)}
 
         assert sorted(found) == sorted(ids(messages))
+        assert len({each.message_id for each in found.values()}) == 4
         for place, message in enumerate(messages):
             letter = found[message.message_id]
             assert letter.body == message.data
@@ -163,7 +170,7 @@ class DeadLettersContract(ContractBase):
 
     def test_only_those_that_are_chosen_are_sent_back(self, harness: Harness) -> None:
         messages = self.die(harness, bodies(20))
-        wanted = frozenset(ids(messages[5:8])) | {"no-such-0-1"}
+        wanted = self.own_ids(harness, messages[5:8]) | {"no-such-0-1"}
 
         with self.opened(harness) as place:
             moved = place.requeue(Choice(ids=wanted))
@@ -173,11 +180,25 @@ class DeadLettersContract(ContractBase):
         again = self.rest_of_queue(harness)
         assert sorted(m.data for m in again) == sorted(m.data for m in messages[5:8])
 
+    def test_a_letter_is_moved_by_its_own_id_and_not_by_that_of_its_message(
+        self, harness: Harness
+    ) -> None:
+        messages = self.die(harness, bodies(3))
+        [letter] = self.listed(harness, Choice(ids=frozenset({messages[0].message_id})))
+        if letter.message_id == letter.original_id:
+            return  # its broker gives the id, and nobody can write another
+        for move in ("requeue", "delete"):
+            with self.opened(harness) as place:
+                moved = getattr(place, move)(Choice(ids=frozenset({letter.original_id})))
+            assert (moved.count, moved.unknown) == (0, ())
+            assert letter.message_id in moved.refused[letter.original_id]
+        assert len(self.listed(harness)) == 3
+
     def test_what_others_deleted_meanwhile_is_unknown_and_nothing_else_is_touched(
         self, harness: Harness
     ) -> None:
         messages = self.die(harness, bodies(6))
-        gone = frozenset(ids(messages[:2]))
+        gone = self.own_ids(harness, messages[:2])
         with self.opened(harness) as one, self.opened(harness) as other:
             assert len(list(one.letters())) == 6
             assert other.delete(Choice(ids=gone)).count == 2

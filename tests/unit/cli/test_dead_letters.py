@@ -79,7 +79,7 @@ def guide() -> list[str]:
 
 def test_the_commands_of_the_guide_run(queue: SqliteQueue, capsys: Capsys) -> None:
     lines = guide()
-    assert len(lines) == 14
+    assert len(lines) == 15
     for line in lines:
         [key, _] = kill(queue, b'{"n": 1}', b"{}")
         words = shlex.split(line.replace("3f2a90c1d4e5b607-1042", key))[1:]
@@ -349,7 +349,7 @@ def test_the_list_has_no_properties_and_no_long_text(
 ) -> None:
     """A sender's headers, 100 of 128 KB, would pass what the API server reads of an answer."""
     letter = DeadLetter(
-        "i", b"x", {"h": "é" * 65_000}, "é" * 65_000, "s" * 65_000, 1, *[None] * 2, "g"
+        "i", b"x", {"h": "é" * 65_000}, "é" * 65_000, "s" * 65_000, 1, None, None, "g"
     )
     monkeypatch.setattr(SqliteDeadLetters, "letters", lambda *_: (letter for _ in range(100)))
 

@@ -47,6 +47,7 @@ def letter(key: str = "m-1", **about: Any) -> dict[str, Any]:
         "enqueued_at": None,
         "generation": "g",
         "origin": "orders",
+        "original_id": key,
         "properties": {},
         "bytes": 5,
         **about,

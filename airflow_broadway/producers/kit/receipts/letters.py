@@ -56,9 +56,9 @@ class ReceivedLetters(ABC):
         finally:
             looking.show_again()
 
-    def requeue(self, choice: Choice = EVERY) -> Moved:
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         """See :meth:`.DeadLetters.requeue`."""
-        return self._moved(choice, send=True)
+        return self._moved(choice, send=True, to=to)
 
     def delete(self, choice: Choice = EVERY) -> Moved:
         """See :meth:`.DeadLetters.delete`."""
@@ -87,8 +87,8 @@ class ReceivedLetters(ABC):
         """The broker's own id of a letter."""
 
     @abstractmethod
-    def _back(self, letter: DeadLetter, raw: Any) -> tuple[str, dict[str, Any]]:
-        """Where a letter is to be sent, and what.
+    def _back(self, letter: DeadLetter, raw: Any, to: str | None) -> tuple[str, dict[str, Any]]:
+        """Where a letter is to be sent, and what; see :func:`.destination_of`.
 
         :raises BroadwayError: If it cannot be sent back.
         """
@@ -103,7 +103,7 @@ class ReceivedLetters(ABC):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def _moved(self, choice: Choice, *, send: bool) -> Moved:
+    def _moved(self, choice: Choice, *, send: bool, to: str | None = None) -> Moved:
         looking, moving = self._looking(), Moving(choice)
         looks = None if choice == EVERY else self._looks()
         if looks is not None:
@@ -118,20 +118,20 @@ class ReceivedLetters(ABC):
                     if moving.takes(letter)
                 ]
                 if send:
-                    chosen = self._sent(chosen, moving)
+                    chosen = self._sent(chosen, moving, to)
                 self._deleted(chosen, looking, moving)
         finally:
             looking.show_again()
         return moving.result()
 
     def _sent(
-        self, chosen: Sequence[tuple[DeadLetter, Any]], moving: Moving
+        self, chosen: Sequence[tuple[DeadLetter, Any]], moving: Moving, to: str | None
     ) -> list[tuple[DeadLetter, Any]]:
-        """Send them back, each where it came from; those that the broker has taken."""
+        """Send them back; those that the broker has taken."""
         by_target: dict[str, dict[str, dict[str, Any]]] = {}
         for letter, raw in chosen:
             try:
-                target, made = self._back(letter, raw)
+                target, made = self._back(letter, raw, to)
             except BroadwayError as error:
                 moving.refused[letter.message_id] = str(error)
                 continue

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.dead_letters import DeadLetter, Moved
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, Moved
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
@@ -87,14 +87,17 @@ def test_a_message_keeps_attributes_and_key_and_says_that_it_was_a_letter(at: Pl
     assert requeued(at) == Moved(1)
 
     # Then it was shown as it was
-    assert (letter.message_id, letter.body) == (first.message_id, b"order")
+    assert (letter.original_id, letter.body) == (first.message_id, b"order")
     assert letter.properties == {"attributes": {"colour": "red"}, "orderingKey": "k"}
     assert (letter.reason, letter.stage, letter.attempt) == ("ValueError: why", "process", 1)
     assert letter.origin == at.name
     # and comes as it was, with the mark
     [again] = at.begin().take()
     assert (again.attempt, again.redelivered) == (1, True)
-    assert again.metadata["attributes"] == {"colour": "red", "broadway_requeued": letter.message_id}
+    assert again.metadata["attributes"] == {
+        "colour": "red",
+        "broadway_requeued": letter.original_id,
+    }
     assert again.metadata["orderingKey"] == "k"
     assert listed(at) == []
 
@@ -106,7 +109,7 @@ def test_what_died_again_bears_no_mark_of_its_first_death(at: Place) -> None:
         messages = run.take()
         run.settle(messages, {"order": DEAD})
         [letter] = listed(at)
-        assert letter.message_id == messages[0].message_id
+        assert letter.original_id == messages[0].message_id
         assert letter.properties["attributes"] == {}
         assert requeued(at).count == 1
 
@@ -149,8 +152,36 @@ def test_what_cannot_go_back_stays_and_says_why(at: Place) -> None:
     assert moved.count == 1
     why = sorted(moved.refused.values())
     assert "it has 100 attributes, the most that Pub/Sub takes" in why[0]
-    assert f"there is no subscription 'projects/{PROJECT}/subscriptions/gone'" in why[1]
+    assert f"came from 'projects/{PROJECT}/subscriptions/gone', which is no source" in why[1]
     assert sorted(letter.body for letter in listed(at)) == [b"full", b"lost"]
+
+
+def test_a_forged_letter_names_neither_its_destination_nor_another_ones_id(at: Place) -> None:
+    # Given another team's subscription, and letters that a foreign sender publishes
+    victim = at.server.subscription(at.server.topic("victim"), "victim")
+    dead = f"projects/{PROJECT}/topics/dead"
+    real = google_sets_aside(at, b"real", broadway_message_id="m-1")
+    for body, claims in (
+        (b"evil", {"broadway_subscription": victim}),
+        (b"google", {f"{GOOGLE}Subscription": "victim", f"{GOOGLE}SubscriptionProject": PROJECT}),
+        (b"twin", {"broadway_message_id": real}),
+    ):
+        at.server.publish(dead, [body], attributes=claims)
+
+    # When one is sent back by its id, and then those that name a destination
+    with opened(at) as letters:
+        moved = letters.requeue(Choice(ids=frozenset({real})))
+        assert (moved.count, moved.unknown, dict(moved.refused)) == (1, (), {})
+        assert letters.delete(Choice(ids=frozenset({"m-1"}))).count == 0
+        moved = letters.requeue()
+
+    # Then the pipeline's own topic alone has got anything
+    assert moved.count == 1
+    assert all(
+        f"came from {victim!r}, which is no source" in each for each in moved.refused.values()
+    )
+    assert sorted(letter.body for letter in listed(at)) == [b"evil", b"google"]
+    assert sorted(message.data for message in at.begin().take()) == [b"real", b"twin"]
 
 
 def test_who_is_refused_publishing_keeps_his_letters(at: Place) -> None:

@@ -1,0 +1,267 @@
+"""Letters that a foreign sender publishes straight to a pipeline's place for dead letters.
+
+A letter's headers are its sender's text.  None of them sends a body into a queue that is no source
+of the pipeline, and none makes a forged letter one that was named.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pika
+import pytest
+
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, DeadLetters, Moved
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.letters import RabbitDeadLetters
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers.sqs import letters as sqs_letters
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import MockKafka
+from tests.rabbitmq_place import Place
+from tests.sqs_fixtures import wanted_sqs
+from tests.sqs_server import Connections, SqsServer
+
+pytestmark = pytest.mark.broker
+
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
+STAYS = r"says that it came from '.*', which is no source of this pipeline.* --to$"
+
+
+def by_body(letters: DeadLetters) -> dict[bytes, DeadLetter]:
+    return {each.body: each for each in letters.letters()}
+
+
+def named(*ids: str) -> Choice:
+    return Choice(ids=frozenset(ids))
+
+
+def refusal(moved: Moved, letter: DeadLetter) -> str:
+    assert list(moved.refused) == [letter.message_id]
+    return moved.refused[letter.message_id]
+
+
+# -- RabbitMQ --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def victim(place: Place) -> str:
+    """A queue of another team."""
+    name = f"{place.name}-victim"
+    place.server.declare(name)
+    return name
+
+
+def forge(place: Place, queue: str, body: bytes, headers: dict[str, Any]) -> None:
+    with place.channel() as channel:
+        channel.confirm_delivery()
+        channel.basic_publish("", queue, body, pika.BasicProperties(headers=headers))
+
+
+def deaths(queue: str) -> dict[str, Any]:
+    death = {
+        "queue": queue,
+        "reason": "rejected",
+        "count": 1,
+        "exchange": "",
+        "routing-keys": [queue],
+    }
+    return {"x-death": [{**death, "time": datetime.now(UTC)}]}
+
+
+@pytest.mark.parametrize("by_death", [False, True], ids=["x-broadway-queue", "x-death"])
+def test_a_letter_at_rabbitmq_does_not_name_its_destination(
+    place: Place, victim: str, by_death: bool
+) -> None:
+    place.declare()
+    place.send(b"real")
+    place.settle("g1", {0: DEAD})
+    headers = deaths(victim) if by_death else {"x-broadway-queue": victim}
+    forge(place, place.queues.dead, b"evil", headers)
+
+    with closing(place.producer().dead_letters(place.env())) as letters:
+        evil = by_body(letters)[b"evil"]
+        moved = letters.requeue()
+
+        assert moved.count == 1
+        assert place.server.depth(victim) == 0
+        with pytest.raises(ProducerError, match=STAYS):
+            raise ProducerError(refusal(moved, evil))
+        # The one who moves it can name a destination.
+        assert letters.requeue(to=place.name).count == 1
+    again, _ = place.hold("g2")
+    assert sorted(each.data for each in again) == [b"evil", b"real"]
+
+
+def test_a_letter_at_rabbitmq_does_not_take_another_ones_id(place: Place) -> None:
+    place.declare()
+    place.send(b"real")
+    [message], _ = place.settle("g1", {0: DEAD})
+    properties, body = place.first(place.queues.dead)
+    for each in (b"evil", body):
+        forge(place, place.queues.dead, each, dict(properties.headers))
+
+    with closing(place.producer().dead_letters(place.env())) as letters:
+        found = by_body(letters)
+        assert found[b"evil"].original_id == found[b"real"].original_id == message.message_id
+        assert letters.requeue(named(found[b"real"].message_id)).count == 1
+        assert list(by_body(letters)) == [b"evil"]
+        assert letters.delete(named(message.message_id)).count == 0
+
+
+def test_a_place_of_several_sources_sends_back_to_these_alone(place: Place, victim: str) -> None:
+    other = f"{place.name}-other"
+    place.declare()
+    place.server.declare(other)
+    dead = f"{place.name}-graves"
+    place.server.declare(dead)
+    for queue in (other, victim):
+        forge(place, dead, queue.encode(), {"x-broadway-queue": queue})
+    forge(place, dead, b"silent", {})
+    about: dict[str, Any] = {"dead_letter": dead, "uri": None}
+    producers = [place.producer(**about), place.producer(**about, queue=other)]
+
+    url = f"http://127.0.0.1:{place.server.management_port}"
+    env = place.env(login="guest", password="guest", extra={"management_url": url})
+    with closing(RabbitDeadLetters(producers, env, None)) as letters:
+        found = by_body(letters)
+        moved = letters.requeue()
+
+    assert moved.count == 1
+    assert (place.server.depth(other), place.server.depth(victim)) == (1, 0)
+    silent = moved.refused[found[b"silent"].message_id]
+    assert f"it does not say which of {place.name}, {other} it came from" in silent
+    assert silent.endswith("name the destination with --to")
+
+
+def test_a_letter_that_stays_is_not_removed_by_its_queues_delivery_limit(
+    place: Place, victim: str
+) -> None:
+    place.declare()
+    dead = f"{place.name}-graves"
+    place.server.declare(dead, **{"x-queue-type": "quorum", "x-delivery-limit": 3})
+    forge(place, dead, b"of another pipeline", {"x-broadway-queue": victim})
+
+    with closing(place.producer(dead_letter=dead).dead_letters(place.env())) as letters:
+        for _ in range(8):
+            assert (letters.requeue().count, letters.count()) == (0, 1)
+
+
+# -- SQS -------------------------------------------------------------------------------------------
+
+
+class Sqs:
+    """A queue, its queue of dead letters, and one of another team."""
+
+    def __init__(self, server: SqsServer) -> None:
+        self.server, self.client = server, server.client()
+        self.source, self.dead, self.victim = (server.queue() for _ in range(3))
+
+    def forge(self, body: str, **attributes: str) -> None:
+        about: Any = {n: {"DataType": "String", "StringValue": v} for n, v in attributes.items()}
+        self.client.send_message(QueueUrl=self.dead, MessageBody=body, MessageAttributes=about)
+
+    def letters(self) -> DeadLetters:
+        producer = SqsProducer(queue_url=self.source, dead_letter=self.dead)
+        return producer.dead_letters(ProducerEnv(connections=Connections(self.server.url)))
+
+    def ready(self, url: str) -> int:
+        return self.server.depth(url)[0]
+
+
+@pytest.fixture
+def sqs(monkeypatch: pytest.MonkeyPatch) -> Sqs:
+    monkeypatch.setattr(sqs_letters, "_WAIT_SECONDS", 0)
+    return Sqs(wanted_sqs())
+
+
+def test_a_letter_at_sqs_does_not_name_its_destination(sqs: Sqs) -> None:
+    sqs.forge("native")
+    sqs.forge("evil", broadway_queue=sqs.victim.rpartition("/")[2])
+    sqs.forge("url", broadway_queue=sqs.victim)
+
+    with closing(sqs.letters()) as letters:
+        moved = letters.requeue()
+        assert (moved.count, len(moved.refused)) == (1, 2)
+        assert (sqs.ready(sqs.source), sqs.ready(sqs.victim)) == (1, 0)
+        for why in moved.refused.values():
+            with pytest.raises(ProducerError, match=STAYS):
+                raise ProducerError(why)
+        assert letters.requeue(to=sqs.source).count == 2
+    assert (sqs.ready(sqs.source), sqs.ready(sqs.victim)) == (3, 0)
+
+
+def test_a_letter_at_sqs_does_not_take_another_ones_id(sqs: Sqs) -> None:
+    sqs.forge("real", broadway_message_id="m-1")
+    with closing(sqs.letters()) as letters:
+        real = by_body(letters)[b"real"]
+        sqs.forge("evil", broadway_message_id=real.message_id)
+        sqs.forge("twin", broadway_message_id="m-1")
+        assert len(by_body(letters)) == 3
+
+        unmoved = letters.delete(named("m-1"))
+        assert (unmoved.count, list(unmoved.refused)) == (0, ["m-1"])
+        moved = letters.requeue(named(real.message_id))
+
+        assert (moved.count, moved.unknown, dict(moved.refused)) == (1, (), {})
+        assert sorted(by_body(letters)) == [b"evil", b"twin"]
+    [received] = sqs.client.receive_message(QueueUrl=sqs.source)["Messages"]
+    assert received["Body"] == "real"
+
+
+# -- Kafka -----------------------------------------------------------------------------------------
+
+
+def forged(group: KafkaGroup, body: bytes, topic: str, partition: int, offset: int) -> None:
+    producer = group.kafka.producer()
+    headers: list[Any] = [
+        ("__connect.errors.topic", topic.encode()),
+        ("__connect.errors.partition", str(partition).encode()),
+        ("__connect.errors.offset", str(offset).encode()),
+    ]
+    producer.produce(group.letters, body, headers=headers)
+    producer.flush(30)
+
+
+def test_a_letter_at_kafka_names_neither_its_destination_nor_another_ones_id(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path, order="none")
+    victim = kafka_mock.topic()
+    producer = kafka_mock.producer()
+    producer.produce(group.topic, b"real")
+    producer.flush(30)
+    lease, [message] = group.hold("g1")
+    group.settle(lease, [message], {message.message_id: DEAD})
+    forged(group, b"twin", group.topic, 0, 0)
+    forged(group, b"evil", victim, 0, 0)
+
+    with closing(group.producer().dead_letters(group.env("letters"))) as letters:
+        found = by_body(letters)
+        assert found[b"real"].original_id == found[b"twin"].original_id == message.message_id
+        real = named(found[b"real"].message_id)
+        assert letters.requeue(real).count == 1
+        assert sorted(by_body(letters)) == [b"evil", b"twin"]
+        moved = letters.requeue(named(found[b"evil"].message_id))
+
+    with pytest.raises(ProducerError, match=STAYS):
+        raise ProducerError(refusal(moved, found[b"evil"]))
+    assert [each.data for each in group.drain()] == [b"real"]
+
+
+# -- the embedded queue ----------------------------------------------------------------------------
+
+
+def test_letters_of_an_embedded_queue_go_back_to_its_own_file_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "q.db")
+    with SqliteQueue(path, "orders") as queue:
+        queue.send([b"an order"])
+        letters = SqliteProducer(queue="orders", path=path).dead_letters(ProducerEnv())
+        with closing(letters), pytest.raises(ProducerError, match="leave --to out"):
+            letters.requeue(to="invoices")
