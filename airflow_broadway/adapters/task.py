@@ -13,6 +13,7 @@ from airflow.providers.common.compat.sdk import AirflowTaskTimeout, conf
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.metrics import AirflowMetrics
 from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
@@ -178,21 +179,28 @@ def load_pipeline(ref: Mapping[str, Any], context: Context) -> Pipeline:
     return load_ref(ref, run_info(context))
 
 
-def open_run(context: Context, staging: str | None, pipeline: str) -> StagedRun:
-    """The folder of this run.
+def open_run(
+    context: Context, staging: str | None, pipeline: Pipeline, *, report: bool = True
+) -> StagedRun:
+    """The folder of this run, and the clock by which its leases are judged.
 
     :param staging: URI of the staging root; ``[broadway] staging`` if it is ``None``.
-    :raises StagingError: If the root cannot be opened.
+    :param report: Whether to log that this host's clock differs from the root's.
+    :raises StagingError: If the root cannot be used, or the clocks make the lease useless.
     """
     from airflow_broadway.staging.run_folder import StagedRun
 
     ti = context["ti"]
+    store, producer, clock = open_store(staging), pipeline.producer, SystemClock()
     return StagedRun(
-        open_store(staging),
-        pipeline=pipeline,
+        store,
+        pipeline=pipeline.name,
         dag_id=ti.dag_id,
         run_id=ti.run_id,
         airflow=deployment(),
+        clock=clock
+        if producer.local_clock
+        else store.clock(float(producer.lease), clock, report=report),
     )
 
 

@@ -79,7 +79,7 @@ class BroadwayBatcherOperator(BaseOperator):
 
         ti = context["ti"]
         pipeline = load_pipeline(self.pipeline, context)
-        run = open_run(context, self.staging, pipeline.name)
+        run = open_run(context, self.staging, pipeline)
         self._task = task = BatchTask(
             run, pipeline, task_of(context), ports_of(context), batcher=self.batcher
         )

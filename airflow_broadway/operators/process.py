@@ -59,7 +59,7 @@ class BroadwayProcessorOperator(PullOperator):
         from airflow_broadway.runs.tasks import ProcessTask
 
         pipeline = load_pipeline(self.pipeline, context)
-        run = open_run(context, self.staging, pipeline.name)
+        run = open_run(context, self.staging, pipeline)
         note_console(self, pipeline, ports_of(context))
         source = source_of_run(self, context, pipeline)
         look = looked(self, context, run, pipeline, source)

@@ -84,7 +84,7 @@ class BroadwayRunOperator(PullOperator):
         pipeline = load_pipeline(self.pipeline, context)
         check_unstaged(pipeline)
         check_no_outlets(pipeline)
-        run = open_run(context, self.staging, pipeline.name)
+        run = open_run(context, self.staging, pipeline)
         note_console(self, pipeline, ports_of(context))
         source = source_of_run(self, context, pipeline)
         if not source.asks_broker:

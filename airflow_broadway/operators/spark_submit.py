@@ -120,7 +120,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 
         pipeline = load_pipeline(self.pipeline, context)
-        run = open_run(context, self.staging, pipeline.name)
+        run = open_run(context, self.staging, pipeline)
         task = task_of(context)
         batches = SparkBatches(
             run,

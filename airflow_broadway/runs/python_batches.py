@@ -9,7 +9,7 @@ import socket
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 
-from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import (
     check_settled,
@@ -80,7 +80,7 @@ class PythonBatches:
         self._try_number = try_number
         self._reasons = Reasons()
         self._ports = ports = ports or Ports()
-        self._clock = clock or SystemClock()
+        self._clock = clock or run.clock
         self._stop = Stop(self._clock, min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:

@@ -93,6 +93,7 @@ class ProcessTask:
             owner=task.owner(),
             index=index,
             store=run.store,
+            clock=run.clock,
         )
         self._process = self._make_process(budget)
 

@@ -11,7 +11,6 @@ import uuid
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import lines_of, summary_line
@@ -80,7 +79,7 @@ class UnstagedTask:
         self._budget = budget
         self._fail_when = fail_when
         self._source = source or RunSource()
-        self._stop = Stop(SystemClock(), min(pipeline.shutdown, ports.max_shutdown))
+        self._stop = Stop(run.clock, min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:
         """Take no more, and end soon.  Called from a signal handler."""
@@ -101,13 +100,14 @@ class UnstagedTask:
             owner=self._task.owner(),
             index=self._index,
             store=run.store,
+            clock=run.clock,
         )
         send_back(pipeline, env)
         # Of all runs together: each may be over within seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
         local = LocalRun(pipeline, env, limiter=limiter, stop=self._stop)
         prepare_sink(run, pipeline, env)
-        started = SystemClock().now()
+        started = run.clock.now()
         try:
             report = local.pull(self._budget, on_lease=self._open)
         except BaseException:  # a kill too; raised again

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Custodian, Lease
 from airflow_broadway.core.custody.run_summary import settled_line
@@ -65,7 +65,7 @@ class RunWatcher:
         self._task_ids = task_ids
         self._only = generations
         self._ports = ports or Ports()
-        self._clock = clock or SystemClock()
+        self._clock = clock or run.clock
         self.heartbeat = Heartbeat(run, self._clock)
         self._hold = Hold(run, ",".join(sorted(task_ids or ())), self._clock)
         self._custodians = self.custodians()

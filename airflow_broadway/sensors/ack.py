@@ -35,6 +35,8 @@ from airflow_broadway.triggers.ack import FINISHED, BroadwayAckTrigger
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from airflow_broadway.staging.run_folder import StagedRun
+
 __all__ = ["BroadwayAckSensor"]
 
 #: The longest interval between two looks, in seconds, unless another is given.
@@ -136,6 +138,7 @@ class BroadwayAckSensor(BaseSensorOperator):
 
     def resume(self, context: Context, event: Any = None) -> Any:
         """Go on after the trigger fired."""
+        self._resumed = True
         return self._look_or_defer(context)
 
     def _look_or_defer(self, context: Context) -> Any:
@@ -202,6 +205,14 @@ class BroadwayAckSensor(BaseSensorOperator):
         first = context["ti"].get_first_reschedule_date(context) or context["ti"].start_date
         return 0.0 if first is None else (timezone.utcnow() - first).total_seconds()
 
+    #: The folder of the run, once it is open.
+    _run: StagedRun | None = None
+    _resumed = False
+
+    def _is_first(self, context: Context) -> bool:
+        """Whether this task looks for the first time: it was not rescheduled or deferred."""
+        return not self._resumed and context["ti"].get_first_reschedule_date(context) is None
+
     # -- looking -------------------------------------------------------------------------------
 
     def _look(self, context: Context) -> dict[str, Any] | None:
@@ -214,7 +225,9 @@ class BroadwayAckSensor(BaseSensorOperator):
 
         pipeline = load_pipeline(self.pipeline, context)
         note_console(self, pipeline, ports_of(context))
-        run = open_run(context, self.staging, pipeline.name)
+        run = self._run = self._run or open_run(
+            context, self.staging, pipeline, report=self._is_first(context)
+        )
         settler = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=ports_of(context))
         states = self._states(context)
         finished = _over(states)

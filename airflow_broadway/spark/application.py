@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
 from airflow_broadway.core.formats.deaths import WORK, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import Files
@@ -22,9 +23,11 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.store_clock import store_clock
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.log_context import keep_ids, log_ids
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
@@ -94,9 +97,10 @@ def _run_work(
                 f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
                 f" {pipeline.name!r} has not (it has {sorted(pipeline.batchers)})"
             )
-    ownership = Ownership(files, work.name, work.try_number)
-    ownership.check_try(fresh=True)
+    Ownership(files, work.name, work.try_number).check_try(fresh=True)
     say_started(files, work.name, work.try_number, WORK)
+    clock = _clock(pipeline, uri, files, work)
+    ownership = Ownership(files, work.name, work.try_number, clock=clock)
     application = Application(
         spark=spark,
         uri=uri,
@@ -109,6 +113,17 @@ def _run_work(
         application_id=application_id(spark),
     )
     return _Threads(application, plans, stop).run(watch_interval)
+
+
+def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
+    """Return the clock by which the driver judges leases."""
+    clock, producer = SystemClock(), pipeline.producer
+    if producer.local_clock:
+        return clock
+    path = paths.clock(work.name, work.try_number)
+    return store_clock(
+        files, path, lambda: files.replace(path, "{}"), float(producer.lease), clock, place=uri
+    )
 
 
 class _Threads:

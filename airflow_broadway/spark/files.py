@@ -103,6 +103,9 @@ class HadoopFiles:
         names = (str(status.getPath().getName()) for status in found)
         return sorted(name for name in names if name[0] != ".")
 
+    def modified(self, path: str) -> float | None:
+        return float(self._fs.getFileStatus(self._path(path)).getModificationTime()) / 1000
+
     def create(self, path: str, text: str) -> bool:
         target = self._path(path)
         if self._renames:

@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property
 from typing import IO, Any
 
@@ -97,6 +98,14 @@ class Bucket:
         except FileNotFoundError:
             return []
         return sorted(name for name in names if not name.startswith("."))
+
+    def modified(self, path: str) -> float | None:
+        self._forget(path)
+        try:
+            at: datetime = self._fs.modified(path)
+        except NotImplementedError:
+            return None
+        return at.timestamp()
 
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:
         data = b"".join(chunks)

@@ -95,6 +95,9 @@ class Disk:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def modified(self, path: str) -> float | None:
+        return os.stat(path).st_mtime
+
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:
         self._make_folder(os.path.dirname(path))
         return create_file(path, chunks)

@@ -23,9 +23,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import check_path
+from airflow_broadway.core.formats.store_clock import store_clock
 from airflow_broadway.staging.bucket import Bucket
 from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.errors import SETTING, cannot, translated
@@ -34,6 +35,8 @@ __all__ = ["ROOT_FILE", "Folder", "Sink", "Store", "host_name"]
 
 #: The file that tells one root from another.
 ROOT_FILE = ".broadway-root.json"
+#: A file whose modification time tells the root's clock.
+CLOCK_FILE = ".broadway-clock.json"
 #: Files that :meth:`Folder.read_all` reads at a time.
 READERS = 16
 #: Bytes that are read at a time where a file is read line by line.
@@ -77,6 +80,10 @@ class Backend(Protocol):
 
     def list(self, path: str) -> list[str]:
         """The names in a folder, sorted, without hidden ones; empty if there is no such folder."""
+        ...
+
+    def modified(self, path: str) -> float | None:
+        """The modification time, by the file system's clock; ``None`` where it has none."""
         ...
 
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:
@@ -226,6 +233,21 @@ class Store:
             except FileNotFoundError as error:
                 raise cannot("write a file", self.uri, error) from error
 
+    def clock(self, lease: float, host: Clock, *, report: bool = True) -> Clock:
+        """Return the clock by which to judge a lease; see
+        :func:`airflow_broadway.core.formats.store_clock.store_clock`.
+        """
+        root = self.folder("")
+        return store_clock(
+            root,
+            CLOCK_FILE,
+            lambda: root.replace(CLOCK_FILE, '{"version": 1}'),
+            lease,
+            host,
+            place=self.uri,
+            report=report,
+        )
+
     # -- addresses -----------------------------------------------------------------------------
 
     def spark_uri(self, path: str = "") -> str:
@@ -312,6 +334,10 @@ class Folder:
     def list(self, folder: str) -> list[str]:
         with translated(f"list {folder}", self.store.uri):
             return self._backend.list(self.full(folder))
+
+    def modified(self, path: str) -> float | None:
+        with translated(f"look at {path}", self.store.uri):
+            return self._backend.modified(self.full(path))
 
     def create(self, path: str, text: str) -> bool:
         with self._writing(path):

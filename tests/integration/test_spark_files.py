@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ def test_a_file_is_replaced(files: HadoopFiles) -> None:
     files.replace("a.json", "one")
     files.replace("a.json", "two")
     assert files.read("a.json") == "two"
+
+
+def test_a_file_has_the_time_of_its_last_writing(files: HadoopFiles) -> None:
+    for text in ("one", "two"):
+        before = time.time()
+        files.replace("a.json", text)
+        assert before - 0.1 <= (files.modified("a.json") or 0.0) <= time.time()
 
 
 def test_what_is_not_there(files: HadoopFiles) -> None:

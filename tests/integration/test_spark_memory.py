@@ -18,6 +18,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA
+from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
@@ -66,7 +67,7 @@ class Place:
         airflow: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {}}
         self.context = airflow
         staging = f"file://{root}/staging"
-        run = open_run(airflow, staging, "Large")
+        run = open_run(airflow, staging, Counting(name="Large"))
         self.staged = Staged(root / "staging" / run.path, pipeline="Large")
         self.staged.root_id = run.store.root_id()
         self.plan = self.staged.plan(

@@ -120,7 +120,7 @@ def test_max_seconds_ends_process_after_the_message_at_work(
     assert reference["stopped"] == "max_seconds"
     staged = reference["batchers"]["default"]
     assert 4 <= staged < 200
-    run = open_run(place.context(), place.staging, "slow")
+    run = open_run(place.context(), place.staging, place.pipeline(kind))
     if kind is Slow:
         manifest = run.manifest(reference["generation"])
         assert manifest is not None

@@ -138,6 +138,8 @@ class Producer(Options):
     most_at_once: ClassVar[int] = 1000
     #: Whether a lease may be renewed; a fixed bound otherwise.
     renews: ClassVar[bool] = True
+    #: Whether its broker is this machine, whose clock then judges leases; else staging's does.
+    local_clock: ClassVar[bool] = False
     #: Whether :meth:`depth` may know the age of the oldest message.
     tells_age: ClassVar[bool] = True
     #: Seconds by which :meth:`depth` may be behind.

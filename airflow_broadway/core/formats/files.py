@@ -67,6 +67,14 @@ class Files(Protocol):
         """The names in a folder, sorted, without hidden ones; empty if there is no such folder."""
         ...
 
+    def modified(self, path: str) -> float | None:
+        """The modification time of a file, by the clock of its file system: seconds since 1970.
+
+        :returns: ``None`` where the file system has none.
+        :raises FileNotFoundError: If there is no such file.
+        """
+        ...
+
     def create(self, path: str, text: str) -> bool:
         """Write a whole, durable file unless it exists; whether this call wrote it.
 
@@ -120,6 +128,9 @@ class LocalFiles:
             return sorted(name for name in os.listdir(self._path(folder)) if name[0] != ".")
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def modified(self, path: str) -> float | None:
+        return self._path(path).stat().st_mtime
 
     def create(self, path: str, text: str) -> bool:
         return create_file(self._place_for(path), (text.encode(),))

@@ -25,6 +25,7 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
     work/<task>-<try>.json              what a Spark application does, until a higher try has one
     tries/<task>-<try>.json             a task runs a Python batcher's batches, until the same
     work/<task>-<try>.started           it began to handle batches
+    work/<task>-<try>.clock             its modification time tells the driver the folder's clock
     {work,tries}/<task>-<try>.ended     it ended, however its batches fared: it did not die of one
     begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written once something died
     deaths/{work,tries}/<task>-<try>.json        it died, and of which batches that may be
@@ -127,6 +128,10 @@ class paths:  # noqa: N801 - a namespace
     @staticmethod
     def started(name: str, number: int, folder: str) -> str:
         return f"{folder}/{name}-{number:06d}.started"
+
+    @staticmethod
+    def clock(name: str, number: int) -> str:
+        return f"work/{name}-{number:06d}.clock"
 
     @staticmethod
     def ended(name: str, number: int, folder: str) -> str:

@@ -30,6 +30,7 @@ class SqliteOptions(Producer):
     """The options of :class:`~airflow_broadway.producers.sqlite.SqliteProducer`."""
 
     kind: ClassVar[str] = KIND
+    local_clock: ClassVar[bool] = True
     sent_at: ClassVar[tuple[str, ...]] = ("enqueued_at",)
 
     queue: str = option(rule=TEXT, doc="The queue's name in its file.")

@@ -59,7 +59,7 @@ class DryRun:
         self._index = index
         self._budget = budget
         self._env = producer_env(
-            self._pipeline, ports, owner=task.owner(), index=index, store=run.store
+            self._pipeline, ports, owner=task.owner(), index=index, store=run.store, clock=run.clock
         )
 
     def run(self, *, report: bool = False) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Custodians:
         self._ports = ports
         self._run = run
         self._owner = owner
-        self._clock = clock
+        self._clock = clock or run.clock
         self._opened: list[tuple[dict[str, Any], Custodian]] = []
 
     def of(self, record: GenerationRecord) -> Custodian:

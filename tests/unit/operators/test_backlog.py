@@ -456,7 +456,7 @@ def test_an_outlet_of_several_batchers_has_one_event_of_what_is_its_own(
     queue.send([b"good", b"bad", b"old", b"old"])
     process = BroadwayProcessorOperator(task_id="process", pipeline=Batched, idle_seconds=0.0)
     reference = process.execute(task_context("one"))
-    run = open_run(task_context("one"), None, "Batched")
+    run = open_run(task_context("one"), None, Batched())
     heads = []
     for name in Batched.batchers:
         task = BroadwayBatcherOperator(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -80,7 +81,7 @@ class Hosts:
                 task.processed = self.pushed["process"]
             self.pushed[task.task_id].append(task.execute(self.context(task.task_id)))
             return self.pushed[task.task_id][-1]
-        looked: Any = self.ack.poke(self.context("ack"))
+        looked: Any = copy.copy(self.ack).poke(self.context("ack"))  # of a process of its own
         return looked.xcom_value
 
     def both(self, writer: str, reader: str) -> str:

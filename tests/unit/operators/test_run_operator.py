@@ -74,7 +74,7 @@ def execute(
 
 
 def run_of(root: Path, context: Any, pipeline: type[Echo]) -> Any:
-    return open_run(context, f"file://{root}/staging", pipeline.__name__)
+    return open_run(context, f"file://{root}/staging", pipeline())
 
 
 def send(root: Path, count: int) -> None:

@@ -66,7 +66,7 @@ class World:
         )
         context: Any = {"ti": ti, "dag_run": dag_run, "params": {"p": 1}}
         self.context = context
-        self.run: StagedRun = open_run(context, self.staging, "Counting")
+        self.run: StagedRun = open_run(context, self.staging, Counting())
         self.staged = Staged(root / "staging" / self.run.path)
         self.staged.root_id = self.run.store.root_id()
         self.commands: list[list[str]] = []

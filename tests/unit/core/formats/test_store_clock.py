@@ -1,0 +1,89 @@
+"""The clock by which leases are judged: the staging folder's, where the host's is wrong."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.store_clock import StoreClock
+from airflow_broadway.staging.store import Store
+
+
+class Slow(StoreClock):
+    """A host's clock on which some seconds pass between two looks."""
+
+    def __init__(self, offset: float, seconds: float) -> None:
+        super().__init__(SystemClock(), offset)
+        self._passed = timedelta()
+        self._seconds = timedelta(seconds=seconds)
+
+    def now(self) -> datetime:
+        self._passed += self._seconds
+        return super().now() + self._passed
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(f"file://{tmp_path}/staging")
+
+
+def off(clock: StoreClock | SystemClock) -> float:
+    """Seconds by which a clock is ahead."""
+    return (clock.now() - SystemClock().now()).total_seconds()
+
+
+def test_a_host_with_the_right_time_keeps_its_clock(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = SystemClock()
+    assert store.clock(1.0, host) is host
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("offset", "words"), [(300.0, "ahead of"), (-300.0, "behind")])
+def test_a_host_with_another_time_judges_by_the_folder_and_reports_both_clocks(
+    store: Store, caplog: pytest.LogCaptureFixture, offset: float, words: str
+) -> None:
+    host = StoreClock(SystemClock(), offset)
+
+    judged = store.clock(300.0, host)
+
+    assert isinstance(judged, StoreClock)
+    assert abs(off(judged)) < 1.0
+    assert abs(judged.monotonic() - host.monotonic()) < 1.0
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    line = record.getMessage()
+    assert f"is 300 s {words} that of the staging folder {store.uri}: " in line
+    there, here = judged.now(), host.now()
+    assert f"{here:%Y-%m-%dT%H:%M}" in line
+    assert f"{there:%Y-%m-%dT%H:%M}" in line
+
+
+@pytest.mark.parametrize(("lease", "reported"), [(40.0, 1), (60.0, 0)])
+def test_a_tenth_of_the_lease_is_reported_and_less_is_not(
+    store: Store, caplog: pytest.LogCaptureFixture, lease: float, reported: int
+) -> None:
+    judged = store.clock(lease, StoreClock(SystemClock(), 5.0))
+    assert isinstance(judged, StoreClock)
+    assert abs(off(judged)) < 1.0
+    assert len(caplog.records) == reported
+
+
+def test_a_task_that_looks_again_reports_nothing_again(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.clock(300.0, StoreClock(SystemClock(), 300.0), report=False)
+    assert not caplog.records
+
+
+def test_a_lease_that_is_shorter_than_the_doubt_is_refused(store: Store) -> None:
+    # Writing a file takes ten seconds here, by a clock that is five minutes ahead
+    rule = r"300 s ahead of .* known to 10\.1 s only, .* a lease of 15 s cannot be judged; .* 20 s"
+    with pytest.raises(StagingError, match=rule):
+        store.clock(15.0, Slow(285.0, 10.0))
+    assert isinstance(store.clock(30.0, Slow(285.0, 10.0)), StoreClock)
