@@ -125,11 +125,17 @@ def read(returned: object) -> Failed | Outcomes | None:
 def _outcomes(frame: Any) -> Outcomes:
     columns = list(frame.columns)
     statuses = [name for name in ("ok", "status") if name in columns]
-    if "message_id" not in columns or len(statuses) != 1:
+    fault = ""
+    if "message_id" not in columns:
+        fault = "without the column message_id"
+    elif len(statuses) != 1:
+        fault = f"with {'both' if statuses else 'neither'} of the columns ok and status"
+    if fault:
+        # Reports cut reasons: what is wrong and its cure come first, the columns last.
         raise PipelineError(
-            "a DataFrame that handle_batch returns has the columns 'message_id', either 'ok' or"
-            f" 'status', and optionally 'reason'; got columns {columns}.  To fail some messages"
-            " return failed(rows, reason=…)",
+            f"handle_batch returned a DataFrame {fault}; return None if all succeeded,"
+            " failed(rows, reason=…), or message_id, ok and reason; its columns:"
+            f" {', '.join(map(str, columns))}",
             code="handle_batch_bad_return",
         )
     kind = frame.schema[statuses[0]].dataType.typeName()

@@ -560,7 +560,7 @@ def _bad_kind(messages: DataFrame) -> Any:
         (_unknown, "PipelineError: handle_batch returned message ids that are not of this batch"),
         (_unknown_frame, "message ids that are not of this batch: 'xm"),
         (_bad_word, "has the status 'perhaps'; expected one of"),
-        (_no_standing, "either 'ok' or 'status'"),
+        (_no_standing, "with neither of the columns ok and status"),
         (_bad_kind, "column 'ok' of the DataFrame that handle_batch returned is"),
         (lambda messages: 42, "handle_batch returned int 42; on Spark it returns None"),
     ],

@@ -155,7 +155,17 @@ class BatchProcessorStage:
                 f"{type(self.pipeline).__name__} defines no handle_batch",
                 code="handle_batch_undefined",
             )
-        returned: Any = self.pipeline.handle_batch(self.batcher, list(messages), info, context)
+        passed = list(messages)
+        try:
+            returned: Any = self.pipeline.handle_batch(self.batcher, passed, info, context)
+        except AttributeError as error:
+            if error.obj is passed:  # it was used as a DataFrame
+                cure = (
+                    "with engine='python' handle_batch gets a list of messages; a DataFrame comes"
+                    " with Batcher(engine='spark')"
+                )
+                error.args = (f"{error}: {cure}",)
+            raise
         return expect_messages(
             "handle_batch",
             returned,

@@ -126,13 +126,20 @@ def log_failure(
             type(pipeline).__name__,
             callback,
             many(messages, "message") if isinstance(messages, int) else name_messages(known),
-            f"SystemExit: {error.code}" if isinstance(error, SystemExit) else error,
+            _described(error),
             "; further ones of this kind are counted, not logged one by one"
             if number == LOGGED_FAILURES
             else "",
             exc_info=None if isinstance(error, PipelineError) else error,
             extra={"code": code_of(error)},
         )
+
+
+def _described(error: BaseException) -> str:
+    """Return an exception's type and text; a sentence of our own stands for itself."""
+    if isinstance(error, PipelineError):
+        return str(error)
+    return status_of(error).text.removesuffix(": ")
 
 
 def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[Message]:

@@ -76,9 +76,9 @@ def test_a_line_names_the_message_or_the_batch_that_is_at_work(
 def test_a_failure_names_its_message_or_the_first_of_its_messages(lines: Lines) -> None:
     Telling().run_local(["bad", "worse", "worse"])
 
-    (one,) = lines.of("Telling.handle_message failed message 'given-0': bad")
+    (one,) = lines.of("Telling.handle_message failed message 'given-0': ValueError: bad")
     assert one["message_id"] == "given-0"
-    text = "Telling.handle_batch failed 2 messages ('given-1', 'given-2'): worse"
+    text = "Telling.handle_batch failed 2 messages ('given-1', 'given-2'): ValueError: worse"
     (several,) = lines.of(text)
     assert several["batch_id"]
     assert "message_id" not in several

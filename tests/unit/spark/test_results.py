@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.message import Status
 from airflow_broadway.spark import Failed, failed
 from airflow_broadway.spark.results import read
 
@@ -53,6 +54,29 @@ def test_a_reason_that_is_no_text_is_refused() -> None:
 def test_any_other_return_is_refused(value: Any) -> None:
     with pytest.raises(PipelineError, match="on Spark it returns None when all messages succeeded"):
         read(value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        (["customer", "amount"], "without the column message_id"),
+        (["message_id", "amount"], "with neither of the columns ok and status"),
+        (["message_id", "ok", "status"], "with both of the columns ok and status"),
+    ],
+)
+def test_of_wrong_columns_a_reason_has_the_fault_and_the_cure_before_a_report_cuts_it(
+    columns: list[str], fault: str
+) -> None:
+    frame = type("DataFrame", (), {"__module__": "pyspark.sql.frame", "columns": columns * 20})()
+
+    with pytest.raises(PipelineError) as caught:
+        read(frame)
+
+    kept = Status("error", caught.value).text[:200]
+    assert fault in kept
+    assert "return None if all succeeded, failed(rows, reason=…), or message_id, ok and reason" in (
+        kept
+    )
 
 
 def test_importing_it_loads_neither_spark_nor_airflow() -> None:

@@ -37,7 +37,10 @@ def test_the_first_ten_failures_of_a_kind_are_told_in_full_and_all_in_a_table(
     assert report.failed == 600
     in_full = [each for each in caplog.records if each.exc_info]
     assert len(in_full) == 10
-    assert "'given-1'" in in_full[0].getMessage()  # which message it was
+    # Which message it was, and the type of the exception
+    assert in_full[0].getMessage() == (
+        "Failing.handle_message failed message 'given-1': ValueError: odd: 1"
+    )
     # Those that differ in numbers alone are one reason
     table = caplog.records[-1].getMessage()
     assert table.splitlines() == [
@@ -57,6 +60,50 @@ def test_each_kind_of_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
         Both().run_local(range(1000))
     kinds = {each.exc_info[0] for each in caplog.records if each.exc_info}
     assert kinds == {ValueError, KeyError}
+
+
+def test_a_line_names_an_exception_that_has_no_text_and_one_whose_text_cannot_be_had(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    class Silent(Failing):
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            raise KeyError if message.data else Odd
+
+    with caplog.at_level(logging.ERROR):
+        Silent().run_local([0, 1])
+    told = [each.getMessage() for each in caplog.records if each.exc_info]
+    assert told[0].endswith("failed message 'given-0': Odd: (its text cannot be had)")
+    assert told[1].endswith("failed message 'given-1': KeyError")
+
+
+def test_a_list_that_is_used_as_a_dataframe_is_explained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Writing(Passing):
+        producer = DummyProducer()
+        batchers = {"default": Batcher(engine="python")}
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            return messages.write.parquet("/nowhere")
+
+    class OwnList(Writing):
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            return [].write  # type: ignore[attr-defined]
+
+    with caplog.at_level(logging.ERROR):
+        [reason] = Writing().run_local([1]).reasons
+        [own] = OwnList().run_local([1]).reasons
+
+    assert reason["reason"] == (
+        "AttributeError: 'list' object has no attribute 'write': with engine='python' handle_batch"
+        " gets a list of messages; a DataFrame comes with Batcher(engine='spark')"
+    )
+    assert own["reason"] == "AttributeError: 'list' object has no attribute 'write'"
+    assert any(each.exc_info and reason["reason"] in each.getMessage() for each in caplog.records)
 
 
 def test_a_status_keeps_its_traceback_when_it_is_pickled() -> None:
