@@ -46,6 +46,29 @@ def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
     assert f"Message {mark} is a dead letter, unprocessed: its body has 1001 bytes" in caplog.text
 
 
+def test_a_bundle_that_was_moved_into_the_source_queue_is_set_aside_as_it_is(place: Place) -> None:
+    # Given a bundle of two messages that a run released, and an operator who moves it
+    place.declare()
+    place.give_back(b"1", b"2")
+    _, bundle = place.first(place.queues.returns)
+    assert place.depth(place.queues.returns) == 0
+    place.send(b"AFBW is no bundle", bundle, b"3")
+
+    messages, report = place.settle("g1")
+
+    assert [message.data for message in messages] == [b"AFBW is no bundle", b"3"]
+    told = "1 (bundles: move them into the returns queue)"
+    assert report == SettleReport(
+        acked=2, errors=(f"dead letters, unprocessed, beside those received: {told}",)
+    )
+    properties, body = place.first(place.queues.dead)
+    reason = f"it is a bundle of 2 messages from the queue {place.name!r}: move it, as it is, into"
+    assert properties.headers["x-broadway-reason"].startswith(reason)
+    with place.channel() as channel:
+        channel.basic_publish("", place.queues.returns, body)
+    assert [message.data for message in place.hold("g2")[0]] == [b"1", b"2"]
+
+
 def test_a_message_that_killed_its_process_alone_is_set_aside_and_told(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

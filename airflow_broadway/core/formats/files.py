@@ -175,9 +175,18 @@ def create_file(path: str, chunks: Iterable[bytes]) -> bool:
             # Fails if the name is taken, and names a file that is already whole and on disk.
             os.link(temporary, path)
         except FileExistsError:
-            return False
+            # NFS repeats a request whose answer was lost: then the name is that of our own file.
+            if not _is_same_file(temporary, path):
+                return False
     sync_folder(os.path.dirname(path))
     return True
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except FileNotFoundError:  # removed meanwhile by whoever wrote it
+        return False
 
 
 def replace_file(path: str, chunks: Iterable[bytes]) -> None:

@@ -43,7 +43,11 @@ def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
 
 def about_set_aside(lease: Lease) -> tuple[str, ...]:
     """What people should know of messages that the source took and no callback saw."""
-    words = {"oversized": "too large", "crashed": "killed their process again and again"}
+    words = {
+        "bundle": "bundles: move them into the returns queue",
+        "crashed": "killed their process again and again",
+        "oversized": "too large",
+    }
     return tuple(
         f"dead letters, unprocessed, beside those received: {count} ({words.get(kind, kind)})"
         for kind, count in sorted(lease.state.get("set_aside", {}).items())

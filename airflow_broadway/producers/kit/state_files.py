@@ -10,15 +10,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.files import (
     create_file,
     make_folders,
-    object_names,
     put_new,
     replace_file,
 )
@@ -75,12 +74,11 @@ class StateFiles:
         :raises StagingError: If it cannot be read; :class:`Damaged` if it is no JSON.
         """
         path = f"{self._root}/{name}"
-        try:
-            return _parsed(path, self._fs.cat_file(path))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StagingError(f"{path} cannot be read: {error}") from None
+        with _translated(path, "read"):
+            try:
+                return _parsed(path, self._fs.cat_file(path))
+            except FileNotFoundError:
+                return None
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """The JSON values of files by name, read side by side where the store can do that.
@@ -90,15 +88,14 @@ class StateFiles:
         :raises StagingError: If one cannot be read.
         """
         paths = {f"{self._root}/{name}": name for name in names}
-        for (path, name), data in zip(
-            paths.items(), self._fs.cat_ranges(list(paths), None, None), strict=True
-        ):
+        with _translated(self._root, "read"):
+            found = self._fs.cat_ranges(list(paths), None, None)
+        for (path, name), data in zip(paths.items(), found, strict=True):
             if isinstance(data, FileNotFoundError):
                 continue
-            if isinstance(data, OSError):
-                raise StagingError(f"{path} cannot be read: {data}") from None
-            if isinstance(data, BaseException):
-                raise data
+            with _translated(path, "read"):
+                if isinstance(data, BaseException):
+                    raise data
             try:
                 yield name, _parsed(path, data)
             except Damaged as error:
@@ -119,13 +116,11 @@ class StateFiles:
         :raises StagingError: If it cannot be written.
         """
         path, data = f"{self._root}/{name}", _encoded(value)
-        try:
+        with _translated(path, "written"):
             if self._local:
                 make_folders(os.path.dirname(path))
                 return create_file(path, (data,))
             return put_new(self._fs, path, data)
-        except OSError as error:
-            raise StagingError(f"{path} cannot be written: {error}") from None
 
     def put(self, name: str, data: bytes) -> str:
         """Write a file of bytes, replacing any; its path, for people.
@@ -133,14 +128,12 @@ class StateFiles:
         :raises StagingError: If it cannot be written.
         """
         path = f"{self._root}/{name}"
-        try:
+        with _translated(path, "written"):
             if self._local:
                 make_folders(os.path.dirname(path))
                 replace_file(path, (data,))
             else:  # an object appears whole or not at all
                 self._fs.pipe_file(path, data)
-        except OSError as error:
-            raise StagingError(f"{path} cannot be written: {error}") from None
         return path
 
     def get(self, name: str) -> bytes:
@@ -149,10 +142,8 @@ class StateFiles:
         :raises StagingError: If it cannot be read.
         """
         path = f"{self._root}/{name}"
-        try:
+        with _translated(path, "read"):
             return bytes(self._fs.cat_file(path))
-        except OSError as error:
-            raise StagingError(f"{path} cannot be read: {error}") from None
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, as of now; ``None`` if there is none.
@@ -160,56 +151,81 @@ class StateFiles:
         :raises StagingError: If that cannot be read.
         """
         path = f"{self._root}/{name}"
-        try:
-            if not self._local:
-                self._fs.invalidate_cache(path.rpartition("/")[0])
-            return int(self._fs.size(path))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StagingError(f"{path} cannot be read: {error}") from None
+        with _translated(path, "read"):
+            try:
+                self._look_anew(path)
+                return int(self._fs.size(path))
+            except FileNotFoundError:
+                return None
 
     def names(self, folder: str = "") -> list[str]:
-        """The names in a folder, sorted, without hidden ones; none if there is no such folder."""
+        """The names in a folder, sorted, without hidden ones; none if there is no such folder.
+
+        :raises StagingError: If it cannot be listed.
+        """
         where = f"{self._root}/{folder}".rstrip("/")
-        try:
-            if not self._local:
-                self._fs.invalidate_cache(where)
-            names = object_names(self._fs, where)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise StagingError(f"{where} cannot be listed: {error}") from None
-        return [name for name in sorted(names) if not name.endswith(".tmp") and name[:1] != "."]
+        with _translated(where, "listed"):
+            try:
+                if not self._local:
+                    self._fs.invalidate_cache(where)
+                paths = self._fs.ls(where, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        found = {str(path).rstrip("/") for path in paths} - {where}  # a file lists itself
+        names = sorted(path.rpartition("/")[2] for path in found)
+        return [name for name in names if not name.endswith(".tmp") and name[:1] != "."]
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file, as of now."""
+        """Whether there is such a file, as of now.
+
+        :raises StagingError: If that cannot be read.
+        """
         path = f"{self._root}/{name}"
-        if not self._local:
-            self._fs.invalidate_cache(path.rpartition("/")[0])
-        return bool(self._fs.exists(path))
+        with _translated(path, "read"):
+            self._look_anew(path)
+            return bool(self._fs.exists(path))
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all in it.  Safe to repeat."""
-        try:
-            self._fs.rm(f"{self._root}/{name}", recursive=True)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise StagingError(f"{self._root}/{name} cannot be removed: {error}") from None
+        """Remove a file, or a folder with all in it.  Safe to repeat.
+
+        :raises StagingError: If it cannot be removed.
+        """
+        path = f"{self._root}/{name}"
+        with _translated(path, "removed"), suppress(FileNotFoundError):
+            self._fs.rm(path, recursive=True)
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove files, in one go where the store can.  Safe to repeat."""
+        """Remove files, in one go where the store can.  Safe to repeat.
+
+        :raises StagingError: If they cannot be removed.
+        """
         if self._local:
             for name in names:
                 self.remove(name)
             return
         paths = [f"{self._root}/{name}" for name in names]
-        try:
-            with suppress(FileNotFoundError):
-                self._fs.rm(paths)
-        except OSError as error:
-            raise StagingError(f"files of {self._root} cannot be removed: {error}") from None
+        with _translated(self._root, "removed"), suppress(FileNotFoundError):
+            self._fs.rm(paths)
+
+    def _look_anew(self, path: str) -> None:
+        """Forget the client's own listing: other processes write."""
+        if not self._local:
+            self._fs.invalidate_cache(path.rpartition("/")[0])
+
+
+@contextmanager
+def _translated(path: str, done: str) -> Iterator[None]:
+    """Raise :class:`StagingError` for any error of a file system, or of its client.
+
+    Those of an object store's client are no ``OSError`` where it cannot be reached.
+    """
+    try:
+        yield
+    except BroadwayError:
+        raise
+    except Exception as error:
+        why = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise StagingError(f"{path} cannot be {done}: {why}") from None
 
 
 class MemoryFiles(StateFiles):

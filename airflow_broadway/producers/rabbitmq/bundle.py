@@ -27,12 +27,14 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 
 __all__ = [
+    "MAGIC",
     "MAX_BYTES",
     "MAX_MESSAGES",
     "VERSION",
     "BundleError",
     "Header",
     "Held",
+    "contents",
     "grouped",
     "pack",
     "read_header",
@@ -45,7 +47,8 @@ MAX_MESSAGES = 500
 #: Bytes of messages at which a bundle is closed; a single larger message is a bundle of its own.
 MAX_BYTES = 1024 * 1024
 
-_MAGIC = b"AFBW"
+#: The first bytes of a bundle.
+MAGIC = b"AFBW"
 _MESSAGE = struct.Struct(">IIIBBHB")
 _MAX_HEADER = 1024 * 1024
 
@@ -102,7 +105,7 @@ class Header:
 def pack(header: Header, messages: Iterable[Held]) -> bytes:
     """The bundle's body."""
     head = json.dumps(asdict(header), separators=(",", ":")).encode()
-    parts = [_MAGIC, struct.pack(">BI", VERSION, len(head)), head]
+    parts = [MAGIC, struct.pack(">BI", VERSION, len(head)), head]
     parts.append(pack_messages(messages))
     return b"".join(parts)
 
@@ -165,7 +168,7 @@ def read_header(data: bytes) -> tuple[Header, int]:
 
     :raises BundleError: If this release cannot read the bundle.
     """
-    if data[:4] != _MAGIC or len(data) < 9:
+    if data[:4] != MAGIC or len(data) < 9:
         raise BundleError("a message that is no bundle lies in a queue for bundles alone")
     version, length = struct.unpack_from(">BI", data, 4)
     if version != VERSION:
@@ -183,6 +186,20 @@ def read_header(data: bytes) -> tuple[Header, int]:
     if wrong:
         raise BundleError(f"a bundle is damaged: its header has no proper {', '.join(wrong)}")
     return header, 9 + length
+
+
+def contents(data: bytes) -> str:
+    """What a bundle holds, for people; empty if the bytes are none.
+
+    Operators move bundles into a source queue by mistake, and anybody may write one.
+    """
+    if data[:4] != MAGIC:
+        return ""
+    try:
+        header, _ = read_header(data)
+    except BundleError:
+        return ""
+    return f"a bundle of {many(header.count, 'message')} from the queue {header.queue!r}"
 
 
 def _is_reference(value: object) -> bool:

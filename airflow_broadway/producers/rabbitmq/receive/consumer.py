@@ -15,7 +15,8 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
-from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
+from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
 from airflow_broadway.producers.rabbitmq.marks import Mark, mark_of, publication_key
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
@@ -63,6 +64,7 @@ class Consumer:
             key_of=publication_key,
         )
         self._queue = options.queue
+        self._returns = QueueNames(options.queue).returns
         self._max_bytes = options.max_message_bytes
         self._ids = ids
         self._marked = marked
@@ -182,6 +184,8 @@ class Consumer:
             if len(body) > max_bytes or weight > largest:
                 self._set_aside(delivered)
                 continue
+            if body[:4] == MAGIC and self._is_misplaced(delivered):
+                continue
             if mark is None:
                 bundle.add(Held(fresh(), 1, 0, redelivered, route, properties, body), weight, tag)
             else:
@@ -221,7 +225,16 @@ class Consumer:
                 f" leaves {self._largest}"
             )
         self._bundle.publish()  # first: what follows acknowledges all before it
-        self._quarantine.oversized(self.confirm_channel, delivered, reason)
+        self._quarantine.unprocessed(self.confirm_channel, delivered, "oversized", reason)
+
+    def _is_misplaced(self, delivered: Delivered) -> bool:
+        """Set a bundle aside that was moved here; it is not unpacked: any sender can make one."""
+        bundle = contents(delivered.body)
+        if bundle:
+            reason = f"it is {bundle}: move it, as it is, into {self._returns!r}"
+            self._bundle.publish()  # first: what follows acknowledges all before it
+            self._quarantine.unprocessed(self.confirm_channel, delivered, "bundle", reason)
+        return bool(bundle)
 
     def _secured(self, loads: list[Any]) -> None:
         self._subscription.cancel_if_exact()

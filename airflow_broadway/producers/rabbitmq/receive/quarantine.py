@@ -18,7 +18,7 @@ __all__ = ["Aside", "Quarantine"]
 class Aside(NamedTuple):
     """A message that goes among the dead letters without being handled.
 
-    :param kind: ``oversized`` or ``crashed``.
+    :param kind: ``oversized``, ``bundle`` or ``crashed``.
     """
 
     message_id: str
@@ -42,10 +42,12 @@ class Quarantine:
         self._source = source
         self._clock = clock
 
-    def oversized(self, channel: ConfirmChannel, delivered: Delivered, reason: str) -> None:
-        """Make a dead letter of a message that is too large for a bundle."""
+    def unprocessed(
+        self, channel: ConfirmChannel, delivered: Delivered, kind: str, reason: str
+    ) -> None:
+        """Make a dead letter of a message of the source queue that no callback can handle."""
         key = self._ids.fresh()
-        aside = Aside(key, "oversized", reason)
+        aside = Aside(key, kind, reason)
         mark = Mark(key, self._generation, 1)
         self._publish(channel, self._dead, delivered, mark, reason, "receive", delivered.tag, aside)
 

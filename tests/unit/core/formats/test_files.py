@@ -76,3 +76,24 @@ def test_a_file_system_that_syncs_no_folders_serves_all_the_same(
     with pytest.raises(OSError, match="no folders") if raises else nullcontext():
         assert create_file(str(tmp_path / "a"), [b"1", b"2"])
     assert (tmp_path / "a").read_bytes() == b"12"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_link_whose_answer_was_lost_is_ours_where_the_name_is_that_of_our_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """NFS sends the request again, and the server answers that the name is taken."""
+    link = os.link
+
+    def repeated(source: str, target: str) -> None:
+        if own:
+            link(source, target)
+        else:
+            Path(target).write_bytes(b"another's")
+        raise FileExistsError(errno.EEXIST, "exists", target)
+
+    monkeypatch.setattr("os.link", repeated)
+
+    assert create_file(str(tmp_path / "a"), [b"mine"]) is own
+    assert (tmp_path / "a").read_bytes() == (b"mine" if own else b"another's")
+    assert os.listdir(tmp_path) == ["a"]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,3 +42,37 @@ def test_bytes_are_kept_as_they_are(files: StateFiles) -> None:
     assert (files.get("body"), files.size("body"), files.size("other")) == (b"\x00\xff", 2, None)
     with pytest.raises(StagingError, match="other cannot be read"):
         files.get("other")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda files: files.read("a.json"),
+        lambda files: list(files.read_all(["a.json"])),
+        lambda files: files.write("a.json", 1),
+        lambda files: files.create("a.json", 1),
+        lambda files: files.get("a"),
+        lambda files: files.size("a"),
+        lambda files: files.names(),
+        lambda files: files.exists("a"),
+        lambda files: files.remove("a"),
+        lambda files: files.discard(["a"]),
+    ],
+)
+def test_a_bucket_that_is_out_of_reach_is_one_error(
+    use: Callable[[StateFiles], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """botocore's EndpointConnectionError is no OSError."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-bucket")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    files = StateFiles("s3://bucket/staging", "sqs/orders")
+    files._fs.clear_instance_cache()
+    files = StateFiles("s3://bucket/staging", "sqs/orders")
+    files._fs.retries = 1
+
+    with pytest.raises(StagingError, match=r"bucket/staging/sqs/orders.* cannot be \w+: .*127"):
+        use(files)
+
+    files._fs.clear_instance_cache()
