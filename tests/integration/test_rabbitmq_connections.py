@@ -114,6 +114,31 @@ def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(
     assert place.settle("g2")[0] == []
 
 
+def test_a_run_that_dies_between_confirm_and_acknowledgement_leaves_two_marked_ids(
+    place: Place,
+) -> None:
+    # Given a run that has a confirmed bundle, and never reaches the broker with its acknowledgement
+    place.declare()
+    place.send(b"one")
+    with Breaker(place.server.address) as breaker:
+        with place.source(**through(breaker)) as source:
+            breaker.arm(BASIC_ACK, times=math.inf)
+            first = one(source)
+            lease = source.lease
+        assert breaker.broken >= 1
+
+    # When it is dead, and the next run has what it held and what the queue has
+    place.carry_out(lease, Settlement(rest=RELEASE))
+    again, _ = place.hold("g2")
+
+    # Then both copies come, each with an id of its own, and both are marked
+    assert [message.data for message in again] == [b"one", b"one"]
+    assert {message.redelivered for message in again} == {True}
+    ids = {message.message_id for message in again}
+    assert len(ids) == 2
+    assert first.message_id in ids
+
+
 def test_a_returned_bundle_whose_acknowledgement_is_cut_off_is_handled_once(place: Place) -> None:
     # Given messages that an earlier run gave back, and no lease queue declared ahead
     place.declare()
