@@ -49,6 +49,7 @@ CREATE TABLE messages (
     lease INTEGER,                     -- which lease holds it
     giver INTEGER                      -- which lease gave it back last
 );
+INSERT INTO sqlite_sequence (name, seq) VALUES ('messages', 0);
 CREATE INDEX messages_ready ON messages (queue, ready_at, enqueued_at) WHERE lease IS NULL;
 CREATE INDEX messages_leased ON messages (lease) WHERE lease IS NOT NULL;
 CREATE TABLE bodies (

@@ -44,6 +44,9 @@ __all__ = ["SqliteQueue"]
 
 log = logging.getLogger(__name__)
 
+#: Ids that may be given in a second before they are ahead of the clock.
+_IDS_PER_SECOND = 1 << 20
+
 
 class SqliteQueue:
     """One named queue; safe to share between threads, and its file between processes.
@@ -121,6 +124,13 @@ class SqliteQueue:
             assert db is not None  # made if missing
             with transaction(db):
                 queue = self._queue(db) or self._new_queue(db)
+                # Ids grow with the clock, so that a file which is restored from a backup does not
+                # give those again that the lost file gave after it.
+                floor = now // 1_000_000 * _IDS_PER_SECOND
+                db.execute(
+                    "UPDATE sqlite_sequence SET seq = ?1 WHERE name = 'messages' AND seq < ?1",
+                    (floor,),
+                )
                 db.executemany(
                     "INSERT INTO messages (queue, enqueued_at, ready_at)"
                     f" VALUES ({queue.id:d}, ?, ?)",

@@ -39,6 +39,7 @@ def queue(tmp_path: Path) -> Iterator[SqliteQueue]:
 def spoil(queue: SqliteQueue, row: int, column: str, value: Any) -> None:
     table = "bodies" if column in ("body", "attributes") else "messages"
     with closing(sqlite3.connect(queue.path)) as db:
+        row += db.execute("SELECT min(id) - 1 FROM messages").fetchone()[0]
         if column == "body" and value is None:
             db.execute("DELETE FROM bodies WHERE id = ?", (row,))
         else:
@@ -148,7 +149,7 @@ def test_equal_counts_do_not_hide_that_lease_and_manifest_name_other_messages(
     ids = queue.send([b"a", b"b", b"c"])
     queue.receive("g", 3)
     with closing(sqlite3.connect(queue.path)) as db:  # one of them is taken away by hand
-        db.execute("DELETE FROM messages WHERE id = 1")
+        db.execute("DELETE FROM messages WHERE id = (SELECT min(id) FROM messages)")
         db.commit()
 
     report = queue.settle(
@@ -164,7 +165,7 @@ def test_a_release_tells_what_is_missing_too(queue: SqliteQueue) -> None:
     queue.send([b"a", b"b"])
     queue.receive("g", 2)
     with closing(sqlite3.connect(queue.path)) as db:
-        db.execute("DELETE FROM messages WHERE id = 1")
+        db.execute("DELETE FROM messages WHERE id = (SELECT min(id) FROM messages)")
         db.commit()
 
     report = queue.settle("g", Settlement(rest=RELEASE))

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,33 @@ def test_ids_are_never_used_twice(flights: SqliteQueue) -> None:
     flights.settle("g", Settlement(rest=ACK))
 
     assert not set(flights.send([b"c", b"d"])) & set(first)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_is_restored_from_a_backup_gives_no_id_again(
+    path: Path, clock: ManualClock, in_place: bool
+) -> None:
+    backup = path.with_name("backup.db")
+    with closing(SqliteQueue(path, "flights", clock=clock)) as queue:
+        before = queue.send([b"before"] * 50)
+        clock.advance(1.0)
+        with closing(sqlite3.connect(path)) as live, closing(sqlite3.connect(backup)) as copy:
+            live.backup(copy)
+        lost = queue.send([b"lost"] * 50)
+        clock.advance(1.0)
+
+        if in_place:
+            with closing(sqlite3.connect(path)) as live, closing(sqlite3.connect(backup)) as copy:
+                copy.backup(live)
+        else:
+            queue.close()
+            for name in (path, path.with_name(f"{path.name}-wal"), path.with_name("x-shm")):
+                name.unlink(missing_ok=True)
+            backup.rename(path)
+        after = queue.send([b"after"] * 50)
+
+        assert len({*before, *lost, *after}) == 150
+        assert queue.depth().ready == 100
 
 
 def test_queues_of_one_file_do_not_mix(path: Path, clock: ManualClock) -> None:
