@@ -6,14 +6,16 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
 
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT, airflow_env
-from scripts.local_airflow import LocalAirflow
+from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,11 +37,17 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(project: Path, *arguments: str, timeout: float = 120.0) -> str:
-    home = made_home(project / "airflow")
-    env = airflow_env(home=home, dags=project / "dags")
+def env_of(project: Path, home: Path, **more: Any) -> dict[str, str]:
+    """The environment that the README sets up."""
+    env = airflow_env(home=home, dags=project / "dags", **more)
     for name, connection in re.findall(r"export (AIRFLOW_CONN_\w+)='(.*)'", README):
         env[name] = connection.replace("/data/", f"{project}/data/")
+    return env
+
+
+def python(project: Path, *arguments: str, timeout: float = 120.0) -> str:
+    home = made_home(project / "airflow")
+    env = env_of(project, home)
     if "orders_run.py" in arguments:
         LocalAirflow(env, home / "logs").migrate()
     done = subprocess.run(
@@ -89,6 +97,35 @@ def test_its_dag_writes_what_was_sent(project: Path) -> None:
     assert row == {"customer": "ada", "amount": 12.5}, told
     depth = SqliteQueue(project / "data" / "queue.db", "orders").depth()
     assert (depth.ready, depth.leased, depth.dead) == (0, 0, 0), told
+
+
+@pytest.mark.airflow
+@pytest.mark.spark
+@pytest.mark.slow
+def test_its_dag_takes_what_was_sent_once_it_is_switched_on(project: Path) -> None:
+    # Given the README's message in the README's queue, and its DAG in a new Airflow
+    python(project, "send.py")
+    home = project / "another"
+    env = env_of(project, home, port=free_port())
+    env["AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION"] = "True"  # as Airflow itself
+    with LocalAirflow(env, home / "logs") as airflow:
+        airflow.wait_for_dag("orders")
+        runs = "/dags/orders/dagRuns"
+        assert airflow.api("GET", runs)["dag_runs"] == []
+
+        # When it is switched on, and nobody triggers it
+        airflow.pause("orders", paused=False)
+        deadline = time.monotonic() + 60
+        while not (made := airflow.api("GET", runs)["dag_runs"]):
+            assert time.monotonic() < deadline, "no run was scheduled"
+            time.sleep(0.5)
+
+        # Then a scheduled run takes the message
+        [run] = made
+        assert run["run_type"] == "scheduled"
+        assert airflow.wait_for_run("orders", run["dag_run_id"]) == "success"
+    rows = ds.dataset(project / "data" / "orders", format="parquet", partitioning="hive")
+    assert rows.to_table(columns=["customer"]).to_pylist() == [{"customer": "ada"}]
 
 
 def test_its_links_lead_somewhere() -> None:
