@@ -18,7 +18,7 @@ from airflow_broadway.core.custody.run_summary import (
 )
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.isolation import CRASHED
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
@@ -86,6 +86,7 @@ def keep_report(
         account |= {name: reference[name] for name in ("receives", "depth") if name in reference}
     totals = totals_of(generations, batchers)
     report = {
+        "version": VERSION,
         "pipeline": run.pipeline,
         "dag_id": run.dag_id,
         "run_id": run.run_id,

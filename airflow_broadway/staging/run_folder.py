@@ -19,8 +19,9 @@ from typing import Any
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed, StagingDamaged, StagingError
-from airflow_broadway.core.formats.layout import VERSION, paths, read_json
+from airflow_broadway.core.formats.layout import VERSION, check_version, load, paths
 from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.store import Folder, Store, host_name
 
@@ -80,6 +81,7 @@ class GenerationRecord:
     source: dict[str, Any] = field(default_factory=dict)
     state: str = field(default=OPENED, compare=False)
     version: int = VERSION
+    release: str = __version__
 
     @property
     def published(self) -> bool:
@@ -98,9 +100,9 @@ class GenerationRecord:
     def loads(cls, text: str, path: str, state: str = OPENED) -> GenerationRecord:
         """Read what :meth:`dumps` wrote.
 
-        :raises StagingError: If a newer release wrote it.
+        :raises StagingError: If a newer release wrote it, or it is damaged.
         """
-        return cls(**read_json(text, path), state=state)
+        return dataclasses.replace(load(cls, text, path), state=state)
 
 
 def dag_folder(store: Store, pipeline: str, dag_id: str) -> Folder:
@@ -281,13 +283,16 @@ class StagedRun:
         except FileNotFoundError:
             return Lease.from_json((record or self.generation(name)).lease)
         try:
-            return Lease.from_json(json.loads(text))
+            value = json.loads(text)
+            check_version({"version": VERSION, **value}, paths.lease(name))
+            return Lease.from_json(value)
         except (ValueError, KeyError, TypeError) as error:
             raise StagingDamaged(f"{paths.lease(name)} is damaged ({error!r})") from error
 
     def put_lease(self, lease: Lease) -> None:
         """Record a renewed lease."""
-        self.files.replace(paths.lease(lease.generation), json.dumps(lease.to_json()))
+        value = {**lease.to_json(), "version": VERSION, "release": __version__}
+        self.files.replace(paths.lease(lease.generation), json.dumps(value))
 
     def forget(self, generation: str) -> None:
         """Remove the files of a settled generation that held nothing."""

@@ -19,6 +19,7 @@ from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
+from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.held_messages import HeldMessages
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
@@ -105,6 +106,7 @@ def settle_generation(
         return done.report
     intent = {
         "version": VERSION,
+        "release": __version__,
         "generation": record.generation,
         "rest": settlement.rest.action.value,
         "expected": settlement.expected,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.layout import VERSION, check_version, paths
+from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 
@@ -90,6 +91,7 @@ def record_settled(
     progress = progress or Progress()
     written = {
         "version": VERSION,
+        "release": __version__,
         "generation": record.generation,
         "report": replace(report, again=None).to_json(),
         "received": progress.received or None,

@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.version import known_fields
 
 __all__ = [
     "SUSPECTS",
@@ -88,7 +89,8 @@ class Lease:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Lease:
         """Read what :meth:`to_json` wrote."""
-        return cls(**{**value, "deadline": datetime.fromisoformat(value["deadline"])})
+        deadline = datetime.fromisoformat(value["deadline"])
+        return cls(**known_fields(cls, {**value, "deadline": deadline}))
 
 
 class Entry(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
+from airflow_broadway.core.version import known_fields
 
 __all__ = ["CLASSES", "CLASS_OF", "ComingAgain", "SettleReport", "failures_of", "handled_of"]
 
@@ -144,7 +145,8 @@ class SettleReport:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SettleReport:
         """Read what :meth:`to_json` wrote."""
-        made = cls(**{**value, "errors": tuple(value.get("errors", ())), "again": None})
+        errors = tuple(value.get("errors", ()))
+        made = cls(**known_fields(cls, {**value, "errors": errors, "again": None}))
         if "again" not in value:
             return made
         all_but, ids = value["again"]

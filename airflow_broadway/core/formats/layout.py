@@ -34,7 +34,8 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
 Tasks and the Spark driver read and write them; the other modules of this room say what is in each.
 All paths in these files are relative to the run's folder.  They are JSON, JSON lines and Parquet:
 nothing that a reader executes.  ``version`` is raised when an old reader could misread a file; a
-reader that meets a newer one refuses it with one clear error.
+reader that meets a newer one refuses it with one clear error that names the ``release`` which wrote
+it; a sweep leaves such a generation alone.  Fields that a reader does not know it ignores.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ from typing import Any, TypeVar
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.sums import check_seal
+from airflow_broadway.core.version import __version__, known_fields
 
 __all__ = ["SHARED", "VERSION", "check_version", "load", "paths", "read_json"]
 
 T = TypeVar("T")
 
 #: The version of all formats here.
-VERSION = 1
+VERSION = 2
 #: The folder of the staging root that all pipelines share.  No pipeline's name begins with a dot.
 SHARED = ".shared"
 
@@ -162,13 +164,19 @@ class paths:  # noqa: N801 - a namespace
 def check_version(value: Mapping[str, Any], path: str) -> None:
     """Refuse a file that a newer release wrote.
 
-    :raises StagingError: Naming the file, both versions and the cure.
+    :raises StagingError: Naming the file, both versions and the release to use.
     """
     version = value.get("version")
     if not isinstance(version, int) or version > VERSION:
+        release = value.get("release")
+        wrote = (
+            f"airflow-broadway {release}, which wrote it,"
+            if isinstance(release, str)
+            else "the release of airflow-broadway that wrote it,"
+        )
         raise StagingError(
-            f"{path} has format version {version!r}; this release reads up to {VERSION}:"
-            " use the release of airflow-broadway that wrote it, or a newer one"
+            f"{path} has format version {version!r}; this release reads up to {VERSION}"
+            f" ({__version__}): use {wrote} or a newer one"
         )
 
 
@@ -190,9 +198,12 @@ def read_json(text: str, path: str) -> dict[str, Any]:
 
 
 def load(kind: type[T], text: str, path: str) -> T:
-    """A dataclass of a versioned file, of its JSON object; errors as of :func:`read_json`."""
+    """A dataclass of a versioned file, of its JSON object; errors as of :func:`read_json`.
+
+    Fields that the dataclass lacks are ignored.
+    """
     value = read_json(text, path)
     try:
-        return kind(**value)
+        return kind(**known_fields(kind, value))
     except TypeError as error:
         raise StagingDamaged(f"{path} is damaged ({error})") from error

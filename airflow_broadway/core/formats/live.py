@@ -16,6 +16,7 @@ from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.version import known_fields
 
 __all__ = ["LIVE_INTERVAL", "LiveCounts", "LiveSign", "read_live"]
 
@@ -77,6 +78,6 @@ def read_live(files: Files, generation: str) -> LiveCounts | None:
         if value.pop("version") != VERSION:
             return None
         times = {name: datetime.fromisoformat(value[name]) for name in ("at", "deadline")}
-        return LiveCounts(**{**value, **times})
+        return LiveCounts(**known_fields(LiveCounts, {**value, **times}))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

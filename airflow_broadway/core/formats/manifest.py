@@ -10,6 +10,7 @@ from typing import Any
 
 from airflow_broadway.core.formats.layout import VERSION, load
 from airflow_broadway.core.formats.sums import sealed
+from airflow_broadway.core.version import __version__
 
 __all__ = ["Manifest", "Staged"]
 
@@ -72,6 +73,7 @@ class Manifest(Staged):
     seconds: dict[str, float] = field(default_factory=dict)
     archived: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
+    release: str = __version__
 
     def reference(self) -> dict[str, Any]:
         """Return the reference of a process task in XCom: a few hundred bytes, no payload."""

@@ -10,6 +10,7 @@ from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, load, paths
 from airflow_broadway.core.formats.sums import checked, sealed
+from airflow_broadway.core.version import __version__
 
 __all__ = ["Outcome", "entry_lines"]
 
@@ -56,6 +57,7 @@ class Outcome:
     settled_now: dict[str, Any] = field(default_factory=dict)
     parts: list[dict[str, Any]] | None = None
     version: int = VERSION
+    release: str = __version__
 
     @property
     def exceptions(self) -> str | None:

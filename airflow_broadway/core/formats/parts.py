@@ -45,7 +45,7 @@ def splits_of(files: Files, plan: str, names: Collection[str]) -> Splits:
         outcome = Outcome.loads(files.read(path), path)
         if outcome.parts:
             try:
-                found[batch_id] = [PlannedBatch(**each) for each in outcome.parts]
+                found[batch_id] = [PlannedBatch.from_json(each) for each in outcome.parts]
             except TypeError as error:
                 raise StagingDamaged(f"{path} is damaged ({error})") from error
     return found

@@ -11,6 +11,7 @@ from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, load
 from airflow_broadway.core.formats.sums import checked, sealed
+from airflow_broadway.core.version import __version__, known_fields
 
 __all__ = ["BatchPlan", "PlannedBatch", "plain_key"]
 
@@ -58,6 +59,17 @@ class PlannedBatch:
             del value["part"]
         return value
 
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> PlannedBatch:
+        """Read what :meth:`to_json` made; fields that it lacks are ignored.
+
+        :raises TypeError: If one of its own is not there.
+        """
+        try:
+            return cls(**value)
+        except TypeError:
+            return cls(**known_fields(cls, value))
+
     def has(self, source: int, position: int) -> bool:
         """Whether a message of one of its rows belongs to it."""
         if self.part is None:
@@ -99,6 +111,7 @@ class BatchPlan:
     notes: list[str] = field(default_factory=list)
     lines: dict[str, Any] | None = None
     version: int = VERSION
+    release: str = __version__
 
     def dumps(self) -> str:
         """Return the header as JSON on one line, with its seal."""
@@ -126,7 +139,7 @@ class BatchPlan:
     def _batches(self, lines: Iterator[str], name: str) -> Iterator[PlannedBatch]:
         for line in checked(lines, self.lines, name):
             try:
-                batch = PlannedBatch(**json.loads(line))
+                batch = PlannedBatch.from_json(json.loads(line))
             except (ValueError, TypeError) as error:
                 raise StagingDamaged(f"{name} is damaged ({error})") from error
             yield batch

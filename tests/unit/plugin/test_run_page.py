@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.plugin.pages import message as message_page
@@ -220,7 +221,7 @@ def test_what_a_task_received_so_far_is_shown_before_it_publishes(
         "failed": 7,
         "batchers": {"default": 4000},
         "deadline": (now + timedelta(minutes=30)).isoformat(),
-        "version": 1,
+        "version": VERSION,
     }
     run.staged.files.replace(f"{record.generation}/live.json", json.dumps(said))
     airflow(monkeypatch, "running", process=["running"], batch_default="none", ack="deferred")

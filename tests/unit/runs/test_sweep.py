@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import pytest
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import ProducerUnavailable, StagingError
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.metrics import Metric, NoMetrics
 from airflow_broadway.testing import ManualClock
@@ -101,6 +103,37 @@ def test_a_generation_that_never_received_is_closed_for_good(run: Run) -> None:
         source.receive(5, timeout=0.0)
     source.close()
     assert run.ack()["balanced"]
+
+
+@pytest.mark.parametrize("newer", ["manifest", "plan", "outcome", "lease", "record"])
+def test_a_sweep_releases_nothing_that_a_newer_release_wrote(
+    run: Run, caplog: pytest.LogCaptureFixture, newer: str
+) -> None:
+    # A run that is over, one of whose files has a newer format
+    reference = run.process(max_messages=3)
+    run.batch(reference)
+    files, generation = run.staged.files, reference["generation"]
+    [plan] = (path for path in Path(files.full("batches")).rglob("plan.jsonl"))
+    [outcome] = (path for path in Path(files.full("outcomes")).rglob("*.json"))
+    path = {
+        "manifest": Path(files.full(paths.manifest(generation))),
+        "plan": plan,
+        "outcome": outcome,
+        "lease": Path(files.full(paths.lease(generation))),
+        "record": Path(run.staged.dag.full(f"_open/{generation}.json")),
+    }[newer]
+    head, *rest = path.read_text().splitlines()
+    value = {**json.loads(head), "version": 99, "release": "0.7.0", "new": 1}
+    path.write_text("\n".join([json.dumps(value), *rest]))
+
+    # The next run leaves it alone, and names the release to use
+    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later.sweep()
+
+    assert run.depth() == (3, 0, 3, 0)
+    assert "format version 99" in caplog.text
+    assert "use airflow-broadway 0.7.0" in caplog.text
+    assert "given back" not in caplog.text
 
 
 # -- two Airflows, one staging root ----------------------------------------------------------------

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from datetime import UTC, datetime
+
 import pytest
 
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingDamaged, StagingError
+from airflow_broadway.core.formats.layout import load
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.formats.sums import sealed
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.version import __version__
 
 
 @pytest.mark.parametrize("kind", [Manifest, Outcome, Work])
@@ -17,7 +26,28 @@ def test_what_is_no_such_file_is_damaged(kind: type[Manifest | Outcome | Work], 
         kind.loads(text, "a/b.json")
 
 
-@pytest.mark.parametrize("version", ["2", "null", '"1"'])
+@pytest.mark.parametrize("version", ["99", "null", '"1"'])
 def test_a_file_of_a_newer_release_is_refused_with_the_cure(version: str) -> None:
     with pytest.raises(StagingError, match=r"^a/b\.json has format version .*a newer one$"):
         Outcome.loads(f'{{"version": {version}}}', "a/b.json")
+
+
+def test_a_file_of_a_newer_release_names_that_release() -> None:
+    newer = '{"version": 99, "release": "0.7.0", "new": 1}'
+    use = r"use airflow-broadway 0\.7\.0, which wrote it"
+    for kind in (Manifest, Outcome, BatchPlan):
+        with pytest.raises(StagingError, match=use) as raised:
+            load(kind, newer, "a/b.json")
+        assert not isinstance(raised.value, StagingDamaged)
+
+
+def test_a_field_that_a_reader_does_not_know_is_ignored() -> None:
+    outcome = Outcome(batch_id="b", batcher="default", plan="p", successful=1, failed=0)
+    text = sealed({**asdict(outcome), "new": [1]})
+    assert Outcome.loads(text, "a/b.json") == outcome
+    assert outcome.release == __version__
+
+    lease = Lease(kind="k", generation="g", seconds=1.0, deadline=datetime.now(UTC))
+    assert Lease.from_json({**lease.to_json(), "new": 1}) == lease
+    report = SettleReport(acked=1)
+    assert SettleReport.from_json({**report.to_json(), "new": 1}) == report
