@@ -14,7 +14,7 @@ from airflow_broadway.plugin.render import count as shown
 from airflow_broadway.plugin.run_tasks import PipelineTasks, StageTask
 from airflow_broadway.runs.view.overview import Flow, Overview
 
-__all__ = ["TONES", "Arrow", "Box", "Picture", "picture_of", "word_for"]
+__all__ = ["TONES", "Arrow", "Box", "Picture", "picture_of", "word_for", "word_of"]
 
 #: A task's state in Airflow → what it means, and its tone.
 _WORDS: Final = {
@@ -177,6 +177,19 @@ def word_for(task: StageTask | None) -> tuple[str, str]:
     return _WORDS.get(task.state, (task.state, ""))
 
 
+def word_of(state: str) -> str:
+    """What one state of Airflow's means."""
+    return _WORDS.get(state, (state, ""))[0]
+
+
+def _with_failures(state: tuple[str, str], failed: int, handled: int | None) -> tuple[str, str]:
+    """The word and the tone of a stage that is done, and in which messages failed."""
+    word, tone = state
+    if tone != "good" or not failed:
+        return state
+    return ("all failed", "bad") if failed == handled else (f"{word}, {failed:,} failed", "warn")
+
+
 def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Picture:
     """The drawing of a run; of one that has received nothing yet by its tasks alone."""
     flows = _flows(overview, tasks)
@@ -198,7 +211,7 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
             len(classes),
             title=shown(count),
             line=CLASSES[name],
-            tone=TONES[name],
+            tone=TONES[name] if count else "",
         )
         for place, (name, count) in enumerate(classes)
     ]
@@ -260,7 +273,9 @@ def _source(overview: Overview | None, tasks: PipelineTasks | None) -> str:
 def _process_box(overview: Overview | None, tasks: PipelineTasks | None, height: int) -> Box:
     found = tasks.of_kind("process", "run") if tasks else []
     instances = sum(len(each.instances) for each in found)
-    state, tone = word_for(found[0] if found else None)
+    failed = sum(each.failed or 0 for each in overview.receipts) if overview else 0
+    word = word_for(found[0] if found else None)
+    state, tone = _with_failures(word, failed, _received(overview))
     title = "run" if found and found[0].kind == "run" else "process"
     line = f"{instances} tasks" if instances > 1 else ""
     return _box(_PROCESS, height, 0, 1, title=title, line=line, state=state, tone=tone)
@@ -340,7 +355,9 @@ def _handle_box(
 ) -> tuple[Box, int, float | None, bool]:
     flows = [flow for flow, _ in members]
     done, batches = sum(each.done for each in flows), sum(each.batches for each in flows)
-    state, tone = word_for(task)
+    handled = sum(each.handled for each in flows)
+    failed = sum((each.failed or 0) + (each.missing or 0) for each in flows)
+    state, tone = _with_failures(word_for(task), failed, handled)
     spark = (task is not None and task.kind == "spark") or any(f.applications for f in flows)
     title = "Spark" if spark else "Python" if task is not None else "handle_batch"
     line = f"{done:,} of {batches:,} done" if batches else ""
@@ -355,7 +372,6 @@ def _handle_box(
             live=live and flow.done < flow.batches,
             parting=len(members) == 1,
         )
-    handled = sum(each.handled for each in flows)
     rates = [each.rate for each in flows if each.rate]
     rate = sum(rates) if rates else None
     if rate is None and task is not None and task.seconds and handled:

@@ -14,6 +14,7 @@ from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.custody.run_summary import (
     SHOWN_REASONS,
     failures_trouble,
+    merged_reasons,
     settling_trouble,
 )
 from airflow_broadway.core.errors import StagingError
@@ -318,12 +319,14 @@ def reasons_of(
                 if outcome is not None and outcome.exceptions is not None:
                     files[outcome.exceptions] = outcome.entries_sum
     recorded.keep(files)
-    counts = Counter[tuple[str, str]]()
+    found: dict[tuple[str, str], Counter[str]] = {}
     for path, total in files.items():
         for line in recorded.entries(path, total):
             verdict = line.entry.verdict
             if verdict.reason:
-                counts[verdict.stage, verdict.reason[:_REASON_LENGTH]] += 1
+                key = verdict.stage, verdict.reason[:_REASON_LENGTH]
+                found.setdefault(key, Counter())[verdict.action.value] += 1
+    counts = Counter({key: classes.total() for key, classes in merged_reasons(found).items()})
     shown: list[dict[str, Any]] = [
         {"count": count, "stage": stage, "reason": reason}
         for (stage, reason), count in counts.most_common(SHOWN_REASONS)

@@ -9,6 +9,8 @@ it has figures, names of tasks and options, and no text of a message's sender or
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ __all__ = [
     "failures_trouble",
     "lines_of",
     "look_lines",
+    "merged_reasons",
     "settled_line",
     "settling_trouble",
     "summary_line",
@@ -35,6 +38,7 @@ __all__ = [
 
 #: Reasons that a report names: the most frequent.
 SHOWN_REASONS: Final = 10
+_NUMBER: Final = re.compile(r"\d+")
 
 #: With fewer handled messages than this, ``"all"`` and a share need a failure that is not retried.
 FEW: Final = 10
@@ -104,6 +108,25 @@ def settling_trouble(lapsed: int, refused: int, *, halted: int = 0) -> str:
         return stopped
     left_out = " and ".join(parts) + ": they are delivered again, marked as redelivered"
     return f"{left_out}; {stopped}" if stopped else left_out
+
+
+def merged_reasons(
+    counts: Mapping[tuple[str, str], Counter[str]],
+) -> dict[tuple[str, str], Counter[str]]:
+    """Merges reasons of one stage that differ in their numbers only, and shows … for each number.
+
+    :param counts: Stage and reason → messages, by whatever they are counted apart.
+    """
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for stage, reason in counts:
+        groups.setdefault((stage, _NUMBER.sub("…", reason)), []).append((stage, reason))
+    merged: dict[tuple[str, str], Counter[str]] = {}
+    for pattern, keys in groups.items():
+        total = Counter[str]()
+        for key in keys:
+            total.update(counts[key])
+        merged[pattern if len(keys) > 1 else keys[0]] = total
+    return merged
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:

@@ -57,7 +57,12 @@ def _found(
     hits: list[TextHits] = []
     if asked and not stories and with_payload:
         hits = [ids_with_text(run, asked, share=1 / len(runs)) for run in runs]
-    return {"stories": stories, "hits": hits, "runs": len(looked)}
+    return {
+        "stories": stories,
+        "hits": hits,
+        "runs": len(looked),
+        "pipelines": sorted({run.pipeline for run in runs}),
+    }
 
 
 def _others(runs: Sequence[StagedRun]) -> list[StagedRun]:

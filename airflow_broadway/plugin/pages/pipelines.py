@@ -97,8 +97,8 @@ def _facts(found: Page, q: str, *, asked: bool) -> Mapping[str, Any]:
     }
 
 
-def _charts(standing: Standing) -> Sequence[tuple[str, str, Markup]]:
-    """The charts of a pipeline: title, newest value, picture."""
+def _charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
+    """The charts of a pipeline: title, newest value, the value at the top, picture."""
     runs = [run for _, run in reversed(standing.history) if run is not None and not run.dry]
     names = [run.run_id for run in runs]
     shares = [run.failure_share for run in runs]
@@ -112,7 +112,9 @@ def _charts(standing: Standing) -> Sequence[tuple[str, str, Markup]]:
         ("Longest wait", [run.waited for run in runs], seconds, None),
     ):
         picture = bars(title, values, names, shown, places=SHOWN, most=most)
-        drawn.append((title, shown(values[-1] if values else None), picture))
+        known = [value for value in values if value is not None]
+        top = shown(most if most is not None else max(known)) if known else ""
+        drawn.append((title, shown(values[-1] if values else None), top, picture))
     return drawn
 
 

@@ -14,8 +14,9 @@ from fastapi.responses import HTMLResponse
 
 from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.text import many
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
-from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for
+from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for, word_of
 from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
@@ -106,6 +107,7 @@ async def _facts(
         "classes": CLASSES,
         "tones": TONES,
         "word_for": word_for,
+        "word_of": word_of,
         "receipt_word": receipt_word,
         "may_edit": edits,
     }
@@ -160,7 +162,7 @@ def _section(
         overview=overview,
         tasks=tasks,
         picture=picture_of(overview, tasks),
-        standing=standing_of(overview, known),
+        standing=standing_of(overview, known, tasks),
         batches=batches,
         replays=() if run is None else replays_of(run),
     )
@@ -184,7 +186,9 @@ def _is_replaying(section: Section) -> bool:
     return bool(overview and overview.replay and not overview.replay.ended_at)
 
 
-def standing_of(overview: Overview | None, known: RunTasks) -> tuple[str, str]:
+def standing_of(
+    overview: Overview | None, known: RunTasks, tasks: PipelineTasks | None = None
+) -> tuple[str, str]:
     """How a run is, in a few words, and their tone."""
     if overview is None:
         return ("nothing received yet", "") if known.going_on else ("received nothing", "")
@@ -199,7 +203,7 @@ def standing_of(overview: Overview | None, known: RunTasks) -> tuple[str, str]:
         return ("balanced", "good") if overview.balanced else ("does not balance", "bad")
     if not known.going_on:
         return "not settled", "warn"
-    if any(each.live for each in overview.receipts):
+    if any(_is_receiving(each, tasks, known.going_on) for each in overview.receipts):
         return "receives", "busy"
     if any(each.done < each.batches for each in overview.flows):
         return "handles batches", "busy"
@@ -214,15 +218,27 @@ def receipt_word(receipt: Receipt, section: Section, going_on: bool) -> tuple[st
             "settling": ("is being settled", "busy"),
             "settled": ("settled", "good"),
         }
+        account = receipt.account or {}
+        if receipt.state == "settled" and account.get("released"):
+            gave_back = many(account["released"], "message")
+            return f"dead; {gave_back} went back", "warn"
+        if receipt.state == "settled" and receipt.received is None:
+            return "dead before it published anything", "warn"
         return words[receipt.state]
-    tasks = section.tasks.of_kind("process", "run") if section.tasks else []
+    if _is_receiving(receipt, section.tasks, going_on):
+        return "receives", "busy"
+    return "died before it published anything; its messages go back", "warn"
+
+
+def _is_receiving(receipt: Receipt, tasks: PipelineTasks | None, going_on: bool) -> bool:
+    """Whether an execution that has published nothing is at work, as Airflow knows it."""
+    if not receipt.live:
+        return False
     here = [
         each
-        for task in tasks
+        for task in (tasks.of_kind("process", "run") if tasks else ())
         if task.task_id == receipt.task_id
         for each in task.instances
         if each.map_index == receipt.map_index and each.try_number == receipt.try_number
     ]
-    if going_on and (not here or here[0].state in ("running", "restarting")):
-        return "receives", "busy"
-    return "died before it published anything; its messages go back", "warn"
+    return going_on and (not here or here[0].state in ("running", "restarting"))

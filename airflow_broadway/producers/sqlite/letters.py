@@ -25,7 +25,9 @@ class SqliteDeadLetters:
 
     @property
     def place(self) -> str:
-        return f"queue {self._queue.name!r} in {self._queue.path}"
+        place = f"queue {self._queue.name!r} in {self._queue.path}"
+        there = self._queue.name in (self._queue.names() or ())
+        return place if there else f"{place}, to which nothing was sent yet"
 
     def count(self) -> int:
         return self._queue.depth().dead
@@ -51,7 +53,22 @@ class SqliteDeadLetters:
         self._queue.close()
 
     def _moved(self, choice: Choice, move: Callable[[Choice], int]) -> Moved:
+        _check_there(self._queue)
         # Named ones are looked up first: what vanishes between the two is in neither number.
         named = choice.ids or frozenset()
         there = self._queue.dead_among(named, choice=choice) if named else set()
         return Moved(move(choice), tuple(sorted(named - there)))
+
+
+def _check_there(queue: SqliteQueue) -> None:
+    """Refuses to move letters of a file, or a name, that nothing was ever sent to.
+
+    :raises ProducerError: Naming the queues that there are.
+    """
+    names = queue.names()
+    if names is None:
+        raise ProducerError(f"there is no queue file {queue.path}: correct the path")
+    if queue.name not in names:
+        raise ProducerError(
+            f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}"
+        )

@@ -80,7 +80,6 @@ class SqliteProducer(SqliteOptions):
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         queue = self.open_queue(env)
-        _check_there(queue)
         if place not in (None, queue.name):
             raise ProducerError(
                 f"the dead letters of the queue {queue.name!r} lie with it, and not in {place!r}:"
@@ -92,20 +91,6 @@ class SqliteProducer(SqliteOptions):
         """The open leases of this queue, with their owners, for sweeps."""
         with self.open_queue(env) as queue:
             return [record.lease for record in queue.leases()]
-
-
-def _check_there(queue: SqliteQueue) -> None:
-    """Refuse a file or a name that nothing was ever sent to: a mistyped one looks empty.
-
-    :raises ProducerError: Naming the queues that there are.
-    """
-    names = queue.names()
-    if names is None:
-        raise ProducerError(f"there is no queue file {queue.path}: correct the path")
-    if queue.name not in names:
-        raise ProducerError(
-            f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}"
-        )
 
 
 def _warn_if_unknown(queue: SqliteQueue) -> None:

@@ -155,6 +155,17 @@ class Overview:
         counts = [each.received for each in self.receipts if each.live]
         return None if not counts or None in counts else sum(each or 0 for each in counts)
 
+    @property
+    def unpublished_failures(self) -> int:
+        """Messages that have failed in executions that have published nothing yet."""
+        return sum(each.failed or 0 for each in self.receipts if each.live)
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether no message succeeded, and some failed."""
+        failed = self.totals.get("dead_lettered", 0) + self.totals.get("requeued", 0)
+        return bool(failed) and not self.totals.get("acked", 0)
+
 
 def overview_of(
     run: StagedRun, *, clock: Clock | None = None, recorded: Recorded | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASS_OF
-from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
+from airflow_broadway.core.custody.run_summary import SHOWN_REASONS, merged_reasons
 from airflow_broadway.runs.view.batches import reads_ahead
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord
@@ -99,7 +99,7 @@ def _counted(recorded: Recorded, files: Mapping[str, Any]) -> list[Reason]:
                 counts.setdefault(key, Counter())[CLASS_OF[verdict.action]] += 1
     rows = [
         Reason(count=classes.total(), stage=stage, reason=reason, classes=dict(classes))
-        for (stage, reason), classes in counts.items()
+        for (stage, reason), classes in merged_reasons(counts).items()
     ]
     rows.sort(key=lambda row: -row.count)
     rest = rows[SHOWN_REASONS:]

@@ -357,3 +357,18 @@ def test_the_list_has_no_properties_and_no_long_text(
 
     assert "properties" not in done.json["letters"][0]
     assert len(done.out) < 4 * 1024 * 1024
+
+
+def test_a_new_queue_has_no_dead_letters_and_nothing_of_it_is_moved(
+    queue: SqliteQueue, capsys: Capsys
+) -> None:
+    Path(queue.path).unlink()
+
+    found = ran(capsys, "dead-letters", "list", *ME, "--by-reason", "--json")
+
+    assert (found.code, found.json["total"], found.json["letters"]) == (0, 0, [])
+    assert found.json["place"].endswith("queue.db, to which nothing was sent yet")
+    assert ran(capsys, "dead-letters", "list", *ME).out.startswith("No dead letters in queue")
+    for act in ("requeue", "delete"):
+        assert "there is no queue file" in ran(capsys, "dead-letters", act, *ME, "--all").error
+    assert not Path(queue.path).exists()

@@ -395,8 +395,29 @@ def _env() -> Any:
     return ProducerEnv(generation="0" * 32)
 
 
-def test_a_staging_root_that_is_gone_is_a_sentence(world: World) -> None:
+def test_before_the_first_run_nothing_is_missing(world: World) -> None:
     world.dag("shop")
+    world.site.staging.rmdir()
+
+    text = world.page()
+
+    assert "No run has begun yet." in text
+    assert world.site.staging.as_uri() not in text
+    assert "is-warn" not in text
+
+
+def test_a_chart_says_what_it_reaches_to(world: World) -> None:
+    world.dag("shop", {"r1": "success", "r2": "success"})
+    world.report("shop", "r1")
+    world.report("shop", "r2")
+
+    text = re.sub(r"<[^>]+>", " ", world.page())
+
+    assert "0 to 42 s  newest at the right" in text
+
+
+def test_a_staging_root_that_is_gone_is_a_sentence(world: World) -> None:
+    world.dag("shop", {"r1": "success"})
     world.site.staging.rmdir()
 
     answer = world.site.browser("VIEWER").get("/broadway/")

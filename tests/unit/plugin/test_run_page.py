@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from airflow_broadway.core.formats.layout import VERSION
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.plugin.pages import message as message_page
@@ -431,3 +433,111 @@ def test_a_message_is_found_in_other_runs_of_the_pipeline(site: Site, run: Run) 
 
     assert "This run has not received it" in here
     assert "run manual__1" in shown(site, all_runs)
+
+
+# -- a page that does not contradict itself --------------------------------------------------------
+
+
+class Numbered(PlainSums):
+    """Fails each message for a reason of its own number."""
+
+    name = "Sums"
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.failed(f"no order {int(message.data)} in shop 7")
+
+
+def test_what_has_failed_while_a_task_receives_is_not_none(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(run.process, BEFORE_PUBLISHING)
+    [record] = run.staged.generations()
+    now = datetime.now(UTC)
+    said = {
+        "at": now.isoformat(),
+        "received": 100,
+        "received_bytes": 900,
+        "failed": 29,
+        "batchers": {"default": 71},
+        "deadline": (now + timedelta(minutes=30)).isoformat(),
+        "version": VERSION,
+    }
+    run.staged.files.replace(f"{record.generation}/live.json", json.dumps(said))
+    airflow(monkeypatch, "running", process=["running"], batch_default="none", ack="deferred")
+
+    answer = site.browser("VIEWER").get(PAGE)
+    text = text_of(answer.text)
+
+    assert "None has." not in text
+    assert "29 have failed in tasks that still receive" in text
+    # and nothing is green before anything has succeeded
+    assert "is-good" not in answer.text
+
+
+def test_a_run_of_which_nothing_succeeded_is_not_green(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(site.staging.parent, pipeline=Numbered)
+    run.send(range(30))
+    run.process()
+    run.ack()
+    airflow(monkeypatch, "success", process=["success", "success"], ack="success")
+
+    answer = site.browser("VIEWER").get(PAGE)
+    text = text_of(answer.text)
+
+    assert "Sums needs a look" in text
+    assert '<span class="state is-good">balanced' not in answer.text
+    assert '<g class="stage is-good">' not in answer.text
+    assert "all failed" in text
+    assert 'is-good"><b>0</b>' not in answer.text
+    # Airflow's own states are words, too
+    assert "done all 2" in text
+    assert "2 success" not in text
+
+
+def test_reasons_that_differ_in_a_number_only_are_one(site: Site) -> None:
+    run = Run(site.staging.parent, pipeline=Numbered)
+    run.send(range(30))
+    run.process()
+    report = run.ack()
+
+    assert "30 process no order … in shop … dead-lettered" in shown(site)
+    assert report["reasons"] == [
+        {"count": 30, "stage": "process", "reason": "no order … in shop …"}
+    ]
+
+
+def test_a_batch_whose_messages_failed_each_for_its_own_names_the_reasons_place(site: Site) -> None:
+    run = Run(site.staging.parent)
+    run.send(range(5, 100, 5))
+    run.batch(run.process())
+    run.ack()
+
+    text = shown(site)
+
+    assert "failed by message: see “Why messages failed”" in text
+
+
+def test_a_generation_that_died_is_called_dead_and_its_task_receives_nothing(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(run.process, BEFORE_PUBLISHING)
+    airflow(monkeypatch, "running", process=["failed"], batch_default="none", ack="deferred")
+    assert "Sums receives" not in shown(site)
+
+    run.batch(run.process(try_number=2))
+    run.ack()
+
+    text = shown(site)
+    assert re.search(r"dead(; 100 messages went back| before it published anything)", text)
+    assert text.count(" settled ") == 1
+
+
+def test_a_text_that_is_not_staged_leads_to_the_dead_letters(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    answer = site.browser("USER").get(f"{PAGE}/message?q=nowhere")
+
+    assert 'href="/broadway/dags/sums/pipelines/Sums/dead-letters">Sums</a>' in answer.text
