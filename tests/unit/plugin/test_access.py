@@ -6,7 +6,9 @@ import shutil
 import time
 
 import pytest
-from fastapi import APIRouter, Request
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
+from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from airflow_broadway.core.errors import RequestRefused
@@ -33,6 +35,10 @@ def acting(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     @router.post("", dependencies=[EDITS_RUNS])
     def act(dag_id: str) -> dict[str, str]:
         return {"acted": dag_id}
+
+    @router.api_route("", methods=["PUT", "PATCH", "DELETE"])
+    def change(dag_id: str) -> dict[str, str]:
+        return {"changed": dag_id}
 
     @router.get("/broken")
     def fail(dag_id: str) -> None:
@@ -110,8 +116,6 @@ def test_who_may_edit_is_told_so(acting: Site) -> None:
 
 
 def token_for(site: Site, role: str, *, browser: str = "b", at: float | None = None) -> str:
-    from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
-
     user = SimpleAuthManagerUser(username=role.lower(), role=role)
     return access.make_token(user, browser, int(time.time() if at is None else at))
 
@@ -138,6 +142,90 @@ def test_a_user_acts_with_a_token_and_not_without_or_with_anothers(acting: Site)
     assert post(acting, "USER", token_for(acting, "USER", browser="c")) == 403
     assert post(acting, "USER", "9" * 5000) == 403
     assert post(acting, "USER", "ü.ü") == 403
+    assert post(acting, "USER", "²²².a") == 403
+    assert post(acting, "USER", good, **{access.CSRF_HEADER: ""}) == 403
+    assert acting.browser("USER").post("/broadway/dags/d/acting").status_code == 403
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+def test_each_method_that_changes_something_needs_a_token(acting: Site, method: str) -> None:
+    assert acting.browser("ADMIN").request(method, "/broadway/dags/d/acting").status_code == 403
+
+
+def test_a_token_is_bound_to_each_of_its_parts_and_to_the_secret(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def token(username: str, browser: str, at: int) -> str:
+        user = SimpleAuthManagerUser(username=username, role="USER")
+        return access.make_token(user, browser, at).partition(".")[2]
+
+    tokens = [token("ab", "c1", 2), token("a", "bc1", 2), token("ab", "c", 12), token("b", "c1", 2)]
+    monkeypatch.setenv("AIRFLOW__API__SECRET_KEY", "another")
+    tokens.append(token("ab", "c1", 2))
+
+    assert len(set(tokens)) == 5
+
+
+def test_the_cookie_of_a_browser_is_out_of_reach_of_scripts_and_of_other_sites() -> None:
+    def cookie(scheme: str, root: str, sent: str = "") -> str | None:
+        headers = [(b"cookie", f"{access.BROWSER_COOKIE}={sent}".encode())] if sent else []
+        request = Request(
+            {"type": "http", "scheme": scheme, "root_path": root, "headers": headers, "path": "/"}
+            | {"server": ("airflow.test", 443), "query_string": b""}
+        )
+        request.state.broadway_user = SimpleAuthManagerUser(username="u", role="USER")
+        assert access.csrf_of(request)
+        response = Response()
+        access.remember_browser(request, response)
+        return response.headers.get("set-cookie")
+
+    plain, other = cookie("http", "/broadway"), cookie("http", "/broadway")
+    secure = cookie("https", "/broadway")
+    assert plain is not None
+    assert secure is not None
+    assert plain.partition("; ")[2] == "HttpOnly; Path=/broadway; SameSite=strict"
+    assert secure.partition("; ")[2] == "HttpOnly; Path=/broadway; SameSite=strict; Secure"
+    assert len({plain, other, secure}) == 3
+    assert cookie("http", "/broadway", sent="known") is None
+
+
+def test_only_dags_whose_runs_may_be_read_are_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Manager:
+        """Lets the user see two Dags, and read the runs of one."""
+
+        def get_authorized_dag_ids(self, *, user: object) -> set[str]:
+            return {"mine", "seen", "elsewhere"}
+
+        def is_authorized_dag(
+            self, *, method: str, access_entity: object, details: DagDetails, user: object
+        ) -> bool:
+            asked = (method, access_entity, details.id, details.team_name)
+            return asked == ("GET", DagAccessEntity.RUN, "mine", "blue")
+
+    monkeypatch.setattr(access, "get_auth_manager", Manager)
+    teams = {"mine": "blue", "seen": "blue", "hidden": "blue"}
+    monkeypatch.setattr(access.DagModel, "get_dag_id_to_team_name_mapping", lambda dag_ids: teams)
+    user = SimpleAuthManagerUser(username="u", role="USER")
+
+    assert access.readable_dags(user, ["mine", "seen", "hidden"]) == {"mine"}
+
+
+def test_the_right_to_edit_is_asked_of_the_team_of_the_dag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Manager:
+        def is_authorized_dag(
+            self, *, method: str, access_entity: object, details: DagDetails, user: object
+        ) -> bool:
+            asked = (method, access_entity, details.id, details.team_name)
+            return asked == ("PUT", DagAccessEntity.RUN, "mine", "blue")
+
+    monkeypatch.setattr(access, "get_auth_manager", Manager)
+    monkeypatch.setattr(access.DagModel, "get_team_name", {"mine": "blue"}.get)
+    user = SimpleAuthManagerUser(username="u", role="USER")
+
+    assert access.may_edit("mine", user)
+    assert not access.may_edit("other", user)
 
 
 def test_a_token_has_its_time(acting: Site) -> None:
@@ -146,12 +234,15 @@ def test_a_token_has_its_time(acting: Site) -> None:
     assert post(acting, "USER", token_for(acting, "USER", at=old + 60)) == 200
     assert post(acting, "USER", token_for(acting, "USER", at=old - 60)) == 403
     assert post(acting, "USER", token_for(acting, "USER", at=time.time() + 60)) == 403
+    assert post(acting, "USER", token_for(acting, "USER", at=time.time() - 11 * 3600)) == 200
+    assert post(acting, "USER", token_for(acting, "USER", at=time.time() - 13 * 3600)) == 403
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({"sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "same-site"}, 403),
         ({"origin": "http://airflow.test"}, 200),
