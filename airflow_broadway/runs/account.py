@@ -284,14 +284,16 @@ def batchers_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
 
 
 def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
-    """How many processes died at batches, and what came of it; empty if none did.
+    """Count the processes and whole tasks that died at batches, and what came of it; empty if none
+    did, and nothing came of earlier runs' crashes.
 
     ``split``: batches, and parts of such, that were split; ``crashed``: messages set aside.
     """
     files = recorded.run.files
-    deaths = sum(len(files.list(f"deaths/{folder}")) for folder in files.list("deaths"))
-    if not deaths:
-        return {}
+    deaths, interruptions = (
+        sum(len(files.list(f"{kind}/{folder}")) for folder in files.list(kind))
+        for kind in ("deaths", "interruptions")
+    )
     found = []
     for name in batchers:
         split = crashed = 0
@@ -301,7 +303,9 @@ def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
             crashed += sum(outcome.error.startswith(CRASHED) for outcome in outcomes)
         if split or crashed:
             found.append({"batcher": name, "split": split, "crashed": crashed})
-    return {"deaths": deaths, "batches": found}
+    if not (deaths or interruptions or found):
+        return {}
+    return {"deaths": deaths, "interruptions": interruptions, "batches": found}
 
 
 def reasons_of(

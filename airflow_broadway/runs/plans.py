@@ -109,12 +109,14 @@ class OpenPlans:
         pipeline: Mapping[str, Any],
         run_info: RunInfo,
         step: Step | None = None,
+        parent: str = "",
     ) -> tuple[str, Work]:
         """Write the work file of the next try, which takes ownership from the tries before it.
 
         :param name: The task's name in the staging folder.
         :param pipeline: The pipeline's reference.
         :param step: Which batches; all open ones unless given.
+        :param parent: The execution of the task that starts the try.
         :returns: The file's path, and its content.
         """
         step = step or Step()
@@ -135,6 +137,7 @@ class OpenPlans:
                 only=only,
                 alone=step.alone,
                 marked=step.marked,
+                parent=parent,
                 package_version=__version__,
             )
 

@@ -54,6 +54,7 @@ class PythonBatches:
     ``concurrency`` batches at a time; those of one partition or key one after another, in order.
 
     :param step: Which batches, and how: see :mod:`airflow_broadway.core.formats.isolation`.
+    :param parent: The execution of the task whose child runs them; empty: it runs them itself.
     :param name: The task's name in the staging folder.  An earlier execution of the task, which the
         host may have lost though it still works, is fenced off by it: it records nothing any more.
         Without a name nobody is fenced off.
@@ -70,9 +71,11 @@ class PythonBatches:
         ports: Ports | None = None,
         clock: Clock | None = None,
         step: Step | None = None,
+        parent: str = "",
     ) -> None:
         self.run_folder = run
         self._step = step or Step()
+        self._parent = parent
         self._number = 0
         self.pipeline = pipeline
         self.plan = plan
@@ -193,7 +196,7 @@ class PythonBatches:
         number = 0
         if self._name:
             about = {"version": VERSION, "by": writer, "plans": [self.plan.path]}
-            about |= {"marked": self._step.marked, "only": self._step.run}
+            about |= {"marked": self._step.marked, "only": self._step.run, "parent": self._parent}
             text = json.dumps(about)
             number, _ = begin_try(files, self._name, lambda _: text, TRIES)
             self._number = number

@@ -13,12 +13,13 @@ from typing import NamedTuple
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
-from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.layout import paths, read_json
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.archive.publication import publish
 from airflow_broadway.staging.crash_records import record_crash
+from airflow_broadway.staging.isolation import in_hand_at_interruptions
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
@@ -60,8 +61,8 @@ def settle(
     :param custodian: Opens the custodian; called once it is known what to settle.
     :param void: What is recorded counts no more: all is released but what callbacks settled at
         once.
-    :param over: Whether no process of the run is at work any more: then messages count a death
-        whose batch a process died of.
+    :param over: Whether no process of the run is at work any more: then a crash is recorded if a
+        whole task died at batches that have no outcome.
     :param own: Whether the process that received the messages settles; else a generation without a
         manifest is one whose task died.
     :param release_damaged: Release everything if a file is not as it was written: nobody can say
@@ -74,9 +75,9 @@ def settle(
     recorded = recorded or Recorded(run)
     names = pipeline.batchers if batchers is None else batchers
     try:
-        settlement, _, progress = _decide(
-            record, pipeline, names, recorded, final=not void, over=over
-        )
+        settlement, complete, progress = _decide(record, pipeline, names, recorded, final=not void)
+        if over and not complete:
+            _record_interruption(run, record, names, recorded)
     except StagingDamaged as error:
         if not release_damaged:
             raise
@@ -139,7 +140,6 @@ def _decide(
     recorded: Recorded,
     *,
     final: bool,
-    over: bool = False,
 ) -> tuple[Settlement, bool, Progress]:
     plans = recorded.deciding(batchers, record.generation)
     pipeline = pipeline_of(pipeline, record)
@@ -149,9 +149,29 @@ def _decide(
         pipeline,
         plans,
         final=final,
-        over=over,
         recorded=recorded,
     )
+
+
+def _record_interruption(
+    run: StagedRun, record: GenerationRecord, batchers: Collection[str], recorded: Recorded
+) -> None:
+    """Record a crash if a whole task died at batches of a generation that have no outcome.
+
+    Before the broker is asked: its messages come again once that is done.
+    """
+    plans = recorded.deciding(batchers, record.generation)
+    try:
+        found = in_hand_at_interruptions(recorded, record.generation, plans)
+        if found is not None:
+            now = run.clock.now()
+            record_crash(
+                run.store, run.pipeline, record.generation, found.messages, now, alone=found.alone
+            )
+    except StagingError as error:  # the next run is less careful: nothing is lost
+        log.warning(
+            "No crash is recorded of batches of generation %s: %s", record.generation, error
+        )
 
 
 def _carry_out(

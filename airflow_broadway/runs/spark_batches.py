@@ -142,8 +142,10 @@ class SparkBatches:
         :param info: Of this run; the source is that of the batches.
         """
         source = source_of(self._run, self.plans.generations)
-        step = self._isolation.step
-        return self.plans.write_work(name, ref, replace(info, source=source), step)
+        isolation = self._isolation
+        return self.plans.write_work(
+            name, ref, replace(info, source=source), isolation.step, isolation.parent
+        )
 
     def end(self) -> Ending:
         """What came of the application."""

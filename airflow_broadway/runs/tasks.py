@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.protocol import SUSPECTS, QueueDepth
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.run_summary import empty_line
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.formats.deaths import TRIES
@@ -219,10 +219,11 @@ class BatchTask:
             most=MOST_PROCESSES,
             cleared=self._task.cleared,
         )
-        suspects, apart = self._holds_suspects(plan), False
-        while not self._stopped and isolation.choose() and (isolation.has_deaths or suspects):
-            apart = True
-            raised = self._handle_apart(plan, isolation.step)
+        # A fork that cannot ask the host would wait for ever.
+        forks, forked = self._task.forks, False
+        while not self._stopped and isolation.choose() and forks and isolation.careful:
+            forked = True
+            raised = self._handle_apart(plan, isolation)
             if not isolation.goes_on():
                 if raised and not isolation.has_deaths:
                     raise BroadwayError(raised)
@@ -231,18 +232,13 @@ class BatchTask:
         if self._stopped:  # before there was anything to stop
             self._batches.stop()
         with self._stand_in(plan):
-            if apart or isolation.has_deaths:
+            if forked or (forks and isolation.careful):
                 return self._batches.count()
             return self._batches.run()
 
-    def _holds_suspects(self, plan: BatchPlan) -> bool:
-        """Whether processes died of its messages in earlier runs, and this one must not."""
-        leases = map(self._run.lease, plan.generations)
-        return self._task.forks and any(lease.state.get(SUSPECTS) for lease in leases)
-
-    def _handle_apart(self, plan: BatchPlan, step: Step) -> str:
+    def _handle_apart(self, plan: BatchPlan, isolation: Isolation) -> str:
         """Run batches in a process of its own, which may die of one; what it raised."""
-        batches = self._python_batches(plan, step)
+        batches = self._python_batches(plan, isolation.step, isolation.parent)
 
         def work() -> None:
             # There, and not here: two processes cannot talk to the host by one connection.
@@ -261,7 +257,9 @@ class BatchTask:
             log.warning("The process that ran batches of %r: %s.", plan.batcher, ending)
         return apart.raised
 
-    def _python_batches(self, plan: BatchPlan, step: Step | None = None) -> PythonBatches:
+    def _python_batches(
+        self, plan: BatchPlan, step: Step | None = None, parent: str = ""
+    ) -> PythonBatches:
         return PythonBatches(
             self._run,
             self._served,
@@ -270,6 +268,7 @@ class BatchTask:
             try_number=self._task.try_number,
             ports=self._ports,
             step=step,
+            parent=parent,
         )
 
     @contextmanager

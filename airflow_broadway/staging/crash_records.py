@@ -4,7 +4,10 @@ The death of a whole task proves nothing about its messages: a preemption and th
 killer look alike.  So a record only makes the pipeline careful: while there is one, a redelivered
 message is a *suspect*, and is handled in a child process.  Below the pipeline's staging folder::
 
-    _crashes/<time>-<generation>-<count>.json     {"version": 1, "in_hand": [message ids]}
+    _crashes/<time>-<generation>-<count>.json
+        {"version": 1, "in_hand": [message ids], "alone": [those with nothing else in hand]}
+    _crashes/<time>-<name>-forgotten.json
+        {"version": 1, "messages": [ids of messages whose earlier crashes do not count any more]}
 
 ``count`` is the number of ids, so that a listing alone says which files are worth reading.
 """
@@ -15,17 +18,24 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.layout import VERSION, read_json
 from airflow_broadway.staging.names import encode_name
-from airflow_broadway.staging.store import Store
+from airflow_broadway.staging.store import Folder, Store
 
-__all__ = ["KEPT", "CrashHistory", "load_crash_history", "portion_size", "record_crash"]
+__all__ = [
+    "KEPT",
+    "CrashHistory",
+    "forget_crashes",
+    "load_crash_history",
+    "portion_size",
+    "record_crash",
+]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +46,7 @@ KEPT: Final = timedelta(days=14)
 _PORTIONS: Final = {1: 25, 2: 5}
 
 _TIME: Final = "%Y%m%dT%H%M%SZ"
-_NAME: Final = re.compile(r"(\d{8}T\d{6}Z)-(.+)-(\d+)\.json")
+_NAME: Final = re.compile(r"(\d{8}T\d{6}Z)-(.+)-(\d+|forgotten)\.json")
 
 
 @dataclass(frozen=True)
@@ -63,16 +73,46 @@ def portion_size(in_hand: int) -> int | None:
 
 
 def record_crash(
-    store: Store, pipeline: str, generation: str, in_hand: Collection[str], now: datetime
+    store: Store,
+    pipeline: str,
+    generation: str,
+    in_hand: Collection[str],
+    now: datetime,
+    *,
+    alone: Collection[str] | None = None,
 ) -> None:
     """Record that a generation's task died.  Safe to repeat.
 
     :param in_hand: Ids of the messages that a child process was handling; empty if none was.
+    :param alone: Those of them that were in hand with nothing else; by default the only one.
     :raises StagingError: If the record cannot be written.
     """
-    name = f"{now.astimezone(UTC):{_TIME}}-{generation}-{len(in_hand)}.json"
-    value = {"version": VERSION, "in_hand": sorted(in_hand)}
-    store.folder(_folder(pipeline)).create(name, json.dumps(value))
+    if alone is None:
+        alone = in_hand if len(in_hand) == 1 else ()
+    folder = store.folder(_folder(pipeline))
+    ending = f"-{generation}-{len(in_hand)}.json"
+    # A settlement is tried again and again while its broker cannot be reached.
+    if any(name.endswith(ending) for name in folder.list("")):
+        return
+    name = f"{now.astimezone(UTC):{_TIME}}{ending}"
+    value = {"version": VERSION, "in_hand": sorted(in_hand), "alone": sorted(alone)}
+    folder.create(name, json.dumps(value))
+
+
+def forget_crashes(
+    store: Store, pipeline: str, name: str, messages: Collection[str], now: datetime
+) -> None:
+    """Forget the crashes on record of some messages: they are dead letters now, and one that is
+    sent back begins anew.
+
+    :param name: Names the generation or batch.
+    :param messages: Their ids.
+    :raises StagingError: If it cannot be written.
+    """
+    value = {"version": VERSION, "messages": sorted(messages)}
+    store.folder(_folder(pipeline)).create(
+        f"{now.astimezone(UTC):{_TIME}}-{name}-forgotten.json", json.dumps(value)
+    )
 
 
 def load_crash_history(store: Store, pipeline: str, now: datetime) -> CrashHistory:
@@ -83,26 +123,40 @@ def load_crash_history(store: Store, pipeline: str, now: datetime) -> CrashHisto
     folder = store.folder(_folder(pipeline))
     oldest = f"{now.astimezone(UTC) - KEPT:{_TIME}}"
     newest: dict[str, tuple[int, str]] = {}
+    forgotten: list[str] = []
     for name in folder.list(""):
         match = _NAME.fullmatch(name)
         if match is None:
             continue
         if match[1] < oldest:
             _remove(store, pipeline, name)
-            continue
-        count = int(match[3])
-        # Settling that was interrupted may have recorded a crash twice.
-        newest[match[2]] = max(newest.get(match[2], (-1, "")), (count, name))
+        elif match[3] == "forgotten":
+            forgotten.append(name)
+        else:
+            # Settling that was interrupted may have recorded a crash twice.
+            record = int(match[3]), name
+            newest[match[2]] = max(newest.get(match[2], (-1, "")), record)
+    records = [name for count, name in newest.values() if count]
+    forgotten_at: dict[str, str] = {}
+    if records:
+        for name, value in _read(folder, sorted(forgotten)):
+            forgotten_at.update(dict.fromkeys(value["messages"], _time_of(name)))
     in_hand: Counter[str] = Counter()
     alone: Counter[str] = Counter()
-    for name, text in folder.read_all([name for count, name in newest.values() if count]):
-        if text is None:  # removed in between by another run
-            continue
-        ids = read_json(text, f"{folder.path}/{name}")["in_hand"]
-        in_hand.update(ids)
-        if len(ids) == 1:
-            alone.update(ids)
+    for name, value in _read(folder, records):
+        for counter, ids in ((in_hand, value["in_hand"]), (alone, value["alone"])):
+            counter.update(each for each in ids if _time_of(name) > forgotten_at.get(each, ""))
     return CrashHistory(len(newest), in_hand, alone)
+
+
+def _read(folder: Folder, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, text in folder.read_all(names):
+        if text is not None:  # removed in between by another run
+            yield name, read_json(text, f"{folder.path}/{name}")
+
+
+def _time_of(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def _folder(pipeline: str) -> str:

@@ -12,8 +12,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
-from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.formats.deaths import died_of
+from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
@@ -104,9 +103,8 @@ class HeldMessages:
         #: Batches that hold messages of the generation; of these, those with an outcome.
         self._batches = self._recorded_batches = 0
         self._exceptions: list[_Exceptions] = []
-        #: Those with an outcome; and for each plan the batches that have none.
+        #: Those with an outcome.
         self._decided: list[_Batches] = []
-        self._undecided: list[tuple[BatchPlan, list[PlannedBatch]]] = []
         by_batcher = {
             plan.batcher: plan for plan in plans if manifest.generation in plan.generations
         }
@@ -158,10 +156,7 @@ class HeldMessages:
         generation = self._manifest.generation
         source = plan.generations.index(generation)
         decided = _Batches(plan, source)
-        undecided: list[PlannedBatch] = []
         for planned, outcome in self._recorded.outcomes(plan):
-            if outcome is None:
-                undecided.append(planned)
             if not planned.sources.get(generation, 0):
                 continue
             self._batches += 1
@@ -177,8 +172,6 @@ class HeldMessages:
         self.decided += decided.count
         if decided.count:
             self._decided.append(decided)
-        if undecided:
-            self._undecided.append((plan, undecided))
 
     # -- exceptions ----------------------------------------------------------------------------
 
@@ -217,32 +210,6 @@ class HeldMessages:
             if line.settled:
                 counts[CLASS_OF[line.entry.verdict.action]] += 1
         return SettleReport.from_json(dict(counts))
-
-    # -- deaths --------------------------------------------------------------------------------
-
-    def died(self) -> frozenset[str]:
-        """The ids of messages without an outcome, in batches that processes died of.
-
-        Asked once no process of the run is at work any more.
-        """
-        found: set[str] = set()
-        for plan, undecided in self._undecided:
-            try:
-                found.update(self._died_in(plan, undecided))
-            except StagingError as error:  # a count alone is lost
-                log.warning("No deaths are counted of batches of %s: %s", plan.path, error)
-        return frozenset(found)
-
-    def _died_in(self, plan: BatchPlan, undecided: list[PlannedBatch]) -> Iterator[str]:
-        generation = self._manifest.generation
-        dead = died_of(self._run.files, plan.path, undecided)
-        batches = _Batches(plan, plan.generations.index(generation))
-        for planned in undecided:
-            if planned.batch_id in dead and generation in planned.sources:
-                batches.add(planned)
-        for row in self._rows_in(batches, ["message_id", "_acked"]):
-            if not row["_acked"]:
-                yield row["message_id"]
 
     # -- streams -------------------------------------------------------------------------------
 

@@ -38,14 +38,12 @@ def build_settlement(
     plans: Sequence[BatchPlan] | None,
     *,
     final: bool,
-    over: bool = False,
     recorded: Recorded | None = None,
 ) -> tuple[Settlement, bool, Progress]:
     """Say what becomes of each message of one generation, by what is recorded now.
 
     :param plans: Those of the run's batchers that hold messages of it; one per batcher.
     :param final: Whether nothing more will be recorded: what is missing is then logged.
-    :param over: Whether no process of the run is at work any more: then it says which died.
     :param recorded: What has been read of the run already, so that it is not read again.
     :returns: The settlement; whether every message has an outcome (where not, carrying the
         settlement out releases those without); and the counts.
@@ -72,7 +70,6 @@ def build_settlement(
         everything=lambda: held.everything(rest),
         expected=manifest.received - held.settled_now.total,
         settled_now=held.settled_now,
-        died=held.died() if over and not complete else frozenset(),
     )
     return settlement, complete, held.progress()
 

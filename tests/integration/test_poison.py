@@ -1,4 +1,4 @@
-"""A payload that makes the Spark driver exit: real drivers, over one JVM that stays warm."""
+"""A payload that ends the Spark driver: real drivers, over one JVM that stays warm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes.spark import warm_spark
+from tests.deaths import WAYS
 from tests.unit.spark.plans import Planned, Row, Staged
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -30,6 +32,7 @@ import os
 
 from airflow_broadway import Batcher, Broadway
 from airflow_broadway.core.custody.producer import Producer
+from tests.deaths import die
 
 
 class Deadly(Broadway):
@@ -43,8 +46,8 @@ class Deadly(Broadway):
         numbers = sorted(row.n for row in messages.select("data.n").collect())
         with open(os.environ["DEADLY_LOG"], "a") as file:
             print(info.batch_id, numbers, file=file)
-        if 2 in numbers:
-            os._exit(9)
+        if int(os.environ["DEADLY"]) in numbers:
+            die(os.environ["DEADLY_WAY"])
 """
 REF = {"class": "deadly_pipeline:Deadly", "options": {}}
 DRIVER = "import sys\nfrom airflow_broadway.testing.crashes.spark import be_driver\n"
@@ -57,6 +60,59 @@ def jvm() -> Iterator[None]:
         yield
 
 
+class Task:
+    """The task that has Spark handle a plan, in one execution."""
+
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        planned: list[Planned],
+        *,
+        deadly: int,
+        way: str,
+    ) -> None:
+        (folder / "deadly_pipeline.py").write_text(PIPELINE)
+        monkeypatch.syspath_prepend(str(folder))
+        self.log = folder / "log"
+        monkeypatch.setenv("DEADLY", str(deadly))
+        monkeypatch.setenv("DEADLY_WAY", way)
+        monkeypatch.setenv("DEADLY_LOG", str(self.log))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        store = Store.open(f"file://{folder}/staging")
+        self.run = StagedRun(store, pipeline="Deadly", dag_id="d", run_id="r")
+        self.staged = Staged(folder / "staging" / self.run.path, pipeline="Deadly")
+        self.staged.root_id = store.root_id()
+        self.plan = self.staged.plan("default", planned)
+
+    def execute(self) -> list[int]:
+        """Start drivers until nothing is left; their exit codes."""
+        name = "handle_batches"
+        batches = SparkBatches(
+            self.run, load_ref(REF, RunInfo()), [{"plan": self.plan.path}], Ports(), name=name
+        )
+        assert batches.begin() is Ending.OPEN
+        codes = []
+        there = batches.choose()
+        while there:
+            path, work = batches.write_work(name, REF, RunInfo())
+            words = [sys.executable, "-c", DRIVER, *arguments_of(self.run.spark_uri(), path, work)]
+            codes.append(subprocess.run(words, check=False, capture_output=True).returncode)
+            there = batches.goes_on() and batches.choose()
+        assert batches.end() is Ending.DONE
+        return codes
+
+    def seen(self) -> list[list[Any]]:
+        """The id and the numbers of each batch that was begun, in order."""
+        lines = [line.split(" ", 1) for line in self.log.read_text().splitlines()]
+        return [[batch, json.loads(numbers)] for batch, numbers in lines]
+
+    def entries(self) -> list[dict[str, Any]]:
+        """What outcomes say of single messages."""
+        outcomes: dict[str, Outcome] = self.staged.outcomes("default")
+        return [json.loads(line) for each in outcomes.values() for line in each.lines or ()]
+
+
 def row(number: int) -> Row:
     return Row(f"m{number}", {"n": number}, receipt=f"r{number}")
 
@@ -65,35 +121,15 @@ def test_a_driver_that_exits_on_a_payload_takes_no_neighbour_along(
     jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given two batches, in one of which a message makes the driver exit
-    (tmp_path / "deadly_pipeline.py").write_text(PIPELINE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("DEADLY_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    store = Store.open(f"file://{tmp_path}/staging")
-    run = StagedRun(store, pipeline="Deadly", dag_id="d", run_id="r")
-    staged = Staged(tmp_path / "staging" / run.path, pipeline="Deadly")
-    staged.root_id = store.root_id()
     planned = [Planned("b0", [row(1), row(2), row(3)]), Planned("b1", [row(4)])]
-    plan = staged.plan("default", planned)
+    task = Task(tmp_path, monkeypatch, planned, deadly=2, way="exit")
 
     # When the task goes on until nothing is left
-    batches = SparkBatches(
-        run, load_ref(REF, RunInfo()), [{"plan": plan.path}], Ports(), name="handle_batches"
-    )
-    assert batches.begin() is Ending.OPEN
-    codes = []
-    there = batches.choose()
-    while there:
-        path, work = batches.write_work("handle_batches", REF, RunInfo())
-        words = [sys.executable, "-c", DRIVER, *arguments_of(run.spark_uri(), path, work)]
-        codes.append(subprocess.run(words, check=False, capture_output=True).returncode)
-        there = batches.goes_on() and batches.choose()
+    codes = task.execute()
 
     # Then the deaths were found out one by one, and all but that message were handled
-    assert batches.end() is Ending.DONE
-    seen = [line.split(" ", 1) for line in (tmp_path / "log").read_text().splitlines()]
     lower, upper = part_id("b0", 0), part_id("b0", 1)
-    assert [[batch, json.loads(numbers)] for batch, numbers in seen] == [
+    assert task.seen() == [
         ["b0", [1, 2, 3]],
         ["b0", [1, 2, 3]],
         ["b1", [4]],
@@ -103,10 +139,31 @@ def test_a_driver_that_exits_on_a_payload_takes_no_neighbour_along(
         [part_id(upper, 0), [2]],
         [part_id(upper, 1), [3]],
         [part_id(upper, 0), [2]],
+        [part_id(upper, 0), [2]],
     ]
     assert codes.count(9) == len(codes) - codes.count(0)
-    found: dict[str, Outcome] = staged.outcomes("default")
+    found: dict[str, Outcome] = task.staged.outcomes("default")
     assert found["b1"].successful == found[lower].successful == 1
     [line] = found[part_id(upper, 0)].lines or [""]
     assert json.loads(line)["action"] == "dead_letter"
-    assert json.loads(line)["reason"].startswith("crashed: its process died 2 times")
+    assert json.loads(line)["reason"] == "crashed: it ended 2 processes that handled nothing else"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_one_of_a_thousand_messages_that_ends_the_driver_is_found_in_one_execution(
+    jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    planned = [
+        Planned(f"b{number}", [row(number * 100 + n) for n in range(100)]) for number in range(10)
+    ]
+    task = Task(tmp_path, monkeypatch, planned, deadly=537, way=way)
+    codes = task.execute()
+
+    # Deaths: two among the others, one alone, a half each time, and two of the message alone
+    assert 0 < len(codes) - codes.count(0) <= 13
+    [entry] = task.entries()
+    assert (entry["id"], entry["action"]) == ("m537", "dead_letter")
+    assert entry["reason"] == "crashed: it ended 2 processes that handled nothing else"
+    handled = sum(each.successful for each in task.staged.outcomes("default").values())
+    assert handled == 999

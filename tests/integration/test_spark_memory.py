@@ -137,4 +137,4 @@ def test_a_message_that_exhausts_the_drivers_memory_is_set_aside_and_its_neighbo
     assert found[part_id("b0", 1)].successful == 1
     [line] = found[part_id("b0", 0)].lines or [""]
     assert json.loads(line)["id"] == "m0"
-    assert json.loads(line)["reason"].startswith("crashed: its process died")
+    assert json.loads(line)["reason"].startswith("crashed: it ended 1 process")

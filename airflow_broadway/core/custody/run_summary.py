@@ -158,6 +158,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     isolation = report.get("isolation")
     if isolation:
         lines.append(f"{many(isolation['deaths'], 'process')} died at batches.")
+        if isolation["interruptions"]:
+            killed = many(isolation["interruptions"], "whole task")
+            lines.append(f"{killed} died at batches, which tells against no message.")
         lines += [
             f"  {each['batcher']}: {many(each['split'], 'batch')} split,"
             f" {many(each['crashed'], 'message')} set aside (crashed)"

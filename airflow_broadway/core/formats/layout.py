@@ -28,7 +28,8 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
     work/<task>-<try>.clock             its modification time tells the driver the folder's clock
     {work,tries}/<task>-<try>.ended     it ended, however its batches fared: it did not die of one
     begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written once something died
-    deaths/{work,tries}/<task>-<try>.json        it died, and of which batches that may be
+    deaths/{work,tries}/<task>-<try>.json        it died, its parent did not: the batches in hand
+    interruptions/{work,tries}/<task>-<try>.json the whole task died with it: the same
     heartbeat.json                      when the ack sensor last looked
 
 Tasks and the Spark driver read and write them; the other modules of this room say what is in each.
@@ -146,6 +147,10 @@ class paths:  # noqa: N801 - a namespace
     @staticmethod
     def death(name: str, number: int, folder: str) -> str:
         return f"deaths/{folder}/{name}-{number:06d}.json"
+
+    @staticmethod
+    def interruption(name: str, number: int, folder: str) -> str:
+        return f"interruptions/{folder}/{name}-{number:06d}.json"
 
     @staticmethod
     def budget(name: str, cleared: int, folder: str) -> str:

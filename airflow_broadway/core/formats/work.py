@@ -27,6 +27,7 @@ class Work:
     :param only: Ids of the batches to run, in this order; ``None``: all without an outcome.
     :param alone: Whether they run one after another, so that a death tells of which it was.
     :param marked: Whether each is marked before it begins, since something died before.
+    :param parent: The execution of the task that starts it, and can tell that it died.
     :param package_version: This package's version, which the driver must have too.
     """
 
@@ -38,6 +39,7 @@ class Work:
     only: list[str] | None = None
     alone: bool = False
     marked: bool = False
+    parent: str = ""
     package_version: str = ""
     version: int = VERSION
 

@@ -1,18 +1,21 @@
-"""Batches that processes die of: what the next process of a task handles, under a budget.
+"""Chooses which batches the next process of a task handles, under a budget.
 
-One task's processes come one after another: Spark applications, or processes of a Python batcher.
-Before each, :meth:`Isolation.choose` reads who has died, splits and sets aside what is to be, and
-says what is left for it.  All of it is in files: another try of the task goes on from there.
+One task's processes come one after another: Spark applications, or forks of a Python batcher's
+task.  Before each, :meth:`Isolation.choose` reads what died, splits and sets aside batches, and
+chooses those that the process handles.  All of it is in files: another try of the task goes on from
+there.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import uuid
+from functools import cached_property
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 from airflow_broadway.core.formats.deaths import Deaths, say_ended
-from airflow_broadway.core.formats.isolation import MOST_PROCESSES, Step, next_step
+from airflow_broadway.core.formats.isolation import MOST_PROCESSES, OnRecord, Step, next_step
 from airflow_broadway.core.formats.layout import VERSION, paths, read_json
 from airflow_broadway.core.formats.ownership import Ownership, highest_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
@@ -20,6 +23,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
+from airflow_broadway.staging.crash_records import CrashHistory, load_crash_history
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 
@@ -29,13 +33,15 @@ log = logging.getLogger(__name__)
 
 
 class Isolation:
-    """One task's processes in one run.
+    """The processes that one execution of a task starts in one run.
+
+    A process that dies while this execution lives counts as a death.  One that an earlier execution
+    left behind was interrupted: its whole task died, which proves nothing.
 
     :param name: The task's name in the staging folder.
     :param folder: Where its tries have their files.
     :param most: See :data:`MOST_PROCESSES`.
-    :param cleared: Rises each time the task is cleared: whoever does that has mended something, and
-        grants as many processes once more.
+    :param cleared: Rises each time the task is cleared, which grants as many processes once more.
     """
 
     def __init__(
@@ -57,38 +63,48 @@ class Isolation:
         self._most = most
         self._cleared = cleared
         self._before: int | None = None
+        #: Names this execution in the files of the tries that it starts.
+        self.parent = uuid.uuid4().hex
+        #: The latest try of earlier executions.
+        self._earlier: int | None = None
         #: Processes that had begun when the last step was chosen.
         self._begun = 0
         self._deaths = Deaths(run.files, name, folder)
+        self._on_record: dict[str, OnRecord] = {}
         #: What the next process handles.
         self.step = Step()
 
     def choose(self, *, over: bool = True) -> bool:
         """Choose what the next process handles; ``False``: there is to be none.
 
-        :param over: Whether no process is at work any more, so that whichever did not end has died.
+        :param over: Whether no process is at work any more, so that each that did not end has died.
         """
-        if not highest_try(self._run.files, self._name, self._folder):
-            self.step = Step()
-            return self._plans.left > 0
+        if self._earlier is None:
+            self._earlier = highest_try(self._run.files, self._name, self._folder)
+            if not self._earlier and not self._suspects:
+                return self._plans.left > 0
         while True:
             held = self._look(over=over)
             if not held:
                 return False
             deaths = self._deaths
-            if deaths.count and deaths.tries - self._before_clear() >= self._most:
+            begun = deaths.tries - deaths.interruptions - self._before_clear()
+            if deaths.count and begun >= self._most:
                 log.error(
                     "%s of this task have begun in this run, and %d of them died: no more is begun;"
                     " what has no outcome is given back, and comes with a later run.",
-                    many(deaths.tries, "process"),
+                    many(begun, "process"),
                     deaths.count,
                 )
                 return False
+            self._read_records(held)
             self.step = step = next_step(
                 [batch for _, batch in held],
                 deaths,
                 max_crashes=self._pipeline.producer.max_crashes,
                 proven=len(held) < self._plans.total,
+                suspects=self._suspects,
+                on_record=self._on_record,
             )
             if not step.split and not step.aside:
                 self._narrow(held)
@@ -109,7 +125,7 @@ class Isolation:
                 if each.startswith(f"{self._name}-")
             ]
             # Before the first clear all count that have begun.
-            begun = self._deaths.tries if earlier else 0
+            begun = self._deaths.tries - self._deaths.interruptions if earlier else 0
             if files.create(path, json.dumps({"version": VERSION, "before": begun})):
                 self._before = begun
             else:
@@ -123,6 +139,8 @@ class Isolation:
         last = self._deaths.tries
         if last == self._begun or not self._deaths.began(last):
             return False  # it never came to a batch: no other would
+        if not self._deaths.is_child(last, self.parent):
+            return False  # another execution of the task has taken over
         if not self._deaths.ended(last):
             return True
         chosen = self.step.run
@@ -141,10 +159,41 @@ class Isolation:
 
     @property
     def has_deaths(self) -> bool:
-        """Whether a process of the task has died in this run."""
+        """Whether a process of the task died in this run while the task lived."""
         return self._deaths.count > 0
 
+    @property
+    def careful(self) -> bool:
+        """Whether a batch may kill its process: one died before, or there are suspects."""
+        return self.has_deaths or self._deaths.interruptions > 0 or self._suspects
+
     # -- parts ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _suspects(self) -> bool:
+        """Whether messages came again, of a pipeline with crashes on record."""
+        came_again = any(batch.redelivered for _, batch in self._plans.open_batches())
+        return came_again and self._history.crashes > 0
+
+    @cached_property
+    def _history(self) -> CrashHistory:
+        run = self._run
+        return load_crash_history(run.store, run.pipeline, run.clock.now())
+
+    def _read_records(self, held: list[tuple[BatchPlan, PlannedBatch]]) -> None:
+        """Read what is on record of the messages of each batch."""
+        if not self._suspects or not self._history.in_hand:
+            return
+        from airflow_broadway.staging.isolation import on_record  # loads pyarrow
+
+        for plan in self._plans.heads:
+            batches = [
+                batch
+                for head, batch in held
+                if head is plan and batch.redelivered and batch.batch_id not in self._on_record
+            ]
+            if batches:
+                self._on_record |= on_record(self._run, plan, batches, self._history)
 
     def _look(self, *, over: bool) -> list[tuple[BatchPlan, PlannedBatch]]:
         """The open batches whose messages the run still holds."""
@@ -152,7 +201,9 @@ class Isolation:
         void = self._plans.void()
         held = [each for each in self._plans.open_batches() if each[1].batch_id not in void]
         if held:
-            self._deaths.look(over=over)
+            earlier = self._earlier or 0
+            # The last of them may be at work on a cluster.
+            self._deaths.look(parent=self.parent, over=earlier if over else earlier - 1)
         return held
 
     def _narrow(self, held: list[tuple[BatchPlan, PlannedBatch]]) -> None:
@@ -179,19 +230,29 @@ class Isolation:
         source = source_of(self._run, self._plans.generations)
         producer = with_source(self._pipeline, source).producer
         try:
-            for batch in step.split:
-                split(self._run, heads[batch.batch_id], batch, by=by)
+            for batch, parts in step.split:
+                split(self._run, heads[batch.batch_id], batch, parts, by=by)
             for batch in step.aside:
                 set_aside(
                     self._run,
                     heads[batch.batch_id],
                     batch,
                     producer,
-                    deaths=self._deaths.of(batch),
+                    why=self._why(batch),
                     ownership=ownership,
                     by=by,
+                    history=self._history if self._suspects else None,
                 )
         except LeaseLapsed as error:
             log.error("%s.", error)
             return False
         return True
+
+    def _why(self, batch: PlannedBatch) -> str:
+        """Why a message is set aside, for people."""
+        alone = self._deaths.alone(batch)
+        if alone >= self._pipeline.producer.max_crashes:
+            return f"it ended {many(alone, 'process')} that handled nothing else"
+        record = self._on_record.get(batch.batch_id, OnRecord())
+        died = self._deaths.interrupted_alone(batch) + record.alone
+        return f"it was the only message in hand when {many(died, 'task')} died"

@@ -7,6 +7,7 @@ among few others, and one that was in hand in several is handled alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from airflow_broadway.core.reference import is_dag_file, make_ref
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.crash_records import (
     CrashHistory,
+    forget_crashes,
     load_crash_history,
     portion_size,
 )
@@ -70,10 +72,19 @@ class StagedSuspects:
         return message.redelivered and self._history.crashes > 0
 
     def reason_to_blame(self, message: Message) -> str:
-        """Return why the message is dead-lettered at once; empty if it is handled."""
-        deaths = self._history.alone.get(message.message_id, 0)
+        """Return why the message is dead-lettered at once; empty if it is handled.
+
+        Its crashes are forgotten then: a dead letter that is sent back begins anew.
+
+        :raises StagingError: If that cannot be written.
+        """
+        key = message.message_id
+        deaths = self._history.alone.get(key, 0)
         if deaths <= self._pipeline.producer.max_crashes:
             return ""
+        name = f"{self._env.generation}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        run = self._run
+        forget_crashes(run.store, run.pipeline, name, [key], self._env.clock.now())
         return f"it was the only message in hand when {deaths} tasks died"
 
     def portions(self, messages: Sequence[Message]) -> Iterator[list[Message]]:

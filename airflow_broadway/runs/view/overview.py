@@ -207,7 +207,7 @@ def overview_of(
         watched=Heartbeat(run, clock).is_fresh(),
         reasons=reasons_in(recorded, records, [each.batcher for each in flows], current),
         isolation=isolation_of(recorded, [each.batcher for each in flows])
-        if run.files.list("deaths")
+        if run.files.list("deaths") or run.files.list("interruptions")
         else {},
         failed_tasks=about.get("failed_tasks", ()),
         errors=_errors(receipts),

@@ -40,6 +40,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.spark_batches import SparkBatches
@@ -621,6 +622,26 @@ def test_applications_that_die_are_followed_by_others_under_a_budget(world: Worl
     assert len(world.works) == 4
 
 
+def test_an_application_whose_task_died_with_it_is_followed_by_marked_ones(world: World) -> None:
+    # Given an application of a task that was killed whole
+    plan = world.plan()
+    world.deadly, world.says = {"b1"}, (True, False)
+    other = OpenPlans(world.run, [plan.path])
+    _, work = other.write_work("g.handle_batches", {}, RunInfo(), parent="killed")
+    say_started(world.staged.files, work.name, work.try_number, WORK)
+
+    # When the task is tried again
+    with pytest.raises(AirflowException, match="1 of 3 batches has no outcome"):
+        world.execute({"plan": plan.path}, max_applications=4)
+
+    # Then it marks batches from the first on, and that one's death counts neither as a death nor
+    # towards the applications that may be started
+    assert [each.marked for each in world.works] == [True] * 4
+    deaths = Deaths(world.staged.files, work.name, WORK)
+    deaths.look()
+    assert (deaths.count, deaths.interruptions) == (3, 1)
+
+
 def test_an_application_that_never_began_is_not_followed_by_another(world: World) -> None:
     world.handled, world.exit_code = set(), 1
     with pytest.raises(AirflowException, match="have no outcome"):
@@ -671,5 +692,5 @@ def test_a_task_that_is_killed_does_not_die_of_its_batches(
     assert told
     assert len(world.works) == 1
     deaths = Deaths(world.staged.files, world.works[0].name, WORK)
-    deaths.look(over=True)
-    assert deaths.count == 0
+    deaths.look(over=None)
+    assert (deaths.count, deaths.interruptions) == (0, 0)

@@ -151,12 +151,22 @@ class Run:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def process(self, index: int = 0, *, try_number: int = 1, **budget: Any) -> dict[str, Any]:
-        """A process task: the sweep, then all that it does; returns its reference."""
+    def process(
+        self, index: int = 0, *, try_number: int = 1, isolates: bool = True, **budget: Any
+    ) -> dict[str, Any]:
+        """A process task: the sweep, then all that it does; returns its reference.
+
+        :param isolates: Whether suspects are handled in a child process.
+        """
         self.sweep(index)
         env = self.env(uuid.uuid4().hex, self.task(index, try_number).owner())
         made = Process(
-            self.staged, self.pipeline, env=env, budget=Budget(**budget), ports=self.ports
+            self.staged,
+            self.pipeline,
+            env=env,
+            budget=Budget(**budget),
+            ports=self.ports,
+            isolates=isolates,
         )
         return made.run()
 

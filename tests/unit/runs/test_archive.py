@@ -621,7 +621,7 @@ def test_a_past_run_whose_batch_was_split_is_run_again_in_the_same_parts(world: 
     plan = made.plan(run.references, label="1")
     assert plan is not None
     [(head, batch)] = OpenPlans(run.staged, [plan.path]).open_batches()
-    split(run.staged, head, batch, by="the test")
+    split(run.staged, head, batch, 2, by="the test")
     made.handle(plan)
     run.ack()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,8 @@ from airflow_broadway import BatchInfo
 from airflow_broadway.core.formats.deaths import (
     TRIES,
     WORK,
-    died_of,
+    Deaths,
+    interruptions_of,
     mark_begun,
     say_ended,
     say_started,
@@ -29,7 +29,9 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.apart import Apart
 from airflow_broadway.runs.tasks import BatchTask
+from airflow_broadway.staging.crash_records import load_crash_history
 from airflow_broadway.staging.planner import plan_batches
+from tests.deaths import WAYS, die
 from tests.unit.runs.steps import Point, Run, Sums, dies
 
 
@@ -43,10 +45,10 @@ class Deadly(Sums):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         handled = super().handle_batch(batcher, messages, batch_info, context)
+        if context.get("killed"):
+            die("group")
         if any(each.data in context["deadly"] for each in messages):
-            if context["whole"]:
-                os.killpg(0, signal.SIGKILL)
-            os._exit(9)
+            die("group" if context["whole"] else context.get("way", "exit"))
         return handled
 
 
@@ -59,6 +61,8 @@ class Runs:
         self.folder, self.crashes = folder, crashes
         self.context = {"deadly": deadly, "whole": whole}
         self.count = 0
+        #: Whether processors handle suspects in a child, which takes a second or two.
+        self.isolates = False
         self.last = self._next()
 
     def _next(self) -> Run:
@@ -77,7 +81,7 @@ class Runs:
     def receive_and_handle(self) -> str:
         """All of a run but its end; how the task's process ended."""
         run = self.last = self._next()
-        reference = run.process()
+        reference = run.process(isolates=self.isolates)
         if not reference["batchers"]:
             return ""
         plan = plan_batches(
@@ -111,29 +115,35 @@ class Runs:
 NUMBERS = [n for n in range(1, 1000) if n % 7 and n % 5]
 
 
-def test_a_task_that_is_never_retried_finds_what_kills_it_in_the_third_run(tmp_path: Path) -> None:
+def test_a_task_that_is_never_retried_finds_what_kills_it_in_the_second_run(tmp_path: Path) -> None:
     # Given a message that kills its process, among others, and with each run some more
     runs = Runs(tmp_path, deadly=[11], crashes=3)
     runs.last.send(NUMBERS[:35])
 
-    # When there are two runs, both end at it; what was in their other batches may be done
+    # When a run ends at it
     assert runs.receive_and_handle() == "exit code 9"
     runs.last.ack()
     runs.last.send(NUMBERS[35:50])
-    assert runs.receive_and_handle() == "exit code 9"
-    runs.last.ack()
-    runs.last.send(NUMBERS[50:60])
 
-    # Then the third takes what may have killed them, and nothing else, and finds it
+    # Then the second handles its batches in processes that may die, and finds it
     report = runs.one()
     assert report["isolation"]["batches"][0]["crashed"] == 1
     assert runs.last.dead() == [11]
     assert report["totals"]["released"] == 0
-    runs.one()
     assert runs.last.depth() == (0, 0, 0, 1)
     handled = Counter(call.number for call in runs.last.calls())
-    assert set(handled) == set(NUMBERS[:60])
+    assert set(handled) == set(NUMBERS[:50])
     assert not runs.last.unmarked()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_of_a_thousand_that_kills_is_found_with_no_retries(tmp_path: Path, way: str) -> None:
+    runs = Runs(tmp_path, deadly=[737], crashes=5)
+    runs.context["way"] = way
+    numbers = [n for n in range(1, 10_000) if n % 7 and n % 5][:1_000]
+    runs.last.send(numbers)
+    assert runs.until_dead([737]) == 2
+    assert {call.number for call in runs.last.calls()} == set(numbers)
 
 
 def test_where_each_death_ends_the_whole_container_runs_narrow_it_down(tmp_path: Path) -> None:
@@ -141,42 +151,72 @@ def test_where_each_death_ends_the_whole_container_runs_narrow_it_down(tmp_path:
     runs = Runs(tmp_path, deadly=[11, 501], crashes=2, whole=True)
     runs.last.send([*NUMBERS[:40], 501])
 
-    # Then portions of 10 and of 1 find it all the same, and the others are handled
+    # Then what was in hand is taken in ever smaller portions, and the others are handled
     count = runs.until_dead([11, 501])
-    assert count <= 2 * (2 + 4 + 10 + 1)
+    assert count <= 20
     handled = {call.number for call in runs.last.calls()}
     assert handled == {*NUMBERS[:40], 501}
+
+
+def test_fifty_runs_that_are_killed_from_outside_blame_no_message(tmp_path: Path) -> None:
+    # Given good messages, and runs whose batch task is killed at its first batch
+    runs = Runs(tmp_path, deadly=[], crashes=5)
+    runs.last.send(NUMBERS[:16])
+    for _ in range(50):
+        runs.context["killed"] = True
+        assert runs.receive_and_handle() == "killed by SIGKILL"
+        runs.last.ack()
+        assert runs.last.dead() == []
+
+    # Then the first quiet run handles them all
+    del runs.context["killed"]
+    assert runs.one()["totals"]["acked"] == 16
+    assert runs.last.depth() == (0, 0, 0, 0)
+
+
+def test_five_runs_that_are_killed_from_outside_at_their_only_message_blame_it_not(
+    tmp_path: Path,
+) -> None:
+    runs = Runs(tmp_path, deadly=[], crashes=5)
+    runs.last.send([1])
+    runs.context["killed"] = True
+    for _ in range(5):
+        assert runs.receive_and_handle() == "killed by SIGKILL"
+        runs.last.ack()
+    del runs.context["killed"]
+    assert runs.one()["totals"]["acked"] == 1
+    assert runs.last.dead() == []
 
 
 @pytest.mark.parametrize(
     "point",
     [
-        Point("airflow_broadway.producers.kit.suspects:Deaths.count", "after"),
+        Point("airflow_broadway.runs.settle.record_crash", "after"),
         Point("airflow_broadway.producers.sqlite.queue:SqliteQueue.settle", "after"),
-        Point("airflow_broadway.producers.kit.suspects:Deaths.count", "before"),
+        Point("airflow_broadway.runs.settle.record_crash", "before"),
     ],
     ids=str,
 )
-def test_a_kill_of_who_counts_loses_nothing(tmp_path: Path, point: Point) -> None:
+def test_a_kill_while_a_crash_is_recorded_loses_nothing(tmp_path: Path, point: Point) -> None:
     # Given a run whose batches died, and whose settling is killed on its way
     runs = Runs(tmp_path, deadly=[11], crashes=3)
     runs.last.send(NUMBERS[:25])
     runs.receive_and_handle()
     dies(runs.last.ack, point)
 
-    # When another settles it, then deaths are counted, and the next runs find it
+    # When another settles it, then the crash is on record, and the next runs find it
     runs.last.ack()
     assert runs.until_dead([11]) <= 3
     assert {call.number for call in runs.last.calls()} == set(NUMBERS[:25])
 
 
-def test_who_counts_again_and_again_blames_no_neighbour(tmp_path: Path) -> None:
+def test_a_crash_that_is_recorded_again_and_again_blames_no_neighbour(tmp_path: Path) -> None:
     # Given a run whose settling is tried many times, as while a broker is out of reach
     runs = Runs(tmp_path, deadly=[11], crashes=2)
     runs.last.send(NUMBERS[:25])
     runs.receive_and_handle()
     for _ in range(4):
-        dies(runs.last.ack, Point("airflow_broadway.producers.kit.suspects:Deaths.count"))
+        dies(runs.last.ack, Point("airflow_broadway.runs.settle.record_crash"))
 
     # Then the next runs set aside what killed alone, and handle the rest
     assert runs.until_dead([11]) <= 5
@@ -184,8 +224,9 @@ def test_who_counts_again_and_again_blames_no_neighbour(tmp_path: Path) -> None:
 
 
 def test_what_was_set_aside_and_is_sent_back_is_handled_again(tmp_path: Path) -> None:
-    # Given a message that a run has set aside before any callback saw it
+    # Given a message that a run has set aside, since whole tasks died of it
     runs = Runs(tmp_path, deadly=[11], crashes=1, whole=True)
+    runs.isolates = True
     runs.last.send([11])
     runs.until_dead([11])
     with runs.last.queue() as queue:
@@ -196,19 +237,18 @@ def test_what_was_set_aside_and_is_sent_back_is_handled_again(tmp_path: Path) ->
         assert queue.requeue_dead() == 1
     runs.context["deadly"] = ()
 
-    # Then it is handled like any other
+    # Then it is handled like any other, and it takes as many deaths to set it aside again
     assert runs.one()["totals"]["acked"] == 1
     assert runs.last.depth() == (0, 0, 0, 0)
 
 
-def test_what_a_dead_run_left_is_counted_by_whoever_sweeps(tmp_path: Path) -> None:
+def test_a_crash_of_a_dead_run_is_recorded_by_the_sweep_of_the_next(tmp_path: Path) -> None:
     # Given runs whose sensors never looked, as where the whole host died
     runs = Runs(tmp_path, deadly=[11], crashes=3)
     runs.last.send(NUMBERS[:25])
     runs.receive_and_handle()
-    runs.receive_and_handle()
 
-    # Then the next runs' sweeps count the deaths, and the third finds it
+    # Then the next run's sweep records the crash, and that run finds the message
     assert runs.one()["isolation"]["batches"][0]["crashed"] == 1
     assert runs.last.dead() == [11]
 
@@ -227,11 +267,12 @@ def test_a_batcher_that_is_ending_while_process_is_cleared_has_not_died(tmp_path
     # When it is tried again before the batcher has said that it ended
     run.process(try_number=2)
 
-    # Then no message counts a death
-    assert not list(tmp_path.rglob("deaths/**/*"))
+    # Then no crash is recorded
+    assert not list(tmp_path.rglob("interruptions/**/*"))
+    assert not list(tmp_path.rglob("_crashes/*"))
 
 
-# ------------------------------------------------------------------------------------ who has died
+# -- what was in hand ------------------------------------------------------------------------------
 @pytest.fixture
 def open_run(tmp_path: Path) -> tuple[Run, OpenPlans]:
     """A run with three batches, of which none was handled."""
@@ -244,34 +285,30 @@ def open_run(tmp_path: Path) -> tuple[Run, OpenPlans]:
     return run, OpenPlans(run.staged, [plan.path])
 
 
-def died(run: Run, plans: OpenPlans) -> list[int]:
-    """The places of the batches that processes died of."""
-    batches = [batch for _, batch in plans.open_batches()]
-    found = died_of(run.staged.files, plans.heads[0].path, batches)
-    return [place for place, batch in enumerate(batches) if batch.batch_id in found]
+def in_hand(run: Run, plans: OpenPlans) -> list[list[int]]:
+    """The places of the batches that were in hand at each interruption."""
+    ids = [batch.batch_id for _, batch in plans.open_batches()]
+    found = interruptions_of(run.staged.files, plans.heads[0].path)
+    return [sorted(ids.index(batch_id) for batch_id in batch_ids) for batch_ids in found]
 
 
-def test_an_application_dies_of_what_it_had_begun(open_run: tuple[Run, OpenPlans]) -> None:
+def test_what_an_application_had_begun_was_in_hand(open_run: tuple[Run, OpenPlans]) -> None:
     run, plans = open_run
     files = run.staged.files
     ids = [batch.batch_id for _, batch in plans.open_batches()]
     step = Step(run=ids, marked=True)
     _, work = plans.write_work("spark", {}, RunInfo(), step)
-    assert died(run, plans) == []  # it never began
-    say_started(files, "spark", work.try_number, WORK)
-    assert died(run, plans) == []  # it had begun no batch
-
-    _, work = plans.write_work("spark", {}, RunInfo(), step)
+    assert in_hand(run, plans) == []  # it never began
     say_started(files, "spark", work.try_number, WORK)
     mark_begun(files, "spark", work.try_number, WORK, ids[1])
-    assert died(run, plans) == [1]
+    assert in_hand(run, plans) == [[1]]
 
     _, work = plans.write_work("spark", {}, RunInfo(), Step())
     say_started(files, "spark", work.try_number, WORK)
-    assert died(run, plans) == [0, 1, 2]  # nobody knows which
+    assert in_hand(run, plans) == [[1], []]  # it is not known what it had begun
 
 
-def test_a_death_is_noted_for_all_plans_that_the_application_was_at_work_on(
+def test_batches_in_hand_are_written_down_once_for_all_plans(
     open_run: tuple[Run, OpenPlans],
 ) -> None:
     run, plans = open_run
@@ -285,12 +322,13 @@ def test_a_death_is_noted_for_all_plans_that_the_application_was_at_work_on(
     for each in (done, open_one):
         mark_begun(files, "spark", number, WORK, each.batch_id)
 
-    # Whichever plan is asked about first
-    assert died_of(files, plans.heads[0].path, [done]) == set()
-    assert died_of(files, other, [open_one]) == {open_one.batch_id}
+    # Whichever plan is asked about first, and whatever has an outcome later
+    assert interruptions_of(files, plans.heads[0].path) == [[open_one.batch_id]]
+    files.create(paths.outcome(other, open_one.batch_id), "{}")
+    assert interruptions_of(files, other) == [[open_one.batch_id]]
 
 
-def test_who_ended_in_order_or_worked_on_another_plan_died_of_nothing(
+def test_a_try_that_ended_in_order_or_handled_another_plan_was_not_interrupted(
     open_run: tuple[Run, OpenPlans],
 ) -> None:
     run, plans = open_run
@@ -298,14 +336,55 @@ def test_who_ended_in_order_or_worked_on_another_plan_died_of_nothing(
     _, work = plans.write_work("spark", {}, RunInfo(), Step())
     say_started(files, "spark", work.try_number, WORK)
     say_ended(files, "spark", work.try_number, WORK)
-    for others in (["batches/default/others/1"], None):  # the latter as of an older release
-        about: dict[str, Any] = {"version": 1, "marked": False, "only": None}
-        about |= {} if others is None else {"plans": others}
-        begin_try(files, "batch.default", lambda _, about=about: json.dumps(about), TRIES)  # type: ignore[misc]
-    assert died(run, plans) == []
+    about = {"version": 1, "marked": False, "only": None, "plans": ["batches/default/others/1"]}
+    begin_try(files, "batch.default", lambda _: json.dumps(about), TRIES)
+    assert in_hand(run, plans) == []
 
 
-def test_a_damaged_file_costs_the_count_alone(tmp_path: Path) -> None:
+def test_a_death_under_a_living_parent_is_no_crash_on_record(
+    open_run: tuple[Run, OpenPlans],
+) -> None:
+    run, plans = open_run
+    files = run.staged.files
+    _, work = plans.write_work("spark", {}, RunInfo(), Step(), "parent")
+    say_started(files, "spark", work.try_number, WORK)
+    deaths = Deaths(files, "spark", WORK)
+    deaths.look(parent="another")
+    assert deaths.count == 0
+    deaths.look(parent="parent")
+    assert deaths.count == 1
+    assert in_hand(run, plans) == []
+
+
+@pytest.mark.parametrize(("places", "alone"), [([0, 1], []), ([1], [1]), ([], [])], ids=str)
+def test_messages_of_several_generations_were_not_alone_in_hand(
+    tmp_path: Path, places: list[int], alone: list[int]
+) -> None:
+    # Given two generations whose messages make batches of one message each
+    run = Run(tmp_path, batchers={"default": {"batch_size": 1}})
+    generations = []
+    for number in (1, 2):
+        run.send([number])
+        generations.append(run.process(index=number)["generation"])
+    plan = plan_batches(run.staged, run.pipeline, "default", generations, try_label="1")
+    ids = [batch.batch_id for _, batch in OpenPlans(run.staged, [plan.path]).open_batches()]
+    about = {"version": 1, "marked": True, "only": None, "plans": [plan.path]}
+    number, _ = begin_try(run.staged.files, "batch.default", lambda _: json.dumps(about), TRIES)
+    for place in places:
+        mark_begun(run.staged.files, "batch.default", number, TRIES, ids[place])
+
+    # When the run is settled
+    run.ack()
+
+    # Then each generation's crash has its own messages, alone only if no other's was in hand
+    history = load_crash_history(run.staged.store, "Sums", run.staged.clock.now())
+    assert history.crashes == 2
+    assert len(history.in_hand) == len(places)
+    assert set(history.in_hand.values()) <= {1}
+    assert len(history.alone) == len(alone)
+
+
+def test_a_damaged_file_costs_the_record_alone(tmp_path: Path) -> None:
     runs = Runs(tmp_path, deadly=[11], crashes=3)
     runs.last.send(NUMBERS[:25])
     runs.receive_and_handle()

@@ -11,6 +11,7 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.staging.crash_records import (
     KEPT,
     CrashHistory,
+    forget_crashes,
     load_crash_history,
     portion_size,
     record_crash,
@@ -46,6 +47,32 @@ def test_a_crash_that_is_recorded_twice_counts_once(store: Store) -> None:
     record_crash(store, "orders", "g1", ["a"], NOW + timedelta(seconds=9))
 
     assert load_crash_history(store, "orders", NOW).in_hand == {"a": 1}
+
+
+def test_a_settlement_that_is_tried_again_and_again_leaves_one_record(
+    store: Store, tmp_path: Path
+) -> None:
+    for number in range(9):
+        record_crash(store, "orders", "g1", ["a"], NOW + timedelta(seconds=number))
+    assert len([*tmp_path.glob("orders/_crashes/*")]) == 1
+
+
+def test_messages_may_each_have_been_alone_in_hand(store: Store) -> None:
+    record_crash(store, "orders", "g1", ["a", "b", "c"], NOW, alone=["a", "b"])
+    record_crash(store, "orders", "g2", ["d"], NOW, alone=[])
+    history = load_crash_history(store, "orders", NOW)
+    assert (sorted(history.in_hand), history.alone) == (["a", "b", "c", "d"], {"a": 1, "b": 1})
+
+
+def test_crashes_of_a_message_that_became_a_dead_letter_are_forgotten(store: Store) -> None:
+    later = [NOW + timedelta(seconds=number) for number in range(3)]
+    record_crash(store, "orders", "g1", ["a", "b"], later[0])
+    forget_crashes(store, "orders", "batch-1", ["a"], later[1])
+    assert load_crash_history(store, "orders", later[1]) == CrashHistory(1, {"b": 1}, {})
+
+    record_crash(store, "orders", "g2", ["a"], later[2])
+    assert load_crash_history(store, "orders", later[2]).in_hand == {"a": 1, "b": 1}
+    assert load_crash_history(store, "orders", NOW + 2 * KEPT) == CrashHistory()
 
 
 def test_a_record_is_kept_for_fourteen_days(store: Store) -> None:

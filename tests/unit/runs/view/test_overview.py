@@ -161,7 +161,7 @@ def test_batches_that_were_split_show_their_parts_and_who_was_set_aside(run: Run
 
     [flow] = overview.flows
     assert (flow.split, flow.crashed, flow.done) == (1, 1, flow.batches - 1)
-    assert overview.isolation["deaths"] == 1
+    assert (overview.isolation["deaths"], overview.isolation["interruptions"]) == (1, 0)
     assert [(row.part, row.outcome) for row in rows[:2]] == [(True, "crashed"), (True, "")]
     assert len(rows) == flow.batches
 
