@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from airflow.providers.common.compat.sdk import AirflowTaskTimeout, conf
 
+from airflow_broadway.adapters.child_process import CHILD_HOST
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.metrics import AirflowMetrics
 from airflow_broadway.adapters.staging import open_store
@@ -152,6 +153,7 @@ def ports_of(context: Context) -> Ports:
         metrics=AirflowMetrics(),
         is_over=is_over,
         interrupts=(AirflowTaskTimeout,),
+        child=CHILD_HOST,
         max_shutdown=MAX_SHUTDOWN,
     )
 

@@ -16,6 +16,7 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.producer import Connections, NoConnections, ProducerEnv
 from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.runs.metrics import MetricSink, NoMetrics
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Ports:
         what such a run holds; by default it settles nothing.
     :param interrupts: Exceptions by which the host ends a task wherever its main thread happens to
         be, as a time-out does.
+    :param child: What callbacks in child processes may ask of the host.
     :param max_shutdown: The most seconds that a task which is told to stop may take to finish what
         it is at, whatever the pipeline's ``shutdown``.
     """
@@ -46,6 +48,7 @@ class Ports:
     metrics: MetricSink = field(default_factory=NoMetrics)
     is_over: Callable[[str], bool] = _nobody_knows
     interrupts: tuple[type[BaseException], ...] = ()
+    child: ChildHost | None = None
     max_shutdown: float = math.inf
 
 

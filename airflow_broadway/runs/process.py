@@ -73,6 +73,7 @@ class Process:
     ) -> None:
         ports = ports or Ports()
         self._suspects = suspects_of(run, pipeline, env) if isolates else None
+        self._child = ports.child
         self._run = run
         self._pipeline = pipeline
         self._env = env
@@ -203,6 +204,7 @@ class Process:
             traces=False,
             transformer=self._pipeline.producer.transformer,
             suspects=self._suspects,
+            host=self._child,
         )
         receiving = self._receiving = self._open_receiving(source, acknowledger)
         sign = LiveSign(self._run.files, self._env.generation, self._clock)

@@ -105,10 +105,13 @@ def _record_crash(run: StagedRun, record: GenerationRecord) -> None:
     if record.state != OPENED:  # it was giving back, in order, or its crash is on record
         return
     path = paths.in_hand(record.generation)
+    in_hand: list[str] = []
     try:
         in_hand = read_json(run.files.read(path), path)["ids"]
     except FileNotFoundError:
-        in_hand = []
+        pass
+    except (StagingDamaged, KeyError) as error:  # its host died, too
+        log.warning("The messages in hand are not known: %s", error)
     record_crash(run.store, run.pipeline, record.generation, in_hand, run.clock.now())
 
 

@@ -25,6 +25,7 @@ from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.runs.account import keep_report
 from airflow_broadway.runs.metrics import Metric, Metrics
+from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.sources.dead_letters import send_back
 from airflow_broadway.runs.sources.pipelines import with_source
@@ -105,7 +106,14 @@ class UnstagedTask:
         send_back(pipeline, env)
         # Of all runs together: each may be over within seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
-        local = LocalRun(pipeline, env, limiter=limiter, stop=self._stop)
+        local = LocalRun(
+            pipeline,
+            env,
+            limiter=limiter,
+            stop=self._stop,
+            suspects=suspects_of(run, pipeline, env) if self._task.forks else None,
+            host=ports.child,
+        )
         prepare_sink(run, pipeline, env)
         started = run.clock.now()
         try:

@@ -150,9 +150,16 @@ def load_crash_history(store: Store, pipeline: str, now: datetime) -> CrashHisto
 
 
 def _read(folder: Folder, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read records; one that cannot be read is a crash all the same, of no known message."""
     for name, text in folder.read_all(names):
-        if text is not None:  # removed in between by another run
-            yield name, read_json(text, f"{folder.path}/{name}")
+        if text is None:  # removed in between by another run
+            continue
+        try:
+            value = read_json(text, f"{folder.path}/{name}")
+        except StagingError as error:
+            log.warning("A crash record cannot be read: %s", error)
+        else:
+            yield name, {"in_hand": (), "alone": (), "messages": (), **value}
 
 
 def _time_of(name: str) -> str:

@@ -20,11 +20,13 @@ from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import context_of
+from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.failure_log import Reasons
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.staged_row import DirectConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
+from airflow_broadway.core.stages.suspect_lane import Suspects
 
 __all__ = ["Engine", "check_engines"]
 
@@ -40,6 +42,8 @@ class Engine:
     :param stop: When no further message is begun, and when no further batch.
     :param on_batch: Called with each batch before ``handle_batch``.
     :param transformer: Called with each message first; the producer's, where messages come from it.
+    :param suspects: As for :class:`.ProcessorPool`.
+    :param host: As for :class:`.ProcessorPool`.
     :raises PipelineError: If a batcher's engine is Spark.
     """
 
@@ -54,6 +58,8 @@ class Engine:
         stop: Stop | None = None,
         on_batch: Callable[[Batch], None] = lambda batch: None,
         transformer: Callable[[Any], Message] | None = None,
+        suspects: Suspects | None = None,
+        host: ChildHost | None = None,
     ) -> None:
         if not spark_succeeds:
             check_engines(pipeline)
@@ -93,6 +99,8 @@ class Engine:
             stop=stop,
             inline=inline,
             transformer=transformer,
+            suspects=suspects,
+            host=host,
         )
         if telemetry.handlers("topology.init"):
             telemetry.emit(

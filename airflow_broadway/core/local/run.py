@@ -35,9 +35,11 @@ from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import AckRef, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of, enqueued_of
 from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.suspect_lane import Suspects
 from airflow_broadway.core.text import many
 
 __all__ = ["LocalRun", "RunReport", "run_local"]
@@ -138,6 +140,8 @@ class LocalRun:
     :param env: What the producer is opened in; names the generation.
     :param limiter: As for :func:`run_local`.
     :param stop: Tells the run to stop; signals are the caller's to handle.
+    :param suspects: Which messages are handled in a child process.
+    :param host: What callbacks in child processes may ask.
     :raises PipelineError: If a batcher runs on Spark.
     """
 
@@ -148,8 +152,12 @@ class LocalRun:
         *,
         limiter: RateLimiter | None = None,
         stop: Stop | None = None,
+        suspects: Suspects | None = None,
+        host: ChildHost | None = None,
     ) -> None:
         check_engines(pipeline)
+        self._suspects = suspects
+        self._host = host
         self._pipeline = pipeline
         self._env = env
         self._limiter = limiter or RateLimiter(pipeline.producer.rate_limiting, env.clock)
@@ -322,7 +330,12 @@ class LocalRun:
     def _engine(self) -> Engine:
         transformer = self._pipeline.producer.transformer
         return Engine(
-            self._pipeline, clock=self._env.clock, stop=self._stop, transformer=transformer
+            self._pipeline,
+            clock=self._env.clock,
+            stop=self._stop,
+            transformer=transformer,
+            suspects=self._suspects,
+            host=self._host,
         )
 
     def _report(

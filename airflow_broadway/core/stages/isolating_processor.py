@@ -15,6 +15,7 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.failure_log import name_messages
 from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert, HeldGroups
 from airflow_broadway.core.stages.stop import Stop
@@ -44,6 +45,7 @@ class IsolatingProcessor:
 
     :param enters: As for :class:`.SubprocessProcessor`.
     :param held: As for :class:`.ProcessorStage`.
+    :param host: As for :class:`.SubprocessProcessor`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class IsolatingProcessor:
         traces: bool = True,
         enters: bool = False,
         held: HeldGroups | None = None,
+        host: ChildHost | None = None,
     ) -> None:
         self._held = held or HeldGroups(pipeline.producer)
         self._name = f"processor {index} of {pipeline.name!r}"
@@ -70,6 +73,7 @@ class IsolatingProcessor:
             stop=stop,
             traces=traces,
             enters=enters,
+            host=host,
         )
         #: Whether a child has handled a message, so that processes need not end here.
         self._proven = False

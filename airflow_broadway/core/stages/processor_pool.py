@@ -21,6 +21,7 @@ from typing import Any, Final
 from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.entry import MessageEntry
 from airflow_broadway.core.stages.failure_log import log_stuck
 from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
@@ -56,6 +57,7 @@ class ProcessorPool:
     :param traces: As for :class:`ProcessorStage`.
     :param transformer: Called with each message first; the producer's, where messages come from it.
     :param suspects: Which messages are handled apart; ``None``: none is.
+    :param host: What callbacks in child processes may ask.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ProcessorPool:
         traces: bool = True,
         transformer: Callable[[Any], Message] | None = None,
         suspects: Suspects | None = None,
+        host: ChildHost | None = None,
     ) -> None:
         options = pipeline.processors
         self._size: int = options.chunk_size
@@ -86,6 +89,7 @@ class ProcessorPool:
             traces=traces,
             enters=True,
             held=self._held,
+            host=host,
         )
         self._apart = (
             None if suspects is None else SuspectLane(suspects, make, size=options.chunk_size)
@@ -93,7 +97,7 @@ class ProcessorPool:
         self._closers: list[Callable[[], None]] = []
         self._undivided: list[Message] = []  # a dispatch that is being parted
         self._waiting: deque[tuple[int | None, list[Message]]] = deque()  # its chunks
-        handles = self._handles(pipeline, ack, convert, stop, inline, traces)
+        handles = self._handles(pipeline, ack, convert, stop, inline, traces, host)
         self._inline = handles if inline or len(handles) == 1 else None
         self._turn = 0
         self._pool: WorkerPool[list[Message], ChunkResult] | None = None
@@ -108,12 +112,13 @@ class ProcessorPool:
         stop: Stop | None,
         inline: bool,
         traces: bool,
+        host: ChildHost | None,
     ) -> list[Handle]:
         remote = pipeline.processors.executor == "processes" and not inline
-        kind: type[IsolatingProcessor | ProcessorStage]
-        kind = IsolatingProcessor if remote else ProcessorStage
+        make: Callable[..., IsolatingProcessor | ProcessorStage]
+        make = partial(IsolatingProcessor, host=host) if remote else ProcessorStage
         processors = [
-            kind(
+            make(
                 pipeline,
                 index=i,
                 ack=ack,
@@ -154,10 +159,23 @@ class ProcessorPool:
             if self._apart is not None:
                 yield from self._apart.take()
                 yield from self._drained(self._apart, wait, until=lambda lane: not lane.full)
+                yield from self._handle_returned(wait)
             if not dispatch:
                 yield TICK
-        yield from self._drained(self._pool, wait)
         yield from self._drained(self._apart, wait)
+        yield from self._handle_returned(wait)
+        yield from self._drained(self._pool, wait)
+
+    def _handle_returned(
+        self, wait: Callable[[], float | None]
+    ) -> Iterator[tuple[list[Message], ChunkResult]]:
+        """Handle suspects here for which no child process could be started."""
+        returned = [] if self._apart is None else self._apart.take_back()
+        if returned:
+            self._undivided = returned
+            self._waiting.extend(list(self._chunks(returned)))
+            self._undivided = []
+            yield from self._handle_waiting(wait)
 
     def _handle_waiting(
         self, wait: Callable[[], float | None]

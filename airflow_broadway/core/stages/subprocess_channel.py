@@ -43,12 +43,26 @@ class PipeChannel:
     def __init__(self, reader: IO[bytes], writer: IO[bytes]) -> None:
         self._reader = reader
         self._writer = writer
+        self._lock = threading.RLock()
 
     def send(self, value: Any) -> None:
         body = _pickled(value)
-        self._writer.write(_LENGTH.pack(len(body)))
-        self._writer.write(body)
-        self._writer.flush()
+        with self._lock:
+            self._writer.write(_LENGTH.pack(len(body)))
+            self._writer.write(body)
+            self._writer.flush()
+
+    def call(self, value: Any) -> Any:
+        """Send a request, and return its answer; of several threads one at a time.
+
+        :raises Exception: What the other end raised.
+        """
+        with self._lock:
+            self.send(value)
+            kind, answer = self.receive()
+        if kind == "raise":
+            raise answer
+        return answer
 
     def receive(self) -> Any:
         head = self._reader.read(_LENGTH.size)
@@ -138,11 +152,7 @@ class RemoteAcknowledger:
         raise AttributeError(name)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        self._channel.send(("call", self.number, method, *arguments))
-        kind, value = self._channel.receive()
-        if kind == "raise":
-            raise value
-        return value
+        return self._channel.call(("call", self.number, method, *arguments))
 
 
 def portable(messages: list[Message]) -> list[Message]:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from airflow_broadway.core import telemetry
@@ -50,8 +51,10 @@ class _Child:
             self._serve(about)
 
     def _serve(self, about: Sequence[Any]) -> None:
-        *about, enters = about
+        *about, enters, connect_host = about
         try:
+            if connect_host:
+                resolve_name(connect_host)(lambda request: self._channel.call(("host", request)))
             stage = self._stage(*about)
             context_of(stage.pipeline)
         except BaseException as error:
@@ -109,7 +112,11 @@ class _Child:
         except BaseException as error:
             self._channel.send(("raise", portable_error(error)))
         else:
-            successful = portable(result.successful)
+            successful = result.successful
+            if entry is not None and not stage.pipeline.batchers:
+                # Its parent's results need not cross, and nothing more is done with them there.
+                successful = [message.put_data(None) for message in successful]
+            successful = portable(successful)
             lost = [message for message in successful if not message.ok]
             if lost:
                 successful = [message for message in successful if message.ok]

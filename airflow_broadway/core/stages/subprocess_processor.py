@@ -27,6 +27,7 @@ from airflow_broadway.core.model.acks import NO_ACK, Scope, ack_messages, is_set
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import make_ref
+from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.subprocess_channel import (
@@ -60,6 +61,7 @@ class SubprocessProcessor:
     :param stop: When no further message is begun, in the child too.
     :param traces: As for ``ProcessorStage``.
     :param enters: Whether the child transforms messages and asks ``partition_by`` too.
+    :param host: What callbacks in the child may ask.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class SubprocessProcessor:
         stop: Stop | None = None,
         traces: bool = True,
         enters: bool = False,
+        host: ChildHost | None = None,
     ) -> None:
+        self._host = host
         self._pipeline = pipeline
         self._index = index
         self._name = f"the process of processor {index} of {pipeline.name!r}"
@@ -137,10 +141,15 @@ class SubprocessProcessor:
         self._channel = PipeChannel(process.stdout, process.stdin)
         shutdown = None if self._stop is None else self._stop.shutdown
         about = (self._ref, self._pipeline.run, self._index, self._convert, shutdown, self._traces)
-        self._channel.send((*about, self._enters, ids_now()))
-        kind, *rest = self._channel.receive()
-        if kind == "raise":
-            raise rest[0]
+        connect_host = "" if self._host is None else self._host.connect
+        self._channel.send((*about, self._enters, connect_host, ids_now()))
+        while True:
+            kind, *rest = self._channel.receive()
+            if kind == "ready":
+                return
+            if kind == "raise":
+                raise rest[0]
+            self._channel.send(self._answer_for_host(*rest))
 
     @staticmethod
     def _spawn(path: str) -> subprocess.Popen[bytes]:
@@ -189,6 +198,8 @@ class SubprocessProcessor:
                 self._emit(*rest)
             elif kind == "raise":
                 raise rest[0]
+            elif kind == "host":
+                channel.send(self._answer_for_host(*rest))
             else:
                 channel.send(self._answer(*rest))
 
@@ -221,6 +232,13 @@ class SubprocessProcessor:
             _, successful, failed = arguments
             self._settled.update(message.message_id for message in (*successful, *failed))
         return "ok", answer
+
+    def _answer_for_host(self, request: Any) -> tuple[str, Any]:
+        assert self._host is not None
+        try:
+            return "ok", self._host.answer(request)
+        except Exception as error:  # the callback's to handle
+            return "raise", portable_error(error)
 
     def _emit(self, event: str, measurements: Any, metadata: dict[str, Any]) -> None:
         telemetry.emit(event, measurements, {**metadata, "producer": self._pipeline.producer})

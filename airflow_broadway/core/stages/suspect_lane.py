@@ -5,6 +5,7 @@ A *suspect* is a message that may have ended an earlier process.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
@@ -15,6 +16,8 @@ from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
 __all__ = ["SuspectLane", "Suspects"]
+
+log = logging.getLogger(__name__)
 
 #: Portions that may wait for the child process, before nothing more is taken.
 _MOST_WAITING: Final = 2
@@ -59,9 +62,14 @@ class SuspectLane:
         self._processor: IsolatingProcessor | None = None
         self._pool: WorkerPool[list[Message], list[Handled]] | None = None
         self._waiting: deque[list[Message]] = deque()
+        #: Whether no child process can be started, and what was to be handled by it.
+        self._broken = False
+        self._returned: list[Message] = []
 
     def split(self, dispatch: list[Message]) -> tuple[list[Message], list[Message]]:
         """Return the suspects of a dispatch, and its other messages."""
+        if self._broken:
+            return [], dispatch
         is_suspect = self._suspects.is_suspect
         suspects = [message for message in dispatch if is_suspect(message)]
         if not suspects:
@@ -73,7 +81,6 @@ class SuspectLane:
         if not messages:
             return
         if self._pool is None:
-            self._processor = self._make()
             self._pool = WorkerPool([self._handle], name="suspects")
         self._waiting.extend(self._suspects.portions(messages))
         self._feed()
@@ -108,22 +115,29 @@ class SuspectLane:
         """Wait until :meth:`take` has something or nothing is under way; whether that came."""
         return self._pool is None or self._pool.wait(timeout)
 
+    def take_back(self) -> list[Message]:
+        """Return the messages for which no child process could be started, in order."""
+        returned, self._returned = self._returned, []
+        return returned
+
     def left(self) -> tuple[list[Handled], list[list[Message]]]:
         """Return all that was not taken: results, and messages that have none."""
         if self._pool is None:
             return [], []
         done, portions = self._pool.left()
-        return [handled for _, portion in done for handled in portion], [*portions, *self._waiting]
+        chunks = [*portions, *self._waiting, self._returned]
+        return [handled for _, portion in done for handled in portion], chunks
 
     def _handle(self, portion: list[Message]) -> list[Handled]:
         """Handle a portion; in the lane's own thread."""
-        processor = self._processor
-        assert processor is not None
+        processor = self._started()  # before that no message is in hand
+        if processor is None:
+            self._returned += portion
+            return []
         if len(portion) == 1:
             reason = self._suspects.reason_to_blame(portion[0])
             if reason:
                 return [(portion, processor.blame(portion[0], reason))]
-        processor.start()  # before that no message is in hand
         self._suspects.note_in_hand(portion)
         handled = []
         for start in range(0, len(portion), self._size):
@@ -132,6 +146,24 @@ class SuspectLane:
         if not self._waiting:  # the next portion replaces the note
             self._suspects.note_in_hand([])
         return handled
+
+    def _started(self) -> IsolatingProcessor | None:
+        """The processor with its child process; ``None`` if none can be started."""
+        if self._broken:
+            return None
+        try:
+            if self._processor is None:
+                self._processor = self._make()
+            self._processor.start()
+        except Exception as error:  # whatever the pipeline's module or setup() raises
+            self._broken = True
+            log.error(
+                "Redelivered messages are handled in this process, though one of them may have"
+                " ended an earlier one: no child process could be started for them (%s: %s)",
+                type(error).__name__,
+                error,
+            )
+        return None if self._broken else self._processor
 
     def close(self) -> None:
         """End the child process; it finishes no chunk."""

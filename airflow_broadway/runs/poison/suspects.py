@@ -14,11 +14,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.reference import is_dag_file, make_ref
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.crash_records import (
     CrashHistory,
@@ -52,14 +50,6 @@ class StagedSuspects:
         history = load_crash_history(self._run.store, self._run.pipeline, self._env.clock.now())
         if not history.crashes:
             return history
-        if not _is_importable(self._pipeline):
-            log.warning(
-                "A task of %r died, and the class of the pipeline is one of a Dag file, which no"
-                " child process can import: redelivered messages are handled in this process, and"
-                " one that ends it is not found.  Move the class to a module of its own.",
-                self._pipeline.name,
-            )
-            return CrashHistory()
         log.info(
             "%s of this pipeline died in the last days: redelivered messages are handled in a"
             " child process.",
@@ -110,10 +100,3 @@ class StagedSuspects:
         ids = [message.message_id for message in messages]
         text = json.dumps({"version": VERSION, "ids": ids})
         self._run.files.note(paths.in_hand(self._env.generation), text)
-
-
-def _is_importable(pipeline: Pipeline) -> bool:
-    try:
-        return not is_dag_file(str(make_ref(pipeline)["class"]))
-    except OptionsError:
-        return False

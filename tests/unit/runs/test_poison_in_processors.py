@@ -250,7 +250,7 @@ def test_a_pipeline_without_crashes_lists_none_and_starts_no_child(
     assert runs.last.depth() == (0, 0, 0, 0)
 
 
-def test_a_class_that_no_child_can_import_is_handled_here_with_a_warning(
+def test_messages_of_a_class_that_no_child_can_import_are_handled_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(NUMBER, "3")
@@ -260,10 +260,9 @@ def test_a_class_that_no_child_can_import_is_handled_here_with_a_warning(
     assert runs.one() == 9
     monkeypatch.delenv(NUMBER)
     monkeypatch.setattr(Deadly, "__module__", "unusual_prefix_0123abcd_deadly")
-    monkeypatch.setattr(IsolatingProcessor, "handle", None)
     run = runs.next()
     assert run.process()["received"] == 10
-    assert "which no child process can import" in caplog.text
+    assert "no child process could be started for them (PipelineError: the Dag file" in caplog.text
 
 
 def test_max_crashes_bounds_the_children_of_one_message(
@@ -297,3 +296,21 @@ def test_a_source_that_fails_to_open_leaves_no_crash(
         assert runs.one() == 1
     runs.next().sweep()
     assert runs.history().crashes == 0
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 1}'])
+def test_a_damaged_note_of_what_was_in_hand_keeps_no_message_back(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a host that lost its power leaves it."""
+    monkeypatch.setenv(NUMBER, "3")
+    monkeypatch.setenv(PLACE, "handle_message")
+    runs = Runs(tmp_path)
+    runs.last.send(range(10))
+    run = runs.next()
+    assert ending_of(forked(run.process)) == 9
+    [record] = run.staged.generations()
+    run.staged.files.replace(paths.in_hand(record.generation), text)
+    runs.next().sweep()
+    assert runs.last.depth() == (10, 0, 0, 0)
+    assert runs.history().crashes == 1

@@ -101,3 +101,35 @@ class Ordered(Broadway):
         if message.data.endswith("dies"):
             os._exit(9)
         return message.failed("no") if message.data.endswith("fails") else message
+
+
+class Asks(Killers):
+    """Its callbacks ask the host."""
+
+    def setup(self, run: Any) -> Any:
+        return hosts.ask("setup")
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if message.data == "refused":
+            hosts.ask(message.data)
+        return message.put_data((context, hosts.ask(message.data)))
+
+
+class SetupFailsInChildren(Killers):
+    """As where ``setup`` needs what its parent holds."""
+
+    def setup(self, run: Any) -> Any:
+        if os.environ.get("PARENT_OF_TESTS") != str(os.getpid()):
+            raise RuntimeError("the port is taken")
+
+
+class hosts:  # noqa: N801 - a namespace
+    """The host of a child, as it is connected there."""
+
+    @staticmethod
+    def ask(request: Any) -> Any:
+        raise AssertionError("not connected")
+
+    @staticmethod
+    def connect(ask: Any) -> None:
+        hosts.ask = ask  # type: ignore[method-assign]

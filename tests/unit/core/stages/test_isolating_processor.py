@@ -12,17 +12,21 @@ import pytest
 from airflow_broadway import Broadway, Message
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import is_settled
+from airflow_broadway.core.reference import load_ref
+from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.testing import PipelineDriver
 from tests.unit.core.stages._killers import (
     PLACES,
     WAYS,
+    Asks,
     Killers,
     KillsAlways,
     KillsInSetup,
     Ordered,
     Partitioned,
+    SetupFailsInChildren,
 )
 
 
@@ -198,13 +202,15 @@ def test_where_order_counts_a_dispatch_with_a_suspect_is_handled_apart_as_a_whol
     kind: type[Broadway],
 ) -> None:
     pipeline = kind(processors={"executor": "threads", "concurrency": 2})
-    fresh = messages_of(["a1", "b1"])
-    dispatch = messages_of(["a2", "b2", "a3", "b3"])
+    messages = messages_of(["a1", "b1", "a2", "b2", "a3", "b3"])
+    fresh, dispatch = messages[:2], messages[2:]
     dispatch[2] = dispatch[2].with_redelivered()
     rules = AllRedelivered()
+    data = {message.message_id: message.data for message in (*fresh, *dispatch)}
     pool = ProcessorPool(pipeline, suspects=rules)
     try:
-        done = [m.data for _, result in pool.map([fresh, dispatch]) for m in result.successful]
+        results = [result for _, result in pool.map([fresh, dispatch])]
+        done = [data[message.message_id] for each in results for message in each.successful]
     finally:
         pool.close()
     assert sorted(done[:2]) == ["a1", "b1"]
@@ -241,3 +247,63 @@ def test_an_interrupt_amid_suspects_leaves_those_not_handled(
         assert [message.data for message in rest] == [4, 5]
     finally:
         pool.close()
+
+
+# -- what a child needs of its parent --------------------------------------------------------------
+
+
+def test_a_child_asks_the_host_of_its_parent() -> None:
+    asked: list[Any] = []
+
+    def answer(request: Any) -> Any:
+        asked.append(request)
+        if request == "refused":
+            raise LookupError("there is no such thing")
+        return f"answer to {request}"
+
+    host = ChildHost(connect=f"{Asks.__module__}:hosts.connect", answer=answer)
+    processor = IsolatingProcessor(Asks(), host=host)
+    try:
+        result = processor.handle(messages_of([1, "refused", 2]))
+    finally:
+        processor.close()
+    assert asked == ["setup", 1, "refused", 2]
+    assert [each.data for each in result.successful] == [
+        ("answer to setup", "answer to 1"),
+        ("answer to setup", "answer to 2"),
+    ]
+    assert [each.status.text for each in result.failed] == ["LookupError: there is no such thing"]
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_suspects_are_handled_here_if_no_child_can_be_started(
+    concurrency: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PARENT_OF_TESTS", str(os.getpid()))
+    pipeline = SetupFailsInChildren(
+        processors={"executor": "threads", "concurrency": concurrency, "max_demand": 4}
+    )
+    rules = AllRedelivered(size=3)
+    suspects = [message.with_redelivered() for message in messages_of(range(10))]
+    fresh = messages_of(range(10, 20))
+    pool = ProcessorPool(pipeline, suspects=rules)
+    try:
+        done = list(pool.map([[*suspects, *fresh], []]))
+    finally:
+        pool.close()
+    assert sorted(m.data for _, result in done for m in result.successful) == [*range(20)]
+    assert rules.notes == []
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "could be started for them (RuntimeError: the port is taken)" in record.getMessage()
+
+
+def test_what_no_batcher_gets_need_not_be_picklable_in_a_child_for_suspects() -> None:
+    class_path = "tests.unit.core.stages._processes:WithoutBatchers"
+    pipeline = load_ref({"class": class_path, "options": {"processors": {"executor": "threads"}}})
+    [message] = messages_of(["unpicklable"])
+    pool = ProcessorPool(pipeline, suspects=AllRedelivered())
+    try:
+        [(_, result)] = pool.map([[message.with_redelivered()]])
+    finally:
+        pool.close()
+    assert [each.message_id for each in result.successful] == [message.message_id]

@@ -1,0 +1,105 @@
+"""Child processes of a process task under a real scheduler: they ask Airflow, and may die."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import ROOT, airflow_env, home_of
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.airflow_home import made_home
+
+pytestmark = [pytest.mark.airflow, pytest.mark.slow]
+
+PIPELINE = """\
+import os
+
+from airflow_broadway import Batcher, Broadway, Processors
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+class Asking(Broadway):
+    producer = SqliteProducer(
+        queue="numbers", path=os.path.join(os.environ["ASKING_FOLDER"], "queue.db"), max_crashes=2
+    )
+    processors = Processors(concurrency=1, max_demand=200)
+    batchers = {"default": Batcher(engine="python", batch_size=2_000, batch_timeout=None)}
+
+    def setup(self, run):
+        from airflow.sdk import Connection
+
+        return Connection.get(os.environ["ASKING_NAME"]).host
+
+    def handle_message(self, processor, message, context):
+        from airflow.sdk import Variable
+
+        number = int(message.data)
+        if number == 537:
+            os._exit(9)
+        if number == 0:
+            told = Variable.get(os.environ["ASKING_NAME"])
+            with open(os.path.join(os.environ["ASKING_FOLDER"], "asked"), "a") as file:
+                print(context, told, file=file)
+        return message.put_data(number)
+
+    def handle_batch(self, batcher, messages, batch_info, context):
+        return messages
+"""
+
+DAG = """\
+# airflow, dag
+from asking_pipeline import Asking
+
+dag = Asking.dag("asking", schedule=None, default_args={"retries": 0})
+"""
+
+
+def test_callbacks_in_child_processes_get_connections_and_variables_from_airflow(
+    tmp_path: Path,
+) -> None:
+    # Given a connection and a variable in Airflow's database, and a message that ends its process
+    (tmp_path / "dags").mkdir()
+    (tmp_path / "dags" / "asking_pipeline.py").write_text(PIPELINE)
+    (tmp_path / "dags" / "asking.py").write_text(DAG)
+    settings = {
+        "broadway.staging": f"file://{tmp_path / 'staging'}",
+        "scheduler.task_instance_heartbeat_timeout": "12",
+        "scheduler.task_instance_heartbeat_timeout_detection_interval": "2",
+    }
+    home = made_home(home_of(ROOT, "airflow-test-asking"))
+    env = airflow_env(home=home, dags=tmp_path / "dags", port=free_port(), settings=settings)
+    name = f"asked_{uuid.uuid4().hex}"  # the database is that of the last time
+    env |= {"ASKING_FOLDER": str(tmp_path), "ASKING_NAME": name}
+    with (
+        SqliteQueue(tmp_path / "queue.db", "numbers") as queue,
+        LocalAirflow(env, tmp_path / "logs") as airflow,
+    ):
+        queue.send([b"%d" % number for number in range(1_000)])
+        airflow.wait_for_dag("asking", timeout=120)
+        secret = f"from the database, {time.time()}"
+        airflow.api("POST", "/variables", {"key": name, "value": secret})
+        airflow.api(
+            "POST",
+            "/connections",
+            {"connection_id": name, "conn_type": "generic", "host": "asked.example"},
+        )
+
+        # When two runs are tried once each
+        states = [
+            airflow.wait_for_run("asking", airflow.trigger("asking"), timeout=200) for _ in range(2)
+        ]
+
+        # Then the first dies of it, and the second has its child ask, and handles all others
+        assert states == ["failed", "success"]
+        depth = queue.depth()
+        assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 0, 0, 1)
+        [letter] = queue.dead_letters()
+        assert letter.body == b"537"
+        assert letter.reason.startswith("crashed: it ended 2 processes")
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == [f"asked.example {secret}"] * len(asked)
+    assert len(asked) >= 2
