@@ -33,8 +33,6 @@ class Harness(ABC):
     #: So many groups share what :meth:`send` sends, message by message in turn, where the broker
     #: keeps the order of a group; 0: each message has one of its own.
     groups: int = 0
-    #: Of the producers that are made from now on.
-    max_crashes: int = 5
     #: Whether the broker also marks as redelivered what it sent ahead and nobody was given.
     marks_unseen: bool = False
 

@@ -40,7 +40,6 @@ class KafkaHarness(Harness):
             offset_reset_policy="earliest",
             order=self._order,
             lease=self.lease,
-            max_crashes=self.max_crashes,
             fetch_config=FetchConfig(max_wait_time=0.02),
             settings=QUICK,
         )

@@ -58,7 +58,6 @@ class PubSubHarness(Harness):
             subscription=self.subscription,
             dead_letter=self._dead,
             lease=self.lease,
-            max_crashes=self.max_crashes,
             message_ordering=self._keyed,
             receive_interval=0.05,
             **_server(self._host).options,

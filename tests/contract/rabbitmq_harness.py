@@ -48,7 +48,6 @@ class RabbitHarness(Harness):
             uri=uri,
             lease=self.lease,
             custody=self._custody,
-            max_crashes=self.max_crashes,
         )
 
     def env(self, generation: str) -> ProducerEnv:

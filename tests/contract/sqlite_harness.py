@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.testing.contract import Harness
 
@@ -16,12 +15,7 @@ class SqliteHarness(Harness):
         self._path = path
 
     def producer(self) -> Producer:
-        return SqliteProducer(
-            queue="contract", path=self._path, lease=self.lease, max_crashes=self.max_crashes
-        )
-
-    def env(self, generation: str) -> ProducerEnv:
-        return replace(super().env(generation), staging=f"file://{self._path}-staging")
+        return SqliteProducer(queue="contract", path=self._path, lease=self.lease)
 
     def send(self, bodies: Sequence[bytes]) -> None:
         with SqliteQueue(self._path, "contract", clock=self.clock) as queue:

@@ -103,7 +103,6 @@ class SqsHarness(Harness):
             queue_url=self.queue,
             dead_letter=self._dead,
             lease=self.lease,
-            max_crashes=self.max_crashes,
             wait_time_seconds=0,
             receive_concurrency=4,
         )

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 
 from airflow_broadway.producers.pubsub.letters import HIDDEN_SECONDS
-from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract, PoisonContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
+from airflow_broadway.testing.contract.redelivery import Redelivery
 from airflow_broadway.testing.harness import Harness
 from tests.contract.pubsub_harness import PubSubHarness
 from tests.contract.sqs_harness import SharedClock
@@ -154,9 +155,11 @@ def test_the_emulator_passes_the_heart_of_the_contract(name: str, tmp_path: Path
     getattr(TestEmulator(), name)(harness)
 
 
-class TestPoison(PoisonContract):
-    @pytest.fixture(params=[False, True])
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PubSubHarness]:
+class TestOrderedRedelivery(Redelivery):
+    keeps_order: ClassVar[bool] = False  # each message has an ordering key of its own
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[PubSubHarness]:
         clock = str(tmp_path / "clock")
         with StubServer(SharedClock(clock)) as server:
-            yield harness_of(server, tmp_path, clock, keyed=request.param)
+            yield harness_of(server, tmp_path, clock, keyed=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
-from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract, PoisonContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.rabbitmq_harness import RabbitHarness
 from tests.rabbitmq_fixtures import wanted_server
 
@@ -39,17 +39,6 @@ class TestRabbitMQ(CustodyContract):
 
 class TestDeadLetters(DeadLettersContract):
     letters_killed: ClassVar[int] = 150
-
-    @pytest.fixture
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
-        return harness_of(request, tmp_path, "classic", "broker")
-
-
-@pytest.mark.slow
-class TestPoison(PoisonContract):
-    """Deaths are counted in its bundles, as they come back."""
-
-    whole_portions: ClassVar[bool] = False
 
     @pytest.fixture
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract, PoisonContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.sqlite_harness import SqliteHarness
 
 
@@ -15,12 +15,6 @@ class TestSqlite(CustodyContract):
 
 
 class TestDeadLetters(DeadLettersContract):
-    @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqliteHarness:
-        return SqliteHarness(str(tmp_path / "queue.db"))
-
-
-class TestPoison(PoisonContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> SqliteHarness:
         return SqliteHarness(str(tmp_path / "queue.db"))

@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 
 from airflow_broadway.producers.sqs import letters
-from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract, PoisonContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
+from airflow_broadway.testing.contract.redelivery import Redelivery
 from airflow_broadway.testing.harness import Harness
 from tests.contract.sqs_harness import SqsHarness, moved_server
 from tests.rabbitmq_fixtures import in_ci
@@ -103,7 +104,9 @@ def test_a_fifo_queue_passes_the_heart_of_the_contract(name: str, tmp_path: Path
     getattr(TestSqsFifo(), name)(harness_of(tmp_path, ".fifo"))
 
 
-class TestPoison(PoisonContract):
-    @pytest.fixture(params=["", ".fifo"])
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> SqsHarness:
-        return harness_of(tmp_path, request.param)
+class TestFifoRedelivery(Redelivery):
+    keeps_order: ClassVar[bool] = False  # each message has a group of its own
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> SqsHarness:
+        return harness_of(tmp_path, ".fifo")

@@ -18,7 +18,7 @@ from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
 from airflow_broadway.producers.kafka.dead_letters import Why
 from airflow_broadway.producers.kafka.opening import mark_of
 from airflow_broadway.producers.kafka.options import place_of
-from airflow_broadway.producers.kafka.ranges import contains, count
+from airflow_broadway.producers.kafka.ranges import contains
 from airflow_broadway.producers.kafka.register import GenerationFiles, Register, group_files
 from airflow_broadway.producers.kafka.settling import (
     AT_ONCE,
@@ -117,10 +117,9 @@ class KafkaCustodian:
         at_once: Counter[str] = Counter()
         lapsed = 0
         changed: list[Place] = []
-        suspect = self._suspect(register, work, files)
         for place in work.places:
             failed = [offset for (where, offset) in refused if where == place]
-            found = self._settle_place(register, work, place, failed, crashed=place == suspect)
+            found = self._settle_place(register, work, place, failed)
             if found is None:
                 table = register.known(place)
                 before = settled_at_once(table, generation) if table is not None else {}
@@ -153,20 +152,8 @@ class KafkaCustodian:
         made_report += beyond(SettleReport.from_json(dict(at_once)), work.settlement)
         return replace(made_report, again=coming_again(work, register))
 
-    def _suspect(self, register: Register, work: Work, files: GenerationFiles) -> Place | None:
-        """Where a process died at work: in what it claimed last; ``None``: it did not."""
-        if work.handled or work.settlement.damaged or work.stopped or files.closed():
-            return None
-        claimed = {
-            place: table.claims[work.generation]
-            for place in work.places
-            if (table := register.known(place)) is not None and work.generation in table.claims
-        }
-        work.alone = sum(count(each.ranges) for each in claimed.values()) == 1
-        return max(claimed, key=lambda place: claimed[place].at) if claimed else None
-
     def _settle_place(
-        self, register: Register, work: Work, place: Place, failed: list[int], *, crashed: bool
+        self, register: Register, work: Work, place: Place, failed: list[int]
     ) -> Mapping[str, int] | None:
         """End the claim on one partition; what it came to, ``None`` if others have it."""
         decisions = work.decisions(place)
@@ -187,9 +174,6 @@ class KafkaCustodian:
                     decisions,
                     work.rest(place),
                     order=self._producer.order,
-                    crashed=crashed,
-                    died=work.died.get(place),
-                    alone=work.alone,
                 )
             past = table.past.get(generation)
             if past is not None or place in work.read:

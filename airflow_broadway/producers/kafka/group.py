@@ -356,7 +356,6 @@ def _begun(table: Table | None, offset: int, highest: int) -> Table:
         done=(),
         held={},
         claims={},
-        crashes=(),
         marks=((offset, highest),) if offset < highest else (),
     )
 

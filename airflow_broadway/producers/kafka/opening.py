@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -160,9 +159,8 @@ class Opening:
         self._ids = self._cluster.admin.topic_ids(self._producer.topics)
         found = self._cluster.committed(self._all)
         now = self._clock.now().timestamp()
-        for place, dead in self._dead(now).items():
-            self._drop(place, dead, now)
         for place in self._places:
+            self._drop_dead(place, now)
             self._open(place, found)
             self._register.prune(place)
         # Of the idle ones too: this proves that the group has no members, and may be written; and
@@ -264,44 +262,24 @@ class Opening:
 
         self._register.change(place, named)
 
-    def _dead(self, now: float) -> dict[Place, dict[str, int]]:
-        """The generations whose time is over, by what they hold; where they died of it with how
-        many messages in hand, in all partitions.
-
-        A process that died did so, it seems, of what it had claimed last in all partitions.
-        """
-        found: dict[Place, dict[str, int]] = {}
-        last: dict[str, tuple[float, Place]] = {}
-        held: Counter[str] = Counter()
-        for place in self._places:
-            table = self._register.read(place)
-            if table is None:
-                continue
-            live = live_claims(self._register, table, now)
-            for generation in table.claims.keys() - live.keys():
-                claimed = table.claims[generation]
-                found.setdefault(place, {})[generation] = 0
-                held[generation] += count(claimed.ranges)
-                if claimed.ranges:
-                    last[generation] = max((claimed.at, place), last.get(generation, (0.0, place)))
-        for generation, (_, place) in last.items():
-            if not self._register.generation(generation).closed():
-                found[place][generation] = held[generation]
-        return found
-
-    def _drop(self, place: Place, dead: Mapping[str, int], now: float) -> None:
-        """Take what dead generations hold: it comes again, marked."""
+    def _drop_dead(self, place: Place, now: float) -> None:
+        """Take what generations hold whose time is over: it comes again, marked."""
+        table = self._register.read(place)
+        if table is None:
+            return
+        dead = table.claims.keys() - live_claims(self._register, table, now).keys()
+        if not dead:
+            return
 
         def dropped(table: Table | None) -> tuple[Table, None]:
             assert table is not None
             live = live_claims(self._register, table, now)
-            for generation, held in dead.items():
-                if generation not in live:
-                    table = drop(table, generation, crashed=held > 0, alone=held == 1)
+            for generation in dead - live.keys():
+                table = drop(table, generation)
             return table, None
 
         self._register.change(place, dropped)
-        for generation in dead:
+        for generation in sorted(dead):
             log.warning(
                 "Generation %s held messages of %s and its lease is over: they come again, marked.",
                 generation,
@@ -434,7 +412,6 @@ def reset_table(table: Table | None, offset: int, end: int | None = None) -> Tab
         done=(),
         held={},
         marks=((offset, highest),) if offset < highest else (),
-        crashes=(),
         claims={},
     )
 

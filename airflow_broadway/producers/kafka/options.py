@@ -17,7 +17,6 @@ from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.rules import (
     BOOL,
     CONN_ID,
-    POSITIVE,
     SECONDS,
     SECONDS_OR_ZERO,
     TEXT,
@@ -291,11 +290,6 @@ class KafkaOptions(Producer):
         default=None,
         rule=_A_TOPIC.or_none(),
         doc="The topic for dead letters; ``None``: the topic's own name and ``-dlt``.",
-    )
-    max_crashes: int = option(
-        default=5,
-        rule=POSITIVE,
-        doc="Crashes of a process after which a message that was alone in its hands is set aside.",
     )
     lateness: float = option(
         default=300.0,

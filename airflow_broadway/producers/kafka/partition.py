@@ -15,21 +15,12 @@ from airflow_broadway.producers.kafka.ranges import (
     count,
     intersection,
     minus,
-    normal,
     of_offsets,
     union,
 )
 from airflow_broadway.producers.kafka.records import as_text
 from airflow_broadway.producers.kafka.register import Register
-from airflow_broadway.producers.kafka.table import (
-    Table,
-    claim,
-    free,
-    portion,
-    skip,
-    suspects,
-    unclaim,
-)
+from airflow_broadway.producers.kafka.table import Table, claim, free, skip, unclaim
 
 __all__ = ["PartitionReader"]
 
@@ -39,8 +30,6 @@ log = logging.getLogger(__name__)
 _AHEAD_FIRST, _AHEAD_MOST = 2_000, 100_000
 #: A gap of unwanted offsets from which on seeking is cheaper than reading on.
 _SEEK_GAP: Final = 2_000
-#: Crashes from which on what was in hand is handed out alone; and how many messages, at first.
-_ISOLATED_FROM, _LARGEST_PORTION = 2, 1_000
 #: Pieces among what is finished from which on nothing new is taken: the table would grow for ever.
 _MOST_HOLES: Final = 10_000
 #: Seconds between two looks at a partition that another run holds.
@@ -93,8 +82,6 @@ class PartitionReader:
         self.messages = 0
         self._claimed: Ranges = ()
         self.epoch = table.epoch
-        #: What processes died of, it seems: nobody takes it beside anything else.
-        self.suspect: Ranges = ()
         #: From when on something more may be wanted; ``None``: in this run no more.
         self.look_again: float | None = None
 
@@ -102,9 +89,7 @@ class PartitionReader:
         """See what is wanted now."""
         table = self._register.known(self.place)
         assert table is not None
-        self._wanted = self._without_suspects(
-            table, free(table, self._generation, now, order=self._order)
-        )
+        self._wanted = free(table, self._generation, now, order=self._order)
         waiting = [each.not_before for each in table.held.values() if each.not_before > now]
         if table.claims.keys() - {self._generation}:
             waiting.append(now + _LOOK_INTERVAL)
@@ -125,38 +110,6 @@ class PartitionReader:
         self.finished = start is None
         if start is not None:
             self.position = start
-
-    def _without_suspects(self, table: Table, wanted: Ranges) -> Ranges:
-        found = suspects(table, wanted, least=_ISOLATED_FROM)
-        self.suspect = ()
-        if not found:
-            return wanted
-        size = max(1, _LARGEST_PORTION >> 2 * (found[0].times - 1))
-        self.suspect = portion(found, wanted, size=size, order=self._order)
-        if self._order == "none":
-            return minus(wanted, normal((each.low, each.high) for each in found))
-        return intersection(wanted, ((0, found[0].low),))
-
-    def isolate(self) -> None:
-        """Want a portion of what is suspect, and nothing else."""
-        assert self.suspect
-        self._wanted = self.suspect
-        self.position = self.suspect[0][0]
-        self.finished = self.at_end = False
-        self.look_again = None
-
-    def end_here(self) -> None:
-        """Want nothing more."""
-        self.finished, self.look_again = True, None
-
-    def skip_suspects(self) -> None:
-        """Note that this run did not come to try what is suspect: the next one does, first."""
-
-        def skipped(table: Table | None) -> tuple[Table, None]:
-            assert table is not None
-            return (table if table.skipped else replace(table, skipped=True)), None
-
-        self._register.change(self.place, skipped)
 
     def next_wanted(self, offset: int) -> int | None:
         """The first offset from ``offset`` on that is wanted; ``None`` if there is none."""
@@ -279,9 +232,6 @@ class PartitionReader:
             # Never beyond what may be read: what nobody has sent yet would come marked, and what
             # is behind an open transaction would seem to be gone.
             ahead = max(last, min(first + self._ahead, log_end()))
-            table = self._register.known(self.place)
-            if table is not None and suspects(table, ((first, ahead),), least=1):
-                ahead = last  # a crash is to be told from its neighbours
             wanted = intersection(self._wanted, ((first, ahead),))
             self._ahead = min(2 * self._ahead, _AHEAD_MOST)
         until = self._until()
@@ -292,7 +242,7 @@ class PartitionReader:
                 table, self._generation, wanted, now, until=until, order=self._order
             )
             if given:
-                made = replace(made, mirrored=self._mirrored, epoch=self.epoch, skipped=False)
+                made = replace(made, mirrored=self._mirrored, epoch=self.epoch)
             return made, given
 
         given = self._register.change(self.place, claimed)

@@ -9,7 +9,6 @@ Below the pipeline's staging folder, in ``kafka/<digest of cluster and group>/``
     <digest of a generation>/           its log (see producers.kit.generation_log), and in it
         lease.json                      until when it holds what it holds, as last renewed
         ended.json                      nothing more is taken in its name
-        closed.json                     its source ended as it should
 
 A table is never changed: a change reads the newest, computes, and creates the next version, which
 fails if somebody else has done so.  Then it begins again.  Versions that are superseded are kept
@@ -243,7 +242,6 @@ class GenerationFiles:
         self.log = GenerationLog(files, generation)
         self._lease = self.log.path("lease.json")
         self._ended = self.log.path("ended.json")
-        self._closed = self.log.path("closed.json")
 
     def deadline(self) -> float | None:
         """Until when it holds, as last written; ``None``: nobody wrote."""
@@ -269,14 +267,6 @@ class GenerationFiles:
     def ended(self) -> bool:
         """Whether nothing more is to be taken in its name."""
         return self._files.exists(self._ended)
-
-    def close(self) -> None:
-        """Its source ended as it should.  Safe to repeat."""
-        self._files.create(self._closed, {})
-
-    def closed(self) -> bool:
-        """Whether its source ended as it should: its process did not die at work."""
-        return self._files.exists(self._closed)
 
     def forget_soon(self) -> None:
         """Remove its files once they were kept for long enough."""

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.report import CLASS_OF
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, Action
 from airflow_broadway.producers.kafka.ranges import (
-    Range,
     Ranges,
     contains,
     count,
@@ -22,7 +21,7 @@ from airflow_broadway.producers.kafka.ranges import (
     of_offsets,
     union,
 )
-from airflow_broadway.producers.kafka.table import Held, Table, advanced, blame
+from airflow_broadway.producers.kafka.table import Held, Table, advanced
 
 __all__ = [
     "AT_ONCE",
@@ -121,20 +120,13 @@ def settle(
     rest: Rest,
     *,
     order: str,
-    crashed: bool = False,
-    died: Range | None = None,
-    alone: bool = False,
 ) -> tuple[Table, dict[str, int]]:
     """End a generation's claim.
 
     :param decisions: The messages that do not get the verdict of the rest, in any order.
-    :param crashed: Whether its process died at work, and nobody knows what it handed out.
-    :param died: From the first to the last message in batches that a process died of.
-    :param alone: Whether the generation held one message, here and everywhere.
     :returns: The table, and how many messages are in each class of the account; of those that were
         settled at once with :data:`AT_ONCE` before it.
     """
-    claimed = table.claims[generation]
     settled_before = sum(settled_at_once(table, generation).values())
     read, made, others = _decided(table, generation, decisions, rest, order)
     single = of_offsets(made)
@@ -180,12 +172,7 @@ def settle(
         past=_last({**table.past, generation: counts}),
         final=_last_ranges({**table.final, generation: final}),
     )
-    ended = _ready_again(_carried_out(ended, made), again)
-    if crashed:
-        ended = blame(ended, claimed.last, alone=alone)
-    if died is not None:
-        ended = blame(ended, died, alone=alone)
-    return advanced(ended), counts
+    return advanced(_ready_again(_carried_out(ended, made), again)), counts
 
 
 def settled_at_once(table: Table, generation: str) -> dict[str, int]:

@@ -12,13 +12,12 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
+from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka.backfill import BackfillOpening, folder_of, milliseconds
 from airflow_broadway.producers.kafka.client import Cluster, Place
-from airflow_broadway.producers.kafka.crashes import set_aside_crashed
 from airflow_broadway.producers.kafka.errors import Truncated
 from airflow_broadway.producers.kafka.opening import (
     Opening,
@@ -27,7 +26,6 @@ from airflow_broadway.producers.kafka.opening import (
     own_places,
 )
 from airflow_broadway.producers.kafka.partition import PartitionReader
-from airflow_broadway.producers.kafka.ranges import count
 from airflow_broadway.producers.kafka.records import Records
 from airflow_broadway.producers.kafka.register import Register, group_files
 from airflow_broadway.producers.kafka.silence import Silence
@@ -86,9 +84,6 @@ class KafkaSource:
         opening.open()
         #: Messages that are received no more, and why.
         self._aside = {"expired": opening.expired} if opening.expired else {}
-        crashed = set_aside_crashed(producer, self._cluster, self._register, env, self._places)
-        if crashed:
-            self._aside["crashed"] = crashed
         self._generation = self._register.generation(env.generation)
         #: Until when this generation holds what it holds, as far as it knows.
         self._deadline = self._now() + producer.lease
@@ -108,15 +103,6 @@ class KafkaSource:
         now = self._now()
         for reader in self._readers.values():
             reader.look(now)
-        #: Whether what is suspect was handed out, alone.
-        self._tried = False
-        for place, reader in self._readers.items():
-            table = self._register.known(place)
-            # Where order counts it waits for what is before it, as everything does.
-            ready = reader.suspect and (producer.order == "none" or reader.finished)
-            if ready and table is not None and table.skipped:
-                self._isolate(reader)
-                break
 
     def _opening(self, partitions: Mapping[str, Sequence[int]]) -> Opening | BackfillOpening:
         about = self._producer, self._cluster, self._register, self._clock
@@ -149,7 +135,6 @@ class KafkaSource:
                 "stopped": self._stopped,
                 **({"backfill": self._backfill} if self._backfill else {}),
                 **({"unread": True} if self._unread else {}),
-                **({SUSPECTS: True} if self._tried else {}),
                 **({"set_aside": dict(self._aside)} if self._aside else {}),
             },
         )
@@ -187,10 +172,6 @@ class KafkaSource:
 
     def _looked_again(self) -> bool:
         """Whether there is more to be had than was wanted so far."""
-        suspect = next((r for r in self._readers.values() if r.suspect), None)
-        if suspect is not None and not self._tried and not self._received:
-            self._isolate(suspect)
-            return True
         now, found = self._now(), False
         for reader in self._readers.values():
             if reader.look_again is not None and now >= reader.look_again:
@@ -205,22 +186,6 @@ class KafkaSource:
                 else:
                     reader.position = before
         return found
-
-    def _isolate(self, suspect: PartitionReader) -> None:
-        """Hand out a portion of what is suspect, and nothing else in this run: if its process dies
-        it was one of these.
-        """
-        for reader in self._readers.values():
-            reader.end_here()
-        suspect.isolate()
-        self._tried, self._assigned = True, False
-        log.warning(
-            "Processes died of messages of %s-%d, it seems: this run takes %d of them alone, from"
-            " %d on.",
-            *suspect.place,
-            count(suspect.suspect),
-            suspect.position,
-        )
 
     def _assign(self) -> None:
         """Have the client read each partition where this source goes on."""
@@ -390,10 +355,6 @@ class KafkaSource:
             self._cluster.assign({})
         if self._backfill:
             self._unread = not all(reader.quiet for reader in self._readers.values())
-        if not self._tried:
-            for reader in self._readers.values():
-                if reader.suspect:
-                    reader.skip_suspects()
         if self._received:
             log.info(
                 "Received %s of %s.",
@@ -424,9 +385,7 @@ class KafkaSource:
         self._closed = True
         try:
             self.stop()
-            if self._holds and any(reader.claimed for reader in self._readers.values()):
-                self._generation.close()
-            elif self._holds:  # others were faster, and nobody is asked to settle nothing
-                self._generation.forget_soon()
+            if self._holds and not any(reader.claimed for reader in self._readers.values()):
+                self._generation.forget_soon()  # others were faster: there is nothing to settle
         finally:
             self._cluster.close()

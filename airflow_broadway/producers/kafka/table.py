@@ -13,7 +13,6 @@ beside it, and the number in Kafka is its mirror, :attr:`Table.base`.
 ``now``    what callbacks settled at once, by generation: the others of its claim are still held
 ``past``   what settling a generation came to, so that settling it again says the same
 ``final``  what of a generation was settled for good, for the same reason
-``crashes``  what was in hand when a process died, and how often
 =========  =========================================================================================
 
 An offset that is in none of them is free.  Everything here is pure: tables are frozen, and each
@@ -22,13 +21,12 @@ function returns a new one.  Instants are seconds since the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.producers.kafka.ranges import (
     FOREVER,
-    Range,
     Ranges,
     contains,
     intersection,
@@ -39,35 +37,27 @@ from airflow_broadway.producers.kafka.ranges import (
 
 __all__ = [
     "Claim",
-    "Crash",
     "Held",
     "Table",
     "advanced",
-    "blame",
     "claim",
     "drop",
     "free",
-    "portion",
     "skip",
-    "suspects",
     "unclaim",
 ]
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 
 class Claim(NamedTuple):
     """What a generation holds of the partition.
 
-    :param last: What it claimed last: a message in there was the last to be handed out.
     :param until: When its lease was to end, as it was known then.
-    :param at: When it claimed last.
     """
 
     ranges: Ranges
-    last: Range
     until: float
-    at: float = 0.0
 
 
 class Held(NamedTuple):
@@ -83,19 +73,6 @@ class Held(NamedTuple):
     group: str = ""
 
 
-class Crash(NamedTuple):
-    """What was in hand when processes died; what is finished of it counts no more.
-
-    :param times: How many processes.
-    :param alone: Whether the last of them had claimed nothing beside it: one message, then.
-    """
-
-    low: int
-    high: int
-    times: int
-    alone: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """What is known of one partition; see the module.
@@ -103,7 +80,6 @@ class Table:
     :param mirrored: What was in Kafka when it was last known.
     :param epoch: The leader's epoch of the last message that was read; -1: not known.
     :param topic_id: The topic's id; ``""`` where the broker gives none.
-    :param skipped: Whether a run that ended early did not come to try what may have crashed others.
     :param limit: Nothing from here on is wanted; -1: the log has no end.
     :param trail: Versions and when they were written, one in a while: what may be removed.
     """
@@ -116,11 +92,9 @@ class Table:
     now: Mapping[str, Mapping[str, Ranges]] = field(default_factory=dict)
     past: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     final: Mapping[str, Ranges] = field(default_factory=dict)
-    crashes: tuple[Crash, ...] = ()
     mirrored: int = -1
     epoch: int = -1
     topic_id: str = ""
-    skipped: bool = False
     limit: int = -1
     trail: tuple[tuple[int, float], ...] = ()
 
@@ -148,9 +122,7 @@ class Table:
             "now": self.now,
             "past": self.past,
             "final": self.final,
-            "crashes": self.crashes,
             "topic_id": self.topic_id,
-            "skipped": self.skipped,
             "trail": self.trail,
         }
         numbers = {"mirrored": self.mirrored, "limit": self.limit, "epoch": self.epoch}
@@ -171,8 +143,8 @@ class Table:
             base=value["base"],
             done=_ranges(given("done", ())),
             claims={
-                generation: Claim(_ranges(ranges), (last[0], last[1]), until, at)
-                for generation, (ranges, last, until, at) in given("claims", {}).items()
+                generation: Claim(_ranges(ranges), until)
+                for generation, (ranges, until) in given("claims", {}).items()
             },
             held={int(offset): Held(*each) for offset, each in given("held", {}).items()},
             marks=_ranges(given("marks", ())),
@@ -182,11 +154,9 @@ class Table:
             },
             past=given("past", {}),
             final={key: _ranges(each) for key, each in given("final", {}).items()},
-            crashes=tuple(Crash(*each) for each in given("crashes", ())),
             mirrored=given("mirrored", -1),
             epoch=given("epoch", -1),
             topic_id=given("topic_id", ""),
-            skipped=given("skipped", False),
             limit=given("limit", -1),
             trail=tuple((version, at) for version, at in given("trail", ())),
         )
@@ -222,33 +192,6 @@ def free(table: Table, generation: str, now: float, *, order: str) -> Ranges:
     return minus(((table.base, end),) if table.base < end else (), normal(taken))
 
 
-def suspects(table: Table, wanted: Ranges, *, least: int) -> list[Crash]:
-    """What of ``wanted`` was in hand in at least so many crashes, in order."""
-    return [
-        each._replace(low=low, high=high)
-        for each in table.crashes
-        if each.times >= least
-        for low, high in intersection(wanted, ((each.low, each.high),))
-    ]
-
-
-def portion(found: Sequence[Crash], wanted: Ranges, *, size: int, order: str) -> Ranges:
-    """So many of the first suspects, and of those that were in as many crashes.
-
-    :param wanted: What they are among: where order counts, what is between two of them comes first.
-    """
-    taken: list[Range] = []
-    for each in found:
-        if each.times != found[0].times or not size:
-            break
-        between = ((taken[-1][1], each.low),) if taken else ()
-        if order != "none" and intersection(wanted, between):
-            break
-        taken.append((each.low, min(each.high, each.low + size)))
-        size -= taken[-1][1] - taken[-1][0]
-    return normal(taken)
-
-
 # -- changes ---------------------------------------------------------------------------------------
 
 
@@ -261,7 +204,7 @@ def claim(
         return table, given
     before = table.claims.get(generation)
     ranges = given if before is None else union(before.ranges, given)
-    claims = {**table.claims, generation: Claim(ranges, (given[0][0], given[-1][1]), until, now)}
+    claims = {**table.claims, generation: Claim(ranges, until)}
     return replace(table, claims=claims), given
 
 
@@ -283,37 +226,13 @@ def unclaim(table: Table, generation: str, ranges: Ranges) -> Table:
     return replace(table, claims=claims)
 
 
-def drop(table: Table, generation: str, *, crashed: bool, alone: bool = False) -> Table:
-    """Take what a dead generation holds: it comes again, marked.
-
-    :param crashed: Whether its process died at work: then what it claimed last is suspect.
-    :param alone: Whether it held one message, here and everywhere.
-    """
+def drop(table: Table, generation: str) -> Table:
+    """Take what a dead generation holds: it comes again, marked."""
     dropped = table.claims.get(generation)
     if dropped is None:
         return table
     claims = {key: each for key, each in table.claims.items() if key != generation}
-    made = replace(table, claims=claims, marks=union(table.marks, dropped.ranges))
-    return blame(made, dropped.last, alone=alone) if crashed else made
-
-
-def blame(table: Table, last: Range, *, alone: bool | None = None) -> Table:
-    """Count one more crash for what was claimed last, and is not finished.
-
-    :param alone: Whether nothing was in hand beside it; unless given, if it is a single message.
-    """
-    if alone is None:
-        alone = last[1] - last[0] == 1
-    made: list[Crash] = []
-    for each in table.crashes:
-        made += [each._replace(low=a, high=b) for a, b in minus(((each.low, each.high),), (last,))]
-        made += [
-            Crash(a, b, each.times + 1, alone)
-            for a, b in intersection(((each.low, each.high),), (last,))
-        ]
-    known = normal((each.low, each.high) for each in table.crashes)
-    made += [Crash(a, b, 1, alone) for a, b in minus((last,), known)]
-    return replace(table, crashes=tuple(sorted(made)))
+    return replace(table, claims=claims, marks=union(table.marks, dropped.ranges))
 
 
 def advanced(table: Table) -> Table:
@@ -326,16 +245,10 @@ def advanced(table: Table) -> Table:
     held = table.held
     if held:
         held = {offset: each for offset, each in held.items() if not contains(finished, offset)}
-    left = ((each, minus(((each.low, each.high),), finished)) for each in table.crashes)
-    # From end to end: of a batch's messages every second one may be finished.
-    crashes = tuple(
-        each._replace(low=ranges[0][0], high=ranges[-1][1]) for each, ranges in left if ranges
-    )
     return replace(
         table,
         base=base,
         done=done,
         marks=minus(table.marks, finished),
         held=held,
-        crashes=crashes,
     )

@@ -12,7 +12,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka.client import Place
 from airflow_broadway.producers.kafka.options import place_of
-from airflow_broadway.producers.kafka.ranges import Range, Ranges, count, minus
+from airflow_broadway.producers.kafka.ranges import Ranges, count, minus
 from airflow_broadway.producers.kafka.settling import Decision, Rest, final_of
 from airflow_broadway.producers.kafka.table import Table
 
@@ -37,8 +37,6 @@ class Work:
         self.backfill = bool(lease.state.get("backfill"))
         #: Whether a backfill ended before its interval did.
         self.unread = bool(lease.state.get("unread"))
-        #: Whether a manifest says what became of its messages.
-        self.handled = settlement.expected is not None or settlement.everything is not None
         #: What was handed out, by the source's own account: messages and ranges.
         self.read = read_of(lease)
         own = lease.state.get("own", {})
@@ -48,15 +46,6 @@ class Work:
             if self.stopped
             else [(topic, number) for topic, numbers in own.items() for number in numbers]
         )
-        #: Where a process died of a batch: from its first message there to its last.
-        self.died: dict[Place, Range] = {}
-        for key in settlement.died:
-            topic, partition, offset = place_of(key)
-            low, high = self.died.get((topic, partition), (offset, offset))
-            self.died[topic, partition] = min(low, offset), max(high, offset + 1)
-        #: Whether that was the one message that the generation held; or that it claimed, if nobody
-        #: knows what of it was handled.
-        self.alone = settlement.expected == len(settlement.died) == 1
         self.entries: dict[Place, dict[int, Entry]] = {}
         self._names: dict[Place, dict[int, str]] | None = None
         known = settlement.settled_now

@@ -5,7 +5,6 @@ Who settles writes the failures of what it sends back into a file, and a later r
 such a message reads them.  Below the staging folder that all pipelines share::
 
     <broker>/<queue>/attempts/<day>.<unique>.json     id → failures on record
-    <broker>/<queue>/deaths/<day>.<unique>.json       id → processes that died of it (`.suspects`)
 
 A broker may keep a message for weeks, so there may be tens of thousands of these files.  A run
 merges those of a day into one when it begins, while it holds no message whose time runs.  What is
@@ -43,7 +42,6 @@ class Failures:
     :param kept_days: Days for which the broker may keep a message.
     :param look_interval: Seconds between two looks for failures that others noted; listing is dear
         on object stores.
-    :param folder: Where they are counted, among the queue's files.
     """
 
     def __init__(
@@ -52,13 +50,10 @@ class Failures:
         kept_days: int,
         *,
         look_interval: float = _LOOK_INTERVAL,
-        folder: str = _FOLDER,
     ) -> None:
-        self._folder = folder
         self._files = files
         self._interval = look_interval
-        #: As given.
-        self.kept_days = kept_days
+        self._kept_days = kept_days
         self._known: dict[str, int] = {}
         self._look_at = 0.0
         self._read: set[str] = set()
@@ -87,24 +82,15 @@ class Failures:
                 pass  # somebody merges meanwhile: what is gone is in another file
         return {each: self._known[each] for each in wanted if each in self._known}
 
-    def everything(self) -> dict[str, int]:
-        """The failures on record of all messages.
-
-        :raises StagingError: If they cannot be read.
-        """
-        while self._learn():
-            pass
-        return dict(self._known)
-
     def merge(self, now: datetime) -> None:
         """Make one file of a day's many, and remove what is too old.  Safe beside others who do so.
 
         :raises StagingError: If that cannot be done.
         """
         days: dict[str, list[str]] = defaultdict(list)
-        for name in self._files.names(self._folder):
-            days[name.partition(".")[0]].append(f"{self._folder}/{name}")
-        oldest = day_of(now, before=self.kept_days + _SPARE_DAYS)
+        for name in self._files.names(_FOLDER):
+            days[name.partition(".")[0]].append(f"{_FOLDER}/{name}")
+        oldest = day_of(now, before=self._kept_days + _SPARE_DAYS)
         for day, paths in days.items():
             if day < oldest:
                 self._files.discard(paths)
@@ -119,7 +105,7 @@ class Failures:
 
     def _learn(self) -> bool:
         """Read what is there and has not been read; whether some of it was gone before that."""
-        names = (f"{self._folder}/{name}" for name in self._files.names(self._folder))
+        names = (f"{_FOLDER}/{name}" for name in self._files.names(_FOLDER))
         fresh = [path for path in names if path not in self._read]
         self._read.update(fresh)
         found = _counts(self._files, fresh)
@@ -128,7 +114,7 @@ class Failures:
         return len(found) < len(fresh)
 
     def _write(self, day: str, failures: Mapping[str, int]) -> None:
-        self._files.write(f"{self._folder}/{day}.{uuid.uuid4().hex}.json", dict(failures))
+        self._files.write(f"{_FOLDER}/{day}.{uuid.uuid4().hex}.json", dict(failures))
 
 
 def _add(known: dict[str, int], more: Mapping[str, int]) -> None:

@@ -45,7 +45,6 @@ def about_set_aside(lease: Lease) -> tuple[str, ...]:
     """What people should know of messages that the source took and no callback saw."""
     words = {
         "bundle": "bundles: move them into the returns queue",
-        "crashed": "killed their process again and again",
         "oversized": "too large",
     }
     return tuple(

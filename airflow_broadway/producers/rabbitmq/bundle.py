@@ -4,7 +4,7 @@
 
     bundle   = "AFBW" version:u8 header messages
     header   = length:u32 JSON       what all messages of the bundle share: see Header
-    message  = body_length:u32 properties_length:u32 attempt:u32 crashes:u8 flags:u8
+    message  = body_length:u32 properties_length:u32 attempt:u32 flags:u8
                route_length:u16 id_length:u8 id route properties body
 
 Numbers are big-endian and unsigned.  ``route`` and ``properties`` are bytes of the delivery: its
@@ -41,7 +41,7 @@ __all__ = [
     "unpack",
 ]
 
-VERSION = 1
+VERSION = 2
 #: The most messages in a bundle.
 MAX_MESSAGES = 500
 #: Bytes of messages at which a bundle is closed; a single larger message is a bundle of its own.
@@ -49,7 +49,7 @@ MAX_BYTES = 1024 * 1024
 
 #: The first bytes of a bundle.
 MAGIC = b"AFBW"
-_MESSAGE = struct.Struct(">IIIBBHB")
+_MESSAGE = struct.Struct(">IIIBHB")
 _MAX_HEADER = 1024 * 1024
 
 
@@ -62,13 +62,11 @@ class Held(NamedTuple):
 
     :param message_id: Its id, kept from its first receipt.
     :param attempt: The attempt it is on, from 1.
-    :param crashes: How many processes died while they held it.
     :param route: As in :class:`~airflow_broadway.producers.rabbitmq.amqp.wire.Delivered`.
     """
 
     message_id: str
     attempt: int
-    crashes: int
     redelivered: bool
     route: bytes
     properties: bytes
@@ -114,19 +112,9 @@ def pack_messages(messages: Iterable[Held]) -> bytes:
     """The part of the body after the header."""
     parts: list[bytes] = []
     add, make = parts.append, _MESSAGE.pack
-    for message_id, attempt, crashes, redelivered, route, properties, body in messages:
+    for message_id, attempt, redelivered, route, properties, body in messages:
         key = message_id.encode()
-        add(
-            make(
-                len(body),
-                len(properties),
-                attempt,
-                min(crashes, 255),
-                redelivered,
-                len(route),
-                len(key),
-            )
-        )
+        add(make(len(body), len(properties), attempt, redelivered, len(route), len(key)))
         add(key)
         add(route)
         add(properties)
@@ -245,7 +233,7 @@ def unpack_messages(data: bytes, at: int = 0) -> Iterator[Held]:
     end = len(data)
     try:
         while at < end:
-            size, properties, attempt, crashes, flags, route, key = _MESSAGE.unpack_from(data, at)
+            size, properties, attempt, flags, route, key = _MESSAGE.unpack_from(data, at)
             first = at + _MESSAGE.size
             second = first + key
             third = second + route
@@ -258,7 +246,6 @@ def unpack_messages(data: bytes, at: int = 0) -> Iterator[Held]:
             yield Held(
                 data[first:second].decode(),
                 attempt,
-                crashes,
                 bool(flags & 1),
                 data[second:third],
                 data[third:fourth],

@@ -415,5 +415,5 @@ def _sent_back(delivered: Delivered, message_id: str, limit: int) -> bytes:
     """
     route, properties = _original(delivered)
     mark = mark_of(delivered.properties) or Mark(message_id, _NOBODY, 1)
-    held = Held(message_id, 1, 0, True, route, properties, delivered.body)
+    held = Held(message_id, 1, True, route, properties, delivered.body)
     return republished(held, mark._replace(attempt=1), limit=limit)

@@ -17,7 +17,6 @@ from airflow_broadway.core.model.rules import (
     SECONDS,
     TEXT,
     Rule,
-    at_least,
     one_of,
 )
 
@@ -260,11 +259,6 @@ class RabbitMQOptions(Producer):
         rule=POSITIVE,
         doc="A message with a larger body is set aside as a dead letter.  With its bundle around it"
         " it must pass the broker's max_message_size.",
-    )
-    max_crashes: int = option(
-        default=5,
-        rule=at_least(1),
-        doc="How often processes may die of a message before it is handled alone, and set aside.",
     )
 
     def _resolve(self) -> None:

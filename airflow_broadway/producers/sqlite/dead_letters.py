@@ -19,15 +19,8 @@ from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ran
 __all__ = ["among", "letters", "purge", "reasons", "requeue", "set_aside"]
 
 
-def set_aside(
-    db: sqlite3.Connection,
-    rows: Mapping[int, str],
-    generation: str,
-    now: int,
-    *,
-    stage: str = "secure",
-) -> None:
-    """Make dead letters of messages that cannot be read, or handled; inside a transaction.
+def set_aside(db: sqlite3.Connection, rows: Mapping[int, str], generation: str, now: int) -> None:
+    """Make dead letters of messages that cannot be read; inside a transaction.
 
     :param rows: Row → reason.
     """
@@ -37,8 +30,8 @@ def set_aside(
             " CASE typeof(enqueued_at) WHEN 'integer' THEN enqueued_at ELSE 0 END,"
             " CASE typeof(attempt) WHEN 'integer' THEN attempt ELSE 1 END,"
             " CASE typeof(deliveries) WHEN 'integer' THEN deliveries ELSE 0 END,"
-            " ?, ?, ?, ? FROM messages WHERE id = ?",
-            (stage, reason[:500], now, generation, row),
+            " 'secure', ?, ?, ? FROM messages WHERE id = ?",
+            (reason[:500], now, generation, row),
         )
         db.execute("DELETE FROM messages WHERE id = ?", (row,))
 

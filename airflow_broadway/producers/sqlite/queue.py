@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -27,7 +27,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqlite import dead_letters, inspect, settling
 from airflow_broadway.producers.sqlite.database import Database, transaction
-from airflow_broadway.producers.sqlite.receive import Portion, receive, rows_of
+from airflow_broadway.producers.sqlite.receive import Portion, receive
 from airflow_broadway.producers.sqlite.records import (
     KIND,
     LeaseRecord,
@@ -155,8 +155,6 @@ class SqliteQueue:
         seconds: float = 900.0,
         owner: Mapping[str, Any] | None = None,
         position: int = 0,
-        only: Collection[str] | None = None,
-        without: Collection[str] = (),
     ) -> list[Message]:
         """Lease at most ``demand`` ready messages to ``generation``, for ``seconds`` from now.
 
@@ -164,22 +162,13 @@ class SqliteQueue:
         this generation has given back is not among them.  Leases past their deadline end here.
 
         :param position: The ``position`` of the first message; the others count on from it.
-        :param only: The ids of messages, of which alone to lease.
-        :param without: The ids of messages that are left where they are.
         :raises LeaseLapsed: If the generation's lease has ended.
         """
         with self._opened() as opened:
             if opened is None or demand < 1:
                 return []
             db, queue = opened
-            portion = Portion(
-                generation,
-                demand,
-                position,
-                self._clock.now(),
-                None if only is None else rows_of(queue, only),
-                rows_of(queue, without),
-            )
+            portion = Portion(generation, demand, position, self._clock.now())
             return receive(db, queue, self.name, portion, seconds=seconds, owner=owner or {})
 
     # -------------------------------------------------------------------------------- the lease
@@ -242,64 +231,6 @@ class SqliteQueue:
                 return SettleReport(lapsed=len(ids), undone=ids)
             db, queue = opened
             return settling.settle_now(db, queue, generation, entries, self._now())
-
-    def held(self, generation: str) -> list[str]:
-        """The ids of the messages that the generation holds."""
-        with self._opened() as opened:
-            if opened is None:
-                return []
-            db, queue = opened
-            rows = db.execute(
-                "SELECT m.id FROM messages m JOIN leases l ON l.id = m.lease"
-                " WHERE l.queue = ? AND l.generation = ? ORDER BY m.id",
-                (queue.id, generation),
-            )
-            return [f"{queue.tag}-{row}" for (row,) in rows]
-
-    def received(self, generation: str) -> int:
-        """How many messages the generation has received, in all."""
-        with self._opened() as opened:
-            if opened is None:
-                return 0
-            db, queue = opened
-            row = db.execute(
-                "SELECT received FROM leases WHERE queue = ? AND generation = ?",
-                (queue.id, generation),
-            ).fetchone()
-            return 0 if row is None else int(row[0])
-
-    def free(self, ids: Collection[str]) -> set[str]:
-        """Those of some messages that are ready, and that no lease holds."""
-        with self._opened() as opened:
-            if opened is None:
-                return set()
-            db, queue = opened
-            rows = db.execute(
-                "SELECT id FROM messages WHERE queue = ? AND lease IS NULL AND ready_at <= ?"
-                " AND id IN (SELECT value FROM json_each(?))",
-                (queue.id, self._now(), rows_of(queue, ids)),
-            )
-            return {f"{queue.tag}-{row}" for (row,) in rows}
-
-    def set_aside(self, reasons: Mapping[str, str], generation: str) -> list[str]:
-        """Make dead letters of messages that no lease holds; the ids of those that it was done to.
-
-        :param reasons: Message id → reason.
-        """
-        with self._opened() as opened:
-            if opened is None:
-                return []
-            db, queue = opened
-            with transaction(db):
-                rows = {queue.row_of(key): why for key, why in reasons.items()}
-                free = db.execute(
-                    "SELECT id FROM messages WHERE queue = ? AND lease IS NULL"
-                    " AND id IN (SELECT value FROM json_each(?))",
-                    (queue.id, rows_of(queue, reasons)),
-                ).fetchall()
-                chosen = {row: rows[row] for (row,) in free}
-                dead_letters.set_aside(db, chosen, generation, self._now(), stage="process")
-            return [f"{queue.tag}-{row}" for row in chosen]
 
     def release(self, generation: str) -> SettleReport:
         """Give everything the generation holds back to the queue at once, and end its lease."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +17,7 @@ from airflow_broadway.producers.sqlite import dead_letters, settling
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ranges, to_micros
 
-__all__ = ["MAX_RECEIVE_BYTES", "Portion", "receive", "rows_of"]
+__all__ = ["MAX_RECEIVE_BYTES", "Portion", "receive"]
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _READY: Final = """SELECT m.id, CAST(b.body AS BLOB), CAST(b.attributes AS BLOB)
     m.attempt, m.deliveries
     FROM messages m LEFT JOIN bodies b ON b.id = m.id
     WHERE m.queue = ? AND m.lease IS NULL AND m.ready_at <= ?
-    AND (m.giver IS NULL OR m.giver IS NOT ?){}
+    AND (m.giver IS NULL OR m.giver IS NOT ?)
     ORDER BY m.ready_at, m.enqueued_at, m.id LIMIT ?"""
 _ANY_READY: Final = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queue AND lease IS NULL
     AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
@@ -42,21 +42,12 @@ class Portion(NamedTuple):
 
     :param position: That of its first message.
     :param at: When it asks.
-    :param only: The rows of which alone to lease, as a JSON list; ``None``: any.
-    :param without: Rows to leave where they are, as a JSON list.
     """
 
     generation: str
     demand: int
     position: int
     at: datetime
-    only: str | None = None
-    without: str = "[]"
-
-
-def rows_of(queue: QueueRow, ids: Collection[str]) -> str:
-    """The rows of messages, as a JSON list."""
-    return json.dumps([row for row in map(queue.row_of, ids) if row is not None])
 
 
 def receive(
@@ -109,15 +100,9 @@ def _rows(
     db: sqlite3.Connection, queue: QueueRow, portion: Portion, now: int, lease: int | None
 ) -> list[tuple[Any, ...]]:
     """Ready rows, up to a demand or a size of bodies."""
-    chosen = ""
-    values: tuple[Any, ...] = (queue.id, now, lease)
-    for condition, listed in (("IN", portion.only), ("NOT IN", portion.without)):
-        if listed not in (None, "[]") or (listed is not None and condition == "IN"):
-            chosen += f" AND m.id {condition} (SELECT value FROM json_each(?))"
-            values += (listed,)
     rows: list[tuple[Any, ...]] = []
     size = 0
-    for row in db.execute(_READY.format(chosen), (*values, portion.demand)):
+    for row in db.execute(_READY, (queue.id, now, lease, portion.demand)):
         rows.append(row)
         size += len(row[1] or b"")
         if size >= MAX_RECEIVE_BYTES:

@@ -15,8 +15,8 @@ The author of a producer inherits it and gives it a harness::
         def harness(self, tmp_path):
             return MyHarness(str(tmp_path))
 
-One that sets messages aside inherits ``DeadLettersContract`` too, and ``PoisonContract`` if it
-keeps apart what processes die of.  ``docs/producers.md`` is the guide.  pytest must be installed.
+One that sets messages aside inherits ``DeadLettersContract`` too.  ``docs/producers.md`` is the
+guide.  pytest must be installed.
 For readable failures the suite's own ``conftest.py`` says
 ``pytest.register_assert_rewrite("airflow_broadway.testing.contract")``.
 """
@@ -27,8 +27,8 @@ from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.testing.contract.dead_letters import DeadLettersContract
 from airflow_broadway.testing.contract.killing import Killing
 from airflow_broadway.testing.contract.lapsing import Lapsing
-from airflow_broadway.testing.contract.poison import Poison
 from airflow_broadway.testing.contract.receiving import Receiving
+from airflow_broadway.testing.contract.redelivery import Redelivery
 from airflow_broadway.testing.contract.settling import Settling
 from airflow_broadway.testing.contract.traffic import Traffic
 from airflow_broadway.testing.harness import Harness, ids, settlement_of
@@ -37,18 +37,11 @@ __all__ = [
     "CustodyContract",
     "DeadLettersContract",
     "Harness",
-    "PoisonContract",
     "entry_of",
     "ids",
     "settlement_of",
 ]
 
 
-class CustodyContract(Killing, Traffic, Lapsing, Settling, Receiving):
+class CustodyContract(Killing, Traffic, Lapsing, Redelivery, Settling, Receiving):
     """What every producer promises; a subclass gives the ``harness`` fixture."""
-
-
-class PoisonContract(Poison):
-    """What a producer promises that keeps apart what processes die of; a subclass gives the
-    ``harness`` fixture.
-    """

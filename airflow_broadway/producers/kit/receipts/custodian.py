@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.collector import rare_collections
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import SUSPECTS, Entry, Lease, Settlement
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
@@ -21,14 +21,12 @@ from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Call
 from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.kit.receipts.settlement import (
-    REMOVES,
     ReceiptSettlement,
     Work,
     work_of,
 )
-from airflow_broadway.producers.kit.reports import about_set_aside, beyond, report_of
+from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
-from airflow_broadway.producers.kit.suspects import dying
 
 __all__ = ["ReceiptCustodian"]
 
@@ -200,18 +198,11 @@ class ReceiptCustodian(ABC):
             return receipts.report
         if receipts.handles:
             receipts.begin()
-        if not self._folder.is_open(lease.generation):
-            dead = dying(lease.generation, settlement, receipts.held)
-            alone = len(receipts.handles) == 1
-            self._folder.deaths.count(lease.generation, dead, self._clock.now(), alone=alone)
         report, done = self._settle(lease, receipts, settlement)
-        if lease.state.get(SUSPECTS):
-            gone = [key for key, each in {**receipts.now, **done}.items() if each in REMOVES]
-            self._folder.deaths.forget(gone, self._clock.now())
         report += beyond(report_of(receipts.now.values()), settlement)
         whole = not report.lapsed and not report.failed
         again = ComingAgain.of({**receipts.now, **done}, whole=whole)
-        report = replace(report, again=again) + SettleReport(errors=about_set_aside(lease))
+        report = replace(report, again=again)
         if receipts.handles or settlement.expected != 0:
             return receipts.end(report, day_of(self._clock.now()))
         return report

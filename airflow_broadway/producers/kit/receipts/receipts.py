@@ -33,7 +33,6 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
 from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files
-from airflow_broadway.producers.kit.suspects import FOLDER, Deaths
 
 __all__ = ["KEPT_REPORTS", "Receipts", "ReceiptsFolder"]
 
@@ -349,7 +348,6 @@ class ReceiptsFolder:
         self._queue = queue
         self._files = files or state_files(staging, f"{kind}/{digest(queue)}")
         self.failures = failures(self._files)
-        self.deaths = Deaths(self._files, self.failures.kept_days)
         #: Day → the folders of the generations that ended then.
         self._ended: dict[str, set[str]] = {}
 
@@ -395,7 +393,7 @@ class ReceiptsFolder:
                     name.removesuffix(".json") for name in self._files.names(f"ended/{day}")
                 }
         ended = set().union(*self._ended.values())
-        return set(self._files.names()) - ended - {"attempts", "ended", FOLDER, digest(own)}
+        return set(self._files.names()) - ended - {"attempts", "ended", digest(own)}
 
     def in_folder(self, folder: str) -> Receipts:
         """Those of another generation, by the name of its folder, as they are now."""

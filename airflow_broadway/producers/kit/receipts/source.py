@@ -9,16 +9,11 @@ from datetime import datetime
 from typing import Final
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
-from airflow_broadway.core.errors import (
-    BroadwayError,
-    LeaseLapsed,
-    ProducerUnavailable,
-)
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Refusal
-from airflow_broadway.producers.kit.receipts.isolation import Isolation
 from airflow_broadway.producers.kit.receipts.polls import Answer, Polls, Received
 from airflow_broadway.producers.kit.receipts.receipts import KEPT_REPORTS, ReceiptsFolder
 from airflow_broadway.producers.kit.receipts.service import ReceiptService
@@ -36,8 +31,6 @@ _GATHER_TIMEOUT, _GATHER_TIMEOUT_FILES = 0.05, 1.0
 _STALE_PART: Final = 0.3
 #: A larger demand is handed out in halves: one while the other is on its way.
 _LARGEST_WHOLE_DEMAND: Final = 200
-#: Demand of the first receive where it looks for what processes died of: half of it is waited for.
-_SEARCHED: Final = 2_000
 #: Seconds for which the broker may be out of reach before the run ends with an error, and between
 #: tries.
 _OUTAGE_TIMEOUT, _RECEIVE_AGAIN_INTERVAL = 60.0, 2.0
@@ -77,7 +70,6 @@ class ReceiptSource(ReceiptService):
         self._folder.failures.merge(env.clock.now())
         oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
         self._receipts = self._folder.open(env.generation, oldest)
-        self._isolation = Isolation(producer, env, folder)
         self._polls = Polls(
             self._receive,
             most=most,
@@ -91,8 +83,6 @@ class ReceiptSource(ReceiptService):
         self._requests = requests
         #: Received and not handed out yet, each with the instant from which it is held.
         self._ready: list[tuple[float, Received]] = []
-        #: Of these, what was chosen when it looked for what processes died of.
-        self._chosen: set[str] = set()
         #: Groups of which one was lost here before it was handed out: what follows it waits too.
         self._overtaken: set[str] = set()
         #: Receipts of messages that are not for this run any more: given back at the end.
@@ -115,7 +105,7 @@ class ReceiptSource(ReceiptService):
         until = receipts.until
         if until is None:  # what holds nothing cannot lapse
             until = self._clock.now().timestamp() + self._seconds
-        since, aside = receipts.since, self._isolation.set_aside
+        since = receipts.since
         return Lease(
             kind=self._kind,
             generation=self._env.generation,
@@ -126,8 +116,6 @@ class ReceiptSource(ReceiptService):
                 "queue": self._place,
                 "messages": self._secured,
                 "since": None if since is None else instant_of(since).isoformat(),
-                **({SUSPECTS: True} if self._isolation.alone else {}),
-                **({"set_aside": {"crashed": aside}} if aside else {}),
             },
         )
 
@@ -141,20 +129,14 @@ class ReceiptSource(ReceiptService):
         self._take_back_unsecured()
         end = self._clock.monotonic() + timeout
         while True:
-            if not self._isolation.alone:
-                self._collect(max(demand, _SEARCHED) if self._searches else demand, end)
+            self._collect(demand, end)
             if not self._ready:
-                if not self._isolation.alone and not self._env.stopping():
+                if not self._env.stopping():
                     self._look_at_empty()
                 return []
             messages = self._messages(demand)
             if messages:  # not only such as this run knows already
                 return messages
-
-    @property
-    def _searches(self) -> bool:
-        """Whether it holds nothing yet, and looks first for what processes died of."""
-        return self._isolation.searches and not self._receipts.handles
 
     def _look_at_empty(self) -> None:
         """Once in a while, say why nothing comes if there is something."""
@@ -215,15 +197,6 @@ class ReceiptSource(ReceiptService):
         return answer
 
     def _messages(self, demand: int) -> list[Message]:
-        if self._searches:
-            here: dict[str, Received] = {}
-            for _, each in self._ready:
-                if each.key in self._spare:
-                    self._spare[each.key] = each.receipt  # delivered again: by the newest only
-                else:
-                    here[each.key] = each
-            self._chosen = set(self._isolated(here, self._clock.now()))
-            self._ready = [each for each in self._ready if each[1].key in self._chosen]
         taken, self._ready = self._ready[:demand], self._ready[demand:]
         if not taken:
             return []
@@ -254,35 +227,12 @@ class ReceiptSource(ReceiptService):
             oldest = min(oldest, at)
         # Handed out before, it is being handled, and settled by its newest receipt.
         self._hold(newer, {}, oldest)
-        fresh = self._fit(fresh, now)
         made = self._made(fresh, now)
         if not made:
             return []
         handles = {each.message_id: fresh[each.message_id].receipt for each in made}
         self._unsecured = handles, self._groups(fresh), oldest
         return made
-
-    def _fit(self, fresh: dict[str, Received], now: datetime) -> dict[str, Received]:
-        """What of it this run may handle now."""
-        chosen = self._chosen
-        if not chosen:
-            return self._isolated(fresh, now)
-        # That is not asked about again: others of its group were put off, to come after it.
-        others = {key: each for key, each in fresh.items() if key not in chosen}
-        kept = self._isolated(others, now)
-        return {key: each for key, each in fresh.items() if key in chosen or key in kept}
-
-    def _isolated(self, fresh: dict[str, Received], now: datetime) -> dict[str, Received]:
-        """Without what this run must not handle beside others, or at all."""
-        if self._isolation.alone:
-            return fresh
-        holds, groups = bool(self._receipts.handles), self._groups(fresh)
-        found = self._isolation.sorted([*fresh], groups, fresh=not holds, now=now)
-        self._spare.update({key: fresh[key].receipt for key in found.later})
-        if found.crashed:
-            crashed = {key: fresh[key] for key in found.crashed}
-            self._isolation.make_letters(self._made(crashed, now), crashed, self.lease)
-        return {key: fresh[key] for key in found.take}
 
     def _hold(self, handles: dict[str, str], groups: dict[str, str], since: float) -> None:
         """Write receipts down, and hold their messages from now on.

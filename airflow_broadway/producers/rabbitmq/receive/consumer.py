@@ -187,7 +187,7 @@ class Consumer:
             if body[:4] == MAGIC and self._is_misplaced(delivered):
                 continue
             if mark is None:
-                bundle.add(Held(fresh(), 1, 0, redelivered, route, properties, body), weight, tag)
+                bundle.add(Held(fresh(), 1, redelivered, route, properties, body), weight, tag)
             else:
                 held = self._marked.held(mark, delivered)
                 if held is None:

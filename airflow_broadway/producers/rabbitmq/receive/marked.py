@@ -49,9 +49,9 @@ class MarkedMessages:
             )
         except ProducerError:  # no mark of ours: a message like any other
             fresh = self._ids.fresh()
-            return Held(fresh, 1, 0, True, delivered.route, delivered.properties, body)
+            return Held(fresh, 1, True, delivered.route, delivered.properties, body)
         content = hash((mark.released_by, mark.attempt, route, properties, body))
         message_id = self._ids.marked(mark.message_id, content, mark.turn, turns)
         if message_id is None:
             return None
-        return Held(message_id, mark.attempt, 0, True, route, properties, body)
+        return Held(message_id, mark.attempt, True, route, properties, body)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.producers.kit.suspects import why_crashed
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
-from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import Content, Mark, dead_lettered
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 
@@ -50,13 +48,6 @@ class Quarantine:
         aside = Aside(key, kind, reason)
         mark = Mark(key, self._generation, 1)
         self._publish(channel, self._dead, delivered, mark, reason, "receive", delivered.tag, aside)
-
-    def crashed(self, channel: ConfirmChannel, held: Held) -> None:
-        """Make a dead letter of a message that killed its process while it was alone there."""
-        reason = why_crashed(held.crashes)
-        aside = Aside(held.message_id, "crashed", reason)
-        mark = Mark(held.message_id, self._generation, held.attempt)
-        self._publish(channel, self._dead, held, mark, reason, "crashed", None, aside)
 
     def unreadable(
         self, channel: ConfirmChannel, queue: str, delivered: Delivered, reason: str

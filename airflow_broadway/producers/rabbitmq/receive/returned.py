@@ -12,11 +12,9 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
-from airflow_broadway.producers.kit.suspects import Division, divide
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
@@ -83,13 +81,10 @@ class ReturnsReader:
     """The returns queue as one generation reads it; called from the run's thread.
 
     One bundle at a time is asked for, so that none waits here while callbacks take their time.
-
-    :param max_crashes: See the option of that name.
     """
 
     def __init__(
         self,
-        max_crashes: int,
         topology: Topology,
         journal: QueueJournal,
         ids: Ids,
@@ -97,7 +92,6 @@ class ReturnsReader:
         bundler: Bundler,
         buffer: Buffer,
     ) -> None:
-        self._max_crashes = max_crashes
         self._topology = topology
         self._queue = topology.queues.returns
         self._journal = journal
@@ -108,8 +102,6 @@ class ReturnsReader:
         #: ``None`` on a connection that found nothing in the queue.
         self.confirm_channel: ConfirmChannel | None = None
         self._getter: Getter | None = None
-        # Deliveries that go back once all is read: sooner, they would come again.
-        self._put_off: list[int] = []
         # The messages on their way, by identity, and the digest of the bundle that they came in.
         self._taken: dict[int, bytes] = {}
         # Bundles whose messages are secured, by digest: the same once more are done with.  Not by
@@ -117,14 +109,12 @@ class ReturnsReader:
         self._done: dict[bytes, None] = {}
         #: Bundles that are still to be read.
         self.left = 0
-        #: Whether this generation holds suspects, and must take nothing else.
-        self.alone = False
 
     def open(self, connection: ConnectionThread) -> None:
         """Begin to read, on a new connection; nothing happens if nothing came back."""
         self.confirm_channel = self._getter = None
-        self._taken, self._put_off = {}, []
-        self.left = 0 if self.alone else queue_calls.depth(connection, self._queue) or 0
+        self._taken = {}
+        self.left = queue_calls.depth(connection, self._queue) or 0
         if not self.left:
             return
         channel = connection.channel()
@@ -143,13 +133,11 @@ class ReturnsReader:
         connection: ConnectionThread,
         most: int,
         *,
-        fresh: bool,
         open_lease: Callable[[], None],
     ) -> None:
         """Read one bundle, and have what may be taken of it secured.
 
         :param most: Messages that may be under way together.
-        :param fresh: Whether the generation was given no message yet.
         :param open_lease: Called before the first is published.
         :raises StagingError: If the staging folder cannot be read.
         """
@@ -161,14 +149,10 @@ class ReturnsReader:
         delivered = self._next(connection, getter)
         if delivered is not None:
             self.left -= 1
-            room, fresh = most - under_way, fresh and not under_way
-            self._handle(connection, channel, delivered, room, fresh, open_lease)
+            self._handle(connection, channel, delivered, most - under_way, open_lease)
         elif channel.window.idle or not self._buffer.under_way:  # another run has them
             # Else a rest may be on its way there: it is confirmed before what was taken.
             self.left = 0
-        if not self.left and self._put_off:
-            tags, self._put_off = self._put_off, []
-            connection.post(lambda: channel.requeue(tags))
 
     def _handle(
         self,
@@ -176,7 +160,6 @@ class ReturnsReader:
         channel: ConfirmChannel,
         delivered: Delivered,
         room: int,
-        fresh: bool,
         open_lease: Callable[[], None],
     ) -> None:
         try:
@@ -187,27 +170,14 @@ class ReturnsReader:
         if read is None or read.digest in self._done:
             connection.post(lambda: channel.ack(delivered.tag))
             return
-        division = divide(
-            read.messages,
-            attrgetter("crashes"),
-            room=room,
-            fresh=fresh,
-            max_crashes=self._max_crashes,
-        )
-        if division is None:  # for another generation
-            self._put_off.append(delivered.tag)
-            return
-        if division.take:
+        taken = read.messages[:room]
+        if taken:
             open_lease()
-        rests = list(bundles.grouped(division.later, self._bundler.capacity))
-        if division.alone:
-            self.alone, self.left = True, 0
-        elif division.take:  # there was no room for them: they come again, behind the others
-            self.left += len(rests)
-        self._buffer.add_under_way(len(division.take))
-        if division.crashed:
-            self._topology.standing.ensure_dead(connection)
-        connection.post(lambda: self._secure(channel, delivered.tag, read, division, rests))
+        # There is no room for the rest: it comes again, behind the others.
+        rests = list(bundles.grouped(read.messages[room:], self._bundler.capacity))
+        self.left += len(rests)
+        self._buffer.add_under_way(len(taken))
+        connection.post(lambda: self._secure(channel, delivered.tag, read, taken, rests))
 
     def _next(self, connection: ConnectionThread, getter: Getter) -> Delivered | None:
         try:
@@ -244,28 +214,22 @@ class ReturnsReader:
         channel: ConfirmChannel,
         tag: int,
         read: ReturnedBundle,
-        division: Division[Held],
+        messages: list[Held],
         rests: list[list[Held]],
     ) -> None:
         """Publish what becomes of a bundle, then acknowledge it."""
-        for held in division.crashed:
-            self._quarantine.crashed(channel, held)
         for part in rests:
             name = self._ids.fresh()
             body = bundles.pack(read.header.released_part(name, len(part)), part)
             properties = encode({"delivery_mode": 2, "message_id": name})
             channel.publish("", self._queue, properties, body, key=name)
-        taken = [
-            held._replace(message_id=self._ids.returned(held.message_id)) for held in division.take
-        ]
+        taken = [held._replace(message_id=self._ids.returned(held.message_id)) for held in messages]
         *others, last = [*bundles.grouped(taken, self._bundler.capacity)] or [[]]
         for part in others:
             self._bundler.publish(channel, part, None)
         if last:  # relied on only when those before it are
             self._taken[id(last)] = read.digest
             self._bundler.publish(channel, last, tag)
-        elif division.later or division.crashed:
-            channel.done(tag)
         else:  # all of it was settled at once
             channel.ack(tag)
 

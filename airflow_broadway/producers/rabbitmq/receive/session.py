@@ -84,9 +84,7 @@ class Session:
         self._buffer = buffer
         self._marked = MarkedMessages(env.generation, ids, Turns(journal))
         self._quarantine = Quarantine(env.generation, ids, topology.dead, options.queue, env.clock)
-        self.returned = ReturnsReader(
-            options.max_crashes, topology, journal, ids, self._quarantine, bundler, buffer
-        )
+        self.returned = ReturnsReader(topology, journal, ids, self._quarantine, bundler, buffer)
         self._attempts = Attempts(
             Backoff.of(options), options.reconnect_timeout, env.clock, env.stopping
         )

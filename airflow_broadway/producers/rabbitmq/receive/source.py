@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
+from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kit.open_here import note_closed, note_open
 from airflow_broadway.producers.rabbitmq.broker.checks import refuse_losses
 from airflow_broadway.producers.rabbitmq.broker.source_queue import refuse_stream
 from airflow_broadway.producers.rabbitmq.broker.sweep import counting, sweep
@@ -95,7 +94,6 @@ class RabbitSource:
             raise
         now, counted = self._clock.now().timestamp(), counting(self._session.address)
         sweep(connection, self._topology, self._journal, now, counted)
-        note_open(self, env.generation)
 
     @property
     def lease(self) -> Lease:
@@ -113,8 +111,6 @@ class RabbitSource:
                 # Bundles that may be there beside those counted, and messages never handed out.
                 "extra": self._session.uncertain_bundles + buffer.under_way,
             }
-            if self._session.returned.alone:
-                state[SUSPECTS] = True
             if buffer.set_aside:
                 state["set_aside"] = dict(buffer.set_aside)
         return Lease(
@@ -175,24 +171,20 @@ class RabbitSource:
         return True
 
     def _ask_for(self, demand: int) -> None:
-        """Have up to ``demand`` messages secured, those first that came back."""
-        self._session.read_wanted_journal()
-        if self._buffer.empty and self._session.returned.left > 0:
-            self._read_returned(demand)
-        if not self._session.returned.alone:
-            self._buffer.demand(demand)
-            self._session.want(demand)
+        """Have up to ``demand`` messages secured: first all that came back, then others.
 
-    def _read_returned(self, demand: int) -> None:
-        """Have returned messages secured: at most half of what is wanted, if there are others."""
-        most = max(1, demand // 2) if self._session.found_messages else demand
-        with self._unless_lost():
-            self._session.returned.read_one(
-                self._session.connection,
-                most,
-                fresh=not self._handed,
-                open_lease=self._open_lease_queue,
-            )
+        Returned bundles are older, and a consumer beside them would leave them no room.
+        """
+        session = self._session
+        session.read_wanted_journal()
+        if self._buffer.empty and session.returned.left > 0:
+            with self._unless_lost():
+                session.returned.read_one(
+                    session.connection, demand, open_lease=self._open_lease_queue
+                )
+        if session.returned.left == 0:
+            self._buffer.demand(demand)
+            session.want(demand)
 
     def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
         """Wait until there is something to do; what is secured, and whether nothing happened."""
@@ -226,7 +218,7 @@ class RabbitSource:
     def _more_to_come(self) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
         consumer = self._session.consumer
-        if consumer.stopped or self._session.returned.alone:
+        if consumer.stopped:
             return False
         # Twice: deliveries that were under way during the first are here after the second.
         for _ in range(2):
@@ -292,7 +284,6 @@ class RabbitSource:
         return self._messages(held) if held else []
 
     def close(self) -> None:
-        note_closed(self)
         if self._closed:
             return
         self._closed = True

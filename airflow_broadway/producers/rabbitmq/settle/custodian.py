@@ -15,7 +15,6 @@ from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.checks import check_lease
-from airflow_broadway.producers.kit.open_here import is_open_here
 from airflow_broadway.producers.kit.reports import about_set_aside, report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
@@ -117,8 +116,7 @@ class RabbitCustodian:
             if report is not None:
                 return report
             held = False
-        crashed = expected is None and not settlement.damaged and not is_open_here(lease.generation)
-        return work.by_bundles(settlement, held=held, crashed=crashed)
+        return work.by_bundles(settlement, held=held)
 
     def _without_manifest(self, lease: Lease) -> SettleReport:
         """The report of a generation that published no manifest, and has no lease queue."""

@@ -46,7 +46,7 @@ _BUNDLE_HEADER_BYTES = 4096
 def held_of(entry: Entry) -> Held:
     """A staged message as a bundle would hold it."""
     route, properties, again = staged_delivery(entry.properties)
-    return Held(entry.message_id, entry.attempt, 0, again, route, properties, entry.payload or b"")
+    return Held(entry.message_id, entry.attempt, again, route, properties, entry.payload or b"")
 
 
 def staged(entry: Entry) -> bool:

@@ -179,19 +179,18 @@ class LeaseSettlement:
 
     # -- by bundles ----------------------------------------------------------------------------
 
-    def by_bundles(self, settlement: Settlement, *, held: bool, crashed: bool) -> SettleReport:
+    def by_bundles(self, settlement: Settlement, *, held: bool) -> SettleReport:
         """Settle what the lease queue still has.
 
         :param held: Whether the lease is far from its end: then no bundle has lapsed out of the
             lease queue, and if there is a manifest, none is on its way into it.
-        :param crashed: Whether the process that received died: its messages then count a crash.
         """
         published = settlement.expected is not None
         self._outbox.ensure_returns()
         if not published:
             self._topology.leases.fence(self._connection, self._queue)
         getter = Getter(self._connection, self._queue)
-        read = self._settle_bundles(settlement, getter, held=held, crashed=crashed)
+        read = self._settle_bundles(settlement, getter, held=held)
         other = self._journal.settled(self._lease.generation)  # by another, meanwhile
         unseen: dict[str, Action] = {}
         if published and held and other is None:
@@ -213,9 +212,7 @@ class LeaseSettlement:
             report = self._end(report, bundles_done, unseen, depth=0)
         return report
 
-    def _settle_bundles(
-        self, settlement: Settlement, getter: Getter, *, held: bool, crashed: bool
-    ) -> BundlesRead:
+    def _settle_bundles(self, settlement: Settlement, getter: Getter, *, held: bool) -> BundlesRead:
         """Read every bundle there is, and publish what follows from the verdicts."""
         verdicts = Verdicts(settlement)
         read = BundlesRead(verdicts.named)
@@ -229,12 +226,10 @@ class LeaseSettlement:
                 verdict = self._verdict(message, header.bundle, verdicts, read)
                 if verdict is None or verdict.action is Action.ACK:
                     continue
-                if verdict.action is not Action.RELEASE:
-                    self._outbox.carry_out(message, verdict)
-                elif crashed or message.message_id in settlement.died:
-                    released.append(message._replace(crashes=message.crashes + 1))
-                else:
+                if verdict.action is Action.RELEASE:
                     released.append(message)
+                else:
+                    self._outbox.carry_out(message, verdict)
             if released:
                 self._outbox.release(header, released)
         return read
