@@ -37,7 +37,7 @@ def marked(
     body: bytes, message_id: str, *, attempt: int = 1, giver: str = "another"
 ) -> dict[str, Any]:
     """The headers of a message without properties that some run gave back."""
-    held = Held(message_id, attempt, 0, False, b"\x00\x00", b"\x00\x00", body)
+    held = Held(message_id, attempt, False, b"\x00\x00", b"\x00\x00", body)
     return dict(decode(republished(held, Mark(message_id, giver, attempt)))["headers"])
 
 

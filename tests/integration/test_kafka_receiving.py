@@ -17,6 +17,7 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.kafka import partition as partition_module
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.runs.unstaged import UnstagedTask
@@ -463,3 +464,24 @@ def test_a_task_that_is_not_mapped_reads_all_partitions(
     done = kind(run, pipeline, task, Ports(), index=index, budget=Budget()).run()
 
     assert done.reference["received"] == {None: 9, 0: 6, 1: 3}[index]
+
+
+def test_a_partition_with_ten_thousand_holes_gets_no_new_ones(
+    kafka_mock: MockKafka,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(partition_module, "_MOST_HOLES", 10)
+    group = KafkaGroup(kafka_mock, tmp_path, order="none")
+    group.fill(40)
+    lease, messages = group.hold(most=30)
+    retry = Verdict(Action.RETRY, 60.0, "again", "process")
+    group.settle(lease, messages, {m.message_id: retry for m in messages[::2]})
+
+    assert group.drain() == []
+    assert f"{group.topic}-0 has 15 holes" in caplog.text
+    group.clock.sleep(61.0)
+    again: list[Any] = group.drain()
+    assert [m.metadata["offset"] for m in again] == list(range(0, 30, 2))
+    assert len(group.drain()) == 10

@@ -15,7 +15,6 @@ from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode
-from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.producers.rabbitmq.marks import MARK
 from airflow_broadway.testing.contract import entry_of
 from tests.rabbitmq_place import Place, permitted
@@ -67,31 +66,6 @@ def test_a_bundle_that_was_moved_into_the_source_queue_is_set_aside_as_it_is(pla
     with place.channel() as channel:
         channel.basic_publish("", place.queues.returns, body)
     assert [message.data for message in place.hold("g2")[0]] == [b"1", b"2"]
-
-
-def test_a_message_that_killed_its_process_alone_is_set_aside_and_told(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    place.declare()
-    crashed = Held("killer", 1, 7, True, b"\0\0", b"\0\0", b"boom")
-    header = Header(bundle="ab.1", generation="g0", queue=place.name, count=1, released=True)
-    with place.channel() as channel:
-        arguments = place.queues.returns_arguments()
-        channel.queue_declare(place.queues.returns, durable=True, arguments=arguments)
-        channel.basic_publish("", place.queues.returns, pack(header, [crashed]))
-    caplog.set_level(logging.ERROR)
-
-    with place.source() as source:
-        assert place.take(source) == []
-        assert source.stop() == []
-        assert source.lease.state["set_aside"] == {"crashed": 1}
-
-    assert (
-        "Message killer is a dead letter, unprocessed: crashed: its process died 7 times"
-        in caplog.text
-    )
-    found = place.first(place.queues.dead)
-    assert found[1] == b"boom"
 
 
 # -- queues ------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
-from airflow_broadway.producers.kit.open_here import is_open_here
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.receive import ending
@@ -366,5 +365,4 @@ def test_a_source_that_stops_before_it_received_anything_holds_nothing(place: Pl
         assert list(source.stop()) == []
         assert list(source.receive(10, timeout=1.0)) == []
         assert source.lease.state["messages"] == 0
-    assert is_open_here("g1") is False
     assert bodies(place.settle("another")[0]) == [b"1"]

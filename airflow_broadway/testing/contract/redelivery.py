@@ -92,7 +92,8 @@ class Redelivery(ContractBase):
 
         assert {message.data for message in held} <= {message.data for message in messages}
         for number in range(10):  # a broker may hand out a group in parts
-            messages += self.rest_of_queue(harness, f"rest {number}")
+            if len(messages) < len(sent):
+                messages += self.rest_of_queue(harness, f"rest {number}")
         assert sorted(message.data for message in messages) == sent
         if self.keeps_order or harness.producer().keeps_order:
             places = [sent.index(message.data) for message in messages]

@@ -1,38 +1,16 @@
-"""Messages that kill who handles them, and settlements that are killed half done."""
+"""Settlements that are killed half done."""
 
 from __future__ import annotations
 
-import uuid
-
 import pytest
 
-from airflow_broadway.core.custody.protocol import Settlement
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.brokers_rabbitmq import dead_letters
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case
-
-
-@case()
-def a_message_kills_its_process_again_and_again(place: Place, name: str) -> Found:
-    place.fill(24)
-    place.producer = place.producer_of(max_crashes=1)
-    for _ in range(60):
-        lease, messages = place.hold(uuid.uuid4().hex)
-        if not messages:
-            break
-        if any(int(message.data) == 13 for message in messages):
-            place.settle(lease, Settlement(rest=RELEASE))  # its process died
-            continue
-        place.settle_all(lease, messages)
-
-    assert place.dead_numbers() == {13}
-    found = place.found(name, 24)
-    found.lost.remove(13)  # it is a dead letter, as it should be
-    return found
 
 
 class _Killed(Exception):

@@ -45,11 +45,16 @@ class Place:
         self._done: set[int] = set()
 
     def producer_of(
-        self, *, lease: float = 30.0, reconnect_timeout: float = 5.0, **options: Any
+        self, *, lease: float = 30.0, reconnect_timeout: float = 5.0
     ) -> RabbitMQProducer:
         """A producer of the queue; ``lease`` in seconds."""
-        options |= {"lease": lease, "reconnect_timeout": reconnect_timeout, "on_failure": "retry"}
-        return RabbitMQProducer(queue=self.queue, uri=self.server.uri, **options)
+        return RabbitMQProducer(
+            queue=self.queue,
+            uri=self.server.uri,
+            lease=lease,
+            reconnect_timeout=reconnect_timeout,
+            on_failure="retry",
+        )
 
     # -- queues --------------------------------------------------------------------------------
 

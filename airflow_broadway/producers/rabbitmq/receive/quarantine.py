@@ -16,7 +16,7 @@ __all__ = ["Aside", "Quarantine"]
 class Aside(NamedTuple):
     """A message that goes among the dead letters without being handled.
 
-    :param kind: ``oversized``, ``bundle`` or ``crashed``.
+    :param kind: ``oversized`` or ``bundle``.
     """
 
     message_id: str

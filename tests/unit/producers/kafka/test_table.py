@@ -22,16 +22,12 @@ from airflow_broadway.producers.kafka.settling import (
     settle_now,
 )
 from airflow_broadway.producers.kafka.table import (
-    Crash,
     Held,
     Table,
-    blame,
     claim,
     drop,
     free,
-    portion,
     skip,
-    suspects,
     unclaim,
 )
 
@@ -139,10 +135,10 @@ def test_what_was_claimed_ahead_and_never_read_is_free_and_not_marked() -> None:
 def test_of_a_process_that_died_all_that_it_claimed_comes_marked() -> None:
     table = claimed(Table(base=0), ((0, 2000),), order="partition")
 
-    table, _ = settle(table, "g", {}, Rest(RELEASE), order="partition", crashed=True)
+    table, _ = settle(table, "g", {}, Rest(RELEASE), order="partition")
 
     assert table.marks == ((0, 2000),)
-    assert table.crashes == (Crash(0, 2000, 1),)
+    assert free(table, "h", 0.0, order="partition") == ((0, FOREVER),)
 
 
 def test_what_no_manifest_names_is_never_acknowledged() -> None:
@@ -260,68 +256,9 @@ def test_a_late_settler_still_knows_what_was_settled_at_once() -> None:
     table = claimed(Table(base=0), ((0, 2),))
     table, _ = settle_now(table, "g", {1: Decision(ACK)}, order="none")
 
-    table = drop(table, "g", crashed=False)
+    table = drop(table, "g")
 
     assert table.now["g"] == {"ack": ((1, 2),)}
-
-
-# ------------------------------------------------------------------------------- crashes
-def test_crashes_are_counted_for_what_was_claimed_last() -> None:
-    table = blame(blame(Table(base=0), (0, 1000)), (0, 250))
-    assert table.crashes == (Crash(0, 250, 2), Crash(250, 1000, 1))
-    table = blame(table, (100, 300))
-
-    assert table.crashes == (
-        Crash(0, 100, 2),
-        Crash(100, 250, 3),
-        Crash(250, 300, 2),
-        Crash(300, 1000, 1),
-    )
-    assert suspects(table, ((50, 120),), least=2) == [Crash(50, 100, 2), Crash(100, 120, 3)]
-
-
-def test_only_a_message_that_was_claimed_alone_is_known_to_crash_its_process() -> None:
-    table = blame(Table(base=0), (0, 3))
-    # The others of a portion are not alone when one of them is finished
-    table = skip(table, ((0, 2),))
-    assert table.crashes == (Crash(2, 3, 1, alone=False),)
-
-    assert blame(table, (2, 3)).crashes == (Crash(2, 3, 2, alone=True),)
-
-
-def test_what_is_finished_is_suspect_no_more() -> None:
-    table = claimed(blame(Table(base=0), (0, 10)), ((0, 6),))
-
-    table, _ = settle(table, "g", {}, Rest(ACK, ((0, 6),), 6), order="none")
-
-    assert table.crashes == (Crash(6, 10, 1),)
-
-
-def test_a_crash_is_from_end_to_end_however_much_of_it_is_finished() -> None:
-    table = claimed(Table(base=0), ((0, 20),))
-    every_second = of_offsets(range(1, 20, 2))
-    named = dict.fromkeys(range(20), "")
-    decisions = {offset: Decision(ACK) for low, high in every_second for offset in range(low, high)}
-    rest = Rest(RELEASE, ((0, 20),), 20, named)
-
-    table, _ = settle(table, "g", decisions, rest, order="none", died=(2, 13))
-
-    assert table.crashes == (Crash(2, 13, 1),)
-    wanted = free(table, "g2", 0.0, order="none")
-    found = suspects(table, wanted, least=1)
-    assert [(each.low, each.high) for each in found] == [(n, n + 1) for n in range(2, 13, 2)]
-    # Many pieces make one portion; where order counts, nothing that is before a piece is passed by
-    assert count(portion(found, wanted, size=4, order="none")) == 4
-    assert portion(found, wanted, size=4, order="key") == ((2, 3), (4, 5), (6, 7), (8, 9))
-    assert portion(found, ((0, 20),), size=4, order="partition") == ((2, 3),)
-
-
-def test_a_message_in_a_batch_was_alone_if_its_generation_held_nothing_else() -> None:
-    for alone in (True, False):
-        table = claimed(Table(base=0), ((0, 2),))
-        rest = Rest(RELEASE, ((0, 2),), 2)
-        table, _ = settle(table, "g", {}, rest, order="none", died=(0, 1), alone=alone)
-        assert table.crashes == (Crash(0, 1, 1, alone=alone),)
 
 
 # ------------------------------------------------------------------------------- the rest
@@ -349,15 +286,14 @@ def test_the_highest_offset_that_was_handed_out_is_known() -> None:
 def test_a_table_is_read_as_it_was_written() -> None:
     table = claimed(Table(base=1, held={5: Held(1, 2.5, "k")}, mirrored=1, epoch=3), ((7, 9),))
     table, _ = settle_now(table, "g", {7: retry()}, order="none")
-    table = blame(table, (8, 9))
 
     assert again(table) == table
     assert again(Table(base=0)) == Table(base=0)
 
 
 def test_a_table_of_a_newer_release_is_refused() -> None:
-    with pytest.raises(ValueError, match="format version 2; this release reads 1"):
-        Table.from_json({"v": 2, "base": 0})
+    with pytest.raises(ValueError, match="format version 3; this release reads 2"):
+        Table.from_json({"v": 3, "base": 0})
 
 
 # ------------------------------------------------------------------------------- the model
@@ -437,10 +373,10 @@ class Model(RuleBasedStateMachine):
         self.serial += 1
 
     @precondition(lambda self: self.holder)
-    @rule(data=st.data(), crashed=st.booleans())
-    def dies(self, data: Any, crashed: bool) -> None:
+    @rule(data=st.data())
+    def dies(self, data: Any) -> None:
         who = data.draw(st.sampled_from(sorted(set(self.holder.values()))))
-        self.table = drop(self.table, who, crashed=crashed)
+        self.table = drop(self.table, who)
         for offset in [each for each, holder in self.holder.items() if holder == who]:
             del self.holder[offset]
             self.marked.add(offset)

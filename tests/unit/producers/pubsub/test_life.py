@@ -528,14 +528,11 @@ def test_what_is_left_over_goes_back_when_the_run_ends(tmp_path: Path) -> None:
         assert sorted(at.waiting()) == list("abcdef")[:6]
 
 
-def test_what_comes_again_while_suspects_are_looked_for_goes_back_by_its_newest_receipt(
+def test_what_cannot_be_read_and_comes_again_goes_back_by_its_newest_receipt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with place(tmp_path) as at:
         at.put("a")
-        run = at.begin()
-        for generation in ("g1", "g2"):
-            run.custodian._folder.deaths.count(generation, ["another"], at.clock.now())
         run = at.begin()
 
         def unreadable(each: Any, **named: Any) -> Message:

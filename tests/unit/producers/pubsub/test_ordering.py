@@ -259,27 +259,3 @@ def test_a_key_is_one_partition_of_the_processors(tmp_path: Path) -> None:
         found = run.take()
         assert {run.producer.group_of(each) for each in found} == {"a", "b"}
         assert len({partition_of(each) for each in found}) == 2
-
-
-def test_what_is_before_a_suspect_of_its_key_is_handled_though_that_has_to_wait(
-    tmp_path: Path,
-) -> None:
-    with place(tmp_path, enable_message_ordering=True) as at:
-        put(at)
-        first = at.begin(message_ordering=True)
-        found = first.take()
-        first.settle(found, rest=RELEASE)
-        suspects = [each.message_id for each in found if each.data in (b"a2", b"a3")]
-        for generation in ("g1", "g2"):
-            folder = at.begin(message_ordering=True).custodian._folder
-            folder.deaths.count(generation, suspects, at.clock.now())
-
-        run = at.begin(message_ordering=True)
-        taken = run.take()
-        assert sorted(each.data for each in taken) == [b"a1", b"b1", b"b2", b"b3"]
-        run.settle(taken)
-        run.source.close()
-
-        # The suspects are in front now, and handled by themselves.
-        alone = at.begin(message_ordering=True).take()
-        assert [each.data for each in alone] == [b"a2", b"a3"]

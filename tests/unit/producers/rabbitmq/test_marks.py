@@ -36,7 +36,7 @@ LADDER = {"queue": "broadway.delay.60.flights", "reason": "expired", "count": 1}
 
 def message(properties: bytes | dict[str, Any], body: bytes = b"body") -> Held:
     raw = properties if isinstance(properties, bytes) else encode(properties)
-    return Held("id-1", 3, 0, True, ROUTE, raw, body)
+    return Held("id-1", 3, True, ROUTE, raw, body)
 
 
 def with_headers(*entries: tuple[bytes, bytes]) -> bytes:
@@ -147,7 +147,7 @@ def test_publishing_again_and_again_does_not_grow() -> None:
     made = republished(sent, MARKED)
     for attempt in range(4, 9):
         route, properties = restored(ROUTE, made, trusted=True)
-        again = Held("id-1", 3, 0, True, route, properties, b"body")
+        again = Held("id-1", 3, True, route, properties, b"body")
         made, before = republished(again, Mark("id-1", "g2", attempt, "turn")), made
 
         assert len(made) <= len(before)

@@ -7,14 +7,12 @@ import pytest
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.protocol import Delivery, Lease, QueueDepth, Settlement
-from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
-from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import override
 from airflow_broadway.producers import SqliteProducer
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock
-from airflow_broadway.testing.harness import settlement_of
 
 
 class OneConnection:
@@ -241,41 +239,3 @@ def test_a_queue_that_nothing_was_ever_sent_to_is_told_with_the_names_that_there
     caplog.clear()
     SqliteProducer(queue="orders", path=str(path)).source(ProducerEnv()).close()
     assert not caplog.text
-
-
-def test_a_suspect_that_is_to_be_tried_later_keeps_no_other_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Given two messages that a portion of one is taken of
-    producer = SqliteProducer(queue="q", path=str(tmp_path / "q.db"), max_crashes=1)
-    clock, staging = ManualClock(), f"file://{tmp_path}/staging"
-
-    def held(generation: str) -> tuple[Lease, list[Message]]:
-        source = producer.source(ProducerEnv(generation=generation, clock=clock, staging=staging))
-        found = list(source.receive(10, timeout=0.0))
-        lease = source.lease
-        source.close()
-        return lease, found
-
-    def settle(lease: Lease, settlement: Settlement) -> None:
-        custodian = producer.custodian(ProducerEnv(clock=clock, staging=staging))
-        custodian.settle(lease, settlement)
-        custodian.close()
-
-    with SqliteQueue(tmp_path / "q.db", "q", clock=clock) as queue:
-        first, other = queue.send([b"1", b"2"])
-    for number in range(2):
-        lease, found = held(f"g{number}")
-        assert len(found) == 2
-        settle(lease, Settlement(rest=RELEASE))
-
-    # When the first of them is to be tried in an hour
-    lease, found = held("g2")
-    assert [each.message_id for each in found] == [first]
-    later = Verdict(Action.RETRY, 3600.0, "later", "process")
-    settle(lease, settlement_of(found, {first: later}))
-    caplog.clear()
-
-    # Then the other is the portion, and the log names no other
-    assert [each.message_id for each in held("g3")[1]] == [other]
-    assert [f"Processes died of {other}" in text for text in caplog.messages] == [True]

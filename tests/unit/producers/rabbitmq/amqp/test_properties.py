@@ -114,7 +114,7 @@ def test_damaged_properties_are_an_error_or_properties_and_nothing_else(data: by
         readable = False
     mark_of(data)
     publication_key(data)
-    held = Held("id-1", 1, 0, False, b"\x00\x01q", data, b"body")
+    held = Held("id-1", 1, False, b"\x00\x01q", data, b"body")
     made = republished(held, Mark("id-1", "g1", 3), limit=2**20)
     try:
         decode(made)

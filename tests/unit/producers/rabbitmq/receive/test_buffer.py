@@ -16,13 +16,13 @@ def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(
     caplog.set_level(logging.ERROR)
     buffer = Buffer()
     for number in range(12):
-        buffer.add([Aside(f"m{number}", "crashed" if number % 2 else "oversized", "why")])
+        buffer.add([Aside(f"m{number}", "bundle" if number % 2 else "oversized", "why")])
     assert [text.split()[1] for text in caplog.messages] == [f"m{number}" for number in range(10)]
-    assert buffer.set_aside == {"oversized": 6, "crashed": 6}
+    assert buffer.set_aside == {"oversized": 6, "bundle": 6}
 
 
 def held(*numbers: int) -> list[Held]:
-    return [Held(f"m{n}", 1, 0, False, b"\0\0", b"\0\0", b"") for n in numbers]
+    return [Held(f"m{n}", 1, False, b"\0\0", b"\0\0", b"") for n in numbers]
 
 
 def test_no_more_is_under_way_than_is_demanded() -> None:

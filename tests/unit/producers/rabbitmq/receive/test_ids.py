@@ -15,7 +15,7 @@ from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 
 
 def load(*message_ids: str) -> list[Held]:
-    return [Held(each, 1, 0, False, b"", b"", b"") for each in message_ids]
+    return [Held(each, 1, False, b"", b"", b"") for each in message_ids]
 
 
 def test_an_id_that_comes_twice_names_two_messages() -> None:

@@ -15,9 +15,7 @@ from airflow_broadway.producers.rabbitmq.receive.returned import examine
 
 def bundle(count: int, *, released: bool = False) -> bytes:
     header = Header(bundle="b1", generation="g1", queue="q", count=count, released=released)
-    return pack(
-        header, [Held(f"m{n}", 1, 0, False, b"\0\0", b"\0\0", b"body") for n in range(count)]
-    )
+    return pack(header, [Held(f"m{n}", 1, False, b"\0\0", b"\0\0", b"body") for n in range(count)])
 
 
 @pytest.fixture

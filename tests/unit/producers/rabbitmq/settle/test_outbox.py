@@ -121,7 +121,7 @@ def outbox(broker: Broker, *, returns_refused: bool = True) -> Outbox:
 
 
 def held(number: int, size: int) -> Held:
-    return Held(f"m{number}", 1, 0, False, b"\x00\x00", b"\x00\x00", bytes(size))
+    return Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", bytes(size))
 
 
 def test_what_waits_for_its_confirm_is_bounded_by_bytes() -> None:

@@ -35,7 +35,7 @@ def released(count: int) -> BundlesRead:
     read = BundlesRead({})
     read.bundles["b"] = []
     for number in range(count):
-        held = Held(f"m{number}", 1, 0, False, b"\x00\x00", b"\x00\x00", b"")
+        held = Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", b"")
         read.note("b", held, Action.RELEASE)
     return read
 
