@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +9,17 @@ from typing import ClassVar
 
 import pytest
 
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE
+from airflow_broadway.core.model.options import override
 from airflow_broadway.producers.sqs import letters
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from airflow_broadway.testing.contract.redelivery import Redelivery
-from airflow_broadway.testing.harness import Harness
+from airflow_broadway.testing.harness import Harness, bodies, settlement_of
 from tests.contract.sqs_harness import SqsHarness, moved_server
 from tests.rabbitmq_fixtures import in_ci
+from tests.sqs_server import REGION
 
 pytestmark = pytest.mark.broker
 
@@ -110,3 +116,42 @@ class TestFifoRedelivery(Redelivery):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> SqsHarness:
         return harness_of(tmp_path, ".fifo")
+
+
+class Counting(SqsHarness):
+    """Messages say how often SQS has handed them out."""
+
+    def producer(self) -> Producer:
+        changes = {"attribute_names": ["approximate_receive_count"]}
+        changed: Producer = override(super().producer(), changes, "producer")
+        return changed
+
+
+def test_a_generation_that_dies_uses_one_receive_of_a_redrive_policy(tmp_path: Path) -> None:
+    server, clock = moved_server()
+    dead = server.queue()
+    policy = {
+        "deadLetterTargetArn": f"arn:aws:sqs:{REGION}:123456789012:{dead.rpartition('/')[2]}",
+        "maxReceiveCount": 10,
+    }
+    queue = server.queue(RedrivePolicy=json.dumps(policy))
+    harness = Counting(server.url, clock, queue, dead, f"file://{tmp_path}")
+    contract = TestSqs()
+    harness.send(bodies(300))
+
+    # Given five tasks that were killed, each with all messages in hand
+    for number in range(5):
+        lease, messages = contract.hold(harness, f"killed {number}")
+        assert len(messages) == 300 + 20 * number
+        contract.settle(harness, lease, Settlement(rest=RELEASE))
+        harness.send(bodies(20, start=1_000 * number + 1_000))
+
+    # When one lives
+    lease, messages = contract.hold(harness, "alive")
+
+    # Then it has all of them, and SQS has set none aside
+
+    counts = {m.data: m.metadata["attributes"]["approximate_receive_count"] for m in messages}
+    assert [counts[body] for body in bodies(300)] == [6] * 300
+    assert contract.settle(harness, lease, settlement_of(messages)).acked == 400
+    assert server.depth(queue) == server.depth(dead) == (0, 0, 0)

@@ -205,8 +205,8 @@ def test_one_run_takes_all_returned_bundles_though_the_queue_is_full_and_filled(
         ended.set()
         publisher.join()
 
-    # Then all that came back is among them, and what is new has the rest
-    returned = [m.message_id for m in messages if m.data == b"returned"]
+    # Then all that came back is taken first, and what is new has the rest
+    returned = [m.message_id for m in messages[:10_000]]
     assert sorted(returned) == sorted(f"r{n}-{m}" for n in range(20) for m in range(500))
     assert place.get(place.queues.returns) is None
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=20_000)

@@ -5,8 +5,8 @@ beyond that number, stands in a ``table`` in staging, which ``register`` changes
 the number in Kafka is its mirror.
 
 ``options`` are declared, ``producer`` opens the halves.  Receiving: ``opening`` (what is found, and
-refused, before anything is received), ``backfill``, ``source``, ``partition``, ``crashes``,
-``records`` (from Kafka's messages to ours), ``silence`` (who says nothing).  Settling:
+refused, before anything is received), ``backfill``, ``source``, ``partition``, ``records`` (from
+Kafka's messages to ours), ``silence`` (who says nothing).  Settling:
 ``custodian``, ``work`` (what is to be done), ``settling`` (what the table is then),
 ``dead_letters``.  ``client``, ``admin`` and ``errors`` are the way to the cluster, ``ranges`` are
 sets of offsets.  ``docs/kafka.md`` is the guide.
