@@ -81,8 +81,6 @@ class _OnKafka(Subject):
                 retry=declared.retry,
                 concurrency=declared.concurrency,
                 transformer=declared.transformer,
-                # No message is to blame for these deaths.
-                max_crashes=1_000,
                 **{
                     name: getattr(declared, name)
                     for name in ("on_success", "on_failure")

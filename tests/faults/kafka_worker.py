@@ -55,8 +55,6 @@ class KafkaWorker(Worker):
             lease=3600.0,
             fetch_config=FetchConfig(max_wait_time=0.05),
             on_failure="retry",
-            # No message is to blame for these deaths.
-            max_crashes=1_000_000,
         )
 
     def take(self, place: Path, messages: Sequence[Message]) -> None:

@@ -46,8 +46,6 @@ class PubSubWorker(Worker):
             receive_concurrency=4,
             max_number_of_messages=50,
             on_failure="retry",
-            # No message is to blame for these deaths.
-            max_crashes=1_000_000,
             **Remote(host).options,
         )
 

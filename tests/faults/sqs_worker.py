@@ -34,8 +34,6 @@ class SqsWorker(Worker):
             receive_concurrency=4,
             on_failure="retry",
             dead_letter=f"dead-{queue}",
-            # No message is to blame for these deaths.
-            max_crashes=1_000_000,
         )
 
 

@@ -170,8 +170,6 @@ class Embedded(Subject):
     """A pipeline over the embedded queue."""
 
     kind = "sqlite"
-    #: Deaths are remembered for a month.
-    stays = r"^[^/]+/sqlite/[^/]+/deaths/"
 
     def overrides(self) -> Mapping[str, Any]:
         declared = self.pipeline.producer
