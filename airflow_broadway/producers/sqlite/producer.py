@@ -57,7 +57,7 @@ class SqliteProducer(SqliteOptions):
 
     def source(self, env: ProducerEnv) -> Source:
         queue = self.open_queue(env)
-        _warn_if_unknown(queue)
+        _refuse_unknown(queue)
         return _Source(self, queue, env)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
@@ -83,10 +83,12 @@ class SqliteProducer(SqliteOptions):
             return [record.lease for record in queue.leases()]
 
 
-def _warn_if_unknown(queue: SqliteQueue) -> None:
-    """Say that nothing was ever sent to a queue of this name: it may be mistyped.
+def _refuse_unknown(queue: SqliteQueue) -> None:
+    """Refuse a file that has no queue of this name: it may be mistyped.
 
-    :raises ProducerError: If the file cannot be used.
+    The first message makes the file: before that there is nothing to compare the name with.
+
+    :raises ProducerError: If the file has no such queue, or cannot be used.
     """
     names = queue.names()
     if names is None:
@@ -96,11 +98,9 @@ def _warn_if_unknown(queue: SqliteQueue) -> None:
             queue.name,
         )
     elif queue.name not in names:
-        log.warning(
-            "the queue file %s has no queue %r; it has %s: nothing was ever sent to it",
-            queue.path,
-            queue.name,
-            names,
+        raise ProducerError(
+            f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}: correct the"
+            " name, send to it, or make it empty with SqliteQueue(path, name).create()"
         )
 
 

@@ -98,6 +98,13 @@ class SqliteQueue:
 
     # ---------------------------------------------------------------------------------- sending
 
+    def create(self) -> None:
+        """Make the file and the queue unless they are there; the first message does so, too."""
+        with self._database.open(create=True) as db:
+            assert db is not None  # made if missing
+            with transaction(db):
+                _ = self._queue(db) or self._new_queue(db)
+
     def send(self, messages: Iterable[Sendable]) -> list[str]:
         """Enqueue all of ``messages``, or none; return their ids.
 

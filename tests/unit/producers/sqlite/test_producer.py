@@ -223,7 +223,7 @@ def test_parsing_a_pipeline_opens_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_queue_that_nothing_was_ever_sent_to_is_told_with_the_names_that_there_are(
+def test_a_queue_that_nothing_was_ever_sent_to_is_refused_with_the_names_that_there_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "q.db"
@@ -233,9 +233,20 @@ def test_a_queue_that_nothing_was_ever_sent_to_is_told_with_the_names_that_there
     SqliteQueue(path, "orders").send([b"a"])
     caplog.clear()
 
-    producer.source(ProducerEnv()).close()
+    with pytest.raises(ProducerError, match=r"has no queue 'ordres'; it has \['orders'\]: correct"):
+        producer.source(ProducerEnv())
 
-    assert "has no queue 'ordres'; it has ['orders']" in caplog.text
-    caplog.clear()
     SqliteProducer(queue="orders", path=str(path)).source(ProducerEnv()).close()
+    for _ in range(2):
+        SqliteQueue(path, "ordres").create()
+        producer.source(ProducerEnv()).close()
+    assert SqliteQueue(path, "ordres").names() == ["orders", "ordres"]
+    assert not caplog.text
+
+
+def test_a_queue_may_be_made_empty_before_its_file_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    SqliteQueue(tmp_path / "q.db", "orders").create()
+    SqliteProducer(queue="orders", path=str(tmp_path / "q.db")).source(ProducerEnv()).close()
     assert not caplog.text
