@@ -8,6 +8,7 @@ import time
 import pytest
 from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
 from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
+from airflow.models.dag import DagModel
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
@@ -204,7 +205,7 @@ def test_only_dags_whose_runs_may_be_read_are_readable(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(access, "get_auth_manager", Manager)
     teams = {"mine": "blue", "seen": "blue", "hidden": "blue"}
-    monkeypatch.setattr(access.DagModel, "get_dag_id_to_team_name_mapping", lambda dag_ids: teams)
+    monkeypatch.setattr(DagModel, "get_dag_id_to_team_name_mapping", lambda dag_ids: teams)
     user = SimpleAuthManagerUser(username="u", role="USER")
 
     assert access.readable_dags(user, ["mine", "seen", "hidden"]) == {"mine"}
@@ -221,7 +222,7 @@ def test_the_right_to_edit_is_asked_of_the_team_of_the_dag(
             return asked == ("PUT", DagAccessEntity.RUN, "mine", "blue")
 
     monkeypatch.setattr(access, "get_auth_manager", Manager)
-    monkeypatch.setattr(access.DagModel, "get_team_name", {"mine": "blue"}.get)
+    monkeypatch.setattr(DagModel, "get_team_name", {"mine": "blue"}.get)
     user = SimpleAuthManagerUser(username="u", role="USER")
 
     assert access.may_edit("mine", user)

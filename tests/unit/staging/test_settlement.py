@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from airflow_broadway import Broadway
 from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
-from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.errors import ProducerUnavailable, StagingDamaged, StagingError
+from airflow_broadway.core.formats.parts import part_id, record_split
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.acks import NO_ACK
 from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.staging.held_messages import HeldMessages
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
@@ -85,6 +88,73 @@ def test_when_all_is_known_the_rest_is_acked_and_only_exceptions_are_named(tmp_p
     }
     assert (progress.received, progress.staged, progress.decided) == (7, 6, 6)
     assert (progress.batches, progress.recorded) == (2, 2)
+
+
+@pytest.mark.parametrize("decided", [0, 1])
+def test_of_a_batch_that_was_split_each_part_is_settled_by_its_own_outcome(
+    tmp_path: Path, decided: int
+) -> None:
+    # Given two batches by key, whose positions alternate, and one of them in two parts
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    messages = [message(number, batcher="b", batch_key=f"k{number % 2}") for number in range(6)]
+    generation = publish(run, pipeline, [messages])
+    plan = planned(run, pipeline, generation)
+    even, _ = sorted(batches_of(run, plan), key=lambda batch: str(batch.batch_key))
+    parts = [
+        replace(
+            even,
+            batch_id=part_id(even.batch_id, number),
+            size=size,
+            sources={generation: size},
+            part=[[0, first], [0, last]],
+        )
+        for number, (first, last, size) in enumerate([(0, 2, 2), (4, 4, 1)])
+    ]
+    record_split(run.files, plan.path, "b", even, parts, "test")
+
+    # When one part has an outcome, with a failure
+    held = [("m-0", "m-2"), ("m-4",)][decided]
+    record_outcome(run, plan, parts[decided], entries=[failed(held[0])])
+    settlement, complete, progress = build_settlement(run, generation, pipeline, [plan], final=True)
+
+    # Then its messages alone are settled
+    assert not complete
+    assert settlement.rest == RELEASE
+    assert verdicts(settlement) == {held[0]: "dead_letter", **dict.fromkeys(held[1:], "ack")}
+    assert (progress.staged, progress.decided) == (6, len(held))
+    assert (progress.batches, progress.recorded) == (3, 1)
+
+
+def test_batches_of_other_generations_do_not_count(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    first, second = (publish(run, pipeline, [stream(3, start)]) for start in (0, 3))
+    plan = planned(run, pipeline, first, second)
+    record_outcome(run, plan, batches_of(run, plan)[0])
+
+    _, complete, progress = build_settlement(run, first, pipeline, [plan], final=True)
+
+    assert complete
+    assert (progress.batches, progress.recorded) == (1, 1)
+
+
+def test_a_plan_of_another_staging_root_is_refused(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [stream(3)])
+    plan = replace(planned(run, pipeline, generation), root_id="another", host="elsewhere")
+
+    with pytest.raises(StagingError, match="elsewhere"):
+        build_settlement(run, generation, pipeline, [plan], final=True)
+
+
+def test_a_manifest_with_fewer_messages_than_its_files_is_damaged(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [stream(3)])
+    manifest = run.manifest(generation)
+    assert manifest is not None
+    recorded = Recorded(run)
+
+    with pytest.raises(StagingDamaged, match="received 2 messages, and 3 staged ones"):
+        HeldMessages(recorded, replace(manifest, received=2), pipeline.producer, [])
 
 
 def test_what_has_no_outcome_is_released_and_what_has_one_is_settled_by_it(tmp_path: Path) -> None:
