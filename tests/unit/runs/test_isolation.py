@@ -433,7 +433,7 @@ def test_fifty_kills_from_outside_blame_no_message(tmp_path: Path) -> None:
 def test_a_batch_with_messages_that_were_in_hand_is_split_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashes: int, size: int
 ) -> None:
-    monkeypatch.setattr(crash_records, "SMALL_PORTION", 5)
+    monkeypatch.setattr(crash_records, "_PORTIONS", {1: 5})
     world = World(tmp_path, deadly=[], count=20, in_hand=[[11]] * crashes)
     counts = world.task().handle(world.plan)
     assert counts is not None
