@@ -150,9 +150,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(
             f"conformance: {others.total()} cases of areas not selected: {named}"
         )
-
-
-@pytest.fixture(autouse=True)
-def no_clock_of_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of a case is moved by hand, and that of the staging folder is not."""
-    monkeypatch.setattr("airflow_broadway.staging.store.Folder.modified", lambda self, path: None)

@@ -164,7 +164,10 @@ class StagedCase:
 
     def process(self) -> list[Any]:
         """The process tasks; returns their references."""
-        with mock.patch.object(ports, "SystemClock", return_value=self._clock):
+        with (
+            mock.patch.object(ports, "SystemClock", return_value=self._clock),
+            mock.patch("airflow_broadway.adapters.task.SystemClock", return_value=self._clock),
+        ):
             made = [
                 self.tasks.execute(
                     BroadwayProcessorOperator(
@@ -312,6 +315,7 @@ class OneTask(StagedCase):
         """The task of each producer; then a look at the queue."""
         with (
             mock.patch.object(ports, "SystemClock", return_value=self._clock),
+            mock.patch("airflow_broadway.adapters.task.SystemClock", return_value=self._clock),
             mock.patch.object(rate_limiter, "SystemClock", return_value=self._clock),
         ):
             reports = [
