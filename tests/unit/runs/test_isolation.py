@@ -444,8 +444,8 @@ def test_a_batch_with_messages_that_were_in_hand_is_split_before_it_runs(
 
 
 def test_a_message_that_was_alone_in_hand_too_often_is_set_aside(tmp_path: Path) -> None:
-    # Given a message that was alone in hand in two crashes on record
-    world = World(tmp_path, deadly=[11], count=16, in_hand=[[11]] * 2)
+    # Given a message that was alone in hand in three crashes on record
+    world = World(tmp_path, deadly=[11], count=16, crashes=3, in_hand=[[11]] * 3)
     world.run.pipeline.context["way"] = "group"
 
     # When it ends one more task, with its processes
@@ -456,17 +456,18 @@ def test_a_message_that_was_alone_in_hand_too_often_is_set_aside(tmp_path: Path)
     assert Apart(work).wait() == "killed by SIGKILL"
 
     # Then the next try sets it aside, the others being handled, and forgets its crashes
+    world.run.pipeline.context["way"] = "exit"
     counts = world.task(2).handle(world.plan)
     assert counts is not None
     assert (counts["successful"], counts["failed"]) == (15, 1)
     assert world.look().count == 0
     world.run.ack()
     [letter] = world.run.queue().dead_letters()
-    reason = "crashed: it was the only message in hand when 3 tasks died"
+    reason = "crashed: it was the only message in hand when 4 tasks died"
     assert (int(letter.body), letter.reason) == (11, reason)
     staged = world.run.staged
     history = crash_records.load_crash_history(staged.store, "Sums", staged.clock.now())
-    assert (history.crashes, history.in_hand) == (2, {})
+    assert (history.crashes, history.in_hand) == (3, {})
 
 
 def test_an_execution_that_the_host_lost_counts_no_death_of_its_successors_processes(
