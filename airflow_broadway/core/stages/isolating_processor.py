@@ -12,13 +12,9 @@ from collections import deque
 from typing import Final
 
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message, Status
-from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.failure_log import name_messages
-from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert, HeldGroups
-from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.processor import ChunkResult, HeldGroups
 from airflow_broadway.core.stages.subprocess_processor import ProcessDied, SubprocessProcessor
 
 __all__ = ["CRASHED", "IsolatingProcessor", "crashed"]
@@ -43,38 +39,16 @@ def crashed(message: Message, reason: str) -> Message:
 class IsolatingProcessor:
     """One processor in a child process, which a message may end.
 
-    :param enters: As for :class:`.SubprocessProcessor`.
+    :param processor: Whose child that is.
     :param held: As for :class:`.ProcessorStage`.
-    :param host: As for :class:`.SubprocessProcessor`.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        *,
-        index: int = 0,
-        ack: Ack = ack_messages,
-        convert: Convert | None = None,
-        stop: Stop | None = None,
-        traces: bool = True,
-        enters: bool = False,
-        held: HeldGroups | None = None,
-        host: ChildHost | None = None,
-    ) -> None:
-        self._held = held or HeldGroups(pipeline.producer)
-        self._name = f"processor {index} of {pipeline.name!r}"
-        self._max_crashes: int = pipeline.producer.max_crashes
-        self._stop = stop
-        self._processor = SubprocessProcessor(
-            pipeline,
-            index=index,
-            ack=ack,
-            convert=convert,
-            stop=stop,
-            traces=traces,
-            enters=enters,
-            host=host,
-        )
+    def __init__(self, processor: SubprocessProcessor, held: HeldGroups | None = None) -> None:
+        producer = processor.pipeline.producer
+        self._processor = processor
+        self._held = held or HeldGroups(producer)
+        self._max_crashes: int = producer.max_crashes
+        self._stop = processor.stop
         #: Whether a child has handled a message, so that processes need not end here.
         self._proven = False
         self._blamed = 0
@@ -135,7 +109,7 @@ class IsolatingProcessor:
         """
         if not self._proven and self._blamed >= _MOST_UNPROVEN:
             raise PipelineError(
-                f"every process of {self._name} ends, whatever message it handles, the last one at"
+                f"{self._processor.name} ends, whatever message it handles, the last time at"
                 f" message {message.message_id!r}: no further message is blamed, and what is held"
                 " goes back; look at this host's memory, and at what the pipeline does to any"
                 " message"

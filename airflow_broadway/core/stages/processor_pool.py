@@ -33,6 +33,7 @@ from airflow_broadway.core.stages.processor import (
     ProcessorStage,
 )
 from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
 from airflow_broadway.core.stages.suspect_lane import SuspectLane, Suspects
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
@@ -79,58 +80,34 @@ class ProcessorPool:
         self._entry = MessageEntry(pipeline, transformer)
         self._keeps_order = self._entry.has_lanes or pipeline.producer.keeps_order
         self._held = HeldGroups(pipeline.producer)
-        make = partial(
-            IsolatingProcessor,
-            pipeline,
-            index=self._count,
-            ack=ack,
-            convert=convert,
-            stop=stop,
-            traces=traces,
-            enters=True,
-            held=self._held,
-            host=host,
-        )
-        self._apart = (
-            None if suspects is None else SuspectLane(suspects, make, size=options.chunk_size)
-        )
+        stage: dict[str, Any] = {"ack": ack, "convert": convert, "stop": stop, "traces": traces}
+
+        def isolating(index: int, *, enters: bool) -> IsolatingProcessor:
+            child = SubprocessProcessor(pipeline, index=index, enters=enters, host=host, **stage)
+            return IsolatingProcessor(child, self._held)
+
+        self._apart: SuspectLane | None = None
+        if suspects is not None:
+            make = partial(isolating, self._count, enters=True)
+            self._apart = SuspectLane(suspects, make, size=options.chunk_size)
         self._closers: list[Callable[[], None]] = []
         self._undivided: list[Message] = []  # a dispatch that is being parted
         self._waiting: deque[tuple[int | None, list[Message]]] = deque()  # its chunks
-        handles = self._handles(pipeline, ack, convert, stop, inline, traces, host)
+        handles: list[Handle]
+        if options.executor == "processes" and not inline:
+            children = [isolating(index, enters=False) for index in range(self._count)]
+            self._closers = [child.close for child in children]
+            handles = [child.handle for child in children]
+        else:
+            handles = [
+                ProcessorStage(pipeline, index=index, held=self._held, **stage).handle
+                for index in range(self._count)
+            ]
         self._inline = handles if inline or len(handles) == 1 else None
         self._turn = 0
         self._pool: WorkerPool[list[Message], ChunkResult] | None = None
         if self._inline is None:
             self._pool = WorkerPool(handles, name=f"{pipeline.name}-processor")
-
-    def _handles(
-        self,
-        pipeline: Pipeline,
-        ack: Ack,
-        convert: Convert | None,
-        stop: Stop | None,
-        inline: bool,
-        traces: bool,
-        host: ChildHost | None,
-    ) -> list[Handle]:
-        remote = pipeline.processors.executor == "processes" and not inline
-        make: Callable[..., IsolatingProcessor | ProcessorStage]
-        make = partial(IsolatingProcessor, host=host) if remote else ProcessorStage
-        processors = [
-            make(
-                pipeline,
-                index=i,
-                ack=ack,
-                convert=convert,
-                stop=stop,
-                traces=traces,
-                held=self._held,
-            )
-            for i in range(self._count)
-        ]
-        self._closers = [each.close for each in processors if isinstance(each, IsolatingProcessor)]
-        return [each.handle for each in processors]
 
     def map(
         self,

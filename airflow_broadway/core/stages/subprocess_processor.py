@@ -77,9 +77,9 @@ class SubprocessProcessor:
         host: ChildHost | None = None,
     ) -> None:
         self._host = host
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._index = index
-        self._name = f"the process of processor {index} of {pipeline.name!r}"
+        self.name = f"the process of processor {index} of {pipeline.name!r}"
         self._ack = ack
         self._convert = convert
         self._traces = traces
@@ -91,7 +91,7 @@ class SubprocessProcessor:
         self._channel: PipeChannel | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._stop = stop
+        self.stop = stop
         if stop is not None:
             stop.on_request.append(self._signal_child)
 
@@ -122,12 +122,12 @@ class SubprocessProcessor:
         if self._is_stopped():
             return False
         raise PipelineError(
-            f"{self._name} ended with {ending} while it loaded the pipeline and called setup(): it"
+            f"{self.name} ended with {ending} while it loaded the pipeline and called setup(): it"
             " has handled no message"
         )
 
     def _is_stopped(self) -> bool:
-        return self._closed or (self._stop is not None and bool(self._stop.reason()))
+        return self._closed or (self.stop is not None and bool(self.stop.reason()))
 
     def _start(self) -> None:
         # With this process's path: -P leaves out the working folder, which -m would put before it.
@@ -139,8 +139,8 @@ class SubprocessProcessor:
         if process.stdin is None or process.stdout is None:  # pragma: no cover - we asked for both
             raise PipelineError("a processor's process has no pipes")
         self._channel = PipeChannel(process.stdout, process.stdin)
-        shutdown = None if self._stop is None else self._stop.shutdown
-        about = (self._ref, self._pipeline.run, self._index, self._convert, shutdown, self._traces)
+        shutdown = None if self.stop is None else self.stop.shutdown
+        about = (self._ref, self.pipeline.run, self._index, self._convert, shutdown, self._traces)
         connect_host = "" if self._host is None else self._host.connect
         self._channel.send((*about, self._enters, connect_host, ids_now()))
         while True:
@@ -180,14 +180,14 @@ class SubprocessProcessor:
         if self._is_stopped():
             return ChunkResult([], [])  # what it was at goes back
         raise ProcessDied(
-            f"{self._name} ended with {ending} while it handled {many(len(chunk), 'message')}",
+            f"{self.name} ended with {ending} while it handled {many(len(chunk), 'message')}",
             ending=ending,
             settled=frozenset(self._settled),
         )
 
     def _exchange(self, channel: PipeChannel, chunk: list[Message]) -> ChunkResult:
         """Send a chunk, and serve the child until its result is there."""
-        left = None if self._stop is None else self._stop.left()
+        left = None if self.stop is None else self.stop.left()
         until = None if left is None else time.monotonic() + left  # the machine's, in both
         channel.send((telemetry.wanted(), until, chunk))
         while True:
@@ -216,7 +216,7 @@ class SubprocessProcessor:
     def settle(self, successful: list[Message], failed: list[Message]) -> ChunkResult:
         """Settle a result as the stage in a thread would."""
         with Scope("process"):
-            if not self._pipeline.batchers:
+            if not self.pipeline.batchers:
                 self._ack(successful, failed)
             elif failed:
                 self._ack([], failed)
@@ -241,7 +241,7 @@ class SubprocessProcessor:
             return "raise", portable_error(error)
 
     def _emit(self, event: str, measurements: Any, metadata: dict[str, Any]) -> None:
-        telemetry.emit(event, measurements, {**metadata, "producer": self._pipeline.producer})
+        telemetry.emit(event, measurements, {**metadata, "producer": self.pipeline.producer})
 
     def close(self) -> None:
         """End the child; it finishes no chunk, and no other follows it."""

@@ -151,7 +151,7 @@ def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_mess
     path: str, kind: type[Stuck], caplog: pytest.LogCaptureFixture
 ) -> None:
     kind.done, kind.free = threading.Semaphore(0), threading.Event()
-    queue_of(path, 10)
+    queue = queue_of(path, 10)
     stop = Stop(SystemClock(), shutdown=0.0)
 
     def stops() -> None:
@@ -174,7 +174,8 @@ def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_mess
     assert report.settled.released == 9 - acked
     batches = sum(sum(each.values()) for each in report.batches.values())
     assert batches == (9 if kind is StuckInABatch else 0)
-    assert re.search(r"was still at message '[0-9a-f]+-1' when .* goes back", caplog.text)
+    [stuck] = [each.message_id for each in queue.receive("next", 10) if each.data == b"0"]
+    assert re.search(rf"was still at message '{stuck}' when .* goes back", caplog.text)
     assert "three" in caplog.text
 
 

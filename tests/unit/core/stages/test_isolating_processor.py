@@ -16,6 +16,7 @@ from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
+from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
 from airflow_broadway.testing import PipelineDriver
 from tests.unit.core.stages._killers import (
     PLACES,
@@ -38,7 +39,7 @@ def messages_of(data: Sequence[Any]) -> list[Message]:
 def handle(
     kind: type[Broadway], data: Sequence[Any], *, enters: bool = False
 ) -> tuple[list[Message], list[Message]]:
-    processor = IsolatingProcessor(kind(), enters=enters)
+    processor = IsolatingProcessor(SubprocessProcessor(kind(), enters=enters))
     try:
         result = processor.handle(messages_of(data))
     finally:
@@ -262,7 +263,7 @@ def test_a_child_asks_the_host_of_its_parent() -> None:
         return f"answer to {request}"
 
     host = ChildHost(connect=f"{Asks.__module__}:hosts.connect", answer=answer)
-    processor = IsolatingProcessor(Asks(), host=host)
+    processor = IsolatingProcessor(SubprocessProcessor(Asks(), host=host))
     try:
         result = processor.handle(messages_of([1, "refused", 2]))
     finally:
