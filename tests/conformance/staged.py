@@ -134,6 +134,7 @@ class StagedCase:
         # Now, so that leases are as long as they say.
         self._clock = ManualClock(datetime.now(UTC))
         self.queue = SqliteQueue(folder / "queue.db", f"{prefix}queue", clock=self._clock)
+        self.queue.create()  # the file of a Spark application has the queues of other cases
         self._feed = FEEDS[self.queue.name] = Feed(case, self.queue, self._clock, self.seen)
         self.pipeline = self._class(engine, name)
         batch_ids = [f"{prefix}batch.{number}" for number in range(len(self.pipeline.batchers))]
