@@ -10,7 +10,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tests.living.publisher import Sender
 
-__all__ = ["DEAD", "Left", "LivingBroker", "Mortal", "Networked"]
+__all__ = ["DEAD", "LEASE", "Lapsing", "Left", "LivingBroker", "Mortal", "Networked"]
+
+#: Seconds of the pipelines' leases.
+LEASE = 120.0
 
 #: The place of dead letters.
 DEAD = "dead"
@@ -69,6 +72,15 @@ class Networked(Protocol):
 
     def reached_by(self, port: int) -> None:
         """Let runs go through a proxy at this port."""
+        ...
+
+
+@runtime_checkable
+class Lapsing(Protocol):
+    """A broker that holds what a process received and did not live to note, until a deadline."""
+
+    def lapse(self) -> None:
+        """Move the broker's clock beyond the deadlines of all leases."""
         ...
 
 

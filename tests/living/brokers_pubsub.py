@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.contract.sqs_harness import SharedClock
-from tests.living.brokers import DEAD, Left
+from tests.living.brokers import DEAD, LEASE, Left
 from tests.living.publisher import body_of, number_of
 from tests.pubsub_server import StubServer
 
@@ -83,6 +83,9 @@ class LivingPubSub:
 
     def sender(self) -> _Sender:
         return _Sender(self._server, self._topic, keyed=self._keyed)
+
+    def lapse(self) -> None:
+        self._clock.sleep(LEASE + 1.0)
 
     def drain(self) -> list[Left]:
         time.sleep(_SHORT)

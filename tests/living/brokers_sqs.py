@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.contract.sqs_harness import SharedClock
-from tests.living.brokers import DEAD, Left
+from tests.living.brokers import DEAD, LEASE, Left
 from tests.living.publisher import body_of, number_of
 from tests.sqs_server import SqsServer
 
@@ -85,6 +85,9 @@ class LivingSqs:
 
     def sender(self) -> _Sender:
         return _Sender(self._server.client(), self._url)
+
+    def lapse(self) -> None:
+        self._clock.sleep(LEASE + 1.0)
 
     def drain(self) -> list[Left]:
         time.sleep(_SHORT)

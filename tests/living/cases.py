@@ -99,11 +99,13 @@ class _Kind:
     """A broker's cases.
 
     :param rates: Messages per second that its server, as tests have it, can take.
+    :param preempted: The case whose runs are killed from outside.
     """
 
     open: Callable[[Path], AbstractContextManager[Mapping[str, Make]]]
     cases: Mapping[str, type[LivingBroker]]
     rates: tuple[float, ...]
+    preempted: str = "living"
 
 
 _KINDS = {
@@ -125,6 +127,7 @@ _KINDS = {
             LivingKafka,
         ),
         (20.0, 100.0, 1_000.0),
+        preempted="living_shared",
     ),
     "pubsub": _Kind(
         _pubsub,
@@ -171,7 +174,7 @@ def living_cases(
 
             yield title, 0, run
         if kills:
-            first = makes[next(iter(kind.cases))]
+            first = makes[kind.preempted]
             title = f"{broker}.preempted"
             yield title, 0, lambda: _preempted(title, first, place, seed, preempted)
 

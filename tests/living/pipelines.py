@@ -12,6 +12,7 @@ from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
+from tests.living.brokers import LEASE
 from tests.living.publisher import number_of
 from tests.living.sink import Handled, note
 
@@ -89,12 +90,12 @@ class _Living(Broadway):
 
 
 class LivingSqlite(_Living):
-    producer = SqliteProducer(queue="living", path="/replaced", lease=120.0, retry=_RETRY)
+    producer = SqliteProducer(queue="living", path="/replaced", lease=LEASE, retry=_RETRY)
 
 
 class LivingRabbitMQ(_Living):
     producer = RabbitMQProducer(
-        queue="living", uri="amqp://replaced", lease=120.0, on_failure="retry", retry=_RETRY
+        queue="living", uri="amqp://replaced", lease=LEASE, on_failure="retry", retry=_RETRY
     )
 
 
@@ -102,7 +103,7 @@ class LivingSqs(_Living):
     producer = SqsProducer(
         queue_url="http://127.0.0.1:1/0/replaced",
         conn_id="living",
-        lease=120.0,
+        lease=LEASE,
         wait_time_seconds=0,
         receive_interval=0.1,
         receive_concurrency=4,
@@ -117,7 +118,7 @@ class LivingKafka(_Living):
         topics=["replaced"],
         conn_id="living",
         offset_reset_policy="earliest",
-        lease=120.0,
+        lease=LEASE,
         fetch_config=FetchConfig(max_wait_time=0.05),
         on_failure="retry",
         retry=_RETRY,
@@ -128,7 +129,7 @@ class LivingPubSub(_Living):
     producer = PubSubProducer(
         subscription="replaced",
         conn_id=None,
-        lease=120.0,
+        lease=LEASE,
         receive_interval=0.1,
         receive_concurrency=4,
         on_failure="retry",

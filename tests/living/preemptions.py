@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.living.brokers import DEAD, LivingBroker
+from tests.living.brokers import DEAD, Lapsing, LivingBroker
 from tests.living.ledger import Account
 from tests.living.pipelines import fails_for_good
 from tests.living.series import Series
@@ -38,7 +38,8 @@ class Preemption:
 
     :param make: Makes the queue, with its files in a folder.
     :param rate: Messages published per second.
-    :param seconds: How long runs are killed.
+    :param seconds: How long runs are killed, at least.
+    :param kills: How many are, at least.
     :param longest: Seconds between two kills, at most.
     """
 
@@ -46,6 +47,7 @@ class Preemption:
     folder: Path
     rate: float
     seconds: float
+    kills: int = 0
     dice: random.Random
     longest: float = 2.0
     tell: Callable[[str], None] = print
@@ -57,7 +59,7 @@ def preempt(given: Preemption) -> tuple[Account, int]:
     kills = 0
     with Series(broker, given.folder, rate=given.rate) as series:
         end = time.monotonic() + given.seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end or kills < given.kills:
             worker = Worker(given.folder / "worker.log")
             budget = {"wait_seconds": 60.0, "idle_seconds": 60.0, "max_seconds": 30.0}
             series.begin(worker, flow="staged", budget=budget, harm=_HARM)
@@ -69,6 +71,8 @@ def preempt(given: Preemption) -> tuple[Account, int]:
             worker.end()
             kills += 1
         series.publisher.stop()
+        if isinstance(broker, Lapsing):
+            broker.lapse()
         worker = Worker(given.folder / "quiet.log")
         for number in range(QUIET_RUNS):
             told = series.run(worker, flow="staged", budget={"wait_seconds": 1.0}, harm=_HARM)

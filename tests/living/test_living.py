@@ -223,18 +223,19 @@ def test_a_report_that_counts_what_another_counts_too_is_a_mistake() -> None:
 # -- kills from outside ----------------------------------------------------------------------------
 
 
-def preempted(make: Callable[[Path], LivingBroker], folder: Path, seconds: float = 8.0) -> None:
+def preempted(make: Callable[[Path], LivingBroker], folder: Path) -> None:
     found, kills = preempt(
         Preemption(
             make=make,
             folder=folder,
             rate=100.0,
-            seconds=seconds,
+            seconds=0.0,
+            kills=10,
             longest=0.8,
             dice=random.Random(2),
         )
     )
-    assert kills > 5
+    assert kills == 10
     assert found.good, str(found)
     assert found.handled > 100
 
@@ -264,4 +265,5 @@ def test_runs_of_pubsub_that_are_all_killed_leave_nothing_behind(tmp_path: Path)
 def test_runs_of_kafka_that_are_all_killed_leave_nothing_behind(
     kafka_noida: KafkaServer, tmp_path: Path
 ) -> None:
-    preempted(lambda folder: LivingKafka(kafka_noida, folder), tmp_path)
+    # In order, a failure holds back what is behind it until its retry.
+    preempted(lambda folder: LivingKafka(kafka_noida, folder, order="none"), tmp_path)

@@ -16,6 +16,7 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.callbacks import context_of
+from airflow_broadway.core.stages.child_safety import tie_to_parent
 from airflow_broadway.core.stages.entry import MessageEntry
 from airflow_broadway.core.stages.processor import Convert, ProcessorStage
 from airflow_broadway.core.stages.stop import Stop
@@ -35,6 +36,7 @@ class _Child:
 
     def __init__(self) -> None:
         self._stop: Stop | None = None
+        tie_to_parent()  # a parent that is dead by now has closed the pipe
         # The parent decides, and ends this process; a signal to the group reaches it too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._request_stop)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from airflow_broadway.core.stages.child_safety import tie_to_parent
+
 __all__ = ["Apart"]
 
 log = logging.getLogger(__name__)
@@ -45,8 +47,10 @@ class Apart:
         os.set_blocking(self._told, False)
         # Whoever stops it before it can listen waits until it does.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        parent = os.getpid()
         self._pid = os.fork()
         if not self._pid:
+            tie_to_parent(parent)
             # The host's own handler would take itself for that of another process, and do nothing.
             signal.signal(signal.SIGTERM, (lambda *_: stop()) if stop else signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def forked(work: Any) -> int:
             os._exit(0)
         finally:
             os._exit(1)
+    with suppress(OSError):  # it may have done so itself, or be over
+        os.setpgid(child, child)
     return child
 
 
