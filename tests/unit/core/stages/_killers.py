@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from typing import Any
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
@@ -133,3 +134,13 @@ class hosts:  # noqa: N801 - a namespace
     @staticmethod
     def connect(ask: Any) -> None:
         hosts.ask = ask  # type: ignore[method-assign]
+
+
+class Sleeps(Killers):
+    """Tells its process, and stays at its message."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        with open(message.data, "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(60.0)
+        return message
