@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -173,12 +175,24 @@ def run_info(context: Context) -> RunInfo:
 
 
 def load_pipeline(ref: Mapping[str, Any], context: Context) -> Pipeline:
-    """The pipeline of a rendered reference, in this run.
+    """Load the pipeline of a rendered reference; from then on a segmentation fault ends the task.
 
     :raises PipelineError: If it cannot be imported.
     :raises OptionsError: If an option, once rendered, breaks its rule.
     """
+    _restore_segfault()
     return load_ref(ref, run_info(context))
+
+
+def _restore_segfault() -> None:
+    """Restore the signal's default action, which Airflow's Dag importer replaces in each task.
+
+    Its handler is of Python: the faulty instruction is repeated for ever, and no try ever ends.
+    """
+    if threading.current_thread() is threading.main_thread() and callable(
+        signal.getsignal(signal.SIGSEGV)
+    ):
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
 
 
 def open_run(

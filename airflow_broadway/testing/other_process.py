@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import Any, Final, Self
@@ -85,6 +86,8 @@ def _hold(harness: Harness, generation: str, demand: str) -> None:
     held: list[Message] = []
     while len(held) < int(demand):
         held += source.secure(source.receive(int(demand) - len(held), timeout=1.0))
+    # Acknowledgements of the originals may be on their way: a kill now would requeue these
+    time.sleep(0.5)
     _say({"ids": ids(held), "lease": source.lease.to_json()})
     sys.stdin.readline()
 

@@ -14,7 +14,7 @@ __all__ = ["tie_to_parent"]
 #: prctl(2): the signal that this process gets when the thread ends that started it.
 _PR_SET_PDEATHSIG: Final = 1
 #: Added to the badness of this process, in thousandths of all memory: its parent has the account.
-_OOM_SCORE: Final = "500"
+_OOM_SCORE: Final = "1000"
 
 
 def tie_to_parent(parent: int | None = None) -> None:

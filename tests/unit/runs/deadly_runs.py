@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ def forked(work: Any) -> int:
     if not child:
         try:
             os.setpgid(0, 0)
+            # Airflow's Dag importer, which other tests call in this process, leaves its handler
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
             work()
             os._exit(0)
         finally:

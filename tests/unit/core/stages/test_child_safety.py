@@ -48,7 +48,7 @@ def test_a_child_ends_when_its_task_is_killed(
             os._exit(1)
     eventually(lambda: note.exists() and note.read_text() != "")
     child = psutil.Process(int(note.read_text()))
-    assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "500"
+    assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"
 
     os.kill(task, signal.SIGKILL)
     os.waitpid(task, 0)
