@@ -237,7 +237,7 @@ class PythonBatches:
                 f" {len(messages)} were read from {self.plan.path}: its files are damaged; clear"
                 " the process task"
             )
-        result = stage.processor.handle(messages, batch.info)
+        result = stage.processor.handle(messages, batch.info, planned.refused)
         stage.sink.give_back(messages, result)
         self._reasons.add(result.failed)
         return batch.record(

@@ -109,7 +109,7 @@ def _copy(
         path = f"{plan.path}/{plan.data[index]}"
         run.files.copy(path, target.files, path)
     lines = [
-        dataclasses.replace(batch, files=[places[index] for index in batch.files]).dumps()
+        dataclasses.replace(batch, files=[places[index] for index in batch.files], error="").dumps()
         for batch in batches
     ]
     summing = Summing()

@@ -218,7 +218,7 @@ class _Batch:
         if telemetry.handlers(*_EVENTS):
             span = telemetry.Span("batch_processor", {**self._about, "messages": messages})
         try:
-            found = read(self._handle_batch(messages))
+            found = self._planned.refused or read(self._handle_batch(messages))
         except PROTECTED as error:
             # As in Broadway: a callback that raises fails its batch, and the span still stops.
             if span is not None:

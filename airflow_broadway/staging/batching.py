@@ -22,6 +22,7 @@ from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
+from airflow_broadway.core.stages.callbacks import log_failure, status_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batch_reader import messages_of
 from airflow_broadway.staging.merge_generations import AT, SOURCE
@@ -98,7 +99,7 @@ class Batching:
     """
 
     def __init__(self, pipeline: Pipeline, batcher: str, generations: Sequence[str]) -> None:
-        self._pipeline = pipeline.name
+        self._pipeline = pipeline
         self._batcher = batcher
         self._options: Batcher = pipeline.batchers[batcher]
         self._generations = generations
@@ -138,7 +139,7 @@ class Batching:
 
     def hash_of(self, key: Any) -> BatchHash:
         """A new batch's running hash."""
-        return BatchHash(self._pipeline, self._batcher, key)
+        return BatchHash(self._pipeline.name, self._batcher, key)
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -175,6 +176,8 @@ class Batching:
             return
         for batch in closed:
             batch.pending.close()
+            if batch.error is not None:
+                log_failure("batch_size", self._pipeline, batch.error, batch.size)
         if self._merger is None:
             self._closed += [[batch] for batch in closed]
         else:
@@ -225,6 +228,7 @@ class Batching:
                 for generation, count in zip(self._generations, sources, strict=True)
                 if count
             },
+            error="" if first.error is None else status_of(first.error).text,
         )
 
 

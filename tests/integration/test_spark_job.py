@@ -103,6 +103,18 @@ def sleep(messages: DataFrame) -> None:
     ).collect()
 
 
+def test_a_batch_on_which_its_splitter_raised_fails_and_no_callback_sees_it(job: Job) -> None:
+    refused = Planned("b0", rows(2, **BODY), error="ValueError: 35")
+    plan = job.plan("default", [refused, Planned("b1", rows(1, prefix="o", **BODY))])
+    seen: list[str] = []
+    assert job.run(lambda messages, info: seen.append(info.batch_id), plan) == 0
+    assert seen == ["b1"]
+    outcome = job.outcome("default", "b0")
+    assert (outcome.successful, outcome.failed, outcome.error) == (0, 2, "ValueError: 35")
+    entries = job.entries(outcome).values()
+    assert {each.verdict.reason for each in entries} == {"ValueError: 35"}
+
+
 # -- what a callback gets --------------------------------------------------------------------------
 
 

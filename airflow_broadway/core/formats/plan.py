@@ -11,6 +11,7 @@ from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, load
 from airflow_broadway.core.formats.sums import checked, sealed
+from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.version import __version__, known_fields
 
 __all__ = ["BatchPlan", "PlannedBatch", "plain_key"]
@@ -32,6 +33,7 @@ class PlannedBatch:
     :param sources: Generation → messages of it in the batch.
     :param part: Of a part of a batch that was split: its first and its last message, each by the
         columns ``source`` and ``position``; ``None`` for a whole batch.
+    :param error: Why it fails unhandled: what the splitter raised on each of its messages.
     """
 
     batch_id: str
@@ -46,6 +48,7 @@ class PlannedBatch:
     redelivered: int
     sources: dict[str, int]
     part: list[list[int]] | None = None
+    error: str = ""
 
     def dumps(self) -> str:
         """Return it as JSON on one line."""
@@ -57,7 +60,14 @@ class PlannedBatch:
         value = {name: getattr(self, name) for name in self.__slots__}
         if self.part is None:  # an older release reads it then
             del value["part"]
+        if not self.error:
+            del value["error"]
         return value
+
+    @property
+    def refused(self) -> Status | None:
+        """The status with which it fails unhandled, if it does."""
+        return Status("error", self.error) if self.error else None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> PlannedBatch:

@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.model.batch_info import BatchInfo
-from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
-from airflow_broadway.core.stages.callbacks import context_of
+from airflow_broadway.core.stages.callbacks import context_of, log_failure, status_of
 from airflow_broadway.core.stages.failure_log import log_stuck
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage, placed_message
@@ -32,12 +32,14 @@ class Batch(NamedTuple):
     """A batch on its way to ``handle_batch``.
 
     :param keys: The keys in it: several with ``merge_keys``.
+    :param refused: The status with which it fails, unhandled, because the splitter raised on it.
     """
 
     batcher: str
     messages: list[Message]
     info: BatchInfo
     keys: tuple[Any, ...]
+    refused: Status | None = None
 
 
 def _make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool) -> Batch:
@@ -62,7 +64,8 @@ def _make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool
         batch_id=batch_id,
         redelivered=sum([message.redelivered for message in messages]),
     )
-    return Batch(batcher, messages, info, tuple([closed.key for closed in call]))
+    refused = None if first.error is None else status_of(first.error)
+    return Batch(batcher, messages, info, tuple([closed.key for closed in call]), refused)
 
 
 def _messages_of(closed: Closed) -> list[Message]:
@@ -214,7 +217,10 @@ class LocalBatcher:
                 return
             merged = self._merger is not None
             batch = _make_batch(self._pipeline.name, self.name, call, merged=merged)
-            self._on_batch(batch)
+            if call[0].error is not None:
+                log_failure("batch_size", self._pipeline, call[0].error, batch.messages)
+            else:
+                self._on_batch(batch)
             if self._pool is None:
                 self._handle_here(batch)
             elif not self._hand_over(self._pool, batch):
@@ -225,7 +231,7 @@ class LocalBatcher:
         if lane is None:
             lane, self._turn = self._turn, (self._turn + 1) % len(self._processors)
         started = time.monotonic()
-        result = self._processors[lane].handle(batch.messages, batch.info)
+        result = _worker(self._processors[lane])(batch)
         self.handle_seconds += time.monotonic() - started
         self._count([(batch, result)])
 
@@ -266,4 +272,4 @@ class _SparkSubstitute(BatchProcessorStage):
 
 
 def _worker(processor: BatchProcessorStage) -> Callable[[Batch], BatchResult]:
-    return lambda batch: processor.handle(batch.messages, batch.info)
+    return lambda batch: processor.handle(batch.messages, batch.info, batch.refused)

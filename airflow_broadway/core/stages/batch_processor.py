@@ -10,7 +10,7 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.batch_info import BatchInfo
-from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
@@ -68,11 +68,15 @@ class BatchProcessorStage:
         self._ack = ack
         self.name = f"{pipeline.name}.Broadway.BatchProcessor_{batcher}_{index}"
 
-    def handle(self, messages: list[Message], info: BatchInfo) -> BatchResult:
+    def handle(
+        self, messages: list[Message], info: BatchInfo, refused: Status | None = None
+    ) -> BatchResult:
         """Run ``handle_batch`` on one batch and settle its messages.
 
         An exception of a callback never gets out; ``KeyboardInterrupt`` and its like do, and then
         nothing has been settled but what the callback settled itself.
+
+        :param refused: The status with which the batch fails instead: its splitter raised.
         """
         context = context_of(self.pipeline)
         span = None
@@ -81,7 +85,7 @@ class BatchProcessorStage:
             span = telemetry.Span("batch_processor", about)
         try:
             with Scope("batch") as scope, log_ids(batcher=self.batcher, batch_id=info.batch_id):
-                result = self._handle(messages, info, context, scope)
+                result = self._handle(messages, info, context, scope, refused)
         except BaseException as error:
             end_span(span, error)
             raise
@@ -106,27 +110,41 @@ class BatchProcessorStage:
         }
 
     def _handle(
-        self, messages: list[Message], info: BatchInfo, context: Any, scope: Scope
+        self,
+        messages: list[Message],
+        info: BatchInfo,
+        context: Any,
+        scope: Scope,
+        refused: Status | None,
     ) -> BatchResult:
         successful: list[Message] = []
-        failed: list[Message] = []
-        try:
-            returned = self._call(messages, info, context)
-        except PROTECTED as error:
-            log_failure("handle_batch", self.pipeline, error, messages)
-            failed = fail_all(messages, status_of(error), scope)
+        if refused is None:
+            successful, failed = self._called(messages, info, context, scope)
         else:
-            found = Returned.of(messages, returned, scope)
-            for message in found.own:
-                (successful if message.status.kind == "ok" else failed).append(message)
-            for message in found.anew:
-                failed.append(self._refused(message, scope))
-            if len(returned) != len(messages) or found.odd:
-                self._log_mismatch(len(messages), len(returned), found.odd)
+            failed = fail_all(messages, refused, scope)
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
         self._ack(successful, failed)
         return BatchResult(successful, failed, _missing(messages, successful, failed))
+
+    def _called(
+        self, messages: list[Message], info: BatchInfo, context: Any, scope: Scope
+    ) -> tuple[list[Message], list[Message]]:
+        """Call ``handle_batch``; return what succeeded and what failed by it."""
+        try:
+            returned = self._call(messages, info, context)
+        except PROTECTED as error:
+            log_failure("handle_batch", self.pipeline, error, messages)
+            return [], fail_all(messages, status_of(error), scope)
+        successful: list[Message] = []
+        failed: list[Message] = []
+        found = Returned.of(messages, returned, scope)
+        for message in found.own:
+            (successful if message.status.kind == "ok" else failed).append(message)
+        failed += [self._refused(message, scope) for message in found.anew]
+        if len(returned) != len(messages) or found.odd:
+            self._log_mismatch(len(messages), len(returned), found.odd)
+        return successful, failed
 
     def _refused(self, message: Message, scope: Scope) -> Message:
         """A message that came back without what settles it, as a failure."""

@@ -8,6 +8,9 @@ Broadway's rules, to the letter: what arrives is cut into chunks of ``max_demand
 2``; a chunk is worked through in runs of one (key, partition); a batch is closed when it is full
 (by count, by bytes or by the custom splitter), at the end of a run that holds a ``flush`` item,
 when its timeout is over, and at the end of input.  ``docs/semantics.md`` has the details.
+
+In one thing Broadway is not followed: a custom splitter that raises ends its batcher there.  Here
+the item on which it raises is in no other batch, and fails alone, in a batch that has an ``error``.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from airflow_broadway.core.model.batch_info import Trigger
 from airflow_broadway.core.model.message import BatchMode
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.plain import dump_key
+from airflow_broadway.core.stages.callbacks import PROTECTED, status_of
 
 __all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending"]
 
@@ -54,6 +58,7 @@ class Closed(NamedTuple):
     :param pending: What ``make`` returned for it, filled.
     :param size: Items in it; at least 1.
     :param bytes: Their sizes together; 0 where the batcher has no ``batch_bytes``.
+    :param error: What the custom splitter raised on each of its items; ``None``: it may be handled.
     """
 
     pending: Any
@@ -62,15 +67,17 @@ class Closed(NamedTuple):
     trigger: Trigger
     size: int
     bytes: int = 0
+    error: BaseException | None = None
 
 
 class _Open:
     """A pending batch and what the batcher knows of it."""
 
-    __slots__ = ("acc", "bytes", "closed", "count", "deadline", "key", "partition", "to")
+    __slots__ = ("acc", "bytes", "closed", "count", "deadline", "error", "key", "partition", "to")
 
     def __init__(self, to: Any, key: Any, partition: int | None, acc: Any, deadline: float) -> None:
         self.to = to
+        self.error: BaseException | None = None
         self.key = key
         self.partition = partition
         self.acc = acc
@@ -114,18 +121,18 @@ class BatcherStage:
         self._open: dict[Any, _Open] = {}
         # The same order, for timeouts; batches closed otherwise are dropped when they come up.
         self._timers: deque[_Open] = deque()
+        #: What the splitter raised on, by key, partition and the text of the error.
+        self._failed: dict[Any, _Open] = {}
 
     @property
     def pending(self) -> int:
         """Batches that are open."""
-        return len(self._open)
+        return len(self._open) + len(self._failed)
 
     def add(self, items: Sequence[Item], now: float) -> list[Closed]:
         """Take ``items`` in order; returns the batches they closed, in order of closing.
 
         :param now: The instant, in seconds of the clock that :meth:`due` is asked with.
-        :raises PipelineError: If a custom splitter returns neither ``("emit", acc)`` nor
-            ``("cont", acc)``.
         """
         closed: list[Closed] = []
         step = self.chunk_size
@@ -162,6 +169,8 @@ class BatcherStage:
         for batch in list(self._open.values()):
             self._close(batch, Trigger.FLUSH, closed)
         self._timers.clear()
+        closed += [_closed(batch, Trigger.FLUSH) for batch in self._failed.values()]
+        self._failed.clear()
         return closed
 
     # -- inside --------------------------------------------------------------------------------
@@ -247,14 +256,22 @@ class BatcherStage:
             if batch is not None and limit is not None and batch.bytes + size > limit:
                 self._close(batch, Trigger.BYTES, closed)
                 batch, flush = None, False
+            emits, acc = False, self._initial if batch is None else batch.acc
+            if split is not None:
+                try:
+                    emits, acc = self._split_at(split, item, acc)
+                except PROTECTED as error:
+                    self._fail(item, identity, key, partition, error)
+                    continue
             if batch is None:
                 batch = self._begin(identity, key, partition, now)
             batch.to.append(item)
             batch.count += 1
             batch.bytes += size
+            batch.acc = acc
             if item.batch_mode == _FLUSH:
                 flush = True
-            if batch.count == self._size if split is None else self._emits(split, item, batch):
+            if emits or batch.count == self._size:
                 trigger = Trigger.SIZE
             elif limit is not None and batch.bytes >= limit:
                 trigger = Trigger.BYTES  # full: nothing but empty items would fit
@@ -265,13 +282,26 @@ class BatcherStage:
         if flush and batch is not None:
             self._close(batch, Trigger.FLUSH, closed)
 
-    def _emits(self, split: Callable[[Any, Any], Any], item: Item, batch: _Open) -> bool:
-        answer = split(item, batch.acc)
+    def _fail(
+        self, item: Item, identity: Any, key: Any, partition: int | None, error: BaseException
+    ) -> None:
+        """Put an item on which the splitter raised with those that failed alike."""
+        name = identity, status_of(error).text
+        batch = self._failed.get(name)
+        if batch is None:
+            batch = self._failed[name] = _Open(self._make(key, partition), key, partition, None, 0)
+            batch.error = error
+        batch.to.append(item)
+        batch.count += 1
+        batch.bytes += item.size
+
+    def _split_at(self, split: Callable[[Any, Any], Any], item: Item, acc: Any) -> tuple[bool, Any]:
+        """Return whether the splitter closes the batch with this item, and its accumulator."""
+        answer = split(item, acc)
         if isinstance(answer, tuple) and len(answer) == 2 and answer[0] in ("emit", "cont"):
             # What comes with "emit" is not used: as in Broadway's code (and unlike its
             # documentation) the next batch starts from the initial value.
-            batch.acc = answer[1]
-            return bool(answer[0] == "emit")
+            return answer[0] == "emit", answer[1]
         raise PipelineError(
             f"the splitter of batcher {self.name!r} must return ('cont', acc) or ('emit', acc),"
             f" got: {answer!r:.200}"
@@ -290,8 +320,14 @@ class BatcherStage:
         key, partition = batch.key, batch.partition
         del self._open[key if self._partition is None else (key, partition)]
         batch.closed = True
-        closed.append(Closed(batch.to, key, partition, trigger, batch.count, batch.bytes))
+        closed.append(_closed(batch, trigger))
         batch.to = None  # a timer may hold the batch for a while; its items must not stay
+
+
+def _closed(batch: _Open, trigger: Trigger) -> Closed:
+    return Closed(
+        batch.to, batch.key, batch.partition, trigger, batch.count, batch.bytes, batch.error
+    )
 
 
 def partitioner(options: Batcher) -> Callable[[Any], int] | None:

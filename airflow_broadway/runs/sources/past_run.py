@@ -174,6 +174,7 @@ class PastRun:
             redelivered=batch.size,
             sources={self._env.generation: batch.size},
             part=batch.part and [[0, source * _APART + at] for source, at in batch.part],
+            error="",  # as if its splitter had been mended
         )
 
     def _link(self, plan: BatchPlan, path: str) -> list[str]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import BatchInfo
+from airflow_broadway import Batcher, BatchInfo, Message
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.replay import choose, replay
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.testing import ManualClock
@@ -47,6 +48,40 @@ def test_each_batch_gets_one_outcome(run: Run) -> None:
     before = run.calls()
     assert batches.run() == counts
     assert run.calls() == before
+
+
+def test_messages_on_which_the_splitter_raises_fail_alone_and_a_replay_handles_them(
+    tmp_path: Path,
+) -> None:
+    def split(message: Message, count: int) -> tuple[str, int]:
+        if message.data in (11, 12):
+            raise KeyError("no field")
+        return ("emit", 0) if count == 4 else ("cont", count + 1)
+
+    class Split(Sums):
+        batchers = {"default": Batcher(engine="python", batch_size=(0, split), max_demand=100)}
+
+    run = Run(tmp_path, pipeline=Split)
+    run.send([1, 2, 3, 4, 11, 12, 13, 16, 17, 18])
+    batches = planned(run)
+
+    counts = batches.run()
+
+    # Then they are one batch, which no callback sees, and their neighbours fill others
+    assert counts == {"batches": 3, "successful": 8, "failed": 2, "without_outcome": 0}
+    assert [call.number for call in run.calls()] == [1, 2, 3, 4, 13, 16, 17, 18]
+    (failed,) = [each for each in recorded(batches, run) if each and each.failed]
+    assert failed.error == "KeyError: 'no field'"
+    report = run.ack()
+    assert (report["totals"]["acked"], report["totals"]["dead_lettered"]) == (8, 2)
+    assert run.dead() == [11, 12]
+
+    # And a replay of the batch calls handle_batch
+    (chosen,) = choose(run.staged, batch_ids=[failed.batch_id])
+    (replayed,) = replay(run.staged, run.pipeline, [chosen], lambda *_: "").batches
+    assert replayed.now is not None
+    assert (replayed.now.successful, replayed.now.failed) == (2, 0)
+    assert [call.number for call in run.calls()][8:] == [11, 12]
 
 
 def test_a_batch_is_told_which_try_of_its_task_handles_it(

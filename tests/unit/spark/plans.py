@@ -59,6 +59,7 @@ class Planned:
     keys: int = 1
     partition: int | None = None
     trigger: str = "size"
+    error: str = ""
     generations: tuple[str, ...] = (GENERATION,)
 
 
@@ -203,6 +204,7 @@ def _planned(batch: Planned, number: int, file: int) -> PlannedBatch:
         size=len(batch.rows),
         bytes=10 * len(batch.rows),
         trigger=batch.trigger,
+        error=batch.error,
         redelivered=sum(row.redelivered for row in batch.rows),
         sources=dict.fromkeys(batch.generations, share),
     )

@@ -77,21 +77,24 @@ def test_no_callback_sees_a_message_that_is_not_held(queue: SqliteQueue) -> None
     assert (report.received, report.failed, len(seen), stolen) == (15, 0, 45, [])
 
 
-def test_a_splitter_that_raises_ends_the_run_and_what_has_no_outcome_goes_back(
-    queue: SqliteQueue,
-) -> None:
+def test_a_message_on_which_the_splitter_raises_fails_alone(queue: SqliteQueue) -> None:
     send(queue, 60)
+    seen: list[list[bytes]] = []
 
-    with pytest.raises(ValueError, match="35"):
-        on(queue, SplitsWrongly).run_local()
+    class Pipeline(SplitsWrongly):
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            seen.append([message.data for message in messages])
+            return messages
 
-    # Then what had its outcome is settled, all else can be received at once, on the same attempt
+    report = on(queue, Pipeline).run_local()
+
+    # Then its neighbours fill batches as if it were not there, and no callback got it
+    assert (report.settled.acked, report.failed) == (59, 1)
+    assert [len(batch) for batch in seen] == [10, 10, 10, 10, 10, 9]
+    assert b"35" not in [data for batch in seen for data in batch]
+    assert [(each["count"], each["reason"]) for each in report.reasons] == [(1, "ValueError: 35")]
     depth = queue.depth()
-    assert (depth.leased, depth.delayed, depth.dead) == (0, 0, 0)
-    assert 25 <= depth.ready <= 60
-    back = queue.receive("next", 60)
-    assert b"35" in [each.data for each in back]
-    assert {each.attempt for each in back} == {1}
+    assert (depth.ready + depth.delayed + depth.dead, depth.leased) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,39 @@ def test_an_accumulator_starts_anew_after_timeout_and_flush() -> None:
     assert data(closed) == [("k", "size", [3, 4, 5])]
 
 
-def test_a_splitter_that_answers_nonsense_is_an_error() -> None:
+def test_items_whose_splitter_answers_nonsense_fail_together() -> None:
     batcher = stage(batch_size=(0, lambda m, acc: acc), max_demand=10)
-    with pytest.raises(PipelineError, match=r"must return \('cont', acc\) or \('emit', acc\)"):
+    assert batcher.add([message(1), message(2)], 0.0) == []
+    assert batcher.pending == 1
+    (closed,) = batcher.flush()
+    assert data([closed]) == [("k", "flush", [1, 2])]
+    assert isinstance(closed.error, PipelineError)
+    assert "must return ('cont', acc) or ('emit', acc), got: 0" in str(closed.error)
+    assert batcher.pending == 0
+
+
+def test_an_item_on_which_the_splitter_raises_is_in_no_other_batch_and_changes_no_accumulator() -> (
+    None
+):
+    def split(m: Message, acc: list[int]) -> tuple[str, list[int]]:
+        if m.data in (1, 3):
+            raise ValueError(m.data)
+        return ("emit" if len(acc) == 1 else "cont", [*acc, m.data])
+
+    batcher = stage(batch_size=([], split), max_demand=10)
+    closed = batcher.add([message(number) for number in range(1, 7)], 0.0)
+    assert data(closed) == [("k", "size", [2, 4]), ("k", "size", [5, 6])]
+    failed = batcher.flush()
+    assert data(failed) == [("k", "flush", [1]), ("k", "flush", [3])]
+    assert [str(each.error) for each in failed] == ["1", "3"]
+
+
+def test_an_interrupt_in_a_splitter_goes_through() -> None:
+    def split(m: Message, acc: int) -> tuple[str, int]:
+        raise KeyboardInterrupt
+
+    batcher = stage(batch_size=(0, split), max_demand=10)
+    with pytest.raises(KeyboardInterrupt):
         batcher.add([message(1)], 0.0)
 
 
