@@ -32,7 +32,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_ke
 from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions, OpenBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.message import Status
-from airflow_broadway.core.stages.callbacks import PROTECTED, end_span, log_failure, status_of
+from airflow_broadway.core.stages.callbacks import end_span, log_failure, protected, status_of
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames
@@ -219,7 +219,7 @@ class _Batch:
             span = telemetry.Span("batch_processor", {**self._about, "messages": messages})
         try:
             found = self._planned.refused or read(self._handle_batch(messages))
-        except PROTECTED as error:
+        except protected() as error:
             # As in Broadway: a callback that raises fails its batch, and the span still stops.
             if span is not None:
                 span.stop(self._about)
@@ -287,7 +287,7 @@ class _Batch:
             while True:
                 try:
                     line = next(entries, None)
-                except PROTECTED as error:
+                except protected() as error:
                     if returned:
                         raise _CallbackError(error) from error
                     self._app.check_alive(error)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_immediately
 
 __all__ = ["OK", "BatchMode", "Message", "Status"]
@@ -59,7 +60,8 @@ class Status(NamedTuple):
     @property
     def text(self) -> str:
         """The reason for people: an exception with its type, an exit with its code.  Never raises,
-        and any broker or file takes it: half a surrogate pair is written as its escape.
+        and any broker or file takes it: half a surrogate pair is written as its escape.  Secrets in
+        addresses are masked.
         """
         kind, reason, _ = self
         if kind == "exit":
@@ -68,8 +70,8 @@ class Status(NamedTuple):
             return ""
         name = type(reason).__name__
         try:
-            text = str(reason)
-        except Exception:  # whatever a user's __str__ raises; no kill is one
+            text = redacted(str(reason))
+        except (Exception, SystemExit, GeneratorExit):  # whatever a user's __str__ raises
             # A verdict needs a text: what has none is a failure all the same.
             return f"{name}: (its text cannot be had)"
         if not text.isascii():

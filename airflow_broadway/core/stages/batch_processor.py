@@ -13,13 +13,13 @@ from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import (
-    PROTECTED,
     Returned,
     context_of,
     end_span,
     expect_messages,
     fail_all,
     log_failure,
+    protected,
     run_handle_failed,
     status_of,
 )
@@ -133,7 +133,7 @@ class BatchProcessorStage:
         """Call ``handle_batch``; return what succeeded and what failed by it."""
         try:
             returned = self._call(messages, info, context)
-        except PROTECTED as error:
+        except protected() as error:
             log_failure("handle_batch", self.pipeline, error, messages)
             return [], fail_all(messages, status_of(error), scope)
         successful: list[Message] = []

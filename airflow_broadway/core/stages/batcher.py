@@ -26,7 +26,7 @@ from airflow_broadway.core.model.batch_info import Trigger
 from airflow_broadway.core.model.message import BatchMode
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.plain import dump_key
-from airflow_broadway.core.stages.callbacks import PROTECTED, status_of
+from airflow_broadway.core.stages.callbacks import protected, status_of
 
 __all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending"]
 
@@ -260,7 +260,7 @@ class BatcherStage:
             if split is not None:
                 try:
                     emits, acc = self._split_at(split, item, acc)
-                except PROTECTED as error:
+                except protected() as error:
                     self._fail(item, identity, key, partition, error)
                     continue
             if batch is None:

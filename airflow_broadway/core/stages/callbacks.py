@@ -2,15 +2,16 @@
 
 A callback that raises fails its messages and nothing else.  The error is logged with a ``code`` (an
 extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` counts
-as such an error (kind ``exit``), and so do ``GeneratorExit`` and asyncio's ``CancelledError``.
-Every other ``BaseException``, such as ``KeyboardInterrupt`` and Airflow's task time-out, goes
-through untouched.
+as such an error (kind ``exit``), and so do ``GeneratorExit``, asyncio's ``CancelledError`` and the
+panic of an extension in Rust.  Every other ``BaseException``, such as ``KeyboardInterrupt`` and
+Airflow's task time-out, goes through untouched.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
+import sys
 import threading
 from asyncio.exceptions import CancelledError
 from collections.abc import Iterable, Sequence
@@ -27,22 +28,24 @@ from airflow_broadway.core.text import many
 
 __all__ = [
     "CODES",
-    "PROTECTED",
     "Returned",
     "context_of",
     "end_span",
     "expect_messages",
     "fail_all",
     "is_of",
+    "protected",
     "run_handle_failed",
     "status_of",
 ]
 
 log = logging.getLogger(__name__)
 
-#: What a callback may raise without ending the run.  A cancelled coroutine and a generator that was
-#: closed are the callback's own affair, though Python does not derive them from Exception.
-PROTECTED: Final = (Exception, SystemExit, GeneratorExit, CancelledError)
+#: A cancelled coroutine and a generator that was closed are the callback's own affair, though
+#: Python does not derive them from Exception.
+_PROTECTED: Final = (Exception, SystemExit, GeneratorExit, CancelledError)
+#: The module of the class of a panic: each extension that is made with PyO3 has its own class.
+_RUST: Final = "pyo3_runtime"
 
 #: The ``code`` of each error that the stages log.
 CODES: Final = (
@@ -65,6 +68,15 @@ CODES: Final = (
 _HANDLE_FAILED: Final = ("handle_failed.start", "handle_failed.stop", "handle_failed.exception")
 
 _setup_lock = threading.Lock()
+
+
+def protected() -> tuple[type[BaseException], ...]:
+    """Return what a callback may raise without ending the run; for an ``except``, which calls this
+    when something was raised.
+    """
+    raised = sys.exc_info()[0]
+    is_panic = raised is not None and raised.__module__ == _RUST
+    return (*_PROTECTED, raised) if is_panic and raised else _PROTECTED
 
 
 def context_of(pipeline: Pipeline) -> Any:
@@ -179,7 +191,7 @@ class Returned(NamedTuple):
 
     @classmethod
     def of(cls, given: list[Message], returned: list[Message], scope: Scope) -> Returned:
-        """Sort out what was returned; messages without an id are taken for its own."""
+        """Sort out what was returned; where messages have no id, one without is its own."""
         if len(given) == len(returned) and all(map(operator.is_, given, returned)):
             return cls(returned, [])
         known = {message.message_id: message for message in given}
@@ -189,10 +201,10 @@ class Returned(NamedTuple):
         doubled = 0
         for message in returned:
             name = message.message_id
-            if not name:
-                own[id(message)] = message
-            elif name not in known:
+            if name not in known:
                 strangers.append(name)
+            elif not name:
+                own[id(message)] = message
             elif not is_of(message, known[name], scope):
                 anew[name] = known[name]
             elif name in own:
@@ -232,7 +244,7 @@ def run_handle_failed(
         span = telemetry.Span("handle_failed", {**about})
     try:
         returned: Any = pipeline.handle_failed(list(failed), context)
-    except PROTECTED as error:
+    except protected() as error:
         log_failure("handle_failed", pipeline, error, failed)
         end_span(span, error)
         return [scope.restored(message) for message in failed]

@@ -14,7 +14,7 @@ from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batcher import partition_of
-from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
+from airflow_broadway.core.stages.callbacks import log_failure, protected, status_of
 
 __all__ = ["EntryFailure", "MessageEntry", "is_entry_failure", "of_delivery"]
 
@@ -66,7 +66,7 @@ class MessageEntry:
             return _FAILED_LANE, message
         try:
             return self._partition(message), message
-        except PROTECTED as error:
+        except protected() as error:
             return _FAILED_LANE, self._failed("partition_by", message, error)
 
     def _transformed(self, message: Message) -> Message:
@@ -74,7 +74,7 @@ class MessageEntry:
         assert transformer is not None
         try:
             return of_delivery(transformer(message), message)
-        except PROTECTED as error:
+        except protected() as error:
             return self._failed("transformer", message, error)
 
     def _failed(self, callback: str, message: Message, error: BaseException) -> Message:

@@ -22,7 +22,6 @@ from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import (
-    PROTECTED,
     Returned,
     context_of,
     end_span,
@@ -30,6 +29,7 @@ from airflow_broadway.core.stages.callbacks import (
     fail_all,
     is_of,
     log_failure,
+    protected,
     run_handle_failed,
     status_of,
 )
@@ -240,7 +240,7 @@ class ProcessorStage:
                     + (f", {len(found.anew)} without what settles them" if found.anew else ""),
                     code="prepare_messages_count_mismatch",
                 )
-        except PROTECTED as error:
+        except protected() as error:
             log_failure("prepare_messages", self.pipeline, error, chunk)
             failed.extend(fail_all(chunk, status_of(error), scope))
             return []
@@ -318,7 +318,7 @@ class ProcessorStage:
                 self._check(result, message, scope)
                 if result.ok and convert is not None:
                     result = convert(result)
-            except PROTECTED as error:
+            except protected() as error:
                 log_failure("handle_message", self.pipeline, error, [message])
                 if not self._traces:
                     forget_trace(error)
@@ -359,7 +359,7 @@ class ProcessorStage:
                 given = result
                 if result.ok and self._convert is not None:
                     result = self._convert(result)
-            except PROTECTED as error:
+            except protected() as error:
                 log_failure("handle_message", self.pipeline, error, [message])
                 failed.append(scope.restored(message).with_status(status_of(error)))
                 end_span(span, error)

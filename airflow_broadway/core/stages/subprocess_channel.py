@@ -22,6 +22,7 @@ from airflow_broadway.core.model.message import Message, Status
 __all__ = [
     "PipeChannel",
     "RemoteAcknowledger",
+    "UnreadableValue",
     "acknowledger_of",
     "connect",
     "pickles",
@@ -35,6 +36,10 @@ _channel: PipeChannel | None = None
 #: In the parent: number → acknowledger, for the acknowledgers of messages that are away.
 _away: dict[int, Any] = {}
 _away_lock = threading.Lock()
+
+
+class UnreadableValue(PipelineError):
+    """What the other end sent cannot be unpickled here."""
 
 
 class PipeChannel:
@@ -65,11 +70,26 @@ class PipeChannel:
         return answer
 
     def receive(self) -> Any:
-        head = self._reader.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
+        """Receive the next value.
+
+        :raises EOFError: If the other end is gone.
+        :raises UnreadableValue: If it cannot be unpickled, such as an exception of a module that
+            only the other process can import.
+        """
+        body = self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
+        try:
+            # Written by our own child or parent, over a pipe that nobody else holds: ADR 7.
+            return pickle.loads(body)  # noqa: S301
+        except Exception as error:  # whatever a user's class raises; no kill is one
+            raise UnreadableValue(
+                f"a value that cannot be read here ({type(error).__name__}: {error})"
+            ) from error
+
+    def _read(self, size: int) -> bytes:
+        body = self._reader.read(size)
+        if len(body) < size:  # it ended while it wrote
             raise EOFError
-        # Written by our own child or parent, over a pipe that nobody else holds: ADR 7.
-        return pickle.loads(self._reader.read(_LENGTH.unpack(head)[0]))  # noqa: S301
+        return body
 
     def close(self) -> None:
         for pipe in (self._writer, self._reader):

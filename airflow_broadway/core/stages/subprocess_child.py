@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any
+from typing import IO, Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
@@ -157,7 +157,15 @@ def _own_channel() -> PipeChannel:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=lambda: _disconnect(reader, writer))
     return connect(reader, writer)
+
+
+def _disconnect(*pipes: IO[bytes]) -> None:
+    """Take the pipes from a fork of this process: the parent would wait until that ends, too."""
+    with open(os.devnull, "r+b", buffering=0) as nothing:
+        for pipe in pipes:
+            os.dup2(nothing.fileno(), pipe.fileno(), inheritable=False)
 
 
 def main() -> None:

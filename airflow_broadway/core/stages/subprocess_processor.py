@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
@@ -32,12 +32,16 @@ from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.subprocess_channel import (
     PipeChannel,
+    UnreadableValue,
     acknowledger_of,
     portable_error,
 )
 from airflow_broadway.core.text import many
 
 __all__ = ["ProcessDied", "SubprocessProcessor"]
+
+#: Seconds within which a child that has closed its pipe is expected to end.
+_END_TIMEOUT: Final = 2.0
 
 
 class ProcessDied(PipelineError):
@@ -174,6 +178,9 @@ class SubprocessProcessor:
             return self._exchange(self._channel, chunk)
         except (EOFError, BrokenPipeError):
             ending = self._ending()
+        except UnreadableValue as error:
+            ending = str(error)
+            self._end_child()
         except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
             self._end_child()  # the pipe may be in the middle of a value
             raise
@@ -205,10 +212,13 @@ class SubprocessProcessor:
 
     def _ending(self) -> str:
         """Wait for the child, which has closed its pipe; how it ended."""
-        process = self._process
-        code = None if process is None else process.wait(10.0)
+        process, code = self._process, None
+        with suppress(subprocess.TimeoutExpired):  # a callback closed the pipe, and lives
+            code = None if process is None else process.wait(_END_TIMEOUT)
         self._end_child()
-        if code is not None and code < 0:
+        if code is None:
+            return "a closed pipe"
+        if code < 0:
             with suppress(ValueError):
                 return signal.Signals(-code).name
         return f"exit code {code}"

@@ -567,3 +567,23 @@ def _raiser(error: BaseException) -> Any:
         raise error
 
     return raise_it
+
+
+@pytest.mark.parametrize("callback", ["handle_failed", "prepare_messages"])
+def test_a_message_for_which_a_callback_returned_another_is_not_acked(
+    tmp_path: Path, callback: str
+) -> None:
+    # Given a callback that makes messages anew, without their ids
+    def anew(self: Any, messages: list[Message], context: Any) -> list[Message]:
+        return [Message(b"7") for _ in messages]
+
+    kind = type("Anew", (Sums,), {callback: anew, "name": "Sums"})
+    run = Run(tmp_path, pipeline=kind)
+    run.send([7])
+
+    run.batch(run.process())
+    totals = run.ack()["totals"]
+
+    # Then the broker has the message still, or as a dead letter
+    assert totals["acked"] == 0
+    assert sum(run.depth()) == 1

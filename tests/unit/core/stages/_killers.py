@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import time
+from types import ModuleType
 from typing import Any
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
@@ -20,6 +22,9 @@ def end_process(way: str) -> None:
     """End this process as a broken message would."""
     if way == "exit":
         os._exit(3)
+    if way == "close":  # as what makes itself a daemon does, and lives
+        os.closerange(3, 100)
+        time.sleep(60)
     if way == "memory":
         # What an allocation that is refused does in a library without a check.
         resource.setrlimit(resource.RLIMIT_AS, (1 << 26, 1 << 26))
@@ -28,6 +33,15 @@ def end_process(way: str) -> None:
         except MemoryError:
             os.abort()
     os.kill(os.getpid(), {"segv": signal.SIGSEGV, "kill": signal.SIGKILL}[way])
+
+
+def _error_of_a_plugin() -> Exception:
+    """An error of a module that this process has loaded by itself: no other can import it."""
+    plugin: Any = ModuleType("plugin_of_this_process")
+    sys.modules[plugin.__name__] = plugin
+    plugin.Error = type("Error", (Exception,), {"__module__": plugin.__name__})
+    made: Exception = plugin.Error("of a plugin")
+    return made
 
 
 def strike(place: str, message: Message) -> None:
@@ -59,6 +73,8 @@ class Killers(Broadway):
         strike("handle_message", message)
         if message.data == "fails":
             raise ValueError("fails")
+        if message.data == "unreadable":
+            raise _error_of_a_plugin()
         if message.data == "now":
             message = message.ack_immediately()
         return message

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
@@ -44,6 +46,8 @@ class InProcesses(Broadway):
             case "stdin":
                 read = subprocess.run(["cat"], stdout=subprocess.PIPE, check=True).stdout
                 return message.put_data((sys.stdin.read(), read))
+            case "forked":
+                return message.put_data(_pipes_of_a_fork())
             case "descriptors":
                 told = "import os; print(len(os.listdir('/proc/self/fd')))"
                 # What a callback starts without a thought for descriptors
@@ -54,6 +58,20 @@ class InProcesses(Broadway):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
         return messages
+
+
+def _pipes_of_a_fork() -> list[str]:
+    """The pipes that a fork of this process holds, beyond its standard ones and one of its own."""
+    read, write = os.pipe()
+    if not os.fork():
+        known = {os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2, write)}
+        held = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        os.write(write, json.dumps([each for each in held if each not in known]).encode())
+        os._exit(0)
+    os.wait()
+    os.close(write)
+    with os.fdopen(read) as told:
+        return [each for each in json.loads(told.read()) if each.startswith("pipe:")]
 
 
 class WithoutBatchers(InProcesses):

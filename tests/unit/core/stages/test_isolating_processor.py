@@ -91,6 +91,21 @@ def test_a_single_message_is_blamed_where_nothing_else_was_handled() -> None:
     assert [each.status.kind for each in handle(Killers, ["handle_message kill"])[1]] == ["crashed"]
 
 
+def test_a_process_that_closes_its_pipe_and_lives_is_ended_and_its_message_blamed() -> None:
+    _, [message] = handle(Killers, ["handle_message close"])
+    assert message.status.text.endswith("that handled nothing else, the last with a closed pipe")
+
+
+def test_a_result_that_only_its_process_can_read_fails_its_message_alone() -> None:
+    successful, failed = handle(Killers, [1, "unreadable", 2])
+    assert [message.data for message in successful] == [1, 2]
+    [message] = failed
+    assert message.status.text == (
+        "crashed: it ended 2 processes that handled nothing else, the last with a value that cannot"
+        " be read here (ModuleNotFoundError: No module named 'plugin_of_this_process')"
+    )
+
+
 def test_a_host_on_which_every_process_ends_blames_two_messages_at_most() -> None:
     with pytest.raises(PipelineError, match=r"whatever message it handles.*no further message"):
         handle(KillsAlways, range(8))

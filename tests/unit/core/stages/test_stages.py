@@ -16,8 +16,9 @@ from airflow_broadway.core.custody.in_process import Tally
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.acks import NO_ACK, AckRef
+from airflow_broadway.core.model.acks import NO_ACK, AckRef, Scope
 from airflow_broadway.core.model.message import OK
+from airflow_broadway.core.stages.callbacks import Returned
 from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.testing import (
     DummyProducer,
@@ -50,6 +51,32 @@ class TaskTimeout(BaseException):
     """As Airflow's ``AirflowTaskTimeout``."""
 
 
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, ValueError])
+def test_an_error_whose_text_raises_is_a_failure_all_the_same(kind: type[BaseException]) -> None:
+    class Textless(Exception):
+        def __str__(self) -> str:
+            raise kind
+
+    assert Message(1).failed(Textless()).status.text == "Textless: (its text cannot be had)"
+
+
+def test_a_reason_has_no_password_of_an_address() -> None:
+    error = OSError("cannot reach amqp://guest:hunter2@mq:5672/shop")
+    for reason in (error, str(error)):
+        text = Message(1).failed(reason).status.text
+        assert "hunter2" not in text
+        assert text.endswith("cannot reach amqp://***@mq:5672/shop")
+
+
+def test_a_message_made_anew_without_an_id_stands_for_none_that_has_one() -> None:
+    given, anew = PipelineDriver(Batched).message(1), Message(b"anew")
+    with Scope("process") as scope:
+        assert Returned.of([given], [anew], scope).own == []
+        assert Returned.of([given], [given, anew], scope).own == [given]
+        # In the test kit messages may have no id at all
+        assert Returned.of([anew], [anew.put_data(1)], scope).own == [anew.put_data(1)]
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TaskTimeout])
 @pytest.mark.parametrize(
     "callback", ["prepare_messages", "handle_message", "handle_batch", "handle_failed"]
@@ -70,9 +97,13 @@ def test_what_ends_the_task_is_never_swallowed(callback: str, kind: type[BaseExc
     assert driver.acknowledger.calls == []
 
 
-@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit])
+#: As the extensions of PyO3 make it, each its own.
+RustPanic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, RustPanic])
 @pytest.mark.parametrize("callback", ["prepare_messages", "handle_message", "handle_batch"])
-def test_a_cancelled_or_closed_coroutine_fails_its_message_alone(
+def test_a_cancelled_or_closed_coroutine_or_a_panic_fails_its_message_alone(
     callback: str, kind: type[BaseException]
 ) -> None:
     def broken(self: Broadway, *_: object) -> Any:

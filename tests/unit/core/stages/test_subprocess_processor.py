@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
+from airflow_broadway.core.stages.subprocess_channel import PipeChannel
 from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
 from airflow_broadway.testing import DummyProducer, PipelineDriver
 from tests.unit.core.stages._processes import InProcesses, WithoutBatchers
@@ -95,6 +98,23 @@ def test_what_callbacks_start_has_no_end_of_the_pipe() -> None:
             assert not os.get_inheritable(pipe.fileno())
     finally:
         processor.close()
+
+
+def test_a_fork_of_the_process_has_no_end_of_the_pipe() -> None:
+    # The parent would wait for the fork, too, after the process has died
+    processor = SubprocessProcessor(InProcesses())
+    try:
+        result = processor.handle([PipelineDriver(InProcesses).message("forked")])
+    finally:
+        processor.close()
+    assert [message.data for message in result.successful] == [[]]
+
+
+def test_a_process_that_dies_while_it_writes_is_gone() -> None:
+    # Given a value of which the last bytes never came
+    channel = PipeChannel(io.BytesIO(struct.pack("!Q", 100) + b"\x80"), io.BytesIO())
+    with pytest.raises(EOFError):
+        channel.receive()
 
 
 def test_another_process_imports_nothing_from_the_working_folder(
