@@ -22,6 +22,7 @@ __all__ = [
     "TEMPORARY",
     "Files",
     "LocalFiles",
+    "check_links",
     "check_path",
     "create_file",
     "drop_file",
@@ -111,6 +112,16 @@ def check_path(path: str, folder: str) -> str:
     return path
 
 
+def check_links(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> None:
+    """Refuse a path that leads out of its root by a symbolic link, which nothing of ours makes.
+
+    :raises StagingError: If it does.
+    """
+    place, home = os.path.realpath(path), os.path.realpath(root)
+    if os.path.commonpath([place, home]) != home:
+        raise StagingError(f"{path} leads out of {root} by a symbolic link: remove the link")
+
+
 class LocalFiles:
     """Plain files below ``root``; see :class:`Files`."""
 
@@ -118,6 +129,7 @@ class LocalFiles:
         self.root = Path(root)
 
     def read(self, path: str) -> str:
+        check_links(self._path(path), self.root)
         return self._path(path).read_text(encoding="utf-8")
 
     def exists(self, path: str) -> bool:
@@ -149,6 +161,7 @@ class LocalFiles:
         return count
 
     def lines(self, path: str) -> Iterator[str]:
+        check_links(self._path(path), self.root)
         with self._path(path).open(encoding="utf-8", newline="\n") as file:
             for line in file:
                 yield line.rstrip("\n")

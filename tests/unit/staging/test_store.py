@@ -110,6 +110,38 @@ def test_no_path_leads_out_of_the_folder(folder: Folder, tmp_path: Path, path: s
 
 
 @pytest.mark.parametrize("folder", ["file", "driver"], indirect=True)
+def test_a_planted_symbolic_link_is_not_followed_out_of_the_root(
+    folder: Folder, tmp_path: Path
+) -> None:
+    # Given links of a file and of a folder that lie elsewhere, and one of a file inside
+    folder.create("own", "text")
+    [own] = tmp_path.rglob("own")
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "secret").write_text("hidden")
+    (own.parent / "file").symlink_to(elsewhere / "secret")
+    (own.parent / "folder").symlink_to(elsewhere)
+    (own.parent / "inside").symlink_to("own")
+
+    for path in ("file", "folder/secret"):
+        for read in (folder.read, lambda path: list(folder.lines(path))):
+            with pytest.raises(StagingError, match=r"leads out of .*: remove the link") as raised:
+                read(path)
+            assert "hidden" not in str(raised.value)
+    assert folder.read("inside") == "text"
+
+
+def test_a_root_may_be_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "disk")
+    roots: list[Any] = [Store.open(f"file://{tmp_path}/mounted").folder("p")]
+    roots.append(LocalFiles(tmp_path / "mounted/p"))
+    for root in roots:
+        root.replace("a", "text")
+        assert root.read("a") == "text"
+
+
+@pytest.mark.parametrize("folder", ["file", "driver"], indirect=True)
 def test_of_many_writers_at_once_exactly_one_creates_the_file(
     folder: Folder, tmp_path: Path
 ) -> None:
