@@ -178,13 +178,14 @@ def get_provider_info() -> dict[str, Any]:
                         "default": None,
                     },
                     "ask_brokers": {
-                        "description": "Whether the pages ask brokers what waits, and for dead "
-                        "letters.  The code of pipelines then runs in child processes of the API "
-                        "server.  Off: none does, and the pages say so.",
+                        "description": "Whether the API server itself asks brokers what waits, "
+                        "and for dead letters, with the connections that it sees and the options "
+                        "that the last run reported.  No code of a pipeline runs there, either "
+                        "way.  Off: the pages show what runs, triggers and sensors report.",
                         "version_added": "0.1.0",
                         "type": "boolean",
                         "example": None,
-                        "default": "True",
+                        "default": "False",
                     },
                 },
             }

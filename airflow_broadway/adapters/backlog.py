@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from airflow_broadway.adapters.connections import AirflowConnections
-from airflow_broadway.adapters.staging import staging_root
+from airflow_broadway.adapters.staging import open_store, staging_root
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import OptionsError
@@ -17,28 +17,36 @@ from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.backlog.queues import WatchedQueues
+from airflow_broadway.runs.backlog.reports import report_backlog
 
 __all__ = ["check_age", "look_at", "off_the_loop", "runs_of"]
 
 T = TypeVar("T")
 
 
-def look_at(queues: WatchedQueues, staging: str | None) -> QueueDepth | None:
-    """How full the queues are; blocks, and connects anew.
+def look_at(
+    queues: WatchedQueues, staging: str | None, *, dag_id: str | None = None, by: str = ""
+) -> QueueDepth | None:
+    """Read the depth of the queues; blocks, and connects anew.
 
     :param staging: URI of the staging root, where producers keep notes between runs.
+    :param dag_id: The Dag of the pipeline, to which the depth is reported; ``None``: to none.
+    :param by: The trigger or sensor that asks.
     :raises BroadwayError: If a connection is missing, or a broker cannot be asked.
     """
     root = staging_root(staging).rstrip("/")
-    return queues.depth(
-        ProducerEnv(
-            pipeline=queues.pipeline,
-            generation="",
-            connections=AirflowConnections(),
-            staging=f"{root}/{queues.pipeline}",
-            shared=f"{root}/{SHARED}",
-        )
+    env = ProducerEnv(
+        pipeline=queues.pipeline,
+        generation="",
+        connections=AirflowConnections(),
+        staging=f"{root}/{queues.pipeline}",
+        shared=f"{root}/{SHARED}",
     )
+    at = env.clock.now()
+    depth = queues.depth(env)
+    if dag_id is not None:
+        report_backlog(open_store(staging), dag_id, queues, depth, at=at, by=by)
+    return depth
 
 
 def runs_of(dag_id: str) -> Runs:

@@ -79,16 +79,23 @@ def asked_of(context: Context, declared: str = "") -> Asked:
     """What is asked of the run: its params, or else its type and data interval.
 
     :param declared: The source that the operator names.
-    :raises RequestRefused: If a param is no instant.
+    :raises RequestRefused: If a param is no instant, or Airflow keeps the choice of dead letters
+        from the params: a run must not take the live queue instead.
     """
     dag_run, params = context["dag_run"], context["params"]
-    kind, start, end, past_run = (params.get(name) for name in PARAMS)
+    kind, start, end, past_run, letters = (params.get(name) for name in PARAMS)
+    if (getattr(dag_run, "conf", None) or {}).get("dead_letters", letters) != letters:
+        raise RequestRefused(
+            "dead_letters was given, and Airflow hands no conf to the params of a run: turn"
+            " [core] dag_run_conf_overrides_params on; nothing was received"
+        )
     return Asked(
         run_id=str(context["ti"].run_id),
         kind=str(kind or declared),
         start=_instant("interval_start", start),
         end=_instant("interval_end", end),
         past_run=str(past_run or ""),
+        letters=letters,
         backfill=str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill",
         interval=(dag_run.data_interval_start, dag_run.data_interval_end),
     )

@@ -16,7 +16,7 @@ from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.staging import open_store
 from airflow_broadway.cli.opening import connected, named_pipeline
 from airflow_broadway.cli.output import CommandError, cut, say, say_json
-from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.dead_letters import (
     EVERY,
     Choice,
@@ -34,7 +34,7 @@ from airflow_broadway.runs.view.payload import hex_lines
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.letters import ArchiveLetters
 
-__all__ = ["dead_letters"]
+__all__ = ["dead_letters", "export_letter", "listed_letters"]
 
 #: Bytes of a payload that people are shown unless they ask for more.
 _BYTES = 2_000
@@ -57,15 +57,32 @@ def dead_letters(given: argparse.Namespace) -> int:
 def _list(place: DeadLetters, given: argparse.Namespace) -> int:
     # First: a broker may not count what is being looked at.
     total = place.count() if given.by_reason else None
-    looked = _look(place, given, SystemClock())
+    looked = _look(
+        place,
+        _choice(given),
+        limit=given.limit,
+        offset=given.offset,
+        seconds=given.seconds,
+        by_reason=given.by_reason,
+    )
     if given.json:
         letters = [_row(each) for each in looked.letters]
-        say_json(letters if total is None else {**looked.to_json(place, total), "letters": letters})
+        say_json(letters if total is None else looked.to_json(place, total))
     elif not looked.matching:
         say(f"No dead letters in {place.place}.")
     else:
         _say_list(place, looked, total)
     return 0
+
+
+def listed_letters(
+    place: DeadLetters, choice: Choice, *, limit: int, offset: int, seconds: float
+) -> dict[str, Any]:
+    """Some letters, and how many there are of each reason, as JSON."""
+    total = place.count()
+    return _look(
+        place, choice, limit=limit, offset=offset, seconds=seconds, by_reason=True
+    ).to_json(place, total)
 
 
 @dataclass(slots=True)
@@ -92,22 +109,31 @@ class _Looked:
             "whole": self.whole,
             "reasons": [{"count": n, "stage": s, "reason": r} for (s, r), n in shown],
             "other_reasons": self.matching - sum(n for _, n in shown),
+            "letters": [_row(each) for each in self.letters],
         }
 
 
-def _look(place: DeadLetters, given: argparse.Namespace, clock: Clock) -> _Looked:
+def _look(
+    place: DeadLetters,
+    choice: Choice,
+    *,
+    limit: int,
+    offset: int,
+    seconds: float | None,
+    by_reason: bool,
+) -> _Looked:
     """Look as far as is asked: to the last letter shown, or to the end; and not for too long."""
-    looked, choice = _Looked([]), _choice(given)
-    until = math.inf if given.seconds is None else clock.monotonic() + given.seconds
+    looked, clock = _Looked([]), SystemClock()
+    until = math.inf if seconds is None else clock.monotonic() + seconds
     # Where time counts, letters that are not chosen count as well.
-    with _walk(place, choice if given.seconds is None else EVERY) as letters:
+    with _walk(place, choice if seconds is None else EVERY) as letters:
         for letter in letters:
             if choice.takes(letter):
-                enough = looked.matching >= given.offset + given.limit
-                if enough and not given.by_reason:
+                enough = looked.matching >= offset + limit
+                if enough and not by_reason:
                     looked.whole = False
                     break
-                if looked.matching >= given.offset and not enough:
+                if looked.matching >= offset and not enough:
                     looked.letters.append(letter)
                 looked.matching += 1
                 looked.reasons[letter.stage, letter.reason[:_REASON]] += 1
@@ -165,7 +191,7 @@ def _show(place: DeadLetters, given: argparse.Namespace) -> int:
     unknown = [each for each in wanted if each not in found]
     if given.json:
         limit = given.bytes
-        say_json([_json(found[each], limit) for each in wanted if each in found])
+        say_json([export_letter(found[each], limit) for each in wanted if each in found])
     else:
         for number, key in enumerate(each for each in wanted if each in found):
             say(*([""] if number else []), *_shown(found[key], given))
@@ -284,7 +310,8 @@ def _row(letter: DeadLetter) -> dict[str, Any]:
     return value | short
 
 
-def _json(letter: DeadLetter, limit: int | None) -> dict[str, Any]:
+def export_letter(letter: DeadLetter, limit: int | None) -> dict[str, Any]:
+    """A letter with its payload as JSON, of which ``limit`` bytes at most."""
     value = letter._asdict()
     raw: bytes = value.pop("body")
     value["bytes"] = len(raw)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -24,7 +24,7 @@ from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import table
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 
-__all__ = ["depth"]
+__all__ = ["DepthQuery", "depth"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _SILENT: Final = "the broker does not say how full the queue is"
 
 
 @dataclass(slots=True)
-class _Asked:
+class DepthQuery:
     """A pipeline, and what is known of its queues.
 
     :param unknown: Why nothing is known; empty if it is.
@@ -57,18 +57,45 @@ class _Asked:
             "unknown": self.unknown,
         }
 
+    def ask(self, look: Callable[[], QueueDepth | None]) -> None:
+        """Read the depth; a failure is this pipeline's alone."""
+        found = self.guarded(look)
+        if found is None:
+            self.unknown = self.unknown or _SILENT
+        self.found = found
+        self.done.set()
+
+    def guarded(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; ``None`` if it fails, which :attr:`unknown` then says."""
+        try:
+            return call()
+        except (BroadwayError, OSError) as error:
+            self.unknown = redacted(one_line(error))
+        except (Exception, SystemExit) as error:
+            # Users' code raised it: its text may say anything.
+            self.unknown = f"{type(error).__name__} was raised; a worker's log may say more"
+        return None
+
+    @staticmethod
+    def wait(asked: Sequence[DepthQuery], seconds: float, clock: Clock) -> None:
+        """Wait for all, together no longer than that."""
+        end = clock.monotonic() + seconds
+        for each in asked:
+            if not each.done.wait(max(0.0, end - clock.monotonic())):
+                each.unknown = f"the broker did not answer within {seconds:g} s"
+
 
 def depth(given: argparse.Namespace) -> int:
     """Ask for all; 1 if something of one of them is not known."""
-    asked = [_Asked(reference) for reference in given.pipeline]
+    asked = [DepthQuery(reference) for reference in given.pipeline]
     for each in asked:
         # One after another, in the main thread: users' modules are loaded here.
-        look = _guarded(each, partial(_prepare, each, given))
+        look = each.guarded(partial(_prepare, each, given))
         if look is None:
             each.done.set()
             continue
-        threading.Thread(target=_ask, args=(each, look), daemon=True).start()
-    _wait(asked, given.timeout, SystemClock())
+        threading.Thread(target=each.ask, args=(look,), daemon=True).start()
+    DepthQuery.wait(asked, given.timeout, SystemClock())
     found = [each.to_json() for each in asked]
     if given.json:
         say_json(found)
@@ -77,7 +104,7 @@ def depth(given: argparse.Namespace) -> int:
     return int(any(each["unknown"] for each in found))
 
 
-def _prepare(asked: _Asked, given: argparse.Namespace) -> Callable[[], QueueDepth | None]:
+def _prepare(asked: DepthQuery, given: argparse.Namespace) -> Callable[[], QueueDepth | None]:
     """What asks for a pipeline's backlog."""
     pipeline = pipeline_of(asked.reference)
     asked.pipeline = pipeline.name
@@ -85,34 +112,6 @@ def _prepare(asked: _Asked, given: argparse.Namespace) -> Callable[[], QueueDept
     producer = connected(pipeline.producer, asked.reference, given.conn_id)
     queues = WatchedQueues(pipeline.name, producer.shards())
     return lambda: look_at(queues, given.staging)
-
-
-def _ask(asked: _Asked, look: Callable[[], QueueDepth | None]) -> None:
-    found = _guarded(asked, look)
-    if found is None:
-        asked.unknown = asked.unknown or _SILENT
-    asked.found = found
-    asked.done.set()
-
-
-def _guarded(asked: _Asked, call: Callable[[], T]) -> T | None:
-    """What ``call`` returns; a failure is this pipeline's alone."""
-    try:
-        return call()
-    except (BroadwayError, OSError) as error:
-        asked.unknown = redacted(one_line(error))
-    except (Exception, SystemExit) as error:
-        # Users' code raised it: its text may say anything.
-        asked.unknown = f"{type(error).__name__} was raised; a worker's log may say more"
-    return None
-
-
-def _wait(asked: list[_Asked], seconds: float, clock: Clock) -> None:
-    """Wait for all, together no longer than that."""
-    end = clock.monotonic() + seconds
-    for each in asked:
-        if not each.done.wait(max(0.0, end - clock.monotonic())):
-            each.unknown = f"the broker did not answer within {seconds:g} s"
 
 
 def _print(found: list[dict[str, Any]]) -> None:

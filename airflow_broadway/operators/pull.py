@@ -102,6 +102,7 @@ def budget_of(operator: Any, context: Context, source: RunSource | None = None) 
     :raises OptionsError: If one, once rendered, breaks its rule.
     """
     from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.runs.sources.dead_letters import deletes
 
     params = context["params"]
     given = {
@@ -113,6 +114,8 @@ def budget_of(operator: Any, context: Context, source: RunSource | None = None) 
         read.update(max_messages=None, max_bytes=None, max_seconds=None)
         if not source.asks_broker:  # nothing is there to be waited for
             read.update(wait_seconds=0.0, idle_seconds=0.0)
+    if source is not None and deletes(source):
+        read.update(max_messages=0)
     if operator.execution_timeout is not None:
         bound = 0.8 * operator.execution_timeout.total_seconds()
         read["max_seconds"] = min(bound, read["max_seconds"] or bound)

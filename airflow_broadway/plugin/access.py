@@ -7,7 +7,8 @@ that changes something without a token (403).  A route of a Dag says what it nee
     @router.post("/dags/{dag_id}/pipelines/{pipeline}/…", dependencies=[EDITS_RUNS])
 
 Reading needs the right to read the Dag's runs.  Acting, and seeing payloads, needs the right to
-edit them; :data:`MayEdit` tells a page that shows more to some.
+edit them, and moving dead letters also the right to trigger a run, for a run moves them;
+:data:`MayEdit` tells a page that shows more to some.
 
 **Forged requests.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every
 template): an HMAC, by the API server's secret, over the user and a random cookie of this browser.
@@ -30,6 +31,8 @@ from airflow.configuration import conf
 from airflow.models.dag import DagModel
 from fastapi import Depends, HTTPException, Request, status
 
+from airflow_broadway.plugin.turns import USER
+
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
     from fastapi import Response
@@ -40,6 +43,8 @@ __all__ = [
     "EDITS_RUNS",
     "GUARDS",
     "READS_RUNS",
+    "TRIGGERS_RUNS",
+    "WITHHELD",
     "GetUserDep",
     "MayEdit",
     "csrf_of",
@@ -52,6 +57,10 @@ __all__ = [
 READS_RUNS: Final = Depends(requires_access_dag("GET", DagAccessEntity.RUN))
 #: The dependency of a route that acts on the Dag in its path, or shows payloads of it.
 EDITS_RUNS: Final = Depends(requires_access_dag("PUT", DagAccessEntity.RUN))
+#: The dependency of a route that begins a run of the Dag in its path.
+TRIGGERS_RUNS: Final = Depends(requires_access_dag("POST", DagAccessEntity.RUN))
+#: What others are shown in the place of an error that names hosts, files and queues.
+WITHHELD: Final = "those who may edit the runs of this Dag see why"
 
 #: The field of a form that carries the token.
 CSRF_FIELD: Final = "csrf"
@@ -148,6 +157,7 @@ async def _check_text(request: Request) -> None:
 async def _remember_user(request: Request, user: GetUserDep) -> None:
     """Let the page that is made know for whom."""
     request.state.broadway_user = user
+    USER.set(str(user.get_id()))
 
 
 async def _check_csrf(request: Request, user: GetUserDep) -> None:

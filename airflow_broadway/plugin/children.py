@@ -1,14 +1,15 @@
-"""Commands of ``airflow-broadway`` as child processes: no code of users runs in the API server.
+"""Child processes that ask brokers, where ``[broadway] ask_brokers`` is switched on.
 
-A pipeline's class is the user's code, and may do anything: hang, end its process, print without
-end.  So whatever needs it is asked of a child, which has a bound on its time and on its output;
-only a few are at work at once; and an answer serves whoever asks the same within some seconds::
+A broker may be slow or silent.  So a question is answered by a child process, which has a bound on
+its time and on its output; only a few are at work at once, and an answer serves whoever asks the
+same within some seconds::
 
-    answer = await CHILDREN.ask("depth", "--pipeline=shop.orders:Orders")
-    answer.value  # what the command printed as JSON
+    answer = await CHILDREN.ask({"ask": "depth", ...})
+    answer.value  # JSON
 
-An argument that may begin with ``-``, such as a message's id, is given as ``--name=value``, or
-behind ``--``.  An administrator can keep all of it out by ``[broadway] ask_brokers``.
+The question goes to the child's standard input: its options are on no command line.  The child
+imports this package and Airflow from where the API server's interpreter finds them, never from the
+working folder, and no module of a pipeline: see :mod:`airflow_broadway.cli.questions`.
 """
 
 from __future__ import annotations
@@ -18,87 +19,76 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any, Final
 
 from airflow.providers.common.compat.sdk import conf
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.masking import redacted
-from airflow_broadway.core.text import cut, printable
+from airflow_broadway.plugin.turns import USER, Turns
 
 __all__ = ["CHILDREN", "OFF", "Answer", "ChildError", "Children", "asks_brokers"]
 
-#: Seconds in which a command must have answered, its wait for others' end included.
+#: Seconds in which a question must be answered, its wait for others' end included.
 TIMEOUT: Final = 30.0
-#: Commands at work at once, in each process of the API server.
+#: Children at work at once in each process of the API server, and those of one user.
 MOST: Final = 3
-#: Bytes that a command may print.
-MOST_BYTES: Final = 16 * 1024 * 1024
+MOST_OF_USER: Final = 1
+#: Bytes that a child may print.
+MOST_BYTES: Final = 4 * 1024 * 1024
 #: Seconds for which an answer serves others who ask the same, and how many answers are kept.
 KEEP: Final = 15.0
 MOST_KEPT: Final = 256
-#: Seconds that an interrupted command has to give back what it holds at a broker.
+#: Seconds that an interrupted child has to give back what it holds at a broker.
 GRACE: Final = 2.0
-#: Characters of an error's sentence, and bytes of what is read of standard error.
-_SENTENCE: Final = 600
-_ERROR_BYTES: Final = 64 * 1024
-
 #: A child ends by itself should the API server die: an alarm that nobody handles ends a process.
 _PROGRAM: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
     " signal.alarm(int(sys.argv.pop(1)));"
-    " from airflow_broadway.cli import main; sys.exit(main())"
+    " from airflow_broadway.cli.questions import main; sys.exit(main())"
 )
-#: What is said where commands are switched off.
-OFF: Final = "brokers are not asked: `[broadway] ask_brokers` is off on the API server"
+#: Why no broker is asked.
+OFF: Final = "the API server asks no broker: `[broadway] ask_brokers` is off"
 #: Settings with which the API server signs what it hands out; no command needs them.
 _SIGNING: Final = ("API__SECRET_KEY", "API_AUTH__JWT_SECRET", "WEBSERVER__SECRET_KEY")
-#: How a command's one line of error begins.
-_COMPLAINT: Final = "airflow-broadway: error: "
 
 
 class ChildError(BroadwayError):
-    """A command has no answer; the text says why, in one sentence without secrets."""
+    """A question has no answer; the text says why, in one sentence without secrets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command said.
-
-    :param value: What it printed as JSON.
-    :param code: Its exit code: 0; 1 if there is something to look at.
-    :param at: When it had ended.
-    """
+    """An answer, as JSON, and when it was there."""
 
     value: Any
-    code: int
     at: datetime
 
 
 def asks_brokers() -> bool:
-    """Whether commands may run here, and with them the code of pipelines."""
-    return bool(conf.getboolean("broadway", "ask_brokers", fallback=True))
+    """Whether the API server may ask brokers."""
+    return bool(conf.getboolean("broadway", "ask_brokers", fallback=False))
 
 
 class Children:
-    """Runs commands; used from one event loop.
+    """Asks questions; used from one event loop.
 
-    :param program: What starts the command line; the seconds after which it ends by itself, and the
-        command's arguments, are put behind it.
-    :param allowed: Whether any may run now; where not, each has the error :data:`OFF`.
+    :param program: What starts a child; the seconds after which it ends by itself are put behind.
+    :param allowed: Whether any may run now; where not, each question has the error :data:`OFF`.
     """
 
     def __init__(
         self,
         *,
-        program: Sequence[str] = (sys.executable, "-c", _PROGRAM),
+        program: Sequence[str] = (sys.executable, "-I", "-c", _PROGRAM),
         timeout: float = TIMEOUT,
         most: int = MOST,
+        most_of_user: int = MOST_OF_USER,
         most_bytes: int = MOST_BYTES,
         keep: float = KEEP,
         grace: float = GRACE,
@@ -112,104 +102,87 @@ class Children:
         self._keep = keep
         self._grace = grace
         self._clock = clock or SystemClock()
-        self._slots = asyncio.Semaphore(most)
-        #: What is under way, or was answered, by its arguments; the oldest question first.
-        self._known: dict[tuple[str, ...], _Question] = {}
+        self._turns = Turns(most, most_of_user)
+        #: What is under way, or was answered, by its text; the oldest question first.
+        self._known: dict[str, _Question] = {}
 
-    async def ask(self, *arguments: str) -> Answer:
-        """What a command that changes nothing says: now, or some seconds ago.
+    async def ask(self, question: Mapping[str, Any]) -> Answer:
+        """The answer to a question: of now, or of some seconds ago.
 
-        Who asks what is being asked already gets the same answer.
+        A user who asks again meanwhile gets the same answer.
 
-        :raises ChildError: If it says nothing, or not in time; that is kept, too.
+        :raises ChildError: If there is none, or not in time; that is kept, too.
         """
+        text = json.dumps(question, sort_keys=True)
         self._forget_old()
-        known = self._known.get(arguments)
-        if known is None:
-            known = self._known[arguments] = _Question(self._run(arguments), self._keep)
-            known.task.add_done_callback(lambda _: known.ended(self._clock.monotonic()))
+        known = self._known.get(text)
+        # What another user's requests still wait for would keep this one waiting behind them.
+        if known is None or not (known.task.done() or known.user == USER.get()):
+            known = self._known[text] = _Question(self._run(text), self._keep)
+            known.task.add_done_callback(partial(self._ended, known))
         # One who asks may give up; the others wait on.
         return await asyncio.shield(known.task)
 
+    def _ended(self, known: _Question, _: Any) -> None:
+        known.ended(self._clock.monotonic())
+
     def _forget_old(self) -> None:
         now = self._clock.monotonic()
-        for arguments, known in list(self._known.items()):
+        for text, known in list(self._known.items()):
             if known.is_old(now) or len(self._known) >= MOST_KEPT:
-                del self._known[arguments]
+                del self._known[text]
 
-    async def change(self, *arguments: str, timeout: float | None = None) -> Answer:
-        """Run a command that changes something: each time anew; what was known is asked anew, too.
-
-        :param timeout: Seconds in which it must be done; those of any command unless given.
-        :raises ChildError: If it says nothing, or not in time; it may have done a part.
-        """
-
-        async def run() -> Answer:
-            try:
-                return await self._run(arguments, timeout)
-            finally:
-                self._known.clear()
-
-        # One who gives up does not stop it in the middle.
-        return await asyncio.shield(run())
-
-    async def _run(self, arguments: tuple[str, ...], timeout: float | None = None) -> Answer:
+    async def _run(self, question: str) -> Answer:
         if not self._allowed():
             raise ChildError(OFF)
-        command = f"airflow-broadway {arguments[0]}"
-        # What stands behind `--` is no option.
-        options = arguments.index("--") if "--" in arguments else len(arguments)
-        arguments = (*arguments[:options], "--json", *arguments[options:])
-        timeout = self._timeout if timeout is None else timeout
         try:
-            async with asyncio.timeout(timeout):
-                async with self._slots:
-                    code, out, err = await self._spawned(arguments, command, timeout)
+            async with asyncio.timeout(self._timeout), self._turns.place():
+                code, out = await self._spawned(question)
         except TimeoutError:
-            raise ChildError(
-                f"`{command}` did not answer within {timeout:g} s: its broker, or the"
-                " pipeline's module, keeps it waiting"
-            ) from None
-        if code not in (0, 1):
-            raise ChildError(_why(command, code, err))
+            raise ChildError(f"the broker did not answer within {self._timeout:g} s") from None
         try:
-            return Answer(json.loads(out), code, self._clock.now())
-        except ValueError:
-            # A traceback ends a program with 1 as well.
-            raise ChildError(_why(command, code, err)) from None
+            value = await asyncio.to_thread(json.loads, out)
+            if "error" in value:
+                raise ChildError(str(value["error"]))
+            return Answer(value["answer"], self._clock.now())
+        except (ValueError, KeyError, TypeError):
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise ChildError(
+                f"the process that asks the broker {how} and without an answer: look with"
+                " `airflow-broadway` where a worker runs"
+            ) from None
 
-    async def _spawned(
-        self, arguments: Sequence[str], command: str, timeout: float
-    ) -> tuple[int, bytes, bytes]:
+    async def _spawned(self, question: str) -> tuple[int, bytes]:
         """Its exit code, and what it printed.  It runs in a process group of its own, which is
         ended if this is cancelled, or too much printed.
         """
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._program,
-                str(int(timeout + self._grace) + 1),
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
+                str(int(self._timeout + self._grace) + 1),
+                stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
                 env=_environment(),
                 start_new_session=True,
             )
         except OSError as error:
-            raise ChildError(f"`{command}` could not be started: {error.strerror}") from None
+            raise ChildError(f"no process could be started: {error.strerror}") from None
         over = False
         try:
+            assert process.stdin is not None
             assert process.stdout is not None
-            assert process.stderr is not None
-            out, err = await asyncio.gather(
-                _read(process.stdout, self._most_bytes), _read_end(process.stderr)
-            )
+            with suppress(ConnectionError):  # it has ended; its exit code tells
+                process.stdin.write(question.encode())
+                await process.stdin.drain()
+                process.stdin.close()
+            out = await _read(process.stdout, self._most_bytes)
             if out is None:
                 raise ChildError(
-                    f"`{command}` said more than {self._most_bytes:,} bytes: ask for less"
+                    f"the answer has more than {self._most_bytes:,} bytes: ask for less"
                 )
             code, over = await process.wait(), True
-            return code, out, err
+            return code, out
         finally:
             if not over:
                 await asyncio.shield(_end(process, self._grace))
@@ -219,6 +192,7 @@ class _Question:
     """What was asked, and until when its answer serves."""
 
     def __init__(self, answer: Coroutine[Any, Any, Answer], keep: float) -> None:
+        self.user = USER.get()
         self.task = asyncio.ensure_future(answer)
         self._keep = keep
         self._until = float("inf")
@@ -234,7 +208,7 @@ class _Question:
 
 def _environment() -> dict[str, str]:
     """That of the API server, without what it signs with; its configuration file may still have
-    that.
+    that.  ``-I`` has Python ignore its own variables and the working folder.
     """
     ours = {f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")}
     return {name: value for name, value in os.environ.items() if name not in ours}
@@ -252,14 +226,6 @@ async def _read(stream: asyncio.StreamReader, most: int) -> bytes | None:
     return b"".join(parts)
 
 
-async def _read_end(stream: asyncio.StreamReader) -> bytes:
-    """The end of what is said: the error is the last line."""
-    end = b""
-    while part := await stream.read(65_536):
-        end = (end + part)[-_ERROR_BYTES:]
-    return end
-
-
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
     """End the process, and what it has started: interrupted first, so that it may give back what
     it holds at a broker.
@@ -272,19 +238,6 @@ async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-
-
-def _why(command: str, code: int, err: bytes) -> str:
-    """Why a command failed: its own sentence, or else what ended it."""
-    lines = err.decode("utf-8", "replace").strip().splitlines()
-    said = [line for line in lines if line.startswith(_COMPLAINT)]
-    if said:
-        return cut(redacted(printable(said[-1].removeprefix(_COMPLAINT))), _SENTENCE)
-    # The text of any other error may hold a secret.
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    last = lines[-1].partition(":")[0] if lines else ""
-    kind = f" and {last}" if last.replace(".", "_").isidentifier() else ""
-    return f"`{command}` {how}{kind}: run it where a worker runs to see why"
 
 
 #: Those of this process of the API server.

@@ -8,7 +8,7 @@ override gives another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,11 +19,12 @@ from airflow.serialization.enums import Encoding
 from airflow.utils.session import create_session
 from sqlalchemy import func, select
 
+from airflow_broadway.runs.backlog.reports import PipelineKey
+
 __all__ = [
     "Declared",
     "arguments_of",
     "declared_in",
-    "declared_pipeline",
     "declared_pipelines",
     "kind_of",
 ]
@@ -42,8 +43,7 @@ _KINDS: Final = {
 class Declared:
     """A pipeline of a Dag.
 
-    :param task_id: The task that receives.
-    :param reference: The class's path and the overrides, in which there may be templates.
+    :param path: The path of its class.
     :param broker: The short name of its broker's kind; ``None`` where that was not known.
     :param producers: How many tasks receive; ``None``: not known.
     :param batchers: The engine of each; ``None``: not known.
@@ -53,13 +53,17 @@ class Declared:
 
     dag_id: str
     name: str
-    task_id: str
-    reference: Mapping[str, Any]
+    path: str
     broker: str | None = None
     producers: int | None = None
     batchers: Mapping[str, str] | None = None
     staging: str | None = None
     paused: bool = False
+
+    @property
+    def key(self) -> PipelineKey:
+        """What its last report is found by."""
+        return PipelineKey(self.name, self.dag_id)
 
 
 def declared_in(dag_id: str, dag: Mapping[str, Any]) -> list[Declared]:
@@ -114,8 +118,7 @@ def _declared(dag_id: str, given: Mapping[str, Any]) -> Declared | None:
     return Declared(
         dag_id=dag_id,
         name=str(about.get("name", named)),
-        task_id=str(given["task_id"]),
-        reference={"class": reference["class"], "options": options},
+        path=reference["class"],
         broker=about.get("broker"),
         producers=producers if isinstance(producers, int) else None,
         batchers=about.get("batchers"),
@@ -182,9 +185,3 @@ def _read(session: Any, row_id: Any, dag_hash: str, dag_id: str) -> list[Declare
             del _READ[old]
         _READ[key] = [] if row is None or row.data is None else declared_in(dag_id, row.data)
     return _READ[key]
-
-
-def declared_pipeline(dag_id: str, name: str) -> Declared | None:
-    """The pipeline of that name in a Dag, if there is one."""
-    found: Iterator[Declared] = (each for each in declared_pipelines({dag_id}) if each.name == name)
-    return next(found, None)

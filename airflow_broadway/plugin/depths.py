@@ -1,28 +1,29 @@
-"""How much waits for pipelines at their brokers, asked of the command line in child processes."""
+"""The depth of pipelines' queues: as runs, triggers and sensors reported it, or, where ``[broadway]
+ask_brokers`` is on, as the broker answers now.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.children import CHILDREN, ChildError, Children
-from airflow_broadway.plugin.declared import Declared
-from airflow_broadway.plugin.rendered import UNFILLED, has_template
+from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey
 
-__all__ = ["DEPTHS", "Depth", "Depths"]
+__all__ = ["DEPTHS", "Depth", "Depths", "Reported", "depth_of"]
 
-#: Seconds for which a depth counts in the order of pipelines, and how many are remembered.
-REMEMBERED: Final = 600.0
+#: Seconds for which an answer counts, and how many are remembered.
+REMEMBERED: Final = 60.0
 MOST_REMEMBERED: Final = 2_000
 #: Seconds in which brokers are to answer.
-_TIMEOUT: Final = 15
+_TIMEOUT: Final = 15.0
 
-_Key = tuple[str, str]
+#: The last report of a pipeline, why it cannot be read, or ``None``: there is none.
+Reported = BacklogReport | StagingError | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Depth:
 
     :param unknown: Why nothing is known; the counts are then ``None``.
     :param at: When that was so.
+    :param by: The task, trigger or sensor that reported it; empty if the API server has asked.
     """
 
     ready: int | None = None
@@ -40,6 +42,19 @@ class Depth:
     oldest_age: float | None = None
     unknown: str = ""
     at: datetime
+    by: str = ""
+
+
+def depth_of(reported: Reported, now: datetime) -> Depth | None:
+    """A depth as it was reported; ``None`` if it was not."""
+    if reported is None:
+        return None
+    if isinstance(reported, StagingError):
+        return Depth(unknown=str(reported), at=now)
+    if reported.depth is None:
+        unknown = "the broker does not report the depth of the queue"
+        return Depth(unknown=unknown, at=reported.at, by=reported.by)
+    return Depth(**reported.depth._asdict(), at=reported.at, by=reported.by)
 
 
 class Depths:
@@ -48,65 +63,47 @@ class Depths:
     def __init__(self, children: Children, clock: Clock | None = None) -> None:
         self._children = children
         self._clock = clock or SystemClock()
-        self._known: dict[_Key, Depth] = {}
+        self._known: dict[tuple[str | None, PipelineKey], Depth] = {}
 
-    def recall(self, declared: Declared) -> Depth | None:
-        """What was known lately."""
-        depth = self._known.get(_key_of(declared))
+    def recall(self, staging: str | None, key: PipelineKey) -> Depth | None:
+        """What a broker answered lately."""
+        depth = self._known.get((staging, key))
         if depth is None or self._clock.now() - depth.at > timedelta(seconds=REMEMBERED):
             return None
         return depth
 
-    async def ask(self, declared: Sequence[Declared]) -> None:
-        """Ask for these, those of one staging root in one process: to start one costs seconds."""
-        by_root: dict[str, list[Declared]] = {}
-        for each in declared:
-            if has_template(each.reference):
-                self._known |= self._unknown([_key_of(each)], UNFILLED)
+    async def ask(self, wanted: Sequence[tuple[str | None, PipelineKey, Reported]]) -> None:
+        """Ask for those whose producers' options were reported, all in one process: to start one
+        costs seconds.
+        """
+        asked: dict[str, tuple[str | None, PipelineKey]] = {}
+        queues: list[Mapping[str, str | None]] = []
+        now = self._clock.now()
+        for number, (staging, key, reported) in enumerate(wanted):
+            if not isinstance(reported, BacklogReport):
                 continue
-            by_root.setdefault(each.staging or "", []).append(each)
-        for answers in await asyncio.gather(
-            *(self._ask(root, asked) for root, asked in by_root.items())
-        ):
-            self._known |= answers
+            if not reported.queues:
+                self._known[staging, key] = Depth(unknown=reported.withheld, at=now)
+                continue
+            asked[str(number)] = (staging, key)
+            queues.append({"key": str(number), "queues": reported.queues, "staging": staging})
+        if not queues:
+            return
+        try:
+            answer = await self._children.ask(
+                {"ask": "depth", "seconds": _TIMEOUT, "queues": queues}
+            )
+        except ChildError as error:
+            self._known |= dict.fromkeys(asked.values(), Depth(unknown=str(error), at=now))
+        else:
+            for each in answer.value:
+                found = {name: each[name] for name in _FIELDS}
+                self._known[asked[each["reference"]]] = Depth(**found, at=answer.at)
         while len(self._known) > MOST_REMEMBERED:
             del self._known[next(iter(self._known))]
 
-    async def _ask(self, root: str, asked: Collection[Declared]) -> Mapping[_Key, Depth]:
-        keys = list(dict.fromkeys(map(_key_of, asked)))
-        if "{{" in root:
-            return self._unknown(keys, f"its staging root is a template: {root}")
-        where = [f"--staging={root}"] if root else []
-        references = sorted(reference for _, reference in keys)
-        try:
-            answer = await self._children.ask(
-                "depth",
-                f"--timeout={_TIMEOUT}",
-                *where,
-                *(f"--pipeline={reference}" for reference in references),
-            )
-            found = {each["reference"]: each for each in answer.value}
-            return {
-                (root, reference): Depth(
-                    **{name: found[reference][name] for name in _FIELDS}, at=answer.at
-                )
-                for reference in references
-            }
-        except ChildError as error:
-            return self._unknown(keys, str(error))
-        except (KeyError, TypeError):
-            return self._unknown(keys, "the command line said what this release does not know")
-
-    def _unknown(self, keys: Collection[_Key], why: str) -> Mapping[_Key, Depth]:
-        return dict.fromkeys(keys, Depth(unknown=why, at=self._clock.now()))
-
 
 _FIELDS: Final = ("ready", "delayed", "leased", "dead", "oldest_age", "unknown")
-
-
-def _key_of(declared: Declared) -> _Key:
-    return declared.staging or "", json.dumps(declared.reference, sort_keys=True)
-
 
 #: Those of this process of the API server.
 DEPTHS: Final = Depths(CHILDREN)

@@ -14,9 +14,11 @@ import contextvars
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.plugin.turns import Turns
 
 __all__ = ["READING", "Reading"]
 
@@ -25,29 +27,37 @@ T = TypeVar("T")
 
 #: Seconds for which a page waits.
 SECONDS: Final = 30.0
-#: Pages that read at once, in each process of the API server.
+#: Pages that read at once in each process of the API server, and those of one user.
 MOST: Final = 8
+MOST_OF_USER: Final = 4
 
 
 class Reading:
     """Runs functions that read staging, so many at once; used from one event loop."""
 
-    def __init__(self, *, seconds: float = SECONDS, most: int = MOST) -> None:
+    def __init__(
+        self, *, seconds: float = SECONDS, most: int = MOST, most_of_user: int = MOST_OF_USER
+    ) -> None:
         self._seconds = seconds
-        self._slots = asyncio.Semaphore(most)
+        self._turns = Turns(most, most_of_user)
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the function returns.
 
-        :raises StagingError: If it does not in time.  It cannot be stopped, and keeps its place
-            until it has ended.
+        :raises StagingError: If a file is gone; or if it does not in time.  It cannot be stopped,
+            and keeps its place until it has ended.
         """
         context = contextvars.copy_context()
         try:
             async with asyncio.timeout(self._seconds) as bound:
-                await self._slots.acquire()
-                found: T = await self._started(lambda: context.run(function, *args, **kwargs))
+                user = await self._turns.take()
+                work = partial(context.run, function, *args, **kwargs)
+                found: T = await self._started(work, user)
                 return found
+        except FileNotFoundError as error:
+            raise StagingError(
+                f"the file {error.filename or error} of a run is gone from the staging folder"
+            ) from None
         except TimeoutError:
             if not bound.expired():
                 raise
@@ -55,13 +65,13 @@ class Reading:
                 f"the staging folder did not answer within {self._seconds:g} s"
             ) from None
 
-    def _started(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    def _started(self, work: Callable[[], Any], user: str) -> asyncio.Future[Any]:
         """Begin it in a thread that the end of the process does not wait for."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Any] = loop.create_future()
 
         def tell(value: Any, error: BaseException | None) -> None:
-            self._slots.release()
+            self._turns.give(user)
             if ended.done():
                 return  # nobody waits any more
             if error is None:
@@ -81,7 +91,7 @@ class Reading:
         try:
             threading.Thread(target=run, name="broadway-reading", daemon=True).start()
         except BaseException:  # no room for one more: its place is another's
-            self._slots.release()
+            self._turns.give(user)
             raise
         return ended
 

@@ -13,8 +13,9 @@ from typing import Final
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.declared import Declared
-from airflow_broadway.plugin.depths import Depth
+from airflow_broadway.plugin.depths import Depth, Reported, depth_of
 from airflow_broadway.plugin.latest import LatestRun, latest_runs
+from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
 from airflow_broadway.runs.view.history import (
     BAD,
     WARN,
@@ -38,6 +39,9 @@ SHOWN: Final = 20
 #: Pipelines on a page.
 PER_PAGE: Final = 25
 
+#: What a broker has answered lately of a pipeline in a root.
+Recall = Callable[[str | None, PipelineKey], Depth | None]
+
 #: What a pipeline is, from what comes first to what comes last.
 _ORDER: Final = (BAD, WARN, "busy", "good", "idle")
 
@@ -50,7 +54,9 @@ class Standing:
     :param runs: Those of them that were accounted for, by their ids.
     :param held: ``None`` if its runs cannot be read.
     :param unread: Why they cannot; empty if they can.
-    :param depth: What waits at its broker; ``None`` if that was not asked lately.
+    :param reported: The last report of its queues.
+    :param depth: What waits at its broker, and since when that is known; ``None`` if no run,
+        trigger or sensor has reported it yet.
     """
 
     declared: Declared
@@ -58,6 +64,7 @@ class Standing:
     runs: Mapping[str, PastRun]
     held: Held | None
     unread: str
+    reported: Reported
     depth: Depth | None
 
     @property
@@ -68,7 +75,8 @@ class Standing:
         runs = [self.runs[each.run_id] for each in self.latest if each.run_id in self.runs]
         signs = signs_of(runs, self.held, failed)
         if self.depth is not None:
-            signs += waiting_signs(self.depth.dead, self.depth.oldest_age)
+            as_of = f"{self.depth.at:%Y-%m-%d %H:%M} UTC"
+            signs += waiting_signs(self.depth.dead, self.depth.oldest_age, as_of)
         return sorted(signs, key=lambda each: _ORDER.index(each.level))
 
     @property
@@ -99,16 +107,19 @@ class Page:
     pages: int
     total: int
 
-    def reordered(self, recall: Callable[[Declared], Depth | None]) -> Page:
+    def reordered(self, recall: Recall) -> Page:
         """The same ones with what is known of their brokers by now, in the order of that."""
-        known = [replace(each, depth=recall(each.declared)) for each in self.standings]
+        known = [
+            replace(each, depth=recall(each.declared.staging, each.declared.key) or each.depth)
+            for each in self.standings
+        ]
         return replace(self, standings=sorted(known, key=_place))
 
 
 def page_of(
     open_root: Callable[[str | None], Store],
     declared: Sequence[Declared],
-    recall: Callable[[Declared], Depth | None],
+    recall: Recall,
     *,
     number: int,
     now: datetime,
@@ -147,14 +158,13 @@ class _Reader:
         #: By the root that a pipeline names: the store, or why it cannot be read.
         self._stores: dict[str | None, Store | str] = {}
 
-    def standings(
-        self, declared: Sequence[Declared], recall: Callable[[Declared], Depth | None]
-    ) -> list[Standing]:
+    def standings(self, declared: Sequence[Declared], recall: Recall) -> list[Standing]:
         """All of them, by their newest runs."""
         latest = latest_runs({each.dag_id for each in declared}, LOOKED)
         runs = self._past_runs((each, latest[each.dag_id]) for each in declared)
         with ThreadPoolExecutor(READERS, "broadway-standings") as pool:
             held = list(pool.map(self._held, declared))
+        reports = self._reports(declared)
         return [
             Standing(
                 declared=each,
@@ -162,7 +172,9 @@ class _Reader:
                 runs=runs.get(_key(each), {}),
                 held=holds,
                 unread="" if isinstance(store := self._store(each), Store) else store,
-                depth=recall(each),
+                reported=reports.get((each.staging, each.key)),
+                depth=recall(each.staging, each.key)
+                or depth_of(reports.get((each.staging, each.key)), self._now),
             )
             for each, holds in zip(declared, held, strict=True)
         ]
@@ -203,6 +215,21 @@ class _Reader:
             return held_messages(store, declared.name, declared.dag_id, self._now)
         except StagingError as error:  # one damaged file must not hide the other pipelines
             return Held(messages=None, receiving=0, late=(f"{error}.",), run_ids=())
+
+    def _reports(
+        self, declared: Sequence[Declared]
+    ) -> dict[tuple[str | None, PipelineKey], Reported]:
+        """The last report of each pipeline's queues, by its root."""
+        keys: dict[str | None, list[PipelineKey]] = {}
+        for each in declared:
+            keys.setdefault(each.staging, []).append(each.key)
+        found: dict[tuple[str | None, PipelineKey], Reported] = {}
+        for root, wanted in keys.items():
+            store = self._stores[root]
+            if isinstance(store, Store):
+                for key, report in read_reports(store, wanted).items():
+                    found[root, key] = report
+        return found
 
     def _past_runs(
         self, wanted: Iterable[tuple[Declared, Sequence[LatestRun]]]

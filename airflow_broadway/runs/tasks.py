@@ -23,6 +23,8 @@ from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.backlog.queues import WatchedQueues
+from airflow_broadway.runs.backlog.reports import report_backlog
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.apart import Apart
@@ -30,7 +32,7 @@ from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.runs.sources.dead_letters import send_back
+from airflow_broadway.runs.sources.dead_letters import move_letters
 from airflow_broadway.runs.sources.past_run import PastRun
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
 from airflow_broadway.runs.stand_in import StandIn
@@ -38,7 +40,6 @@ from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.store import Store
 
 __all__ = ["BatchTask", "ProcessTask", "Processed", "send_depth"]
 
@@ -117,7 +118,7 @@ class ProcessTask:
         """
         sweep(self._run, self._pipeline, self._task, self._ports, self._source)
         remove_old_runs(self._run, self._pipeline)
-        send_back(self._served, self._env)
+        move_letters(self._served, self._env)
         with log_ids(generation=self._env.generation):
             reference = self._process.run()
         metrics = Metrics(
@@ -128,7 +129,7 @@ class ProcessTask:
         metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
         depth = None
         if not self._process.timed_out:
-            depth = send_depth(self._served, self._ports, metrics, self._run.store)
+            depth = send_depth(self._served, self._ports, metrics, self._run)
         if not reference["received"] and self._source.asks_broker:
             reference |= {
                 "receives": self._process.receives,
@@ -144,13 +145,13 @@ class ProcessTask:
 
 
 def send_depth(
-    pipeline: Pipeline, ports: Ports, metrics: Metrics, store: Store | None = None
+    pipeline: Pipeline, ports: Ports, metrics: Metrics, run: StagedRun
 ) -> QueueDepth | None:
-    """Send the depth of the queue as metrics, and return it; ``None`` where the broker has none.
-
-    :param store: The staging root, where the producer's own notes are.
+    """Report the depth of the queue, as metrics and to the pages, and return it; ``None`` where the
+    broker has none.
     """
-    env = producer_env(pipeline, ports, store=store)
+    env = producer_env(pipeline, ports, store=run.store)
+    at = env.clock.now()
     try:
         depth: QueueDepth | None = pipeline.producer.depth(env)
     except Exception as error:
@@ -159,6 +160,10 @@ def send_depth(
         return None
     if depth is not None:
         metrics.depth(depth, tells_age=pipeline.producer.tells_age)
+    if pipeline.run.source.asks_broker:
+        queues = WatchedQueues.of(pipeline)
+        by = f"run {run.run_id}"
+        report_backlog(run.store, run.dag_id, queues, depth, at=at, by=by)
     return depth
 
 

@@ -27,10 +27,11 @@ from airflow_broadway.runs.account import keep_report
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, producer_env
-from airflow_broadway.runs.sources.dead_letters import send_back
+from airflow_broadway.runs.sources.dead_letters import move_letters
 from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
+from airflow_broadway.runs.tasks import send_depth
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import Progress, record_settled
@@ -103,7 +104,7 @@ class UnstagedTask:
             store=run.store,
             clock=run.clock,
         )
-        send_back(pipeline, env)
+        move_letters(pipeline, env)
         # Of all runs together: each may be over within seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
         local = LocalRun(
@@ -127,6 +128,8 @@ class UnstagedTask:
             raise
         trouble = report.trouble(self._fail_when)
         self._record(report, started, failed=bool(trouble))
+        metrics = Metrics(ports.metrics, pipeline=pipeline.name, dag_id=run.dag_id)
+        send_depth(pipeline, ports, metrics, run)
         remove_old_runs(run, self._pipeline)
         totals = report.totals()
         return UnstagedResult({"summary": summary_line(totals), **totals}, trouble)

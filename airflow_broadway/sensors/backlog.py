@@ -77,12 +77,13 @@ class BroadwayBacklogSensor(BaseSensorOperator):
         if not self.deferrable:
             return super().execute(context)
         queues = self._queues(context)
-        found = self._look(queues)
+        found = self._look(queues, context)
         if found is not None:
             return found
         return self.defer(
             trigger=BroadwayBacklogReachedTrigger(
                 queues=queues.dumps(),
+                dag_id=context["ti"].dag_id,
                 min_messages=self.min_messages,
                 max_age=self.max_age,
                 poke_interval=self.poke_interval,
@@ -98,7 +99,7 @@ class BroadwayBacklogSensor(BaseSensorOperator):
         return dict(event)
 
     def poke(self, context: Context) -> PokeReturnValue:
-        found = self._look(self._queues(context))
+        found = self._look(self._queues(context), context)
         return PokeReturnValue(is_done=found is not None, xcom_value=found)
 
     def _bounds(self) -> Backlog:
@@ -115,9 +116,10 @@ class BroadwayBacklogSensor(BaseSensorOperator):
     def _check(self, queues: WatchedQueues) -> None:
         check_age(queues, self._bounds(), "Backlog")
 
-    def _look(self, queues: WatchedQueues) -> dict[str, Any] | None:
+    def _look(self, queues: WatchedQueues, context: Context) -> dict[str, Any] | None:
         """One look; what it found, if that reaches a bound."""
-        depth = look_at(queues, self.staging)
+        by = f"task {self.task_id}"
+        depth = look_at(queues, self.staging, dag_id=context["ti"].dag_id, by=by)
         if depth is None:
             self.log.warning("The broker does not say how full the queue is.")
             return None

@@ -69,7 +69,7 @@ def sweep_retention(
     clock = clock or SystemClock()
     folder = dag_folder(store, pipeline, dag_id)
     before = clock.now() - timedelta(seconds=keep)
-    for each in (OPEN, BALANCED):  # what lies in a run's own folder goes with it
+    for each in ("", OPEN, BALANCED):  # what lies in a run's own folder goes with it
         folder.remove_temporary(each, before)
     store.folder("").remove_temporary("", before)
     due = _marked_before(folder, before)

@@ -100,7 +100,7 @@ class BroadwayBacklogTrigger(BaseEventTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         watch = BacklogWatch(
             bounds=_bounds(self),
-            look=_looking(self.queues, self.staging),
+            look=_looking(self.queues, self.staging, self.dag_id),
             runs=partial(runs_of, self.dag_id),
             max_runs=self.max_runs,
             lag=json.loads(self.queues)["lag"],
@@ -116,12 +116,14 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
     """Wakes a sensor when a backlog has reached its bounds.
 
     :param queues: Which, as :meth:`WatchedQueues.dumps` writes them.
+    :param dag_id: The sensor's Dag.
     """
 
     def __init__(
         self,
         *,
         queues: str,
+        dag_id: str,
         min_messages: int | None = None,
         max_age: float | None = None,
         poke_interval: float = 30.0,
@@ -129,6 +131,7 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.queues = queues
+        self.dag_id = dag_id
         self.min_messages = min_messages
         self.max_age = max_age
         self.poke_interval = poke_interval
@@ -137,6 +140,7 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
     def serialize(self) -> tuple[str, dict[str, Any]]:
         return _path(self), {
             "queues": self.queues,
+            "dag_id": self.dag_id,
             "min_messages": self.min_messages,
             "max_age": self.max_age,
             "poke_interval": self.poke_interval,
@@ -144,7 +148,8 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
         }
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        watch = BacklogWatch(bounds=_bounds(self), look=_looking(self.queues, self.staging))
+        look = _looking(self.queues, self.staging, self.dag_id)
+        watch = BacklogWatch(bounds=_bounds(self), look=look)
         told = None
         wait = self.poke_interval  # the sensor has just looked
         while told is None:
@@ -165,9 +170,9 @@ def _bounds(trigger: BroadwayBacklogTrigger | BroadwayBacklogReachedTrigger) -> 
     )
 
 
-def _looking(queues: str, staging: str | None) -> Any:
+def _looking(queues: str, staging: str | None, dag_id: str) -> Any:
     """Looks at queues that are loaded in the look itself: what fails there is tried again."""
-    return lambda: look_at(WatchedQueues.loads(queues), staging)
+    return lambda: look_at(WatchedQueues.loads(queues), staging, dag_id=dag_id, by="the triggerer")
 
 
 def _event(queues: str, told: dict[str, Any]) -> TriggerEvent:

@@ -133,6 +133,7 @@ def site_in(folder: Path) -> Iterator[Site]:
             "core.simple_auth_manager_users": ",".join(":".join(item) for item in USERS.items()),
             "core.simple_auth_manager_passwords_file": str(passwords),
             "broadway.staging": f"file://{folder / 'staging'}",
+            "broadway.ask_brokers": "True",
             "broadway.spark_history": f"http://127.0.0.1:{spark_history}",
         },
     )

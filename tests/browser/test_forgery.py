@@ -35,10 +35,10 @@ def test_a_form_of_another_site_changes_nothing(
     as_admin: Chromium, site: Site, letters: Run, action: str, kind: str
 ) -> None:
     # Given an administrator with dead letters, and a token that another user was given
-    before = site.queue("letters").depth().dead
+    before, runs = site.queue("letters").depth().dead, site.runs("letters")
     assert before
     page = site.get(LETTERS, user="viewer").text
-    [token] = re.findall(r'name="csrf" value="([^"]+)"', page)
+    token, *_ = re.findall(r'name="csrf" value="([^"]+)"', page)
     fields = {**FIELDS, "csrf": token}
 
     # When a page elsewhere sends the form as soon as it is visited
@@ -51,6 +51,7 @@ def test_a_form_of_another_site_changes_nothing(
     assert as_admin.driver.current_url == to
     assert as_admin.cdp("Network.getCookies", urls=[to])["cookies"]
     assert site.queue("letters").depth().dead == before
+    assert site.runs("letters") == runs
 
 
 def test_another_site_cannot_show_our_pages_in_its_own(

@@ -1,4 +1,4 @@
-"""The dead letters' page with the command line behind it, on the embedded queue."""
+"""The dead letters' page, its child processes and the runs it triggers, on the embedded queue."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
+from airflow.models.dagrun import DagRun
+from airflow.sdk import DAG
+from airflow.utils.session import create_session
+from airflow.utils.state import DagRunState
+from sqlalchemy import select
 
-from airflow_broadway.core.custody.protocol import Settlement
-from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.plugin.access import BROWSER_COOKIE, CSRF_FIELD, make_token
-from airflow_broadway.plugin.declared import declared_pipeline
-from airflow_broadway.plugin.rendered import reference_of
 from tests.integration.pipelines.puppets import Puppets
-from tests.integration.pipelines.running import World
+from tests.integration.pipelines.running import Ran, World
 from tests.unit.plugin.site import Browser, Site, mounted
 
 pytestmark = pytest.mark.airflow
@@ -24,14 +25,19 @@ pytestmark = pytest.mark.airflow
 LETTERS = "/broadway/dags/real_letters/pipelines/Puppets/dead-letters"
 
 
+def dag_of() -> DAG:
+    # Which queue it is, only a task knows.
+    pipeline = Puppets(producer={"queue": "{{ 'pup' ~ 'pets' }}", "retry": {"max_attempts": 1}})
+    dag: DAG = pipeline.dag("real_letters", default_args={"retry_delay": timedelta(0)})
+    return dag
+
+
 @pytest.fixture
 def site(world: World) -> Iterator[Site]:
     """The pages over the world's staging root, after a run that set two messages aside."""
     world.numbers(range(2), process="fail")
     world.numbers(range(2, 4))
-    # Which queue it is, only a task knows.
-    pipeline = Puppets(producer={"queue": "{{ 'pup' ~ 'pets' }}", "retry": {"max_attempts": 1}})
-    ran = world.run(pipeline.dag("real_letters", default_args={"retry_delay": timedelta(0)}))
+    ran = world.run(dag_of())
     assert ran.totals["dead_lettered"] == 2
     world.staging.mkdir(exist_ok=True)
     with mounted(world.staging, world.patch) as made:
@@ -48,56 +54,41 @@ def act(browser: Browser, action: str, **fields: Any) -> str:
     return str(answer.text)
 
 
+def moved(world: World) -> Ran:
+    """Run what the page has just triggered, as a scheduler does: with the conf of its run."""
+    with create_session() as session:
+        wanted = select(DagRun).where(
+            DagRun.dag_id == "real_letters", DagRun.state == DagRunState.QUEUED
+        )
+        [run] = session.scalars(wanted).all()
+        conf = dict(run.conf or {})
+        session.delete(run)
+    return world.run(dag_of(), conf=conf)
+
+
 def test_letters_are_listed_shown_sent_back_and_deleted(world: World, site: Site) -> None:
     # Given a pipeline of which only a task knows the queue, and two letters
-    declared = declared_pipeline("real_letters", "Puppets")
-    assert declared is not None
-    assert reference_of(declared)["options"]["producer"]["queue"] == "puppets"
-    first, second = (each.message_id for each in world.queue.dead_letters(limit=None))
+    first = world.queue.dead_letters(limit=None)[0].message_id
     browser = site.browser("USER")
+    assert "reported by run" in browser.get(LETTERS).text
+    assert first not in browser.get(LETTERS).text
 
-    # They are listed, by reason, and one is shown
+    # Where brokers may be asked they are listed, by reason, and one is shown
+    world.patch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "True")
     listed = browser.get(LETTERS)
     assert listed.status_code == 200, listed.text
     assert "2 in queue &#39;puppets&#39;" in listed.text
     assert first in listed.text
     assert "&#34;process&#34;: &#34;fail&#34;" in browser.get(f"{LETTERS}/{first}").text
 
-    # When one is sent back while somebody else deletes the other
-    world.queue.purge_dead([second])
-    done = act(browser, "requeue", scope="marked", chosen=[first, second])
+    # When one is sent back, the run of the page handles it, and it fails again
+    act(browser, "requeue", scope="marked", chosen=[first])
+    assert moved(world).totals["received"] == 1
+    assert len(world.queue.dead_letters(limit=None)) == 2
 
-    # Then the page says what became of each, and the next run receives it
-    assert "1 dead letter was" in done
-    assert second in done.split("Somebody else was faster", 1)[1]
-    assert [each.message_id for each in world.queue.receive("g", 9)] == [first]
-
-    # When it fails again, and all that a filter finds are deleted
-    world.queue.settle("g", Settlement(rest=Verdict(Action.DEAD_LETTER, 0.0, "again", "batch")))
-    done = act(browser, "delete", scope="all", reason="again")
-
-    # Then it is gone
-    assert "1 dead letter was" in done
-    assert world.depth == (0, 0, 0, 0)
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_letters_are_shown_in_pages_and_all_sent_back(
-    world: World, site: Site
-) -> None:
-    world.queue.purge_dead()
-    for at in range(0, 100_000, 10_000):
-        world.numbers(range(at, at + 10_000))
-        world.queue.receive(f"g{at}", 10_000)
-        dead = Verdict(Action.DEAD_LETTER, 0.0, f"reason {at}", "process")
-        world.queue.settle(f"g{at}", Settlement(rest=dead))
-    browser = site.browser("USER")
-    thin = "\N{NARROW NO-BREAK SPACE}"
-
-    last = browser.get(f"{LETTERS}?page=1000")
-    done = act(browser, "requeue", scope="all")
-
-    assert f"Page 1{thin}000 of 1{thin}000" in last.text
-    assert f"99{thin}901 to 100{thin}000" in last.text
-    assert f"100{thin}000 dead letters were sent back" in done
-    assert world.depth == (100_000, 0, 0, 0)
+    # When all that a filter finds are deleted, the run of the page receives nothing
+    world.numbers(range(9, 10))
+    act(browser, "delete", scope="all", stage="process")
+    moved(world)
+    assert world.queue.dead_letters(limit=None) == []
+    assert world.depth == (1, 0, 0, 0)

@@ -1,38 +1,54 @@
-"""A pipeline's dead letters: look at them, send them back, delete them.
+"""A pipeline's dead letters: how many there are, which, and the runs that move them.
 
-All of it is asked of ``airflow-broadway dead-letters``, in a child process.  Whoever may read the
-Dag's runs sees the list; a payload, and what changes something, is for those who may edit them.
+The number is the last that a run, trigger or sensor reported.  The list, and a payload, are asked
+of the broker by a child process where ``[broadway] ask_brokers`` is on; a payload is for those who
+may edit the Dag's runs.  What sends letters back or deletes them is a run of the Dag, with the
+rights and the log of a worker, and an entry in Airflow's audit log that is written before it.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
-from airflow.models.log import Log
+from airflow.api_fastapi.core_api.datamodels.dag_run import TriggerDAGRunPostBody
+from airflow.api_fastapi.core_api.routes.public.dag_run import trigger_dag_run
+from airflow.models.dagbag import DBDagBag
 from airflow.utils.session import create_session
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import FormData
 
-from airflow_broadway.plugin.access import EDITS_RUNS, READS_RUNS, GetUserDep, MayEdit
-from airflow_broadway.plugin.children import CHILDREN, ChildError
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.model.run_source import DEAD_LETTERS
+from airflow_broadway.plugin.access import (
+    EDITS_RUNS,
+    READS_RUNS,
+    TRIGGERS_RUNS,
+    WITHHELD,
+    GetUserDep,
+    MayEdit,
+)
+from airflow_broadway.plugin.audit import note
+from airflow_broadway.plugin.children import CHILDREN, OFF, ChildError, asks_brokers
 from airflow_broadway.plugin.declared import declared_pipelines
+from airflow_broadway.plugin.depths import Depth, Reported, depth_of
+from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
-from airflow_broadway.plugin.rendered import UNFILLED, has_template, reference_of
+from airflow_broadway.plugin.staged import seen_root
+from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
+from airflow_broadway.runs.sources.dead_letters import DELETE, PARAM, REQUEUE
 from airflow_broadway.runs.view.payload import FORMS, payload_of
 
-__all__ = ["router"]
+if TYPE_CHECKING:
+    from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
 
-log = logging.getLogger(__name__)
+__all__ = ["router"]
 
 router = APIRouter(
     prefix="/dags/{dag_id}/pipelines/{pipeline}/dead-letters", dependencies=[READS_RUNS]
@@ -42,17 +58,12 @@ router = APIRouter(
 PAGE: Final = 100
 #: Seconds for which letters are looked at: of very many, brokers show some in that time.
 LOOK_SECONDS: Final = 10
-#: Seconds in which letters are moved.
-MOVE_SECONDS: Final = 120.0
 #: Bytes of a payload that are fetched, and characters that are shown.
 BYTES: Final = 256 * 1024
 MOST_SHOWN: Final = 64 * 1024
 #: Characters of a letter's properties that are shown; and letters that an answer names.
 MOST_PROPERTIES: Final = 16 * 1024
 MOST_NAMED: Final = 100
-
-#: What can be done, and what has then been done.
-_DONE: Final = {"requeue": "requeued", "delete": "deleted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +85,12 @@ class Filter:
         given = {each.name: _clean(values.get(each.name)).strip() for each in fields(cls)}
         return cls(**given | {name: _instant(name, given[name]) for name in ("since", "until")})
 
-    def arguments(self) -> list[str]:
-        """As the command takes it."""
-        named = {"message-id": self.id, "reason": self.reason, "stage": self.stage}
+    def choice(self) -> dict[str, Any]:
+        """As the param ``dead_letters`` of a run has it."""
+        named = {"reason": self.reason, "stage": self.stage}
         named |= {"since": _utc(self.since), "until": _utc(self.until)}
-        return [f"--{name}={value}" for name, value in named.items() if value]
+        ids = {"ids": [self.id]} if self.id else {}
+        return {name: value for name, value in named.items() if value} | ids
 
     def query(self, **changed: Any) -> str:
         """As a part of an address."""
@@ -125,36 +137,48 @@ async def show_list(
     """The letters that a filter chooses, in pages, and how many there are of each reason."""
     chosen = Filter.of(request.query_params)
     number = _number(request.query_params.get("page"))
-    facts: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline}
-    facts |= {"chosen": chosen, "may_edit": may_edit}
-    try:
-        found = await _listed(dag_id, pipeline, chosen, limit=PAGE, offset=(number - 1) * PAGE)
-    except ChildError as error:
-        facts |= {"found": None, "trouble": str(error)}
-        return page(request, "dead_letters.html", status=503, **facts)
-    for each in found["reasons"]:
-        # A form cannot carry a line's end as it is.
-        each["find"] = next(iter(each["reason"].strip().splitlines()), "")
-    pages = max(1, -(-found["matching"] // PAGE))
-    return page(
-        request, "dead_letters.html", found=found, number=number, pages=pages, size=PAGE, **facts
-    )
+    place = await READING(_place, dag_id, pipeline)
+    found, trouble = None, ""
+    if asks_brokers():
+        try:
+            found = await _listed(place, chosen, limit=PAGE, offset=(number - 1) * PAGE)
+        except ChildError as error:
+            trouble = str(error) if may_edit else WITHHELD
+    if found:
+        for each in found["reasons"]:
+            # A form cannot carry a line's end as it is.
+            each["find"] = next(iter(each["reason"].strip().splitlines()), "")
+    facts: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "chosen": chosen}
+    facts |= {"may_edit": may_edit, "depth": place.depth, "trouble": trouble, "found": found}
+    facts |= {"number": number, "size": PAGE, "reference": place.reference}
+    facts["pages"] = max(1, -(-found["matching"] // PAGE)) if found else 1
+    status = 503 if trouble else 200
+    return await run_in_threadpool(page, request, "dead_letters.html", status=status, **facts)
 
 
 @router.get("/{message_id:path}", dependencies=[EDITS_RUNS])
-async def show_one(request: Request, dag_id: str, pipeline: str, message_id: str) -> HTMLResponse:
+async def show_one(
+    request: Request, dag_id: str, pipeline: str, message_id: str, user: GetUserDep
+) -> HTMLResponse:
     """One letter whole, with its payload."""
     form = request.query_params.get("as")
     if form not in (None, *FORMS):
         raise HTTPException(422, f"A payload is shown as {', '.join(FORMS)}.")
-    answer = await CHILDREN.ask(
-        *await _command(dag_id, pipeline, "show"),
-        f"--message-id={_clean(message_id)}",
-        f"--bytes={BYTES}",
-    )
-    if not answer.value:
+    place = await READING(_place, dag_id, pipeline)
+    if not asks_brokers():
+        raise ChildError(OFF)
+    about = {"pipeline": pipeline, "id": _clean(message_id)}
+    await run_in_threadpool(note, user, dag_id, "broadway_dead_letters_show", about)
+    question = {"ask": "show", "id": message_id, "bytes": BYTES}
+    letter = (await CHILDREN.ask(question | place.question())).value
+    if not letter:
         raise HTTPException(404, f"{message_id} is no dead letter, or no more.")
-    [letter] = answer.value
+    return await run_in_threadpool(_letter_page, request, dag_id, pipeline, letter, form)
+
+
+def _letter_page(
+    request: Request, dag_id: str, pipeline: str, letter: dict[str, Any], form: str | None
+) -> HTMLResponse:
     raw = letter.get("body_base64")
     body = base64.b64decode(raw) if raw is not None else letter["body"].encode("utf-8")
     return page(
@@ -169,19 +193,11 @@ async def show_one(request: Request, dag_id: str, pipeline: str, message_id: str
     )
 
 
-async def _listed(
-    dag_id: str, pipeline: str, chosen: Filter, *, limit: int, offset: int = 0
-) -> dict[str, Any]:
-    answer = await CHILDREN.ask(
-        *await _command(dag_id, pipeline, "list"),
-        *chosen.arguments(),
-        "--by-reason",
-        f"--seconds={LOOK_SECONDS}",
-        f"--limit={limit}",
-        f"--offset={offset}",
-    )
-    found: dict[str, Any] = answer.value
-    return {**found, "at": answer.at}
+async def _listed(place: Place, chosen: Filter, *, limit: int, offset: int = 0) -> dict[str, Any]:
+    question = {"ask": "list", "choice": chosen.choice(), "seconds": LOOK_SECONDS}
+    question |= {"limit": limit, "offset": offset}
+    answer = await CHILDREN.ask(question | place.question())
+    return {**answer.value, "at": answer.at}
 
 
 def _number(text: str | None) -> int:
@@ -189,76 +205,97 @@ def _number(text: str | None) -> int:
     return max(1, int(text)) if text and text.isascii() and text.isdigit() and len(text) < 9 else 1
 
 
-async def _command(dag_id: str, pipeline: str, action: str) -> list[str]:
-    """A command about a pipeline's dead letters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a pipeline's dead letters are, as far as it was reported.
+
+    :param staging: The pipeline's staging root, as the Dag names it.
+    :param reference: The class, for the command line.
+    :param paused: Whether the Dag is.
+    """
+
+    staging: str | None
+    reference: str
+    paused: bool
+    reported: Reported
+    depth: Depth | None
+
+    def question(self) -> dict[str, Any]:
+        """The part of a question that names the producers.
+
+        :raises ChildError: If their options were not reported.
+        """
+        if isinstance(self.reported, StagingError):
+            raise ChildError(str(self.reported))
+        if self.reported is None:
+            raise ChildError(
+                "no run, trigger or sensor has reported the options of its producer yet: the next"
+                " run does"
+            )
+        if not self.reported.queues:
+            raise ChildError(self.reported.withheld)
+        return {"queues": self.reported.queues, "staging": self.staging}
+
+
+def _place(dag_id: str, name: str) -> Place:
+    """Where a pipeline's dead letters are.
 
     :raises HTTPException: 404, if the Dag has no such pipeline.
     """
-    return ["dead-letters", action, *await run_in_threadpool(_place, dag_id, pipeline)]
-
-
-def _place(dag_id: str, name: str) -> list[str]:
-    """The arguments that say where a pipeline's dead letters are.
-
-    :raises ChildError: If nobody knows that yet.
-    """
     declared = declared_pipelines({dag_id})
-    found = [each for each in declared if each.name == name]
-    # Of a class that a Dag names as text, the name is known to the class alone.
-    nameless = [] if found else [each for each in declared if each.broker is None]
-    if not found and not nameless:
-        raise HTTPException(404, f"The Dag {dag_id} has no pipeline {name}.")
-    references = [reference_of(each) for each in found or nameless]
-    if any(map(has_template, references)):
-        raise ChildError(UNFILLED)
-    arguments = [f"--pipeline={json.dumps(each)}" for each in references]
-    if nameless:
-        arguments.append(f"--named={_clean(name)}")
-    staging = (found or nameless)[0].staging
-    if staging is not None and "{{" not in staging:
-        arguments.append(f"--staging={staging}")
-    return arguments
+    # Of a class that a Dag names as text, the name is known to its runs alone.
+    nameless = [each for each in declared if each.broker is None]
+    found = next((each for each in declared if each.name == name), None)
+    key = PipelineKey(name, dag_id)
+    for each in [found] if found else nameless:
+        try:
+            reported: Reported = read_reports(seen_root(each.staging), [key]).get(key)
+        except StagingError:  # there is no root before the first run
+            reported = None
+        if found or reported is not None:
+            return Place(
+                staging=each.staging,
+                reference=each.path,
+                paused=each.paused,
+                reported=reported,
+                depth=depth_of(reported, datetime.now(UTC)),
+            )
+    raise HTTPException(404, f"The Dag {dag_id} has no pipeline {name}, or it never ran.")
 
 
 # -- acting ----------------------------------------------------------------------------------------
 
 
-@router.post("/requeue", dependencies=[EDITS_RUNS])
+@router.post("/requeue", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
 async def requeue(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Send letters back where they came from: first asks, then does it."""
-    return await _act(request, dag_id, pipeline, "requeue", str(user.get_name()))
+    """Begin a run that sends letters back where they came from, once that is confirmed."""
+    return await _act(request, dag_id, pipeline, REQUEUE, user)
 
 
-@router.post("/delete", dependencies=[EDITS_RUNS])
+@router.post("/delete", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
 async def delete(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Remove letters for good: first asks, then does it."""
-    return await _act(request, dag_id, pipeline, "delete", str(user.get_name()))
+    """Begin a run that removes letters for good, once that is confirmed."""
+    return await _act(request, dag_id, pipeline, DELETE, user)
 
 
 async def _act(
-    request: Request, dag_id: str, pipeline: str, action: str, user: str
+    request: Request, dag_id: str, pipeline: str, action: str, user: BaseUser
 ) -> HTMLResponse:
     form = await request.form()
     chosen = Filter.of(form)
     ids = _ids(form)
+    place = await READING(_place, dag_id, pipeline)
     facts: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "action": action}
-    facts |= {"chosen": chosen, "ids": ids}
+    facts |= {"chosen": chosen, "ids": ids, "most": MOST_NAMED, "paused": place.paused}
+    facts["depth"] = place.depth
     if form.get("confirmed") != "yes":
-        found = None if ids else await _listed(dag_id, pipeline, chosen, limit=1)
-        return page(request, "dead_letters_confirm.html", found=found, most=MOST_NAMED, **facts)
-    which = [f"--message-id={each}" for each in ids] or chosen.arguments() or ["--all"]
-    command = await _command(dag_id, pipeline, action)
-    about = {"pipeline": pipeline} | ({"ids": ids} if ids else dict(chosen.items()))
-    try:
-        answer = await CHILDREN.change(*command, *which, timeout=MOVE_SECONDS)
-    except ChildError as error:
-        await run_in_threadpool(_note, user, dag_id, action, {**about, "error": str(error)})
-        facts |= {"result": None, "count": None, "trouble": str(error)}
-        return page(request, "dead_letters_done.html", status=503, most=MOST_NAMED, **facts)
-    count = answer.value[_DONE[action]]
-    await run_in_threadpool(_note, user, dag_id, action, {**about, "count": count})
-    facts |= {"result": answer.value, "count": count, "most": MOST_NAMED}
-    return page(request, "dead_letters_done.html", **facts)
+        shown = "dead_letters_confirm.html"
+        return await run_in_threadpool(page, request, shown, **facts)
+    choice = {"ids": ids} if ids else chosen.choice()
+    letters = {"pipeline": pipeline, "action": action, **choice}
+    run_id = await run_in_threadpool(_triggered, request, dag_id, letters, user)
+    facts["run_id"] = run_id
+    return await run_in_threadpool(page, request, "dead_letters_done.html", **facts)
 
 
 def _ids(form: FormData) -> list[str]:
@@ -274,20 +311,22 @@ def _ids(form: FormData) -> list[str]:
     return ids
 
 
-def _note(user: str, dag_id: str, action: str, about: dict[str, Any]) -> None:
-    """Leave who did what, in the log and in Airflow's audit log."""
-    log.info("%s asked to %s dead letters of the Dag %s: %s", user, action, dag_id, about)
-    try:
-        with create_session() as session:
-            session.add(
-                Log(
-                    event=f"broadway_dead_letters_{action}",
-                    dag_id=dag_id,
-                    owner=user,
-                    owner_display_name=user,
-                    extra=json.dumps(about),
-                )
-            )
-    except SQLAlchemyError:
-        # It has been done, and the page is to say what came of it.
-        log.exception("It could not be written into Airflow's audit log")
+def _triggered(request: Request, dag_id: str, letters: dict[str, Any], user: BaseUser) -> str:
+    """Trigger a run as Airflow's own route does, which checks what a Dag allows; its id.
+
+    :raises HTTPException: If Airflow refuses it, or its audit log cannot be written.
+    """
+    run_id = f"dead_letters_{letters['action']}__{datetime.now(UTC).isoformat()}"
+    note(user, dag_id, f"broadway_dead_letters_{letters['action']}", letters, run_id=run_id)
+    conf = {"source": DEAD_LETTERS, PARAM: letters}
+    body = TriggerDAGRunPostBody(dag_run_id=run_id, logical_date=None, conf=conf)
+    with create_session() as session:
+        trigger_dag_run(
+            dag_id=dag_id,
+            body=body,
+            dag_bag=DBDagBag(),
+            user=user,
+            session=session,
+            request=request,
+        )
+    return run_id

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
-from airflow_broadway.plugin.access import READS_RUNS, MayEdit
+from airflow_broadway.plugin.access import READS_RUNS, GetUserDep, MayEdit
+from airflow_broadway.plugin.audit import note
 from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.run_tasks import tasks_of_run
@@ -27,15 +29,21 @@ async def find(
     dag_id: str,
     run_id: str,
     may_edit: MayEdit,
+    user: GetUserDep,
     q: str = "",
     everywhere: bool = False,
 ) -> HTMLResponse:
     """The whole story of a message; payloads are for those who may edit the Dag's runs."""
     asked = q.strip()
+    if asked and may_edit:
+        about = {"q": asked, "everywhere": everywhere}
+        event = "broadway_message_show"
+        await run_in_threadpool(note, user, dag_id, event, about, run_id=run_id)
     found = await READING(
         _found, dag_id, run_id, asked, everywhere=everywhere, with_payload=may_edit
     )
-    return page(
+    return await run_in_threadpool(
+        page,
         request,
         "message.html",
         dag_id=dag_id,

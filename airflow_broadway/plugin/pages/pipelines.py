@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
@@ -12,14 +11,13 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
-from airflow_broadway.plugin.access import GetUserDep, readable_dags
+from airflow_broadway.plugin.access import WITHHELD, GetUserDep, may_edit, readable_dags
 from airflow_broadway.plugin.charts import bars
-from airflow_broadway.plugin.children import OFF, asks_brokers
+from airflow_broadway.plugin.children import asks_brokers
 from airflow_broadway.plugin.declared import declared_pipelines
 from airflow_broadway.plugin.depths import DEPTHS
 from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import count, page, seconds
-from airflow_broadway.plugin.rendered import reference_of
 from airflow_broadway.plugin.staged import seen_root
 from airflow_broadway.plugin.standings import SHOWN, Page, Standing, page_of
 from airflow_broadway.runs.view.history import MANY_FAILED
@@ -52,7 +50,7 @@ async def show(
     found = await READING(_found, user, number, q)
     if ask:
         found = await _asked(found)
-    return await run_in_threadpool(page, request, "pipelines.html", **_facts(found, q, asked=ask))
+    return await run_in_threadpool(_page, request, "pipelines.html", found, user, q, asked=ask)
 
 
 @router.get("/pipelines")
@@ -61,7 +59,7 @@ async def listed(
 ) -> HTMLResponse:
     """The list of the page, with what its brokers say now."""
     found = await _asked(await READING(_found, user, number, q))
-    return await run_in_threadpool(page, request, "_pipelines.html", **_facts(found, q, asked=True))
+    return await run_in_threadpool(_page, request, "_pipelines.html", found, user, q, asked=True)
 
 
 def _found(user: Any, number: int, q: str) -> Page:
@@ -69,7 +67,7 @@ def _found(user: Any, number: int, q: str) -> Page:
     declared = declared_pipelines()
     readable = readable_dags(user, {each.dag_id for each in declared})
     wanted = [
-        replace(each, reference=reference_of(each))
+        each
         for each in declared
         if each.dag_id in readable and q.lower() in f"{each.dag_id}\n{each.name}".lower()
     ]
@@ -80,21 +78,29 @@ async def _asked(found: Page) -> Page:
     """The same page with what waits at the brokers, if they may be asked."""
     if not asks_brokers():
         return found
-    await DEPTHS.ask([each.declared for each in found.standings])
+    await DEPTHS.ask(
+        [(each.declared.staging, each.declared.key, each.reported) for each in found.standings]
+    )
     return found.reordered(DEPTHS.recall)
 
 
-def _facts(found: Page, q: str, *, asked: bool) -> Mapping[str, Any]:
-    return {
-        "found": found,
-        "q": q,
-        "asked": asked,
-        "off": "" if asks_brokers() else OFF,
-        "states": _STATES,
-        "charts": {
-            (each.declared.dag_id, each.declared.name): _charts(each) for each in found.standings
-        },
-    }
+def _page(
+    request: Request, template: str, found: Page, user: Any, q: str, *, asked: bool
+) -> HTMLResponse:
+    # Why a depth is unknown may name hosts, files and queues of others.
+    unknown = {s.declared.dag_id for s in found.standings if s.depth and s.depth.unknown}
+    return page(
+        request,
+        template,
+        found=found,
+        q=q,
+        asked=asked,
+        asks=asks_brokers(),
+        states=_STATES,
+        charts={(s.declared.dag_id, s.declared.name): _charts(s) for s in found.standings},
+        editable={dag_id for dag_id in unknown if may_edit(dag_id, user)},
+        withheld=WITHHELD,
+    )
 
 
 def _charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:

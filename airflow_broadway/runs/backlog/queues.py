@@ -22,6 +22,8 @@ from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["WatchedQueues"]
 
+#: The modules of this package's producers.
+_OWN = "airflow_broadway.producers."
 #: Options of every producer that no depth depends on, and whose values may be of any form.
 _SETTLING = frozenset({"on_success", "on_failure", "rate_limiting", "retry", "transformer"})
 
@@ -67,15 +69,16 @@ class WatchedQueues:
         return text
 
     @classmethod
-    def loads(cls, text: str) -> WatchedQueues:
+    def loads(cls, text: str, *, own: bool = False) -> WatchedQueues:
         """Read what :meth:`dumps` wrote.
 
+        :param own: Whether producers of this package only are imported: no code of users.
         :raises PipelineError: If a producer's class cannot be imported here.
         :raises OptionsError: If an option breaks its rule.
         """
         value = json.loads(text)
         producers = [
-            build(_import(each["producer"]), each["options"], "producer", rendered=True)
+            build(_import(each["producer"], own=own), each["options"], "producer", rendered=True)
             for each in value["queues"]
         ]
         return cls(value["pipeline"], producers)
@@ -134,8 +137,13 @@ def _class_path(cls: type[Producer]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _import(path: str) -> type[Producer]:
+def _import(path: str, *, own: bool) -> type[Producer]:
     module, _, name = path.partition(":")
+    if own and not module.startswith(_OWN):
+        raise PipelineError(
+            f"the producer {path!r} is not one of this package, and no other code runs here: list"
+            " its dead letters with `airflow-broadway dead-letters` where a worker runs"
+        )
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_source import (
     ARCHIVE,
+    DEAD_LETTERS,
     KINDS,
     LIVE,
     LOG,
@@ -16,11 +17,13 @@ from airflow_broadway.core.model.run_source import (
     RunSource,
 )
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.runs.sources.dead_letters import PARAM as LETTERS
+from airflow_broadway.runs.sources.dead_letters import check_choice
 
 __all__ = ["PARAMS", "Asked", "choose_source"]
 
 #: The params of a run that choose its source, in the order of :class:`Asked`.
-PARAMS: Final = ("source", "interval_start", "interval_end", "source_run")
+PARAMS: Final = ("source", "interval_start", "interval_end", "source_run", LETTERS)
 
 _GET_ONE: Final = (
     "give the pipeline an archive (archive = Archive()), and whatever its runs receive from then on"
@@ -35,6 +38,7 @@ class Asked(NamedTuple):
     :param kind: The source by name; empty: by the run's type.
     :param start: The start of an interval, where one is given; so is ``end``.
     :param past_run: The id of the run whose batches are run again.
+    :param letters: Which dead letters are moved, and how, as the run's param says.
     :param backfill: Whether Airflow runs it as a backfill.
     :param interval: The run's data interval.
     """
@@ -44,6 +48,7 @@ class Asked(NamedTuple):
     start: datetime | None = None
     end: datetime | None = None
     past_run: str = ""
+    letters: Any = None
     backfill: bool = False
     interval: tuple[datetime | None, datetime | None] = (None, None)
 
@@ -55,6 +60,11 @@ def choose_source(pipeline: Pipeline, asked: Asked) -> RunSource:
 
     :raises RequestRefused: If the pipeline cannot serve what is asked, or it is not complete.
     """
+    letters = check_choice(asked.letters)
+    if asked.kind == DEAD_LETTERS and letters.get("pipeline", pipeline.name) != pipeline.name:
+        # Another pipeline of this Dag has them: this one works as in any run.
+        asked = asked._replace(kind="", letters=None)
+        letters = {}
     kind = asked.kind or _by_type(pipeline, asked)
     if kind not in KINDS:
         raise RequestRefused(f"the source {kind!r} is not one of {sorted(KINDS)}")
@@ -78,6 +88,8 @@ def choose_source(pipeline: Pipeline, asked: Asked) -> RunSource:
         return RunSource(kind=kind, interval=_interval(asked))
     if kind == RUN:
         return RunSource(kind=kind, run_id=_past_run(asked))
+    if kind == DEAD_LETTERS:
+        return RunSource(kind=kind, only=letters)
     return RunSource(kind=kind)
 
 
@@ -101,6 +113,7 @@ def _check_given(kind: str, asked: Asked) -> None:
         "interval_start": (asked.start, (ARCHIVE, LOG)),
         "interval_end": (asked.end, (ARCHIVE, LOG)),
         "source_run": (asked.past_run or None, (RUN,)),
+        LETTERS: (asked.letters or None, (DEAD_LETTERS,)),
     }
     for name, (value, kinds) in given.items():
         if value is not None and kind not in kinds:

@@ -249,12 +249,16 @@ def _signs_of_newest(run: PastRun) -> list[Sign]:
     return signs
 
 
-def waiting_signs(dead: int | None, oldest_age: float | None) -> list[Sign]:
-    """Why people should look at what waits at the broker."""
+def waiting_signs(dead: int | None, oldest_age: float | None, as_of: str) -> list[Sign]:
+    """Why people should look at what waits at the broker.
+
+    :param as_of: When that was so, for people.
+    """
     signs = []
     if dead is not None and dead >= MANY_DEAD:
-        signs.append(Sign(WARN, f"{many(dead, 'dead letter')} lie at the broker."))
+        signs.append(Sign(WARN, f"{many(dead, 'dead letter')} lie at the broker (as of {as_of})."))
     if oldest_age is not None and oldest_age >= OLD_BACKLOG:
         hours = oldest_age / 3600.0
-        signs.append(Sign(WARN, f"The oldest message has waited for {hours:,.1f} h."))
+        text = f"The oldest message had waited for {hours:,.1f} h (as of {as_of})."
+        signs.append(Sign(WARN, text))
     return signs

@@ -16,9 +16,10 @@ from airflow_broadway.testing.crashes.callbacks import STRUCK, Witnessed, witnes
 from airflow_broadway.testing.crashes.sink import SinkError
 from airflow_broadway.testing.crashes.subject import Subject
 
-#: The root's own file, the last run's folder and its mark; crash records; an archive is for good.
+#: The root's own file, the last run's folder and its mark, the last report of the queue's depth;
+#: crash records; an archive is for good.
 _STAYS = re.compile(
-    r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$)"
+    r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$|_backlog\.json$)"
     r"|^[^/]+/_(?:archive|crashes)/"
 )
 

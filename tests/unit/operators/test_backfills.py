@@ -23,6 +23,7 @@ from airflow_broadway.operators.pull import budget_of, source_of_run
 from airflow_broadway.pipeline import Broadway
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.runs.sources.choice import PARAMS
 from tests.unit.runs.steps import Sums
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -146,7 +147,7 @@ def test_what_is_past_is_read_whole_whatever_the_budgets() -> None:
     assert budget_of(limited, made, source).max_seconds == 80.0
 
 
-@pytest.mark.parametrize(("guide", "count"), [("backfills", 3), ("dead-letters", 1)])
+@pytest.mark.parametrize(("guide", "count"), [("backfills", 3), ("dead-letters", 3)])
 def test_airflow_takes_its_own_commands_as_the_guides_have_them(guide: str, count: int) -> None:
     from airflow.cli.cli_parser import get_parser
 
@@ -160,4 +161,4 @@ def test_airflow_takes_its_own_commands_as_the_guides_have_them(guide: str, coun
             assert given.reprocess_behavior in (None, "none", "completed", "failed")
             assert given.from_date < given.to_date
         else:
-            assert json.loads(given.conf).keys() <= Kept.params().keys()
+            assert json.loads(given.conf).keys() <= {*Kept.params(), *PARAMS}

@@ -156,7 +156,7 @@ def test_a_connection_that_is_missing_ends_no_trigger(
     bounds: dict[str, Any] = {"min_messages": 3, "poke_interval": 1.0}
     trigger: Any = BroadwayBacklogTrigger(Orders, dag_id="orders", **bounds)
     if kind == "sensor":
-        trigger = BroadwayBacklogReachedTrigger(queues=trigger.queues, **bounds)
+        trigger = BroadwayBacklogReachedTrigger(queues=trigger.queues, dag_id="orders", **bounds)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(told_by(trigger, 1))
@@ -184,7 +184,7 @@ def test_each_trigger_looks_in_a_thread_of_its_own(
 ) -> None:
     threads: list[str] = []
 
-    def look(*_: Any) -> QueueDepth:
+    def look(*_: Any, **__: Any) -> QueueDepth:
         threads.append(threading.current_thread().name)
         return QueueDepth(3, 0, 0, 0, None)
 
@@ -193,7 +193,7 @@ def test_each_trigger_looks_in_a_thread_of_its_own(
     trigger: Any = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3)
     if kind == "sensor":
         trigger = BroadwayBacklogReachedTrigger(
-            queues=trigger.queues, min_messages=3, poke_interval=0.001
+            queues=trigger.queues, dag_id="orders", min_messages=3, poke_interval=0.001
         )
 
     asyncio.run(told_by(trigger, 1))

@@ -105,7 +105,7 @@ def test_an_age_that_is_not_known_is_not_sent_as_0(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_empty_queue_of_a_broker_without_ages_leaves_no_gauge_of_0(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: dict[str, float] = {}
     monkeypatch.setattr(
@@ -118,6 +118,6 @@ def test_an_empty_queue_of_a_broker_without_ages_leaves_no_gauge_of_0(
     )
 
     metrics = Metrics(AirflowMetrics(), pipeline="Sums", dag_id="sums")
-    send_depth(pipeline, Ports(), metrics)
+    send_depth(pipeline, Ports(), metrics, Run(tmp_path, "r1").staged)
 
     assert sent == {"broadway.queue.depth": 0}

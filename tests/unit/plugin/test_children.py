@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from airflow_broadway.plugin.children import OFF, Answer, ChildError, Children
-from airflow_broadway.plugin.declared import Declared
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.plugin.children import OFF, Answer, ChildError, Children, asks_brokers
 from airflow_broadway.plugin.depths import Depths
-from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.plugin.turns import USER
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.backlog.queues import WatchedQueues
+from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey
 from airflow_broadway.testing.clock import ManualClock
 from tests.waiting import eventually
 
 #: What a child begins with: it writes down that it ran.  Its first argument is its own bound.
 PREAMBLE = """
 import json, os, sys, time
-sys.argv.pop(1)
-open({log!r}, "a").write(json.dumps(sys.argv[1:]) + "\\n")
+asked = json.load(sys.stdin)
+open({log!r}, "a").write(json.dumps(asked) + "\\n")
+def answer(value):
+    print(json.dumps({{"answer": value}}))
 """
 
 
@@ -53,7 +62,7 @@ def ran(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(call())
 
 
-ECHO = "print(json.dumps(sys.argv[1:]))"
+ECHO = "answer([sys.argv[2:], asked])"
 
 
 def is_gone(pid: int) -> bool:
@@ -64,40 +73,52 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_command_is_asked_for_json_and_its_answer_serves_others_for_some_seconds(
+def test_a_question_goes_to_standard_input_and_its_answer_serves_others_for_some_seconds(
     world: World,
 ) -> None:
     async def asks() -> None:
         children = world.children(ECHO)
-        first, same = await asyncio.gather(children.ask("runs", "a"), children.ask("runs", "a"))
-        assert first == same == Answer(["runs", "a", "--json"], 0, world.clock.now())
+        question = {"ask": "depth", "queues": "secret"}
+        first, same = await asyncio.gather(children.ask(question), children.ask(question))
+        # No argument but the seconds after which it ends by itself
+        assert first == same == Answer([[], question], world.clock.now())
         world.clock.advance(9.9)
-        assert await children.ask("runs", "a") == first
+        assert await children.ask(question) == first
         assert world.runs == 1
-        assert (await children.ask("runs", "b")).value[1] == "b"
+        assert (await children.ask({"ask": "b"})).value[1] == {"ask": "b"}
         world.clock.advance(0.2)
-        await children.ask("runs", "a")
+        await children.ask(question)
         assert world.runs == 3
 
     ran(asks)
 
 
-def test_what_begins_with_a_dash_is_no_option_behind_two(world: World) -> None:
+def test_no_option_is_on_the_command_line_of_a_child(world: World) -> None:
     async def asks() -> None:
-        answer = await world.children(ECHO).ask("depth", "--timeout=1", "--", "-a")
-        assert answer.value == ["depth", "--timeout=1", "--json", "--", "-a"]
+        children = world.children('answer(open(f"/proc/{os.getpid()}/cmdline").read())')
+        answer = await children.ask({"ask": "depth", "queues": "sasl.password"})
+        assert answer.value.startswith(sys.executable)
+        assert "sasl.password" not in answer.value
 
     ran(asks)
 
 
-def test_a_change_is_made_each_time_and_what_was_known_is_asked_anew(world: World) -> None:
+def test_the_requests_of_one_user_keep_no_other_user_waiting(world: World) -> None:
+    async def ask_as(user: str, children: Children, ask: str) -> str:
+        USER.set(user)
+        await children.ask({"ask": ask})
+        return user
+
     async def asks() -> None:
-        children = world.children(ECHO + "; sys.exit(1)")
-        assert (await children.ask("list")).code == 1
-        await children.change("delete")
-        await children.change("delete")
-        await children.ask("list")
-        assert world.runs == 4
+        children = world.children("time.sleep(0.3);" + ECHO)
+        questions = [ask_as("viewer", children, str(n)) for n in range(12)]
+        viewer = [asyncio.ensure_future(each) for each in questions]
+        await asyncio.sleep(0.05)
+        # The admin asks something else, and what the viewer's last request asks
+        admin = [ask_as("admin", children, "other"), ask_as("admin", children, "11")]
+        await asyncio.gather(*map(asyncio.ensure_future, admin))
+        assert sum(each.done() for each in viewer) <= 4
+        await asyncio.gather(*viewer)
 
     ran(asks)
 
@@ -105,15 +126,11 @@ def test_a_change_is_made_each_time_and_what_was_known_is_asked_anew(world: Worl
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (
-            "print('noise', file=sys.stderr); print('airflow-broadway: error: no broker at"
-            " amqp://me:secret@host, it says', file=sys.stderr); sys.exit(2)",
-            "no broker at amqp://***@host, it says",
-        ),
-        ("raise ValueError('secret')", "ended with exit code 1 and ValueError: run it where"),
-        ("print('no json, but secret')", "ended with exit code 0: run it where a worker runs"),
-        ("os.kill(os.getpid(), 9)", "was ended by signal 9: run it where"),
-        ("print('x' * 2000)", "said more than 1,000 bytes"),
+        ("print(json.dumps({'error': 'no broker'}))", "no broker"),
+        ("raise ValueError('secret')", "ended with exit code 1 and without an answer: look with"),
+        ("print('no json, but secret')", "ended with exit code 0 and without an answer"),
+        ("os.kill(os.getpid(), 9)", "was ended by signal 9 and without"),
+        ("print('x' * 2000)", "has more than 1,000 bytes"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_without_secrets_and_kept_too(
@@ -123,7 +140,7 @@ def test_what_goes_wrong_is_one_sentence_without_secrets_and_kept_too(
         children = world.children(code, most_bytes=1000)
         for _ in range(2):
             with pytest.raises(ChildError) as caught:
-                await children.ask("depth", "a")
+                await children.ask({"ask": "a"})
             assert said in str(caught.value)
             assert "secret" not in str(caught.value)
         assert world.runs == 1
@@ -133,8 +150,8 @@ def test_what_goes_wrong_is_one_sentence_without_secrets_and_kept_too(
 
 def test_a_program_that_is_not_there_is_one_sentence(world: World) -> None:
     async def asks() -> None:
-        with pytest.raises(ChildError, match="could not be started: No such file"):
-            await Children(program=("/no/such/program",)).ask("depth")
+        with pytest.raises(ChildError, match="no process could be started: No such file"):
+            await Children(program=("/no/such/program",)).ask({"ask": "depth"})
 
     ran(asks)
 
@@ -153,8 +170,8 @@ time.sleep(60)
     async def asks() -> None:
         while not (world.folder / "pids").exists():  # a busy machine begins late
             children = world.children(code, timeout=0.5, grace=0.1)
-            with pytest.raises(ChildError, match="`airflow-broadway depth` did not answer within"):
-                await children.ask("depth")
+            with pytest.raises(ChildError, match="the broker did not answer within"):
+                await children.ask({"ask": "depth"})
 
     ran(asks)
     pids = [int(each) for each in (world.folder / "pids").read_text().split()]
@@ -173,7 +190,7 @@ finally:
     async def asks() -> None:
         while not (world.folder / "begun").exists():
             with pytest.raises(ChildError):
-                await world.children(code, timeout=0.5, grace=30).ask("depth")
+                await world.children(code, timeout=0.5, grace=30).ask({"ask": "depth"})
 
     ran(asks)
     assert (world.folder / "given back").exists()
@@ -183,47 +200,47 @@ def test_only_some_are_at_work_at_once(world: World) -> None:
     code = f"""
 here = {str(world.folder)!r} + f"/at-work-{{os.getpid()}}"
 open(here, "w")
-print(len([each for each in os.listdir({str(world.folder)!r}) if each.startswith("at-work")]))
+answer(len([each for each in os.listdir({str(world.folder)!r}) if each.startswith("at-work")]))
 time.sleep(0.05)
 os.remove(here)
 """
 
     async def asks() -> None:
-        children = world.children(code, most=2)
-        answers = await asyncio.gather(*(children.ask("depth", str(n)) for n in range(6)))
+        children = world.children(code, most=2, most_of_user=2)
+        answers = await asyncio.gather(*(children.ask({"ask": str(n)}) for n in range(6)))
         assert max(answer.value for answer in answers) <= 2
         assert world.runs == 6
 
     ran(asks)
 
 
-def test_one_who_gives_up_stops_neither_the_others_nor_a_change(world: World) -> None:
+def test_one_who_gives_up_does_not_stop_the_others(world: World) -> None:
     async def asks() -> None:
         children = world.children("time.sleep(0.2);" + ECHO)
-        for call in (children.ask, children.change):
-            first = asyncio.ensure_future(call("list"))
-            await asyncio.sleep(0)
-            first.cancel()
-        assert (await children.ask("list")).value == ["list", "--json"]
-        while world.runs < 2:
-            await asyncio.sleep(0.01)
+        first = asyncio.ensure_future(children.ask({"ask": "list"}))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await children.ask({"ask": "list"})).value == [[], {"ask": "list"}]
+        assert world.runs == 1
 
     ran(asks)
 
 
 def test_where_it_is_switched_off_nothing_is_started(world: World) -> None:
     async def asks() -> None:
-        allowed = [False, False, True]
-        children = world.children(ECHO, allowed=lambda: allowed.pop(0))
-        for call in (children.ask, children.change):
-            with pytest.raises(ChildError) as caught:
-                await call("list")
-            assert str(caught.value) == OFF
+        with pytest.raises(ChildError) as caught:
+            await world.children(ECHO, allowed=lambda: False).ask({"ask": "list"})
+        assert str(caught.value) == OFF
         assert world.runs == 0
-        await children.change("list")
-        assert world.runs == 1
 
     ran(asks)
+
+
+def test_no_broker_is_asked_unless_that_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIRFLOW__BROADWAY__ASK_BROKERS", raising=False)
+    assert not asks_brokers()
+    monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "True")
+    assert asks_brokers()
 
 
 def test_a_command_is_not_given_the_keys_that_the_api_server_signs_with(
@@ -234,48 +251,73 @@ def test_a_command_is_not_given_the_keys_that_the_api_server_signs_with(
     monkeypatch.setenv("AIRFLOW__CORE__FERNET_KEY", "connections need it")
 
     async def asks() -> None:
-        answer = await world.children("print(json.dumps(dict(os.environ)))").ask("list")
+        answer = await world.children("answer(dict(os.environ))").ask({})
         assert "a key" not in answer.value.values()
         assert answer.value["AIRFLOW__CORE__FERNET_KEY"] == "connections need it"
 
     ran(asks)
 
 
-def test_the_command_line_itself_is_what_is_run() -> None:
-    async def asks() -> None:
-        children = Children()
-        with pytest.raises(ChildError, match="the folder /no/such does not exist"):
-            await children.ask("queue", "list", "--path", "/no/such/file")
-
-    ran(asks)
+def question_of(producer: Producer, ask: str, **more: Any) -> dict[str, Any]:
+    queues = WatchedQueues("Orders", [producer]).dumps()
+    return {"ask": ask, "queues": queues, "staging": None, **more}
 
 
-def test_a_pipelines_backlog_is_asked_of_the_command_line_itself(
+def test_a_real_child_builds_the_producer_from_options_and_imports_nothing_of_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Given modules of a user, where Python would look for them without -I
+    for name in ("json.py", "airflow_broadway.py", "orders.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\nraise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     path = str(tmp_path / "queue.db")
-    SqliteQueue(path, "orders").send([b"1", b"2"])
-    code = f"""
-from airflow_broadway import Broadway
-from airflow_broadway.producers.sqlite import SqliteProducer
-
-class Orders(Broadway):
-    producer = SqliteProducer(queue="orders", path={path!r})
-
-    def handle_message(self, processor, message, context):
-        return message
-"""
-    (tmp_path / "asked_shop.py").write_text(code)
-    monkeypatch.setenv("AIRFLOW__CORE__DAGS_FOLDER", str(tmp_path))
-    declared = Declared(
-        dag_id="d", name="Orders", task_id="t", reference={"class": "asked_shop:Orders"}
+    with SqliteQueue(path, "orders") as queue:
+        queue.send([b"1", b"2", b"\xff"])
+        queue.receive("g", 2)
+        queue.settle("g", Settlement(rest=Verdict(Action.DEAD_LETTER, 0.0, "why", "process")))
+    producer = SqliteProducer(queue="orders", path=path)
+    report = BacklogReport(
+        at=datetime.now(UTC),
+        by="run r",
+        depth=None,
+        queues=WatchedQueues("Orders", [producer]).dumps(),
     )
 
     async def asks() -> None:
-        depths = Depths(Children(timeout=300.0))
-        await depths.ask([declared])
-        depth = depths.recall(declared)
+        children = Children(timeout=120.0)
+        depths = Depths(children)
+        key = PipelineKey("Orders", "d")
+        await depths.ask([(None, key, report)])
+        depth = depths.recall(None, key)
         assert depth is not None
-        assert (depth.ready, depth.unknown) == (2, "")
+        assert (depth.ready, depth.dead, depth.unknown) == (1, 2, "")
+
+        asked = {"choice": {"stage": "process"}, "limit": 1, "offset": 0, "seconds": 10}
+        found = (await children.ask(question_of(producer, "list", **asked))).value
+        assert (found["total"], found["matching"], len(found["letters"])) == (2, 2, 1)
+        [letter] = found["letters"]
+        shown = question_of(producer, "show", id=letter["message_id"], bytes=10)
+        assert (await children.ask(shown)).value["body"] == "1"
+
+    ran(asks)
+    assert not (tmp_path / "imported").exists()
+
+
+@dataclass(frozen=True)
+class Foreign(SqliteProducer):
+    """A producer of a module that is none of the package's."""
+
+
+def test_a_real_child_loads_no_producer_of_another_module_and_masks_what_it_says() -> None:
+    async def asks() -> None:
+        children = Children(timeout=120.0)
+        more = {"choice": {}, "limit": 1, "offset": 0, "seconds": 1}
+        foreign = Foreign(queue="orders", path="/no/such.db")
+        with pytest.raises(ChildError, match="is not one of this package"):
+            await children.ask(question_of(foreign, "list", **more))
+        missing = SqliteProducer(queue="orders", path="/no/such/queue.db")
+        with pytest.raises(ChildError, match="no/such"):
+            await children.ask(question_of(missing, "list", **more))
 
     ran(asks)

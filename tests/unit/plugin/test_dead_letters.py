@@ -1,4 +1,4 @@
-"""The dead letters' page: what it asks of the command line, what it shows, who may act."""
+"""The dead letters' page: what it asks of a child process, what it shows, who may act."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
+from airflow.models.dag import DagModel
+from airflow.models.dagrun import DagRun
 from airflow.models.log import Log
 from airflow.sdk import DAG
 from airflow.utils.session import create_session
@@ -18,11 +21,16 @@ from sqlalchemy import delete, select
 from sqlalchemy.exc import OperationalError
 
 from airflow_broadway import Broadway
+from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.plugin import audit
 from airflow_broadway.plugin.access import BROWSER_COOKIE, CSRF_FIELD, make_token
 from airflow_broadway.plugin.children import Answer, ChildError
 from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.runs.backlog.queues import WatchedQueues
+from airflow_broadway.runs.backlog.reports import report_backlog
 from tests.unit.plugin.dags import stored_dags
 from tests.unit.plugin.site import Browser, Site
 
@@ -69,45 +77,52 @@ def listed(*letters: dict[str, Any], **about: Any) -> dict[str, Any]:
 
 
 class Command:
-    """Stands for the command line: answers what a test says, and keeps what it was asked."""
+    """Stands for the child process: answers what a test says, and keeps what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, ...]] = []
-        self.changed: list[tuple[str, ...]] = []
+        self.asked: list[dict[str, Any]] = []
         self.answers: dict[str, Any] = {"list": listed()}
 
-    async def ask(self, *arguments: str) -> Answer:
-        self.asked.append(arguments)
-        return self._answer(arguments)
-
-    async def change(self, *arguments: str, timeout: float | None = None) -> Answer:
-        assert timeout == dead_letters.MOVE_SECONDS
-        self.changed.append(arguments)
-        return self._answer(arguments)
-
-    def _answer(self, arguments: tuple[str, ...]) -> Answer:
-        assert arguments[0] == "dead-letters"
-        value = self.answers[arguments[1]]
+    async def ask(self, question: dict[str, Any]) -> Answer:
+        self.asked.append(question)
+        value = self.answers[question["ask"]]
         if isinstance(value, Exception):
             raise value
-        return Answer(json.loads(json.dumps(value)), 0, datetime(2026, 1, 31, tzinfo=UTC))
+        return Answer(json.loads(json.dumps(value)), datetime(2026, 1, 31, tzinfo=UTC))
 
-    @property
-    def last(self) -> list[str]:
-        """The arguments of the last question, without those that say which pipeline."""
-        given = self.changed[-1] if self.changed else self.asked[-1]
-        return [each for each in given[2:] if not each.startswith("--pipeline=")]
+
+def report(site: Site, dag_id: str = "letters_unit", pipeline: str = "Orders") -> None:
+    """What a run of the pipeline reports of its queue."""
+    queues = WatchedQueues(pipeline, [SqliteProducer(queue="orders", path="/tmp/orders.db")])
+    at = datetime(2026, 1, 30, 12, tzinfo=UTC)
+    depth = QueueDepth(5, 0, 0, 7, 60.0)
+    store = open_store(site.staging.as_uri())
+    report_backlog(store, dag_id, queues, depth, at=at, by="run r1")
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """A Dag with a pipeline, and the command that looks after its dead letters."""
+def command(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """A Dag with a pipeline whose last run has reported its queue, and brokers are asked."""
     made = Command()
+    monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "True")
     monkeypatch.setattr(dead_letters, "CHILDREN", made)
+    report(site)
     with stored_dags(Orders().dag("letters_unit")):
         yield made
     with create_session() as session:
         session.execute(delete(Log).where(Log.dag_id == "letters_unit"))
+
+
+def runs() -> list[DagRun]:
+    with create_session() as session:
+        return list(session.scalars(select(DagRun).where(DagRun.dag_id == "letters_unit")))
+
+
+def entries() -> list[tuple[str, str, str | None, dict[str, Any]]]:
+    """The audit log: event, owner, run and extra of each entry."""
+    with create_session() as session:
+        found = session.scalars(select(Log).where(Log.dag_id == "letters_unit")).all()
+        return [(e.event, str(e.owner), e.run_id, json.loads(e.extra or "")) for e in found]
 
 
 # ------------------------------------------------------------------------------------------- look
@@ -129,11 +144,13 @@ def test_a_viewer_sees_the_list_by_reason_and_no_payload_and_nothing_to_press(
     assert 'type="checkbox"' not in answer.text
     assert f'href="{PAGE}/' not in answer.text
     [asked] = command.asked
-    assert asked[:2] == ("dead-letters", "list")
-    assert json.loads(asked[2].removeprefix("--pipeline=")) == {
-        "class": f"{__name__}:Orders",
-        "options": {},
-    }
+    assert asked["ask"] == "list"
+    assert json.loads(asked["queues"])["queues"] == [
+        {
+            "producer": "airflow_broadway.producers.sqlite.producer:SqliteProducer",
+            "options": {"queue": "orders", "path": "/tmp/orders.db"},
+        }
+    ]
 
 
 def test_who_may_edit_has_links_to_each_letter_and_boxes_to_mark_it(
@@ -154,17 +171,15 @@ def test_a_filter_and_a_page_are_asked_for(site: Site, command: Command) -> None
     query = "?reason=-x+y&stage=batch&since=2026-01-31T12:00&until=2026-02-01T00:00:00%2B01:00"
     text = site.browser("VIEWER").get(f"{PAGE}{query}&id=m-1&page=2").text
 
-    assert command.last == [
-        "--message-id=m-1",
-        "--reason=-x y",
-        "--stage=batch",
-        "--since=2026-01-31T12:00:00+00:00",
-        "--until=2026-01-31T23:00:00+00:00",
-        "--by-reason",
-        "--seconds=10",
-        "--limit=100",
-        "--offset=100",
-    ]
+    [asked] = command.asked
+    assert asked["choice"] == {
+        "ids": ["m-1"],
+        "reason": "-x y",
+        "stage": "batch",
+        "since": "2026-01-31T12:00:00+00:00",
+        "until": "2026-01-31T23:00:00+00:00",
+    }
+    assert (asked["seconds"], asked["limit"], asked["offset"]) == (10, 100, 100)
     assert 'value="2026-01-31T23:00:00"' in text
     assert "Page 2 of 3" in text
     assert 'rel="next" href="' in text
@@ -186,11 +201,17 @@ def test_of_very_many_letters_the_page_says_that_it_did_not_see_all(
 def test_a_broker_that_is_away_is_said_in_a_sentence(site: Site, command: Command) -> None:
     command.answers["list"] = ChildError("RabbitMQ at mq:5672 cannot be reached <b>now</b>")
 
-    answer = site.browser("VIEWER").get(PAGE)
+    answer = site.browser("USER").get(PAGE)
 
     assert answer.status_code == 503
     assert "cannot be reached &lt;b&gt;now&lt;/b&gt;." in answer.text
     assert "Try again" in answer.text
+
+    # Hosts, files and other queues are no viewer's business
+    answer = site.browser("VIEWER").get(PAGE)
+    assert answer.status_code == 503
+    assert "mq:5672" not in answer.text
+    assert "hose who may edit the runs of this Dag see why" in answer.text
 
 
 @pytest.mark.parametrize("query", ["?since=yesterday", "?until=x", "?reason=%00"])
@@ -202,7 +223,7 @@ def test_a_filter_that_is_none_is_said(site: Site, command: Command, query: str)
 @pytest.mark.parametrize("number", ["0", "-1", "x", "9" * 50])
 def test_a_page_that_is_none_is_the_first(site: Site, command: Command, number: str) -> None:
     assert site.browser("VIEWER").get(f"{PAGE}?page={number}").status_code == 200
-    assert command.last[-1] == "--offset=0"
+    assert command.asked[-1]["offset"] == 0
 
 
 def test_a_pipeline_that_the_dag_does_not_have_is_not_found(site: Site, command: Command) -> None:
@@ -212,36 +233,42 @@ def test_a_pipeline_that_the_dag_does_not_have_is_not_found(site: Site, command:
     assert command.asked == []
 
 
-def test_a_pipeline_that_was_given_as_text_is_found_by_the_name_it_gives_itself(
+def test_a_pipeline_that_was_given_as_text_is_found_by_what_its_run_reported(
     site: Site, command: Command
 ) -> None:
     with DAG("letters_unit", schedule=None) as dag:
-        BroadwayProcessorOperator(
-            task_id="process", pipeline="no_such_shop.orders:A", staging="file:///s"
-        )
-        BroadwayProcessorOperator(task_id="more", pipeline="no_such_shop.orders:B")
+        BroadwayProcessorOperator(task_id="process", pipeline="no_such_shop.orders:A")
     with stored_dags(dag):
-        site.browser("VIEWER").get(PAGE)
+        assert site.browser("VIEWER").get(PAGE).status_code == 200
+        assert site.browser("VIEWER").get(PAGE.replace("Orders", "A")).status_code == 503
+        assert site.browser("VIEWER").get(PAGE.replace("Orders", "B")).status_code == 404
 
-    assert command.asked[-1][2:6] == (
-        '--pipeline={"class": "no_such_shop.orders:A", "options": {}}',
-        '--pipeline={"class": "no_such_shop.orders:B", "options": {}}',
-        "--named=Orders",
-        "--staging=file:///s",
-    )
+
+def test_before_the_first_run_nothing_is_known_and_nothing_asked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stored_dags(Orders().dag("letters_unit")):
+        text = site.browser("VIEWER").get(PAGE).text
+        assert "no run, trigger or sensor has reported it yet" in text
+        monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "True")
+        answer = site.browser("USER").get(PAGE)
+        assert "has reported the options of its producer yet" in answer.text
 
 
 # -------------------------------------------------------------------------------------- one letter
 
 
 def test_a_payload_is_for_who_may_edit_and_does_nothing(site: Site, command: Command) -> None:
-    command.answers["show"] = [letter(body=f'{{"a": "{EVIL}"}}', properties={"h": EVIL})]
+    command.answers["show"] = letter(body=f'{{"a": "{EVIL}"}}', properties={"h": EVIL})
 
     assert site.browser("VIEWER").get(f"{PAGE}/m-1").status_code == 403
     assert command.asked == []
+    assert entries() == []
     text = site.browser("USER").get(f"{PAGE}/m-1").text
 
-    assert "--message-id=m-1" in command.last
+    assert command.asked[-1]["id"] == "m-1"
+    shown = {"pipeline": "Orders", "id": "m-1"}
+    assert entries() == [("broadway_dead_letters_show", "user", None, shown)]
     assert EVIL not in text
     assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;") == 2
     assert '<strong aria-current="true">JSON</strong>' in text
@@ -251,18 +278,18 @@ def test_a_payload_of_bytes_is_shown_in_the_form_that_is_asked_for(
     site: Site, command: Command
 ) -> None:
     raw = base64.b64encode(b"\x00\xffab").decode()
-    command.answers["show"] = [letter("-m/1", body_base64=raw, bytes=9)]
+    command.answers["show"] = letter("-m/1", body_base64=raw, bytes=9)
     browser = site.browser("USER")
 
     assert "00000000  00 ff 61 62</pre>" in browser.get(f"{PAGE}/-m%2F1").text
-    assert "--message-id=-m/1" in command.last
+    assert command.asked[-1]["id"] == "-m/1"
     assert "\\x00\\xffab</pre>" in browser.get(f"{PAGE}/-m%2F1?as=text").text
     assert "too long to be laid out" in browser.get(f"{PAGE}/-m%2F1?as=json").text
     assert browser.get(f"{PAGE}/m-1?as=xml").status_code == 422
 
 
 def test_a_letter_that_somebody_has_moved_is_no_more(site: Site, command: Command) -> None:
-    command.answers["show"] = []
+    command.answers["show"] = None
 
     answer = site.browser("USER").get(f"{PAGE}/m-1")
 
@@ -285,62 +312,55 @@ def user(site: Site, command: Command) -> Browser:
 
 
 @pytest.mark.parametrize(("action", "says"), [("requeue", "back"), ("delete", "for good")])
-def test_marked_letters_are_moved_once_that_is_confirmed(
-    user: Browser, command: Command, action: str, says: str
+def test_marked_letters_are_moved_by_a_run_once_that_is_confirmed(
+    user: Browser, action: str, says: str
 ) -> None:
-    done = {"requeue": "requeued", "delete": "deleted"}[action]
-    command.answers[action] = {
-        done: 1,
-        "unknown": ["m-2"],
-        "refused": {"m-3": f"its queue is gone {EVIL}"},
-    }
-
     asked = send(user, action, chosen=["m-1", "m-2", "m-1"], scope="marked", reason="why")
-    assert command.changed == []
+    assert (runs(), entries()) == ([], [])
     assert f"2 dead letters {says}?" in asked.text
     assert asked.text.count('name="chosen"') == 2
 
     fields = {"chosen": ["m-1", "m-2"], "scope": "marked", "reason": "why", "confirmed": "yes"}
     answer = send(user, action, **fields)
 
-    assert command.changed[0][:2] == ("dead-letters", action)
-    assert command.last == ["--message-id=m-1", "--message-id=m-2"]
-    assert "1 dead letter was" in answer.text
-    assert "Somebody else was faster with these" in answer.text
-    assert "its queue is gone &lt;script&gt;" in answer.text
-    assert EVIL not in answer.text
+    assert answer.status_code == 200
+    letters = {"pipeline": "Orders", "action": action, "ids": ["m-1", "m-2"]}
+    [run] = runs()
+    assert run.conf == {"source": "dead_letters", "dead_letters": letters}
+    assert (run.state, run.run_type, run.triggering_user_name) == ("queued", "manual", "user")
+    assert entries() == [(f"broadway_dead_letters_{action}", "user", run.run_id, letters)]
+    assert f"/dags/letters_unit/runs/{quote(run.run_id)}" in answer.text
 
 
-def test_all_that_a_filter_finds_is_counted_before_and_moved_after_the_confirmation(
-    user: Browser, command: Command
-) -> None:
-    command.answers["requeue"] = {"requeued": 5, "unknown": [], "refused": {}}
-
+def test_all_that_a_filter_finds_is_moved_after_the_confirmation(user: Browser) -> None:
     asked = send(user, "requeue", scope="all", stage="process")
-    assert "Send 5 dead letters back?" in asked.text
-    assert "of 7 in queue &#39;orders&#39;" in asked.text
-    assert command.changed == []
+    assert "Send the dead letters found back?" in asked.text
+    assert runs() == []
 
-    answer = send(user, "requeue", scope="all", stage="process", confirmed="yes")
-    assert command.last == ["--stage=process"]
-    assert "5 dead letters were sent back" in answer.text
+    send(user, "requeue", scope="all", stage="process", confirmed="yes")
+    [run] = runs()
+    wanted = {"pipeline": "Orders", "action": "requeue", "stage": "process"}
+    assert run.conf
+    assert run.conf["dead_letters"] == wanted
 
 
-def test_all_letters_are_moved_where_no_filter_is_given(user: Browser, command: Command) -> None:
-    command.answers["delete"] = {"deleted": 5, "unknown": [], "refused": {}}
+def test_all_letters_are_moved_where_no_filter_is_given(user: Browser) -> None:
+    text = send(user, "delete", scope="all").text
+    assert "Nobody can bring back what is deleted" in text
+    assert "there were 7 as of" in text
 
-    assert "Nobody can bring back what is deleted" in send(user, "delete", scope="all").text
     send(user, "delete", scope="all", confirmed="yes")
+    [run] = runs()
+    assert run.conf
+    assert run.conf["dead_letters"] == {"pipeline": "Orders", "action": "delete"}
 
-    assert command.last == ["--all"]
 
-
-def test_nothing_is_moved_where_nothing_is_marked(user: Browser, command: Command) -> None:
+def test_nothing_is_moved_where_nothing_is_marked(user: Browser) -> None:
     for fields in ({"scope": "marked"}, {}, {"scope": "marked", "chosen": [""]}):
         answer = send(user, "delete", **fields, confirmed="yes")
         assert answer.status_code == 422
         assert "No letter is marked" in answer.text
-    assert command.changed == []
+    assert (runs(), entries()) == ([], [])
 
 
 @pytest.mark.parametrize("action", ["requeue", "delete"])
@@ -348,7 +368,6 @@ def test_a_viewer_moves_nothing_and_neither_does_a_forged_request(
     site: Site, command: Command, action: str
 ) -> None:
     fields = {"chosen": "m-1", "scope": "marked", "confirmed": "yes"}
-    command.answers[action] = {}
 
     # A viewer who has a token of his own all the same
     viewer = site.browser("VIEWER")
@@ -361,78 +380,65 @@ def test_a_viewer_moves_nothing_and_neither_does_a_forged_request(
     # Somebody who may edit, led here by another page
     assert site.browser("USER").post(f"{PAGE}/{action}", data=fields).status_code == 403
     assert site.browser().post(f"{PAGE}/{action}", data=fields).status_code == 401
-    assert (command.asked, command.changed) == ([], [])
+    assert (command.asked, runs(), entries()) == ([], [], [])
 
 
-def test_a_command_that_does_not_end_is_said_and_what_may_have_been_done(
-    user: Browser, command: Command
-) -> None:
-    command.answers["delete"] = ChildError("`airflow-broadway dead-letters` did not answer")
+def test_a_dag_that_airflow_does_not_trigger_moves_nothing(user: Browser) -> None:
+    with create_session() as session:
+        dag = session.get(DagModel, "letters_unit")
+        assert dag is not None
+        dag.has_import_errors = True
 
     answer = send(user, "delete", scope="all", confirmed="yes")
 
-    assert answer.status_code == 503
-    assert "Some letters may have been moved" in answer.text
+    assert answer.status_code == 400
+    assert "has import errors and cannot be triggered" in answer.text
+    assert runs() == []
+
+
+def test_a_paused_dag_is_said_to_wait(user: Browser) -> None:
     with create_session() as session:
-        [entry] = session.scalars(select(Log).where(Log.dag_id == "letters_unit")).all()
-        assert "did not answer" in json.loads(entry.extra or "")["error"]
+        dag = session.get(DagModel, "letters_unit")
+        assert dag is not None
+        dag.is_paused = True
+
+    assert "The Dag is paused" in send(user, "requeue", scope="all").text
+    assert "The Dag is paused" in send(user, "requeue", scope="all", confirmed="yes").text
 
 
-def test_who_did_what_stands_in_airflows_audit_log(user: Browser, command: Command) -> None:
-    command.answers["requeue"] = {"requeued": 1, "unknown": [], "refused": {}}
-
-    send(user, "requeue", chosen="m-1", scope="marked", confirmed="yes")
-    send(user, "requeue", scope="all", reason="why")  # only asked
-
-    with create_session() as session:
-        [entry] = session.scalars(select(Log).where(Log.dag_id == "letters_unit")).all()
-        assert (entry.event, entry.owner) == ("broadway_dead_letters_requeue", "user")
-        assert json.loads(entry.extra or "") == {"pipeline": "Orders", "ids": ["m-1"], "count": 1}
-
-
-def test_what_was_done_is_shown_though_the_audit_log_cannot_be_written(
-    user: Browser,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_nothing_is_done_and_no_payload_shown_where_the_audit_log_cannot_be_written(
+    user: Browser, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def locked() -> None:
         raise OperationalError("insert", {}, Exception("database is locked"))
 
-    monkeypatch.setattr(dead_letters, "create_session", locked)
-    command.answers["requeue"] = {"requeued": 1, "unknown": [], "refused": {}}
+    monkeypatch.setattr(audit, "create_session", locked)
+    command.answers["show"] = letter(body="secret")
+    asked = len(command.asked)
 
     answer = send(user, "requeue", chosen="m-1", scope="marked", confirmed="yes")
+    shown = user.get(f"{PAGE}/m-1")
 
-    assert answer.status_code == 200
-    assert "could not be written into Airflow's audit log" in caplog.text
+    assert (answer.status_code, shown.status_code) == (503, 503)
+    assert "audit log cannot be written, so nothing was done" in answer.text
+    assert "secret" not in shown.text
+    assert runs() == []
+    assert [each["ask"] for each in command.asked[asked:]] == ["list"]
 
 
-def test_where_brokers_are_not_asked_the_page_says_so(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+def test_where_brokers_are_not_asked_the_page_has_the_report_and_acts_all_the_same(
+    user: Browser, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "False")
-    with stored_dags(Orders().dag("letters_unit")):
-        for path in (PAGE, f"{PAGE}/m-1"):
-            answer = site.browser("USER").get(path)
+    monkeypatch.delenv("AIRFLOW__BROADWAY__ASK_BROKERS")
 
-            assert answer.status_code == 503
-            said = "rokers are not asked: `[broadway] ask_brokers` is off on the API server."
-            assert said in answer.text
+    text = user.get(PAGE).text
+    assert '7, as of <time datetime="2026-01-30T12:00:00+00:00"' in text
+    assert "reported by run r1" in text
+    assert f"airflow-broadway dead-letters list --pipeline {__name__}:Orders" in text
+    assert user.get(f"{PAGE}/m-1").status_code == 503
+    send(user, "delete", scope="all", reason="why", confirmed="yes")
 
-
-def test_half_a_surrogate_pair_of_a_sender_is_shown_as_its_escape(
-    site: Site, command: Command
-) -> None:
-    half = "half \ud83d"
-    asked = {"count": 1, "stage": "s\ud800", "reason": half}
-    about = letter("m\udc00", reason=half, stage="s\ud800", properties={"a": half}, body=half)
-    command.answers["list"] = listed(about, reasons=[asked])
-    command.answers["show"] = [{**about, "body": "x"}]
-
-    browser = site.browser("ADMIN")
-    rows, one = browser.get(PAGE), browser.get(f"{PAGE}/m-1")
-
-    assert (rows.status_code, one.status_code) == (200, 200)
-    assert "half \\ud83d" in rows.text
-    assert "half \\ud83d" in one.text
+    assert command.asked == []
+    [run] = runs()
+    assert run.conf
+    assert run.conf["dead_letters"]["reason"] == "why"

@@ -13,7 +13,7 @@ from airflow_broadway import Batcher, Broadway
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.plugin import declared as reading
-from airflow_broadway.plugin.declared import declared_in, declared_pipeline, declared_pipelines
+from airflow_broadway.plugin.declared import declared_in, declared_pipelines
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sensors.backlog import BroadwayBacklogSensor
 from tests.unit.plugin.dags import stored_dags
@@ -42,13 +42,12 @@ def stored(dag: DAG) -> dict[str, Any]:
     return value
 
 
-def test_a_pipeline_is_known_with_its_topology_and_its_overrides() -> None:
+def test_a_pipeline_is_known_with_its_topology() -> None:
     dag = Orders(context={"to": "{{ params.to }}"}).dag("orders", params={"to": "here"})
 
     [found] = declared_in("orders", stored(dag))
 
-    assert (found.name, found.task_id, found.broker) == ("Orders", "broadway.process", "sqlite")
-    assert found.reference == {"class": ME, "options": {"context": {"to": "{{ params.to }}"}}}
+    assert (found.name, found.path, found.broker) == ("Orders", ME, "sqlite")
     assert (found.producers, found.batchers) == (2, {"default": "python", "late": "python"})
     assert found.staging is None
 
@@ -82,10 +81,10 @@ def test_operators_of_ones_own_are_known_too() -> None:
 
     found = declared_in("shop", stored(dag))
 
-    assert {(each.task_id, each.name, each.broker, each.staging) for each in found} == {
-        ("one", "first", "sqlite", None),
-        ("two", "second", "sqlite", "file:///x"),
-        ("three", "Late", None, None),
+    assert {(each.name, each.broker, each.staging) for each in found} == {
+        ("first", "sqlite", None),
+        ("second", "sqlite", "file:///x"),
+        ("Late", None, None),
     }
 
 
@@ -134,10 +133,8 @@ def test_a_dag_is_read_once_and_anew_when_it_has_changed(
         assert [each for each in read if each in ours] == ["declared_a", "declared_b"]
 
         store(Orders(name="other").dag("declared_a"), is_paused=True)
-        assert declared_pipeline("declared_a", "Orders") is None
-        changed = declared_pipeline("declared_a", "other")
-        assert changed is not None
-        assert changed.paused
+        [changed] = declared_pipelines({"declared_a"})
+        assert (changed.name, changed.paused) == ("other", True)
 
         store(Orders(name="other").dag("declared_a"), is_stale=True)
         assert declared_pipelines({"declared_a"}) == []

@@ -13,9 +13,8 @@ from fastapi.routing import APIRoute
 from starlette.routing import Mount
 
 from airflow_broadway.plugin.app import create_app
-from airflow_broadway.plugin.pages import dead_letters
 from tests.unit.plugin.site import Site
-from tests.unit.plugin.test_dead_letters import Command, command, letter, listed
+from tests.unit.plugin.test_dead_letters import Command, command, letter, listed, runs
 
 __all__ = ["command"]
 
@@ -86,11 +85,8 @@ def test_nobody_gets_anywhere_without_being_logged_in(site: Site, request_: Requ
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=named)
-def test_a_viewer_reads_and_no_more(
-    site: Site, command: Command, request_: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_viewer_reads_and_no_more(site: Site, command: Command, request_: Request) -> None:
     # Given a request of the page's own, with the token that the viewer was given
-    monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "False")  # a child would take seconds
     command.answers["list"] = listed(letter())
     browser = site.browser("VIEWER")
     ids = {"dag_id": "letters_unit", "pipeline": "Orders"}
@@ -104,7 +100,7 @@ def test_a_viewer_reads_and_no_more(
         allowed = False
 
     assert (answer.status_code != 403) == allowed, answer.text
-    assert command.changed == []
+    assert runs() == []
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=named)
@@ -135,7 +131,7 @@ def test_of_a_dag_that_a_user_may_not_read_nothing_is_told(
 def test_hostile_ids_are_no_path_no_markup_no_header_and_no_way_out(
     site: Site, command: Command, request_: Request
 ) -> None:
-    command.answers |= {"show": [letter(body="{}")], "list": listed(letter())}
+    command.answers |= {"show": letter(body="{}"), "list": listed(letter())}
     browser = site.browser("USER", follow_redirects=False)
     for hostile in HOSTILE:
         for name in re.findall(r"{(\w+)", request_.path) or ["none"]:
@@ -182,7 +178,7 @@ def test_nobody_is_sent_where_a_form_says(
     assert answer.status_code == 200
     assert "location" not in answer.headers
     assert "evil.example" not in answer.text
-    assert len(command.changed) == (1 if confirmed else 0)
+    assert len(runs()) == (1 if confirmed else 0)
 
 
 def test_the_page_for_who_is_not_logged_in_leads_back_here_and_nowhere_else(site: Site) -> None:
@@ -192,51 +188,3 @@ def test_the_page_for_who_is_not_logged_in_leads_back_here_and_nowhere_else(site
     assert re.match(r"(http://airflow\.test)?/auth/", login)
     [back] = re.findall(r"next=([^&]*)", login)
     assert back.startswith(quote("http://airflow.test/broadway/", safe=""))
-
-
-@pytest.mark.parametrize("action", ["requeue", "delete"])
-@pytest.mark.parametrize("fields", [{"scope": "all"}, {"chosen": "m-1"}])
-@pytest.mark.parametrize("confirmed", ["yes", ""])
-def test_where_brokers_are_not_asked_no_letter_is_moved(
-    site: Site,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    action: str,
-    fields: dict[str, str],
-    confirmed: str,
-) -> None:
-    # Given a page from before brokers were switched off
-    from airflow_broadway.plugin.children import CHILDREN
-
-    browser = site.browser("USER")
-    page = "/broadway/dags/letters_unit/pipelines/Orders/dead-letters"
-    command.answers["list"] = listed(letter())
-    assert browser.get(page).status_code == 200
-    started: list[object] = []
-
-    async def spawn(*arguments: object, **_: object) -> None:
-        started.append(arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "False")
-        patched.setattr(CHILDREN, "_spawned", spawn)
-
-        def off() -> None:
-            patched.setattr(dead_letters, "CHILDREN", CHILDREN)
-
-        # When its button is pressed
-        token = browser.get(page).text.split('name="csrf" value="', 1)[1].split('"', 1)[0]
-        off()
-        answer = browser.post(
-            f"{page}/{action}",
-            data={"csrf": token, "confirmed": confirmed, **fields},
-            headers={"sec-fetch-site": "same-origin"},
-        )
-
-    # Then nothing is started, and the page says why
-    assert started == []
-    if "chosen" in fields and not confirmed:
-        assert answer.status_code == 200  # it only asks whether that is meant
-    else:
-        assert answer.status_code == 503
-        assert "`[broadway] ask_brokers` is off on the API server" in answer.text

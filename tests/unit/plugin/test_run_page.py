@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from airflow.models.log import Log
+from airflow.utils.session import create_session
+from sqlalchemy import delete, select
+from sqlalchemy.exc import OperationalError
 
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.plugin import audit
 from airflow_broadway.plugin.pages import message as message_page
 from airflow_broadway.plugin.pages import run as run_page
 from airflow_broadway.plugin.run_tasks import Instance, Link, PipelineTasks, RunTasks, StageTask
@@ -433,6 +439,86 @@ def test_a_message_is_found_in_other_runs_of_the_pipeline(site: Site, run: Run) 
 
     assert "This run has not received it" in here
     assert "run manual__1" in shown(site, all_runs)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_a_message_file_that_is_gone_or_leads_elsewhere_is_a_sentence(
+    site: Site, run: Run, tmp_path: Path, planted: bool, text: bool
+) -> None:
+    # Given a run of which the file with a message's data is gone, or is a link to a file elsewhere
+    run.batch(run.process())
+    run.ack()
+    for file in site.staging.rglob("*.parquet"):
+        if planted:
+            shutil.copy(file, tmp_path / file.name)
+            file.unlink()
+            file.symlink_to(tmp_path / file.name)
+        else:
+            file.unlink()
+    q = "83" if text else ids(run)[83]
+
+    answer = site.browser("USER").get(f"{PAGE}/message?q={q}")
+
+    assert answer.status_code == 503
+    said = "by a symbolic link: remove the link" if planted else "is gone from the staging folder"
+    assert said in text_of(answer.text)
+    assert site.browser("VIEWER").get(f"{PAGE}/message?q={q}").status_code != 500
+
+
+def entries() -> list[tuple[str, str, str | None, Any]]:
+    with create_session() as session:
+        found = session.scalars(select(Log).where(Log.dag_id == "sums")).all()
+        return [(e.event, str(e.owner), e.run_id, json.loads(e.extra or "")) for e in found]
+
+
+def test_a_look_at_a_payload_is_in_the_audit_log_before_it_is_shown(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with create_session() as session:
+        session.execute(delete(Log).where(Log.dag_id == "sums"))
+    run.batch(run.process())
+    run.ack()
+    by_id = ids(run)[11]
+    seen: list[int] = []
+    find = message_page._found
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        seen.append(len(entries()))
+        return find(*args, **kwargs)
+
+    monkeypatch.setattr(message_page, "_found", found)
+
+    # A viewer sees no payload, and an empty box asks for none
+    shown(site, f"{PAGE}/message?q={by_id}")
+    shown(site, f"{PAGE}/message", "USER")
+    assert (entries(), seen) == ([], [0, 0])
+
+    shown(site, f"{PAGE}/message?q={by_id}", "USER")
+    shown(site, f"{PAGE}/message?q=83&everywhere=1", "USER")
+
+    assert seen == [0, 0, 1, 2]
+    assert entries() == [
+        ("broadway_message_show", "user", "manual__1", {"q": by_id, "everywhere": False}),
+        ("broadway_message_show", "user", "manual__1", {"q": "83", "everywhere": True}),
+    ]
+
+
+def test_no_payload_is_shown_where_the_audit_log_cannot_be_written(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    def locked() -> None:
+        raise OperationalError("insert", {}, Exception("database is locked"))
+
+    monkeypatch.setattr(audit, "create_session", locked)
+    answer = site.browser("USER").get(f"{PAGE}/message?q={ids(run)[11]}")
+
+    assert answer.status_code == 503
+    assert "audit log cannot be written" in answer.text
+    assert "as JSON" not in answer.text
 
 
 # -- a page that does not contradict itself --------------------------------------------------------

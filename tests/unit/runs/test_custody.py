@@ -337,13 +337,13 @@ def test_what_the_dead_were_writing_of_the_producers_own_is_removed_in_time(
 
 
 def test_a_queue_that_does_not_tell_its_depth_fails_no_task(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> Any:
         raise OSError("no route")
 
     monkeypatch.setattr(SqliteProducer, "depth", broken)
-    send_depth(Plain(), Ports(), cast("Any", None))
+    assert send_depth(Plain(), Ports(), cast("Any", None), Run(tmp_path).staged) is None
 
 
 # --------------------------------------------------------------------------------------------------

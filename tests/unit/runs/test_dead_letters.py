@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ProducerError, RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.sources.choice import Asked, choose_source
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.runs.unstaged import UnstagedTask
 from tests.unit.runs.steps import PlainSums, Run
@@ -75,3 +76,71 @@ def test_a_place_that_is_not_there_ends_the_run_before_it_receives(tmp_path: Pat
     with pytest.raises(ProducerError, match="there is no queue file"):
         task.run()
     assert run.staged.generations() == []
+
+
+def test_a_run_sends_back_the_letters_that_are_chosen_and_no_other(tmp_path: Path) -> None:
+    run = mended(tmp_path, list(range(1, 16)), "manual__letters")
+    with run.queue() as queue:
+        chosen = [each.message_id for each in queue.dead_letters(limit=None)][:2]
+    source = choose_source(run.pipeline, Asked("r", kind=DEAD_LETTERS, letters={"ids": chosen}))
+    task = ProcessTask(
+        run.staged, run.pipeline, run.task(), run.ports, budget=Budget(), source=source
+    )
+
+    assert task.run().reference["received"] == 2
+    assert len(run.dead()) == 3
+    assert run.staged.generations()[0].source["only"] == {"ids": chosen}
+
+
+def test_a_run_deletes_the_letters_that_are_chosen_and_receives_nothing(tmp_path: Path) -> None:
+    run = mended(tmp_path, list(range(1, 16)), "manual__letters")
+    run.send([8, 9])
+    letters = {"pipeline": run.pipeline.name, "action": "delete", "stage": "process"}
+    source = choose_source(run.pipeline, Asked("r", kind=DEAD_LETTERS, letters=letters))
+    with run.queue() as queue:
+        early = [each for each in queue.dead_letters(limit=None) if each.stage == "process"]
+    assert 0 < len(early) < 5
+    task = ProcessTask(
+        run.staged,
+        run.pipeline,
+        run.task(),
+        run.ports,
+        budget=Budget(max_messages=0),
+        source=source,
+    )
+    done = task.run()
+    report = run.ack()
+
+    assert done.reference["received"] == report["totals"]["received"] == 0
+    assert report["balanced"]
+    assert len(run.dead()) == 5 - len(early)
+    assert run.depth()[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("letters", "said"),
+    [
+        ("all", "dead_letters is an object"),
+        ({"id": "m"}, r"unknown names \['id'\]"),
+        ({"ids": "m"}, "dead_letters.ids is a list"),
+        ({"action": "move"}, "dead_letters.action is"),
+        ({"reason": 1}, "dead_letters.reason is a text"),
+        ({"since": "yesterday"}, "dead_letters.since is no timestamp"),
+    ],
+)
+def test_a_choice_of_letters_that_is_none_refuses_the_run(
+    tmp_path: Path, letters: object, said: str
+) -> None:
+    run = Run(tmp_path, "manual__letters")
+    with pytest.raises(RequestRefused, match=said):
+        choose_source(run.pipeline, Asked("r", kind=DEAD_LETTERS, letters=letters))
+
+
+def test_letters_of_another_pipeline_of_the_dag_leave_a_run_as_it_is(tmp_path: Path) -> None:
+    run = Run(tmp_path, "manual__letters")
+    letters = {"pipeline": "another", "action": "delete"}
+    asked = Asked("r", kind=DEAD_LETTERS, letters=letters)
+
+    assert choose_source(run.pipeline, asked) == RunSource()
+    with pytest.raises(RequestRefused, match="dead_letters is given"):
+        choose_source(run.pipeline, asked._replace(kind=""))

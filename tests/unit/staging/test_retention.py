@@ -168,7 +168,7 @@ def test_what_the_dead_were_writing_beside_the_runs_is_removed_too(tmp_path: Pat
     clock = ManualClock(datetime.now(UTC))
     run = settled_run(tmp_path, "a", clock)
     run.dag.create("_balanced/any.txt", "")
-    strays = [tmp_path / "Pipeline/dag" / each / ".tmp-1" for each in ("_open", "_balanced")]
+    strays = [tmp_path / "Pipeline/dag" / each / ".tmp-1" for each in ("", "_open", "_balanced")]
     for stray in strays:
         stray.write_text("half")
 

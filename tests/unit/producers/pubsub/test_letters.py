@@ -18,7 +18,7 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.producers.kit.looks import RESERVE
 from airflow_broadway.producers.pubsub import PubSubProducer
-from airflow_broadway.runs.sources.dead_letters import send_back
+from airflow_broadway.runs.sources.dead_letters import move_letters
 from tests.pubsub_server import PROJECT
 from tests.pubsub_stub.errors import Refused
 from tests.unit.passing import Passing
@@ -261,7 +261,7 @@ def test_a_run_whose_source_they_are_sends_all_of_them_back_and_receives_them(at
         {"producer": run.producer}, RunInfo(source=RunSource(kind=DEAD_LETTERS))
     )
 
-    send_back(pipeline, run.env)
+    move_letters(pipeline, run.env)
 
     found = run.take()
     assert sorted(message.data for message in found) == [b"one", b"two"]

@@ -239,9 +239,9 @@ def test_a_pipeline_that_needs_a_look_says_why(
 
 
 def test_what_waits_for_long_or_is_dead_needs_a_look_and_what_nobody_knows_does_not() -> None:
-    assert waiting_signs(None, None) == []
-    assert waiting_signs(MANY_DEAD - 1, OLD_BACKLOG - 1) == []
-    assert [each.sentence for each in waiting_signs(MANY_DEAD, OLD_BACKLOG)] == [
-        "100 dead letters lie at the broker.",
-        "The oldest message has waited for 1.0 h.",
+    assert waiting_signs(None, None, "noon") == []
+    assert waiting_signs(MANY_DEAD - 1, OLD_BACKLOG - 1, "noon") == []
+    assert [each.sentence for each in waiting_signs(MANY_DEAD, OLD_BACKLOG, "noon")] == [
+        "100 dead letters lie at the broker (as of noon).",
+        "The oldest message had waited for 1.0 h (as of noon).",
     ]

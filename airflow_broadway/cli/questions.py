@@ -1,0 +1,116 @@
+"""Answers one question of the API server about a broker: JSON on standard input and output.
+
+The producers are built from the options that the last run reported, and of classes of this package
+only: no module of a pipeline is imported.  Options are on no command line, and the text of an error
+has no secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, Final
+
+from airflow_broadway.adapters.backlog import look_at
+from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.staging import staging_root
+from airflow_broadway.cli.dead_letters import export_letter, listed_letters
+from airflow_broadway.cli.depth import DepthQuery
+from airflow_broadway.cli.output import only_results_on_stdout, say_json
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.formats.layout import SHARED
+from airflow_broadway.core.masking import redacted
+from airflow_broadway.core.text import cut, printable
+from airflow_broadway.runs.backlog.queues import WatchedQueues
+from airflow_broadway.runs.sources.dead_letters import choice_of
+
+__all__ = ["main"]
+
+#: Characters of an error's sentence.
+_SENTENCE: Final = 600
+
+
+def main() -> int:
+    """Answer the question; the exit code is 0, also where the answer is an error."""
+    with only_results_on_stdout():
+        try:
+            question = json.load(sys.stdin)
+            answer = {"answer": _ANSWERS[question["ask"]](question)}
+        except (BroadwayError, OSError) as error:
+            answer = {"error": cut(redacted(printable(str(error))), _SENTENCE)}
+        except Exception as error:
+            # The text of any other error may hold a secret.
+            answer = {"error": f"{type(error).__name__} was raised in the child process"}
+        say_json(answer)
+    return 0
+
+
+def _depths(question: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The depth of each of the queues, of all brokers at the same time."""
+    asked = []
+    for each in question["queues"]:
+        query = DepthQuery(each["key"])
+        asked.append(query)
+        look = partial(_depth, each["queues"], each["staging"])
+        threading.Thread(target=query.ask, args=(look,), daemon=True).start()
+    DepthQuery.wait(asked, question["seconds"], SystemClock())
+    return [each.to_json() for each in asked]
+
+
+def _depth(queues: str, staging: str | None) -> Any:
+    return look_at(WatchedQueues.loads(queues, own=True), staging)
+
+
+def _list(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Some letters, and how many there are of each reason."""
+    with _opened(question) as place:
+        return listed_letters(
+            place,
+            choice_of(question["choice"]),
+            limit=question["limit"],
+            offset=question["offset"],
+            seconds=question["seconds"],
+        )
+
+
+def _show(question: Mapping[str, Any]) -> dict[str, Any] | None:
+    """One letter with its payload, or as much of it as fits; ``None`` if it is none any more."""
+    with _opened(question) as place:
+        letters: Any = place.letters(Choice(ids=frozenset([question["id"]])))
+        with closing(letters):
+            # A sender may write that a letter is of a message of this id.
+            found = next((each for each in letters if each.message_id == question["id"]), None)
+    return None if found is None else export_letter(found, question["bytes"])
+
+
+@contextmanager
+def _opened(question: Mapping[str, Any]) -> Iterator[DeadLetters]:
+    queues = WatchedQueues.loads(question["queues"], own=True)
+    if len(queues.producers) != 1:
+        raise ProducerError(
+            "dead letters of several queues are not listed here: use `airflow-broadway"
+            " dead-letters` where a worker runs"
+        )
+    root = staging_root(question["staging"]).rstrip("/")
+    env = ProducerEnv(
+        pipeline=queues.pipeline,
+        connections=AirflowConnections(),
+        staging=f"{root}/{queues.pipeline}",
+        shared=f"{root}/{SHARED}",
+    )
+    with closing(queues.producers[0].dead_letters(env)) as letters:
+        yield letters
+
+
+_ANSWERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
+    "depth": _depths,
+    "list": _list,
+    "show": _show,
+}

@@ -1,0 +1,136 @@
+"""The last reported depth of a pipeline's queues: one small file for a pipeline of a Dag.
+
+Whichever task, trigger or sensor reads the depth replaces the file.  The pages of the API server
+show it with its time, and find the producer's options in it: so they need no code of a pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.formats.layout import VERSION, read_json
+from airflow_broadway.core.version import __version__
+from airflow_broadway.runs.backlog.queues import WatchedQueues
+from airflow_broadway.staging.run_folder import dag_folder
+from airflow_broadway.staging.store import READERS, Store
+
+__all__ = ["BacklogReport", "PipelineKey", "read_reports", "report_backlog"]
+
+log = logging.getLogger(__name__)
+
+#: The file's name in the folder of a pipeline's Dag; no run's folder begins with ``_``.
+_FILE: Final = "_backlog.json"
+
+
+class PipelineKey(NamedTuple):
+    """A pipeline of a Dag."""
+
+    pipeline: str
+    dag_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BacklogReport:
+    """The depth of a pipeline's queues at one time.
+
+    :param at: When the broker was asked; aware UTC.
+    :param by: The task, trigger or sensor that asked, such as ``"run manual__1"``.
+    :param depth: ``None`` where the broker reports none.
+    :param queues: The producers' options, as :meth:`WatchedQueues.dumps` writes them; empty where
+        they cannot be written down.
+    :param withheld: Why they cannot, as a sentence; empty if they can.
+    """
+
+    at: datetime
+    by: str
+    depth: QueueDepth | None
+    queues: str = ""
+    withheld: str = ""
+
+    def dumps(self) -> str:
+        """Return the report as JSON that :meth:`loads` reads."""
+        value = {
+            "version": VERSION,
+            "release": __version__,
+            "at": self.at.isoformat(),
+            "by": self.by,
+            "depth": None if self.depth is None else self.depth._asdict(),
+            "queues": self.queues,
+            "withheld": self.withheld,
+        }
+        return json.dumps(value, indent=1, sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> BacklogReport:
+        """Read what :meth:`dumps` wrote.
+
+        :raises StagingError: If a newer release wrote it, or it is damaged.
+        """
+        value = read_json(text, path)
+        try:
+            depth = value["depth"]
+            return cls(
+                at=datetime.fromisoformat(value["at"]),
+                by=str(value["by"]),
+                depth=None if depth is None else _depth(depth),
+                queues=str(value["queues"]),
+                withheld=str(value["withheld"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise StagingError(f"{path} is damaged: {error}; the next run replaces it") from None
+
+
+def _depth(value: Mapping[str, Any]) -> QueueDepth:
+    counts = {name: int(value[name]) for name in ("ready", "delayed", "leased", "dead")}
+    age = value["oldest_age"]
+    return QueueDepth(**counts, oldest_age=None if age is None else float(age))
+
+
+def report_backlog(
+    store: Store,
+    dag_id: str,
+    queues: WatchedQueues,
+    depth: QueueDepth | None,
+    *,
+    at: datetime,
+    by: str,
+) -> None:
+    """Replace the report of a pipeline; a failure is logged, since nothing depends on it."""
+    try:
+        options, withheld = queues.dumps(), ""
+    except BroadwayError as error:
+        options, withheld = "", str(error)
+    report = BacklogReport(at=at, by=by, depth=depth, queues=options, withheld=withheld)
+    try:
+        dag_folder(store, queues.pipeline, dag_id).replace(_FILE, report.dumps())
+    except (BroadwayError, OSError) as error:
+        log.warning("The depth of the queue could not be reported to the pages: %s", error)
+
+
+def read_reports(
+    store: Store, keys: Iterable[PipelineKey]
+) -> dict[PipelineKey, BacklogReport | StagingError]:
+    """Return the last reports of pipelines, by one read each; of an unreadable one its error."""
+    wanted = list(keys)
+    with ThreadPoolExecutor(READERS, "broadway-reports") as pool:
+        found = zip(wanted, pool.map(partial(_read, store), wanted), strict=True)
+        return {key: report for key, report in found if report is not None}
+
+
+def _read(store: Store, key: PipelineKey) -> BacklogReport | StagingError | None:
+    path = f"{dag_folder(store, *key).path}/{_FILE}"
+    try:
+        return BacklogReport.loads(store.folder("").read(path), path)
+    except FileNotFoundError:
+        return None
+    except StagingError as error:
+        return error
