@@ -44,6 +44,16 @@ def _error_of_a_plugin() -> Exception:
     return made
 
 
+def _end_so_often(path: str, times: int) -> None:
+    """End this process, unless so many have ended here."""
+    with open(path, "a+") as file:
+        file.seek(0)
+        if len(file.read()) < times:
+            file.write("x")
+            file.flush()
+            os._exit(3)
+
+
 def strike(place: str, message: Message) -> None:
     if type(message.data) is str and message.data.startswith(f"{place} "):
         end_process(message.data.split()[1])
@@ -73,6 +83,8 @@ class Killers(Broadway):
         strike("handle_message", message)
         if message.data == "fails":
             raise ValueError("fails")
+        if type(message.data) is tuple:
+            _end_so_often(*message.data)
         if message.data == "unreadable":
             raise _error_of_a_plugin()
         if message.data == "now":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,18 @@ def test_several_messages_that_end_their_process_are_all_found() -> None:
     assert len(successful) == 36
     assert {message.status.kind for message in failed} == {"crashed"}
     assert len(failed) == 4
+
+
+def test_each_message_is_blamed_by_deaths_of_its_own_alone(tmp_path: Path) -> None:
+    # Given a neighbour that is handled after a death of its own, and one that is blamed
+    recovers = (str(tmp_path / "first"), 2)  # once beside the other, once alone
+    successful, failed = handle(Killers, [recovers, (str(tmp_path / "second"), 1)])
+    assert (len(successful), failed) == (2, [])
+
+    _, failed = handle(Killers, ["handle_message exit"] * 2)
+    assert [message.status.text for message in failed] == [
+        "crashed: it ended 2 processes that handled nothing else, the last with exit code 3"
+    ] * 2
 
 
 def test_what_a_callback_settled_before_its_process_ended_is_not_handled_again() -> None:
