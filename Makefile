@@ -6,7 +6,7 @@ ARGS ?=
 JOBS ?= 4
 RUN := scripts/run.sh
 # The longest files begin, in the order of tests/order.py; what is quick fills the rest.
-PYTEST = $(RUN) --rabbitmq --quick-spark --in-memory --airflow airflow-test \
+PYTEST = $(RUN) --rabbitmq --kafka --quick-spark --in-memory --airflow airflow-test \
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
@@ -40,10 +40,10 @@ lint: ## ruff, its formatter, the arrows between rooms and mypy --strict
 	@$(RUN) mypy
 
 bench: ## Messages per second of each stage and of the whole; build/bench.json
-	@$(RUN) --airflow airflow-bench python -m tests.benchmarks $(ARGS)
+	@$(RUN) --kafka --airflow airflow-bench python -m tests.benchmarks $(ARGS)
 
 faults: ## Kill tasks at random instants and count every message; build/faults.json
-	@$(RUN) --rabbitmq --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
+	@$(RUN) --rabbitmq --kafka --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
 
 lock: ## Compile requirements*.in to requirements*.lock anew; needs uv
 	@for name in requirements-build requirements; do \

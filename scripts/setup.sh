@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq, a broker too;
-# with --browser, Chromium and its driver; with --quick-spark, what lets many Sparks start in less time.
+# Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq or --kafka, that
+# broker too; with --browser, Chromium and its driver; with --quick-spark, what lets many Sparks start in
+# less time.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
 # second.  Only root on Debian or Ubuntu has system packages installed for it; all others are told the
@@ -233,6 +234,36 @@ setup_rabbitmq() {
         "export AIRFLOW_BROADWAY_RABBITMQ_URL=amqp://guest:guest@127.0.0.1:5672/"
 }
 
+# ----------------------------------------------------------------------------------------- Kafka
+# Apache Kafka is jars of Maven Central, which only Maven fetches: each with its hash in jars.sha256.
+sha256() {
+    if command -v sha256sum >/dev/null; then sha256sum "$@"; else shasum -a 256 "$@"; fi
+}
+
+setup_kafka() {
+    local pins=scripts/kafka/jars.sha256 jars=build/kafka new=build/kafka.$$ made
+    made=$(cat scripts/kafka/pom.xml "$pins" | cksum)
+    [ "$(cat "$jars/.whole" 2>/dev/null)" != "$made" ] || return 0
+    if ! command -v mvn >/dev/null; then
+        say "No mvn: tests of Kafka run on librdkafka's mock cluster alone.  To run all: apt-get install maven."
+        return
+    fi
+    say "Resolving Apache Kafka with Maven for the tests; they start it themselves."
+    mkdir -p build/setup
+    if JAVA_HOME=$(sed -n 2p build/setup/java) mvn -q -B -f scripts/kafka/pom.xml \
+        dependency:copy-dependencies -DoutputDirectory="$PWD/$new" >build/setup/kafka.log 2>&1 </dev/null; then
+        (cd "$new" && sha256 *.jar) | cmp -s - "$pins" \
+            || die "Apache Kafka's jars in $new are not those that $pins pins: see which with sha256sum."
+        printf '%s\n' "$made" >"$new/.whole"
+        rm -rf "$jars"
+        mv "$new" "$jars"
+    else
+        rm -rf "$new"
+        say "Maven could not resolve Apache Kafka (build/setup/kafka.log): its tests run on librdkafka's" \
+            "mock cluster alone."
+    fi
+}
+
 # --------------------------------------------------------------------------------------- Chromium
 # The tests find them on PATH, too: tests/browser/chromium.py.
 have_browser() {
@@ -254,17 +285,19 @@ setup_browser() {
 }
 
 # ------------------------------------------------------------------------------------------------
-rabbitmq='' browser='' quick_spark=''
+rabbitmq='' kafka='' browser='' quick_spark=''
 for argument in "$@"; do
     case $argument in
         --rabbitmq) rabbitmq=1 ;;
+        --kafka) kafka=1 ;;
         --browser) browser=1 ;;
         --quick-spark) quick_spark=1 ;;
-        *) die "setup.sh knows --rabbitmq, --browser and --quick-spark, not $argument." ;;
+        *) die "setup.sh knows --rabbitmq, --kafka, --browser and --quick-spark, not $argument." ;;
     esac
 done
 setup_python
 setup_java
 [ -z "$rabbitmq" ] || setup_rabbitmq
+[ -z "$kafka" ] || setup_kafka
 [ -z "$browser" ] || setup_browser
 [ -z "$quick_spark" ] || setup_quick_spark

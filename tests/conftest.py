@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.kafka_fixtures import kafka, kafka_mock, kafka_noida
+from tests.kafka_fixtures import apache_kafka, kafka, kafka_mock
 from tests.order import Together, longest_first
 from tests.pubsub_fixtures import pubsub, pubsub_emulator, pubsub_stub
 
-__all__ = ["kafka", "kafka_mock", "kafka_noida", "pubsub", "pubsub_emulator", "pubsub_stub"]
+__all__ = ["apache_kafka", "kafka", "kafka_mock", "pubsub", "pubsub_emulator", "pubsub_stub"]
 
 # Airflow and all that is collected stay for good: to walk through them as often as Python does by
 # itself takes a tenth of the tests' time.

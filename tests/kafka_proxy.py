@@ -1,4 +1,4 @@
-"""A proxy before a Kafka of the tests, for what that one cannot: TLS, passwords, damaged answers.
+"""A proxy before a Kafka of the tests, for what no broker does when asked: damaged answers.
 
 A client connects to whatever address the broker tells it, so the proxy puts its own in the place of
 the broker's: both are ``127.0.0.1`` and a port of four bytes, and no answer changes its length.
@@ -7,20 +7,15 @@ the broker's: both are ``127.0.0.1`` and a port of four bytes, and no answer cha
 from __future__ import annotations
 
 import asyncio
-import gc
-import ssl
 import struct
 import threading
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 __all__ = ["FETCH", "KafkaProxy"]
 
 #: Kinds of requests, by Kafka's numbers.
 FETCH = 1
-_SASL_AUTHENTICATE = 36
-_SASL_AUTHENTICATION_FAILED = 58
 
 _HEADER = struct.Struct(">hhi")
 
@@ -30,8 +25,6 @@ class KafkaProxy:
 
     :param bootstrap: The broker: one, at ``127.0.0.1``.
     :param through: The port by which the broker is reached, if not its own.
-    :param tls: What clients are met with; nothing: plain text.
-    :param users: Name → password, for SASL's PLAIN: any other is refused.
     :param change: From the kind of a request and its answer to what the client gets, as long.
     """
 
@@ -40,14 +33,10 @@ class KafkaProxy:
         bootstrap: str,
         *,
         through: int | None = None,
-        tls: ssl.SSLContext | None = None,
-        users: Mapping[str, str] | None = None,
         change: Callable[[int, bytes], bytes] | None = None,
     ) -> None:
         self._known_as = int(bootstrap.rpartition(":")[2])
         self._target = through or self._known_as
-        self._tls = tls
-        self._users = users
         self.change = change
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -61,10 +50,6 @@ class KafkaProxy:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        # Nothing leads to a connection whose handshake was not over: the collector closes it.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
 
     @property
     def bootstrap(self) -> str:
@@ -73,7 +58,7 @@ class KafkaProxy:
 
     def _serve(self) -> None:
         async def listen() -> asyncio.Server:
-            return await asyncio.start_server(self._join, "127.0.0.1", 0, ssl=self._tls)
+            return await asyncio.start_server(self._join, "127.0.0.1", 0)
 
         async def hang_up() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -83,8 +68,6 @@ class KafkaProxy:
             await asyncio.sleep(0)  # the sockets are closed at the loop's next turn
 
         loop = self._loop
-        # A client that does not trust the certificate hangs up in the middle: as it should.
-        loop.set_exception_handler(lambda *_: None)
         server = loop.run_until_complete(listen())
         self.port = int(server.sockets[0].getsockname()[1])
         self._ready.set()
@@ -99,7 +82,7 @@ class KafkaProxy:
         broker, to_broker = await asyncio.open_connection("127.0.0.1", self._target)
         asked: dict[int, int] = {}
         ways = (
-            asyncio.ensure_future(self._requests(client, to_broker, to_client, asked)),
+            asyncio.ensure_future(self._requests(client, to_broker, asked)),
             asyncio.ensure_future(self._answers(broker, to_client, asked)),
         )
         try:
@@ -115,29 +98,14 @@ class KafkaProxy:
         self,
         client: asyncio.StreamReader,
         to_broker: asyncio.StreamWriter,
-        to_client: asyncio.StreamWriter,
         asked: dict[int, int],
     ) -> None:
         while True:
             frame = await _frame(client)
             kind, _, number = _HEADER.unpack_from(frame)
             asked[number] = kind
-            if kind == _SASL_AUTHENTICATE and not self._known(frame):
-                text = b"wrong user or password"
-                answer = struct.pack(">ihh", number, _SASL_AUTHENTICATION_FAILED, len(text)) + text
-                _write(to_client, answer + struct.pack(">iq", 0, 0))
-            else:
-                _write(to_broker, frame)
+            _write(to_broker, frame)
             await to_broker.drain()
-
-    def _known(self, frame: bytes) -> bool:
-        """Whether the user of a request for PLAIN is one: the end is ``NUL name NUL password``."""
-        if self._users is None:
-            return True
-        return any(
-            frame.endswith(f"\0{name}\0{password}".encode())
-            for name, password in self._users.items()
-        )
 
     async def _answers(
         self, broker: asyncio.StreamReader, to_client: asyncio.StreamWriter, asked: dict[int, int]

@@ -1,17 +1,16 @@
-"""Private Kafkas for tests, on loopback only; none of them is Apache Kafka itself.
+"""Private Kafkas for tests, on loopback only.
 
-:class:`MockKafka` is librdkafka's mock cluster, in a process of its own (``tests/kafka_mock.py``).
-:class:`NoidaKafka` is ``noida-db``, one binary that keeps a folder.  ``KAFKA_BOOTSTRAP`` names a
-real broker: :class:`RealKafka` uses it as it is.  What each can is in ``can``; a test that rests on
-it asks for it, and ``tests/integration/test_kafka_peers.py`` shows that it is true.
+:class:`ApacheKafka` is Apache Kafka itself, of the jars that ``scripts/setup.sh --kafka`` resolves.
+:class:`MockKafka` is librdkafka's mock cluster, in a process of its own (``tests/kafka_mock.py``),
+for failures that no real broker shows when asked, and for machines without Maven.
+``tests/integration/test_kafka_peers.py`` shows what each of them can.
 
-All of them know what tests ask of a broker without our package: to fill a topic, to read it again,
+Both know what tests ask of a broker without our package: to fill a topic, to read it again,
 to say what a group has committed.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -22,32 +21,30 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import confluent_kafka
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._acl import AclBinding, AclOperation, AclPermissionType
+from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from tests.rabbitmq_server import free_port
+from tests.tls import Authority
 
 __all__ = [
-    "ADMIN",
-    "GROUPS",
+    "PASSWORD",
     "QUICK",
-    "RESTART",
-    "RETENTION",
-    "TIMES",
-    "TRANSACTIONS",
+    "USER",
+    "ApacheKafka",
     "KafkaServer",
     "MockKafka",
-    "NoidaKafka",
-    "RealKafka",
-    "find_noida",
-    "given_bootstrap",
+    "find_jars",
+    "nearest_kafka",
 ]
 
 Settings = Mapping[str, Any]
@@ -57,32 +54,6 @@ _NONE: Settings = {}
 QUICK: Settings = {"reconnect.backoff.ms": 1}
 
 ROOT = Path(__file__).resolve().parent.parent
-
-#: What a peer may know.  Topics are deleted and get partitions; a group's offsets are deleted.
-ADMIN = "admin"
-#: Who is a member of a group is known to everybody.
-GROUPS = "groups"
-#: What was produced a second ago outlives a ``kill -9``.
-RESTART = "restart"
-#: A topic's oldest messages go, by its settings and when asked.
-RETENTION = "retention"
-#: The offset at an instant is found.
-TIMES = "times"
-#: What was aborted is hidden, and what is open ends what may be read.
-TRANSACTIONS = "transactions"
-
-
-def given_bootstrap() -> str | None:
-    """The real broker that the environment names, if any."""
-    return os.environ.get("KAFKA_BOOTSTRAP") or None
-
-
-def find_noida() -> Path | None:
-    """The program of ``noida-db``, if its package is installed."""
-    spec = importlib.util.find_spec("noida_db")
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).with_name("noida-db")
 
 
 @dataclass
@@ -95,7 +66,6 @@ class KafkaServer(ABC):
     """
 
     kind: ClassVar[str]
-    can: ClassVar[frozenset[str]]
 
     folder: Path
     bootstrap: str = ""
@@ -188,11 +158,27 @@ class KafkaServer(ABC):
     ) -> str:
         """Create a topic, with settings of topics, and return its name."""
         name = name or f"topic-{uuid.uuid4().hex}"
-        new = NewTopic(name, partitions, 1, config=dict(settings))
+        new = NewTopic(name, partitions, -1, config=dict(settings))
         admin = self.admin()
         [made] = admin.create_topics([new]).values()
         made.result(timeout=30)
+        self._wait_for_leaders(name, partitions)
         return name
+
+    def _wait_for_leaders(self, name: str, partitions: int) -> None:
+        """Wait until every broker knows a topic, and each partition has a leader."""
+        until = time.monotonic() + 30
+        for address in self.bootstrap.split(","):
+            while True:
+                admin = AdminClient({**self.client, "bootstrap.servers": address})
+                about = admin.list_topics(timeout=30).topics.get(name)
+                leaders = (
+                    [] if about is None else [each.leader for each in about.partitions.values()]
+                )
+                if len(leaders) == partitions and min(leaders) >= 0:
+                    break
+                assert time.monotonic() < until, f"{name} has no leaders"
+                time.sleep(0.01)
 
     def delete_topic(self, name: str) -> None:
         admin = self.admin()
@@ -204,6 +190,7 @@ class KafkaServer(ABC):
         admin = self.admin()
         [made] = admin.create_partitions([NewPartitions(name, total)]).values()
         made.result(timeout=30)
+        self._wait_for_leaders(name, total)
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
         """Let a partition's messages before an offset go, as retention does."""
@@ -285,7 +272,7 @@ class KafkaServer(ABC):
                     elif error.code() == KafkaError._PARTITION_EOF:
                         ended.add(message.partition() or 0)
                     else:
-                        raise confluent_kafka.KafkaException(error)
+                        raise KafkaException(error)
         return sorted(found, key=lambda message: (message.partition(), message.offset()))
 
     def bodies(self, topic: str) -> list[bytes | None]:
@@ -336,7 +323,6 @@ class MockKafka(KafkaServer):
     """
 
     kind: ClassVar[str] = "mock"
-    can: ClassVar[frozenset[str]] = frozenset()
 
     brokers: int = 1
 
@@ -381,57 +367,208 @@ class MockKafka(KafkaServer):
         return name
 
 
+#: The principal of tests that may do only what its ACLs allow, by TLS and a password.
+USER, PASSWORD = "alice", "pass word of the tests"
+
+_CLUSTER_ID = "airflow-broadway-tests"
+_JAVA_OPTIONS = ("-Xms64m", "-Xmx256m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+_LOG_LEVEL = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
+
+
 @dataclass
-class NoidaKafka(KafkaServer):
-    """``noida-db``, with its Kafka alone; it keeps its data over :meth:`kill` and :meth:`run`."""
+class ApacheKafka(KafkaServer):
+    """Apache Kafka in KRaft mode; it keeps its data over :meth:`kill` and :meth:`run`.
 
-    kind: ClassVar[str] = "noida"
-    can: ClassVar[frozenset[str]] = frozenset({ADMIN, GROUPS, RETENTION, TIMES, TRANSACTIONS})
+    Clients connect in plain text, and may do everything; or to :attr:`secure` by SASL_SSL, where
+    :data:`USER` has the rights that ACLs give it.
 
-    port: int = field(default_factory=free_port)
+    :param brokers: Nodes, each a broker and a controller; their ids are 1 and so on.
+    """
 
-    def run(self, *, wait: float = 30.0) -> None:
-        program = find_noida()
-        if program is None:
-            raise RuntimeError("noida-db is not installed")
-        # Its package makes it executable at its first start, beside another process maybe.
-        program.chmod(0o755)
+    kind: ClassVar[str] = "apache"
+
+    brokers: int = 1
+    nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    ports: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    def run(self, *, wait: float = 90.0) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [str(program), "start", "--only", "kafka", "--kafka-port", str(self.port)]
-        with (self.folder / "noida.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--data-dir", str(self.folder / "data")],
+        if not self.ports:
+            self.authority = Authority.make(self.folder, "authority")
+            certificate, key = self.authority.sign("broker", "127.0.0.1")
+            (self.folder / "keystore.pem").write_bytes(key.read_bytes() + certificate.read_bytes())
+            for node in range(1, self.brokers + 1):
+                self.ports[node] = (free_port(), free_port(), free_port())
+            for node in self.ports:
+                self._format(node)
+        for node in self.ports:
+            self.run_node(node)
+        self.bootstrap = ",".join(f"127.0.0.1:{plain}" for plain, _, _ in self.ports.values())
+        self._wait(time.monotonic() + wait)
+
+    @property
+    def secure(self) -> str:
+        """Where clients connect by SASL_SSL."""
+        return ",".join(f"127.0.0.1:{secure}" for _, secure, _ in self.ports.values())
+
+    @property
+    def trusted(self) -> dict[str, Any]:
+        """The settings of a client that connects as :data:`USER`."""
+        return {
+            "bootstrap.servers": self.secure,
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanism": "SCRAM-SHA-512",
+            "sasl.username": USER,
+            "sasl.password": PASSWORD,
+            "ssl.ca.location": str(self.authority.certificate),
+        }
+
+    def allow(self, kind: str, name: str, *operations: str) -> None:
+        """Give :data:`USER` rights, as ``("topic", name, "read", "describe")``."""
+        pattern, host, allow = ResourcePatternType.LITERAL, "*", AclPermissionType.ALLOW
+        resource = ResourceType[kind.upper()]
+        rights = [
+            AclBinding(resource, name, pattern, f"User:{USER}", host, AclOperation[each], allow)
+            for each in map(str.upper, operations)
+        ]
+        admin = self.admin()
+        for made in admin.create_acls(rights).values():
+            made.result(timeout=30)
+
+    def run_node(self, node: int) -> None:
+        """Start one of the nodes."""
+        with (self.folder / f"node-{node}.log").open("ab") as log:
+            self.nodes[node] = subprocess.Popen(
+                _java("kafka.Kafka", self._file(node)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        end = time.monotonic() + wait
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > end:
+
+    def kill_node(self, node: int) -> None:
+        """``kill -9`` of one of the nodes."""
+        process = self.nodes.pop(node)
+        process.kill()
+        process.wait()
+
+    def tool(self, name: str, *arguments: str) -> str:
+        """What one of Kafka's own tools prints, as ``consumer.group.ConsumerGroupCommand``."""
+        command = _java(f"org.apache.kafka.tools.{name}", "--bootstrap-server", self.bootstrap)
+        done = subprocess.run(
+            [*command, *arguments], check=False, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def consumer_groups(self, *arguments: str) -> str:
+        """What ``kafka-consumer-groups.sh`` prints."""
+        return self.tool("consumer.group.ConsumerGroupCommand", *arguments)
+
+    def _signal(self, number: signal.Signals) -> None:
+        nodes, self.nodes = self.nodes, {}
+        for process in nodes.values():
+            process.send_signal(number)
+        for process in nodes.values():
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _file(self, node: int) -> str:
+        return str(self.folder / f"node-{node}.properties")
+
+    def _format(self, node: int) -> None:
+        plain, secure, controller = self.ports[node]
+        voters = ",".join(f"{each}@127.0.0.1:{self.ports[each][2]}" for each in self.ports)
+        copies = min(3, self.brokers)
+        listeners = f"PLAINTEXT://127.0.0.1:{plain},SASL_SSL://127.0.0.1:{secure}"
+        settings = {
+            "process.roles": "broker,controller",
+            "node.id": node,
+            "controller.quorum.voters": voters,
+            "listeners": f"{listeners},CONTROLLER://127.0.0.1:{controller}",
+            "advertised.listeners": listeners,
+            "controller.listener.names": "CONTROLLER",
+            "inter.broker.listener.name": "PLAINTEXT",
+            "listener.security.protocol.map": (
+                "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SASL_SSL:SASL_SSL"
+            ),
+            "sasl.enabled.mechanisms": "SCRAM-SHA-512",
+            "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": (
+                "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+            ),
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.location": self.folder / "keystore.pem",
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS",
+            "log.dirs": self.folder / f"data-{node}",
+            "auto.create.topics.enable": "false",
+            "default.replication.factor": copies,
+            "min.insync.replicas": max(1, copies - 1),
+            "offsets.topic.num.partitions": 1,
+            "offsets.topic.replication.factor": copies,
+            "transaction.state.log.num.partitions": 1,
+            "transaction.state.log.replication.factor": copies,
+            "transaction.state.log.min.isr": max(1, copies - 1),
+            "group.initial.rebalance.delay.ms": 0,
+            "log.index.size.max.bytes": 1_048_576,
+            "broker.session.timeout.ms": 6_000,
+            "num.network.threads": 2,
+            "num.io.threads": 4,
+        }
+        text = "".join(f"{name}={value}\n" for name, value in settings.items())
+        Path(self._file(node)).write_text(text)
+        scram = f"SCRAM-SHA-512=[name={USER},password={PASSWORD}]"
+        subprocess.run(
+            _java(
+                "kafka.tools.StorageTool",
+                *("format", "-t", _CLUSTER_ID, "-c", self._file(node), "--add-scram", scram),
+            ),
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+
+    def _wait(self, end: float) -> None:
+        """Wait until every node is known to all clients."""
+        while True:
+            gone = [node for node, process in self.nodes.items() if process.poll() is not None]
+            if gone or time.monotonic() > end:
+                tail = (self.folder / f"node-{(gone or [1])[0]}.log").read_text(errors="replace")
                 self.stop()
-                tail = (self.folder / "noida.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"noida-db did not start: {tail}")
-            time.sleep(0.02)
-        self.bootstrap = f"127.0.0.1:{self.port}"
-
-    def _answers(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-        except OSError:
-            return False
-        return True
+                raise RuntimeError(f"Apache Kafka did not start: {tail[-2000:]}")
+            if all(_answers(plain) for plain, _, _ in self.ports.values()):
+                with self.consumer() as consumer, suppress(KafkaException):
+                    if len(consumer.list_topics(timeout=1).brokers) == len(self.nodes):
+                        return
+            time.sleep(0.05)
 
 
-@dataclass
-class RealKafka(KafkaServer):
-    """The broker that the environment names; tests make topics and groups of their own there."""
+def find_jars() -> Path | None:
+    """The folder with Apache Kafka's jars, which ``scripts/setup.sh --kafka`` resolves."""
+    folder = ROOT / "build" / "kafka"
+    return folder if (folder / ".whole").exists() else None
 
-    kind: ClassVar[str] = "real"
-    can: ClassVar[frozenset[str]] = NoidaKafka.can | {RESTART}
 
-    def run(self) -> None:
-        given = given_bootstrap()
-        if given is None:
-            raise RuntimeError("KAFKA_BOOTSTRAP names no broker")
-        self.bootstrap = given
+def nearest_kafka() -> type[KafkaServer]:
+    """Apache Kafka where its jars are, else librdkafka's mock cluster."""
+    return MockKafka if find_jars() is None else ApacheKafka
+
+
+def _java(main: str, *arguments: str) -> list[str]:
+    jars = find_jars()
+    if jars is None:
+        raise RuntimeError("Apache Kafka is not installed: scripts/setup.sh --kafka")
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home) / "bin" / "java") if home else "java"
+    return [java, *_JAVA_OPTIONS, _LOG_LEVEL, "-cp", f"{jars}/*", main, *arguments]
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -89,7 +89,7 @@ class Authority:
         (self.folder / f"{name}.key").write_bytes(
             key.private_bytes(
                 serialization.Encoding.PEM,
-                serialization.PrivateFormat.TraditionalOpenSSL,
+                serialization.PrivateFormat.PKCS8,
                 serialization.NoEncryption(),
             )
         )

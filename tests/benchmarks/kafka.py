@@ -10,11 +10,7 @@ interleaved, so that what else the machine does falls on all of them; figures ar
 are the ratios, each to a figure of the same try.  ``.cpu`` is the client's processor time for a
 message, with all of its threads.
 
-Stages are measured at librdkafka's mock cluster, which waits before it says that nothing has come,
-as Kafka does.  noida-db says so at once, and client and server ask and answer without end: 8 us of
-the client's time for a message, and a core of two for both.  The mock keeps 5 MB of a partition, so
-the larger sizes, and the runs, are noida-db's; that answers a fetch with all there is, whatever is
-asked for, and the client must be told to take it, and hold it.
+The server is Apache Kafka, one broker on this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from scripts.local_airflow import LocalAirflow, free_port
 from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, run_of
 from tests.benchmarks.made_up import BODY
 from tests.benchmarks.stages import Stage, run_stage
-from tests.kafka_server import KafkaServer, MockKafka, NoidaKafka
+from tests.kafka_server import ApacheKafka, KafkaServer
 
 __all__ = ["bench_kafka"]
 
@@ -46,8 +42,6 @@ MADE_UP = "tests.benchmarks.made_up:OnNothing"
 #: What is compared with what.
 OF = {"source": "ceiling", "process": "made_up", "process.shared": "made_up"}
 DAGS = Path(__file__).parent / "dags"
-#: noida-db answers with all that there is of a topic.
-LARGE_ANSWERS = {"receive.message.max.bytes": 1_000_000_000}
 #: The topic of the Dag.
 TOPIC = "bench"
 
@@ -57,12 +51,11 @@ def bench_kafka(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
     sizes = SIZES if sizes is None else sizes
     taken: dict[str, list[Took]] = {}
     peaks: Figures = []
-    with folder_of_its_own() as folder, NoidaKafka.start(folder / "broker") as server:
-        for number in range(tries):
-            with MockKafka.start(folder / f"mock-{number}") as mock:
-                for name, took in stages(mock, MESSAGES):
-                    tell(name, took)
-                    taken.setdefault(name, []).append(took)
+    with folder_of_its_own() as folder, ApacheKafka.start(folder / "broker") as server:
+        for _ in range(tries):
+            for name, took in stages(server, MESSAGES):
+                tell(name, took)
+                taken.setdefault(name, []).append(took)
         peaks += [peak_of(server, label, size) for label, size in sizes.items()]
         if sizes:
             server.topic(TOPIC, PARTITIONS)
@@ -105,6 +98,7 @@ def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Took]]:
             if order == "partition":
                 batches(given)
                 yield "settle", of_stage(count, run_stage("settle", **given))
+    server.delete_topic(topic)
 
 
 def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict[str, Any]:
@@ -115,7 +109,6 @@ def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict
         "topics": [topic],
         "group_id": uuid.uuid4().hex,
         "order": order,
-        "settings": LARGE_ANSWERS,
     }
     return {"folder": str(folder), "ref": {"class": PIPELINE, "options": {"producer": options}}}
 
@@ -145,7 +138,7 @@ def of_stage(count: int, stage: Stage) -> Took:
     return Took(count, stage.seconds, stage.cpu)
 
 
-def peak_of(server: NoidaKafka, label: str, size: int) -> dict[str, Any]:
+def peak_of(server: ApacheKafka, label: str, size: int) -> dict[str, Any]:
     """The largest process of a process stage."""
     topic = new_topic(server, size)
     with folder_of_its_own() as folder:
@@ -170,7 +163,7 @@ def apart(name: str, bootstrap: str, topic: str, count: int) -> Took:
 
 def ceiling(bootstrap: str, topic: str, count: int) -> Took:
     """Consume all with librdkafka alone."""
-    server = MockKafka(Path(), bootstrap=bootstrap)
+    server = ApacheKafka(Path(), bootstrap=bootstrap)
 
     def work() -> int:
         from confluent_kafka import OFFSET_BEGINNING, TopicPartition
@@ -230,16 +223,16 @@ def timed(count: int, work: Callable[[], int]) -> Took:
 # -- whole runs ------------------------------------------------------------------------------------
 
 
-def airflow_with(server: NoidaKafka, folder: Path) -> Any:
+def airflow_with(server: ApacheKafka, folder: Path) -> Any:
     """A real Airflow whose connection leads to the server."""
     env = airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS)
     env["PYTHONPATH"] += f":{DAGS.parents[2] / 'dags'}"
-    env["AIRFLOW_CONN_BENCH_KAFKA"] = json.dumps(server.connection(**LARGE_ANSWERS))
+    env["AIRFLOW_CONN_BENCH_KAFKA"] = json.dumps(server.connection())
     parts = ("api-server", "scheduler", "dag-processor")
     return LocalAirflow(env, folder / "logs", components=parts)
 
 
-def run_of_messages(airflow: LocalAirflow, server: NoidaKafka, count: int) -> Took:
+def run_of_messages(airflow: LocalAirflow, server: ApacheKafka, count: int) -> Took:
     """One whole run of the Dag."""
     airflow.wait_for_dag("bench_kafka")
     server.fill(TOPIC, repeat(BODY, count))

@@ -7,7 +7,7 @@ import pytest
 
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.kafka_harness import KafkaHarness
-from tests.kafka_server import KafkaServer, MockKafka
+from tests.kafka_server import KafkaServer
 
 pytestmark = pytest.mark.broker
 
@@ -22,17 +22,8 @@ class TestShared(CustodyContract):
     """Two runs may share a partition."""
 
     @pytest.fixture
-    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka_mock, tmp_path, "none")
-
-
-@pytest.mark.slow
-class TestSharedAtNoida(CustodyContract):
-    """The same at the other peer, for which ``TestByKey`` stands."""
-
-    @pytest.fixture
-    def harness(self, kafka_noida: KafkaServer, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka_noida, tmp_path, "none")
+    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka, tmp_path, "none")
 
 
 class TestByKey(CustodyContract):
@@ -41,8 +32,8 @@ class TestByKey(CustodyContract):
     shares: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka_noida: KafkaServer, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka_noida, tmp_path, "key")
+    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka, tmp_path, "key")
 
 
 class TestInOrder(CustodyContract):
@@ -52,8 +43,8 @@ class TestInOrder(CustodyContract):
     independent: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka_mock, tmp_path, "partition")
+    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka, tmp_path, "partition")
 
 
 class TestDeadLetters(DeadLettersContract):
@@ -62,16 +53,5 @@ class TestDeadLetters(DeadLettersContract):
     keeps_id: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka_mock, tmp_path, "none")
-
-
-@pytest.mark.slow
-class TestDeadLettersThatStay(DeadLettersContract):
-    """On a peer that has retention and a disk."""
-
-    keeps_id: ClassVar[bool] = False
-
-    @pytest.fixture
-    def harness(self, kafka_noida: KafkaServer, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka_noida, tmp_path, "none")
+    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka, tmp_path, "none")

@@ -1,4 +1,4 @@
-"""Kafka: librdkafka's mock cluster, with topics and a group of its own for each case.
+"""Kafka: one server, with topics and a group of its own for each case.
 
 Each process task of a run reads a partition of its own, so no two runs differ.
 """
@@ -22,7 +22,7 @@ from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary
 from airflow_broadway.testing.crashes.kafka import Kafka
 from tests.crashes.subjects import MakeSubject
-from tests.kafka_server import MockKafka
+from tests.kafka_server import KafkaServer, nearest_kafka
 
 __all__ = ["over_kafka"]
 
@@ -35,7 +35,7 @@ def over_kafka(*, order: str) -> Iterator[MakeSubject]:
     """What makes subjects whose messages keep one kind of order."""
     with (
         tempfile.TemporaryDirectory(prefix="crashes-kafka-") as folder,
-        MockKafka.start(Path(folder)) as server,
+        nearest_kafka().start(Path(folder)) as server,
     ):
         yield partial(_OnKafka, server, order)
 
@@ -50,14 +50,14 @@ class _OnKafka(Subject):
     )
 
     def __init__(
-        self, server: MockKafka, order: str, pipeline: type[Broadway], folder: Path
+        self, server: KafkaServer, order: str, pipeline: type[Broadway], folder: Path
     ) -> None:
         super().__init__(pipeline, folder)
         self._server = server
         self._order = order
         self._topic = f"crashes-{hashlib.md5(str(folder).encode()).hexdigest()[:12]}"
         self._partitions = pipeline.producer.concurrency
-        # The server takes one command at a time, and other processes give it some as well.
+        # The mock cluster takes one command at a time, and other processes give it some as well.
         with (server.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             server.topic(self._topic, self._partitions)

@@ -1,4 +1,4 @@
-"""Kafka in the fault runs: noida-db, a process of its own, which no kill of a task reaches.
+"""Kafka in the fault runs: a broker of its own, which no kill of a task reaches.
 
 What is left is told by Kafka itself: the group's offsets against the ends of the log.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.broker import Dead
-from tests.kafka_server import NoidaKafka
+from tests.kafka_server import nearest_kafka
 
 __all__ = ["Kafka"]
 
@@ -25,7 +25,7 @@ class Kafka:
     stable_ids = True
 
     def __init__(self, folder: Path) -> None:
-        self.server = NoidaKafka.start(folder / "kafka")
+        self.server = nearest_kafka().start(folder / "kafka")
         self.server.topic(_TOPIC, _PARTITIONS)
         self.server.topic(f"{_TOPIC}-dlt")
 

@@ -205,14 +205,9 @@ class Topic:
 
 
 @pytest.mark.parametrize(
-    ("kafka", "order"),
-    [
-        # What nothing depends on is killed in the contract suite, too.
-        pytest.param("mock", "none", marks=pytest.mark.slow),
-        ("mock", "key"),
-        ("noida", "partition"),
-    ],
-    indirect=["kafka"],
+    "order",
+    # What nothing depends on is killed in the contract suite, too.
+    [pytest.param("none", marks=pytest.mark.slow), "key", "partition"],
 )
 def test_whoever_is_killed_nothing_is_lost_and_order_is_kept(
     kafka: KafkaServer, tmp_path: Path, order: str

@@ -12,7 +12,6 @@ from tests.airflow_home import made_home
 from tests.faults.found import Found
 from tests.faults.killing import KINDS
 from tests.faults.runs import Case, airflow_for, run_case
-from tests.kafka_fixtures import wanted_kafka
 from tests.rabbitmq_fixtures import skip_without_own_server
 from tests.rabbitmq_server import find_server, given_url
 from tests.sqs_fixtures import wanted_sqs
@@ -95,8 +94,6 @@ def test_at_sqs_too_whose_leases_are_its_own(tmp_path: Path) -> None:
 @pytest.mark.broker
 @pytest.mark.timeout(1800)
 def test_at_kafka_too_whose_log_is_not_taken_from(tmp_path: Path) -> None:
-    wanted_kafka("noida")
-
     found = run_case(_case(tmp_path, "kafka", messages=2_000, kills=12, seed=20_130))
 
     _check(found, kills=12)

@@ -21,8 +21,8 @@ from airflow_broadway.staging.store import Store
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
-from tests.kafka_fixtures import wanted_kafka
-from tests.kafka_server import NoidaKafka
+from tests.kafka_fixtures import skip_without_apache_kafka
+from tests.kafka_server import ApacheKafka
 from tests.s3_server import s3_server
 from tests.waiting import eventually
 
@@ -35,10 +35,10 @@ START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta
 
 
 @contextmanager
-def filled_kafka(folder: Path) -> Iterator[NoidaKafka]:
+def filled_kafka(folder: Path) -> Iterator[ApacheKafka]:
     """Messages of each hour, and of those around, in both partitions."""
-    wanted_kafka(NoidaKafka.kind)  # or the test is skipped
-    with NoidaKafka.start(folder / "kafka") as kafka:
+    skip_without_apache_kafka()
+    with ApacheKafka.start(folder / "kafka") as kafka:
         kafka.topic("hours", 2)
         kafka.topic("hours-dlt")
         sender = kafka.producer()
@@ -109,7 +109,7 @@ def check(
 
 @contextmanager
 def airflow_of(
-    folder: Path, staging: str, kafka: NoidaKafka, connections: dict[str, str]
+    folder: Path, staging: str, kafka: ApacheKafka, connections: dict[str, str]
 ) -> Iterator[LocalAirflow]:
     env = airflow_env(
         home=made_home(folder / "airflow"),

@@ -12,8 +12,8 @@ import pytest
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
-from tests.kafka_fixtures import wanted_kafka
-from tests.kafka_server import NoidaKafka
+from tests.kafka_fixtures import skip_without_apache_kafka
+from tests.kafka_server import ApacheKafka
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -26,15 +26,15 @@ START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta
 
 
 @pytest.fixture
-def kafka(tmp_path: Path) -> Iterator[NoidaKafka]:
-    wanted_kafka(NoidaKafka.kind)  # or the test is skipped
-    with NoidaKafka.start(tmp_path / "kafka") as server:
+def kafka(tmp_path: Path) -> Iterator[ApacheKafka]:
+    skip_without_apache_kafka()
+    with ApacheKafka.start(tmp_path / "kafka") as server:
         server.topic("hours", 2)
         server.topic("hours-dlt")
         yield server
 
 
-def fill(kafka: NoidaKafka) -> None:
+def fill(kafka: ApacheKafka) -> None:
     """Messages of each hour, and of those around: a little out of order, in both partitions."""
     sender = kafka.producer()
     for hour in range(-1, HOURS + 1):
@@ -56,7 +56,7 @@ def handled(folder: Path, run_id: str) -> list[tuple[int, int]]:
 
 
 def test_a_backfill_reads_its_hours_from_the_log_beside_a_live_run(
-    kafka: NoidaKafka, tmp_path: Path
+    kafka: ApacheKafka, tmp_path: Path
 ) -> None:
     fill(kafka)
     env = airflow_env(
@@ -128,7 +128,7 @@ def run_of(airflow: LocalAirflow, hour: datetime) -> str:
     return found[0]
 
 
-def connect(airflow: LocalAirflow, kafka: NoidaKafka) -> None:
+def connect(airflow: LocalAirflow, kafka: ApacheKafka) -> None:
     """Make the connection as the form does, and press its test button."""
     from airflow.providers.apache.kafka.hooks.base import KafkaBaseHook
 

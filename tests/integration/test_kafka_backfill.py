@@ -15,9 +15,9 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from tests.kafka_fixtures import on_peers
+from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import TIMES, KafkaServer, MockKafka
+from tests.kafka_server import KafkaServer, MockKafka
 
 pytestmark = pytest.mark.broker
 
@@ -60,7 +60,7 @@ class Backfill(KafkaGroup):
         return [message.data.decode() for message in self.drain()]
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_exactly_the_interval_is_read_and_the_group_is_not_touched(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -73,7 +73,7 @@ def test_exactly_the_interval_is_read_and_the_group_is_not_touched(
     assert group.register().read((group.topic, 0)) is None
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_the_messages_of_an_interval_are_counted_and_none_is_read(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -91,7 +91,7 @@ def test_the_messages_of_an_interval_are_counted_and_none_is_read(
         group.producer().count_interval(late)
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_messages_out_of_order_by_a_little_are_found(kafka: KafkaServer, tmp_path: Path) -> None:
     group = Backfill(kafka, tmp_path, lateness=300.0)
     group.send([0, 12, 22, 19, 9, 24, 15, 26, 13])
@@ -103,7 +103,7 @@ def test_messages_out_of_order_by_a_little_are_found(kafka: KafkaServer, tmp_pat
     assert again.bodies() == ["12", "19", "15", "13"]
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 @pytest.mark.parametrize("minutes", [(40, 50), (-50, -40)])
 def test_an_interval_without_messages_is_empty(
     kafka: KafkaServer, tmp_path: Path, minutes: tuple[float, float]
@@ -114,7 +114,7 @@ def test_an_interval_without_messages_is_empty(
     assert group.bodies() == []
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_a_backfill_and_a_live_run_hold_the_same_messages(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -130,7 +130,7 @@ def test_a_backfill_and_a_live_run_hold_the_same_messages(
     assert live.committed() == {0: 3}
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_what_failed_is_left_until_the_run_is_cleared(kafka: KafkaServer, tmp_path: Path) -> None:
     group = Backfill(kafka, tmp_path, order="none")
     group.send([10, 11, 12])
@@ -150,7 +150,7 @@ def test_what_failed_is_left_until_the_run_is_cleared(kafka: KafkaServer, tmp_pa
     assert group.bodies() == []
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_what_comes_later_does_not_change_what_a_cleared_run_reads(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -162,7 +162,7 @@ def test_what_comes_later_does_not_change_what_a_cleared_run_reads(
     assert group.bodies() == []
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_a_backfill_that_ended_early_fails(kafka: KafkaServer, tmp_path: Path) -> None:
     group = Backfill(kafka, tmp_path)
     group.send([10, 11, 12])
@@ -182,7 +182,7 @@ def test_an_interval_that_is_not_over_is_refused(kafka_mock: MockKafka, tmp_path
         group.bodies()
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_the_lease_of_a_backfill_is_settled_by_whoever_reads_it(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:

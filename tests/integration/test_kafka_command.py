@@ -13,9 +13,9 @@ from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.testing.harness import settlement_of
 from tests.cli_runs import Ran, ran
-from tests.kafka_fixtures import on_peers
+from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import GROUPS, RETENTION, KafkaServer, MockKafka
+from tests.kafka_server import KafkaServer, MockKafka
 from tests.unit.passing import Passing
 
 pytestmark = pytest.mark.broker
@@ -147,7 +147,7 @@ def test_a_check_says_what_a_run_would_be_refused_for(told: Told, tmp_path: Path
         assert f"error: the dead-letter topic '{group.letters}' does not exist" in letterless.out
 
 
-@on_peers(GROUPS)
+@on_apache_kafka
 def test_a_check_finds_members(told: Told) -> None:
     group = told.group
     group.fill(1)
@@ -158,7 +158,7 @@ def test_a_check_finds_members(told: Told) -> None:
     assert "has 1 member (" in done.out
 
 
-@on_peers(RETENTION)
+@on_apache_kafka
 def test_a_check_says_what_a_run_would_warn_of(told: Told) -> None:
     group = told.group
     group.fill(5)

@@ -13,8 +13,8 @@ from scripts.load_flights import flights
 from scripts.load_kafka import DEAD, TOPIC, load
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.integration.test_sqs_flights import check_output, check_report
-from tests.kafka_fixtures import wanted_kafka
-from tests.kafka_server import NoidaKafka
+from tests.kafka_fixtures import skip_without_apache_kafka
+from tests.kafka_server import ApacheKafka
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 
@@ -26,15 +26,15 @@ SEED = 20_130
 @pytest.mark.slow
 @pytest.mark.parametrize("messages", [3_000, 336_776])
 def test_flights_through_kafka(tmp_path: Path, messages: int) -> None:
-    wanted_kafka(NoidaKafka.kind)  # or the test is skipped
-    kafka = NoidaKafka.start(tmp_path)  # of this test alone: its topics' names are the demo's
+    skip_without_apache_kafka()
+    kafka = ApacheKafka.start(tmp_path)  # of this test alone: its topics' names are the demo's
     try:
         run_flights(kafka, tmp_path, messages)
     finally:
         kafka.stop()
 
 
-def run_flights(kafka: NoidaKafka, folder: Path, messages: int) -> None:
+def run_flights(kafka: ApacheKafka, folder: Path, messages: int) -> None:
     expected = Expected()
     sent = list(expected.watch(flights(messages, SEED)))
     assert expected.never_departed
@@ -59,7 +59,7 @@ def run_flights(kafka: NoidaKafka, folder: Path, messages: int) -> None:
     check_report(json.loads(report.read_text()), expected)
 
 
-def check_topics(kafka: NoidaKafka, expected: Expected, messages: int) -> None:
+def check_topics(kafka: ApacheKafka, expected: Expected, messages: int) -> None:
     committed, ends = kafka.committed("flights", TOPIC), kafka.watermarks(TOPIC)
     assert {number: offset for number, (offset, _) in committed.items()} == {
         number: end for number, (_, end) in ends.items()

@@ -10,9 +10,9 @@ from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.group import ERROR, adopt, look
-from tests.kafka_fixtures import on_peers
+from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import TRANSACTIONS, KafkaServer
+from tests.kafka_server import KafkaServer
 
 pytestmark = pytest.mark.broker
 
@@ -68,7 +68,7 @@ def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka: KafkaServer, tmp_
     assert depth(group).oldest_age == pytest.approx(8061.0, abs=60.0)
 
 
-@on_peers(TRANSACTIONS)
+@on_apache_kafka
 def test_what_was_aborted_has_no_age(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     sender = kafka.producer({"transactional.id": group.topic})

@@ -14,9 +14,9 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.admin import Admin
 from airflow_broadway.producers.kafka.errors import Truncated
 from airflow_broadway.producers.kafka.group import adopt
-from tests.kafka_fixtures import on_peers
+from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import TRANSACTIONS, KafkaServer, NoidaKafka
+from tests.kafka_server import ApacheKafka, KafkaServer
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -32,7 +32,7 @@ def body_of(letter: Any) -> str:
     return str(dict(letter.headers() or ()).get("broadway.body", b"").decode())
 
 
-@on_peers(TRANSACTIONS)
+@on_apache_kafka
 def test_a_process_that_dies_before_an_open_transaction_holds_nothing_behind_it(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -107,9 +107,9 @@ def made_anew(group: KafkaGroup, count: int) -> None:
 
 
 def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(
-    kafka_noida: NoidaKafka, tmp_path: Path
+    apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
-    group = KafkaGroup(kafka_noida, tmp_path)
+    group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
 
@@ -118,7 +118,7 @@ def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(
 
     # Then what was handled is finished, and no letter has another message's body
     assert report == SettleReport(acked=9, dead_lettered=1)
-    [letter] = kafka_noida.read(group.letters)
+    [letter] = apache_kafka.read(group.letters)
     assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
     # And nobody reads on as if nothing had happened
     with pytest.raises(ProducerError, match=r"offset 10 of .* is beyond the end 4: the topic was"):
@@ -144,8 +144,8 @@ def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(
         group.drain()
 
 
-def test_a_topic_made_anew_under_a_run_ends_it(kafka_noida: NoidaKafka, tmp_path: Path) -> None:
-    group = KafkaGroup(kafka_noida, tmp_path)
+def test_a_topic_made_anew_under_a_run_ends_it(apache_kafka: ApacheKafka, tmp_path: Path) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     with group.source() as source:
         assert len(group.take(source)) == 10

@@ -20,9 +20,9 @@ from airflow_broadway.producers.kafka.admin import Admin
 from airflow_broadway.producers.kafka.register import Register
 from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.producers.kafka.table import Table
-from tests.kafka_fixtures import on_peers
+from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import ADMIN, GROUPS, RETENTION, TIMES, KafkaServer, MockKafka, NoidaKafka
+from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -48,7 +48,7 @@ def test_a_new_group_begins_by_its_policy(
     assert offsets(group.drain()) == [3, 4]
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_a_new_group_begins_at_an_instant(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     first = datetime.now(UTC) - timedelta(hours=1)
@@ -62,7 +62,7 @@ def test_a_new_group_begins_at_an_instant(kafka: KafkaServer, tmp_path: Path) ->
     assert offsets(group.drain(offset_reset_policy=policy)) == [3, 4]
 
 
-@on_peers(TIMES)
+@on_apache_kafka
 def test_behind_the_last_instant_a_new_group_begins_at_the_end(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -98,7 +98,7 @@ def _partitions_of(source: KafkaSource, number: int) -> list[int]:
     return found
 
 
-@on_peers(ADMIN)
+@on_apache_kafka
 def test_a_partition_that_is_added_is_read_from_its_beginning(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -135,11 +135,12 @@ def test_idle_partitions_are_committed_too(kafka: KafkaServer, tmp_path: Path) -
     assert group.committed() == {0: 0, 1: 2, 2: 0}
     found = kafka.committed(group.group, group.topic)
     mark = json.loads(found[1][1] or "")
-    assert mark == {"b": 1, "o": group.register().owner(), "s": 3, "h": 2}
+    assert mark.pop("s") in (3, 4)  # versions: as many as portions came
+    assert mark == {"b": 1, "o": group.register().owner(), "h": 2}
     assert all(len(metadata or "") <= 90 for _, metadata in found.values())
 
 
-@on_peers(ADMIN)
+@on_apache_kafka
 def test_an_offset_that_expired_is_no_loss(
     kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,7 +253,7 @@ def test_a_dead_letter_topic_that_is_not_there_is_refused(
     assert len(group.drain(on_failure="ack")) == 1
 
 
-@on_peers(GROUPS)
+@on_apache_kafka
 def test_a_group_with_members_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     with (
@@ -298,13 +299,13 @@ def test_a_run_without_staging_leaves_a_group_that_staging_takes_over(
         group.drain()
 
 
-def test_a_topic_that_was_made_anew_is_refused(kafka_noida: NoidaKafka, tmp_path: Path) -> None:
-    group = KafkaGroup(kafka_noida, tmp_path)
+def test_a_topic_that_was_made_anew_is_refused(apache_kafka: ApacheKafka, tmp_path: Path) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     group.drain()
-    kafka_noida.delete_topic(group.topic)
-    eventually(lambda: kafka_noida.partitions(group.topic) == [])
-    kafka_noida.topic(group.topic)
+    apache_kafka.delete_topic(group.topic)
+    eventually(lambda: apache_kafka.partitions(group.topic) == [])
+    apache_kafka.topic(group.topic)
     group.fill(4)
 
     with pytest.raises(
@@ -316,7 +317,7 @@ def test_a_topic_that_was_made_anew_is_refused(kafka_noida: NoidaKafka, tmp_path
     assert group.drain() == []
 
 
-@on_peers(ADMIN)
+@on_apache_kafka
 def test_a_compacted_topic_is_no_place_for_dead_letters(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
@@ -353,7 +354,7 @@ def test_a_topic_with_another_id_was_made_anew(
     assert group.drain() == []
 
 
-@on_peers(RETENTION)
+@on_apache_kafka
 def test_what_retention_removed_is_told_and_left_behind(
     kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,13 +1,11 @@
-"""What the Kafkas of the tests can and cannot: what other tests rest on.
-
-None is Apache Kafka.  Where a peer is known to differ, the difference is a test too: a release that
-mends it says so by failing here.
-"""
+"""What the Kafkas of the tests can and cannot: what other tests rest on."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,9 @@ import confluent_kafka
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from tests.kafka_fixtures import on_peers
+from tests.kafka_fixtures import on_apache_kafka, skip_without_apache_kafka
 from tests.kafka_proxy import FETCH, KafkaProxy
-from tests.kafka_server import (
-    ADMIN,
-    GROUPS,
-    RETENTION,
-    TIMES,
-    TRANSACTIONS,
-    KafkaServer,
-    MockKafka,
-    NoidaKafka,
-    RealKafka,
-)
-from tests.tls import Authority
+from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -102,7 +89,7 @@ def test_who_is_no_member_cannot_commit_beside_one(kafka: KafkaServer) -> None:
     assert raised.value.args[0].code() == KafkaError.UNKNOWN_MEMBER_ID
 
 
-@on_peers(GROUPS)
+@on_apache_kafka
 def test_a_group_tells_its_members(kafka: KafkaServer) -> None:
     topic, admin = kafka.topic(), kafka.admin()
     with kafka.member("told", topic):
@@ -111,7 +98,7 @@ def test_a_group_tells_its_members(kafka: KafkaServer) -> None:
 
 
 # ------------------------------------------------------------------------------- the log
-@on_peers(TIMES)
+@on_apache_kafka
 def test_an_instant_is_found_in_the_log(kafka: KafkaServer) -> None:
     topic, producer, first = kafka.topic(), kafka.producer(), an_hour_ago()
     for second in range(5):
@@ -126,7 +113,7 @@ def test_an_instant_is_found_in_the_log(kafka: KafkaServer) -> None:
     assert (inside.offset, behind.offset) == (3, confluent_kafka.OFFSET_END)
 
 
-@on_peers(RETENTION)
+@on_apache_kafka
 def test_the_oldest_messages_can_go(kafka: KafkaServer) -> None:
     topic = kafka.topic()
     kafka.fill(topic, BODIES)
@@ -137,7 +124,7 @@ def test_the_oldest_messages_can_go(kafka: KafkaServer) -> None:
     assert kafka.bodies(topic) == BODIES[40:]
 
 
-@on_peers(ADMIN)
+@on_apache_kafka
 def test_a_topic_gets_partitions_and_is_made_anew(kafka: KafkaServer) -> None:
     topic = kafka.topic()
     kafka.fill(topic, BODIES)
@@ -151,7 +138,7 @@ def test_a_topic_gets_partitions_and_is_made_anew(kafka: KafkaServer) -> None:
     assert kafka.watermarks(topic) == {0: (0, 0)}
 
 
-@on_peers(ADMIN)
+@on_apache_kafka
 def test_the_offsets_of_a_group_can_go(kafka: KafkaServer) -> None:
     topic = kafka.topic()
     kafka.commit("gone", topic, 0, 5)
@@ -162,7 +149,7 @@ def test_the_offsets_of_a_group_can_go(kafka: KafkaServer) -> None:
 
 
 # ------------------------------------------------------------------------------- transactions
-@on_peers(TRANSACTIONS)
+@on_apache_kafka
 def test_what_was_aborted_is_never_seen(kafka: KafkaServer) -> None:
     topic = kafka.topic()
     producer = kafka.producer({"transactional.id": f"{topic} a"})
@@ -180,7 +167,7 @@ def test_what_was_aborted_is_never_seen(kafka: KafkaServer) -> None:
     assert kafka.bodies(topic) == [b"kept", b"kept too"]
 
 
-@on_peers(TRANSACTIONS)
+@on_apache_kafka
 def test_an_open_transaction_ends_what_may_be_read(kafka: KafkaServer) -> None:
     topic = kafka.topic()
     producer = kafka.producer({"transactional.id": f"{topic} o"})
@@ -233,15 +220,15 @@ def test_the_mock_ends_with_whoever_started_it(tmp_path: Path) -> None:
     assert server.process.wait(timeout=30) == 0
 
 
-# ------------------------------------------------------------------------------- noida alone
-def test_noida_fences_a_producer_that_was_replaced(kafka_noida: NoidaKafka) -> None:
-    topic = kafka_noida.topic()
-    old = kafka_noida.producer({"transactional.id": f"{topic} f"})
+# ------------------------------------------------------------------------------- Apache Kafka alone
+def test_a_transactional_producer_that_was_replaced_is_fenced(apache_kafka: ApacheKafka) -> None:
+    topic = apache_kafka.topic()
+    old = apache_kafka.producer({"transactional.id": f"{topic} f"})
     old.init_transactions(30)
     old.begin_transaction()
     old.produce(topic, b"of the old one")
     old.flush(30)
-    new = kafka_noida.producer({"transactional.id": f"{topic} f"})
+    new = apache_kafka.producer({"transactional.id": f"{topic} f"})
     new.init_transactions(30)
 
     with pytest.raises(KafkaException) as raised:
@@ -252,84 +239,62 @@ def test_noida_fences_a_producer_that_was_replaced(kafka_noida: NoidaKafka) -> N
         KafkaError.INVALID_PRODUCER_EPOCH,
         KafkaError.PRODUCER_FENCED,
     }
-    assert kafka_noida.bodies(topic) == []
+    assert apache_kafka.bodies(topic) == []
 
 
-def test_noida_hides_what_a_producer_commits_after_it_has_aborted(kafka_noida: NoidaKafka) -> None:
-    """From whoever begins to read behind the aborted transaction: tests use a producer for each."""
-    topic = kafka_noida.topic()
-    producer = kafka_noida.producer({"transactional.id": f"{topic} h"})
-    producer.init_transactions(30)
-    for ending in (producer.abort_transaction, producer.commit_transaction):
-        producer.begin_transaction()
-        producer.produce(topic, b"x")
-        producer.flush(30)
-        ending(30)
-
-    assert [message.offset() for message in kafka_noida.read(topic)] == [2]
-    assert kafka_noida.read(topic, start=2) == []
-
-
-def test_noida_keeps_its_log_over_a_kill(tmp_path: Path) -> None:
-    """What is a second old; what was just acknowledged may be gone, as with no other broker."""
-    with NoidaKafka.start(tmp_path) as server:
+def test_apache_kafka_keeps_its_log_and_offsets_over_a_kill(tmp_path: Path) -> None:
+    skip_without_apache_kafka()
+    with ApacheKafka.start(tmp_path) as server:
         topic = server.topic()
         server.fill(topic, BODIES)
         server.commit("kept", topic, 0, 50, "mark")
-        log = server.folder / "data"
-        eventually(lambda: any(file.suffix != ".tmp" for file in log.rglob("*kafka*")))
-        time.sleep(2)  # nothing tells that its snapshot is whole
+
         server.kill()
         server.run()
 
         assert server.bodies(topic) == BODIES
-        assert server.committed("kept", topic) == {0: (50, "mark")}
+        eventually(lambda: server.committed("kept", topic) == {0: (50, "mark")})
 
 
-# ------------------------------------------------------------------------------- behind a proxy
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.make(tmp_path_factory.mktemp("authority"), "tests")
+def test_kafkas_own_tools_show_a_group(apache_kafka: ApacheKafka) -> None:
+    topic = apache_kafka.topic()
+    apache_kafka.fill(topic, BODIES)
+    apache_kafka.commit("shown", topic, 0, 50)
+
+    shown = apache_kafka.consumer_groups("--describe", "--group", "shown")
+
+    assert f"shown {topic} 0 50 100 50" in " ".join(shown.split())
 
 
-def behind(proxy: KafkaProxy, **settings: Any) -> KafkaServer:
-    """The peer as it is seen through a proxy, by clients with these settings."""
-    given = {name.replace("_", "."): value for name, value in settings.items()}
-    return RealKafka(Path(), proxy.bootstrap, settings=given)
+def test_tls_passwords_and_rights_are_checked(apache_kafka: ApacheKafka) -> None:
+    topic = apache_kafka.topic()
+    apache_kafka.fill(topic, BODIES)
+    trusted = apache_kafka.trusted
+    apache_kafka.allow("topic", topic, "read")
+    apache_kafka.allow("group", "the tests", "read")
+
+    eventually(lambda: replace(apache_kafka, settings=trusted).bodies(topic) == BODIES)
+    assert "Authentication failed" in refused(apache_kafka, {**trusted, "sasl.password": "other"})
+    assert "certificate verify failed" in refused(
+        apache_kafka, {name: trusted[name] for name in trusted if name != "ssl.ca.location"}
+    )
+    refused(apache_kafka, {"bootstrap.servers": apache_kafka.secure})
 
 
-def test_tls_and_passwords_are_checked_by_the_proxy(
-    kafka_noida: NoidaKafka, authority: Authority
-) -> None:
-    """Before noida: it takes any password, and the mock knows none."""
-    topic = kafka_noida.topic(partitions=2)
-    kafka_noida.fill(topic, BODIES)
-    known = {"ssl_ca_location": str(authority.certificate)}
-    alice = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "alice"}
-    with KafkaProxy(
-        kafka_noida.bootstrap, tls=authority.server("kafka", "127.0.0.1"), users={"alice": "secret"}
-    ) as proxy:
-        read = behind(proxy, security_protocol="SSL", **known).bodies(topic)
-        assert sorted(body or b"" for body in read) == sorted(BODIES)
-        assert len(behind(proxy, **alice, sasl_password="secret", **known).bodies(topic)) == 100
-        assert "wrong user or password" in refused(
-            behind(proxy, **alice, sasl_password="other", **known)
-        )
-        assert "certificate verify failed" in refused(behind(proxy, security_protocol="SSL"))
-        refused(behind(proxy))
-
-
-def refused(server: KafkaServer) -> str:
+def refused(server: KafkaServer, settings: Mapping[str, Any]) -> str:
     """What a client is told that does not get through."""
     told: list[str] = []
     with (
-        server.consumer(settings={"error_cb": lambda error: told.append(error.str())}) as consumer,
+        server.consumer(
+            settings={**settings, "error_cb": lambda error: told.append(error.str())}
+        ) as consumer,
         pytest.raises(KafkaException),
     ):
         consumer.list_topics(timeout=2)
     return " ".join(told)
 
 
+# ------------------------------------------------------------------------------- behind a proxy
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
 def test_a_damaged_batch_is_told_where_sums_are_checked(kafka: KafkaServer, codec: str) -> None:
     """And where they are not, it may come as it is, or never: librdkafka's default."""
@@ -340,7 +305,7 @@ def test_a_damaged_batch_is_told_where_sums_are_checked(kafka: KafkaServer, code
         KafkaProxy(kafka.bootstrap, change=damaged) as proxy,
         pytest.raises(KafkaException, match="CRC32C"),
     ):
-        behind(proxy, check_crcs=True).read(topic)
+        replace(kafka, bootstrap=proxy.bootstrap, settings={"check.crcs": True}).read(topic)
 
 
 def damaged(kind: int, answer: bytes) -> bytes:

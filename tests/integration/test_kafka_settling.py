@@ -25,9 +25,9 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.harness import settlement_of
-from tests.kafka_fixtures import on_peers
+from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import RETENTION, KafkaServer, MockKafka, NoidaKafka
+from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka
 
 pytestmark = pytest.mark.broker
 
@@ -156,7 +156,7 @@ def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_ag
     assert again == {b"000000": ["0", "1"], b"000001": ["0"]}
 
 
-@on_peers(RETENTION)
+@on_apache_kafka
 def test_a_letter_whose_body_is_gone_says_so(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
@@ -173,11 +173,11 @@ def test_a_letter_whose_body_is_gone_says_so(kafka: KafkaServer, tmp_path: Path)
 
 
 def test_a_letter_that_is_too_large_goes_without_its_body(
-    kafka_noida: NoidaKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apache_kafka: ApacheKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a dead-letter topic that takes less than the topic (here the client refuses for it)
-    group = KafkaGroup(kafka_noida, tmp_path)
-    kafka_noida.fill(group.topic, [b"x" * 200_000, b"small"])
+    group = KafkaGroup(apache_kafka, tmp_path)
+    apache_kafka.fill(group.topic, [b"x" * 200_000, b"small"])
     lease, messages = group.hold()
     settings = {"message.max.bytes": 100_000}
 

@@ -1,9 +1,8 @@
-"""Kafka by TLS and passwords, and what a damaged batch says: noida behind a proxy of the tests."""
+"""Kafka by TLS, passwords and rights; and what a damaged batch says, by a proxy of the tests."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,22 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import ClientConfig, KafkaProducer
 from airflow_broadway.testing.harness import settlement_of
 from tests.kafka_proxy import FETCH, KafkaProxy
-from tests.kafka_server import NoidaKafka
-from tests.tls import Authority
+from tests.kafka_server import PASSWORD, USER, ApacheKafka
 
 pytestmark = pytest.mark.broker
 
-SECRET = "pass word of the tests"
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.make(tmp_path_factory.mktemp("authority"), "tests")
-
-
-@pytest.fixture
-def proxy(kafka_noida: NoidaKafka, authority: Authority) -> Iterator[KafkaProxy]:
-    """One that speaks TLS, and knows one user."""
-    tls = authority.server("kafka", "127.0.0.1")
-    with KafkaProxy(kafka_noida.bootstrap, tls=tls, users={"alice": SECRET}) as made:
-        yield made
-
 
 class Through:
-    """A topic of ten messages, and a producer that reaches it by a proxy.
+    """A topic of ten messages, and a producer that reaches it at an address.
 
     :param extra: Of the connection.
     """
 
-    def __init__(self, noida: NoidaKafka, proxy: KafkaProxy, folder: Path, **about: Any) -> None:
-        self.topic = noida.topic()
-        noida.topic(f"{self.topic}-dlt")
-        noida.fill(self.topic, [b"%0500d" % number for number in range(10)])
-        self._extra = {"bootstrap.servers": proxy.bootstrap, **about.pop("extra", {})}
+    def __init__(self, kafka: ApacheKafka, address: str, folder: Path, **about: Any) -> None:
+        self.topic = kafka.topic()
+        kafka.topic(f"{self.topic}-dlt")
+        kafka.fill(self.topic, [b"%0500d" % number for number in range(10)])
+        self._extra = {"bootstrap.servers": address, **about.pop("extra", {})}
         self._about = about
         self._folder = folder
         self.producer = KafkaProducer(
@@ -84,43 +67,48 @@ class Through:
         """The sentence of a run that gets nothing."""
         with pytest.raises(ProducerError) as raised:
             self.drain()
-        assert SECRET not in str(raised.value)
+        assert PASSWORD not in str(raised.value)
         return str(raised.value)
 
 
-def test_a_run_by_tls_and_a_password(
-    kafka_noida: NoidaKafka, proxy: KafkaProxy, authority: Authority, tmp_path: Path
+def test_a_run_by_tls_and_a_password_with_the_rights_of_the_guide(
+    apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
     through = Through(
-        kafka_noida,
-        proxy,
+        apache_kafka,
+        apache_kafka.secure,
         tmp_path,
-        login="alice",
-        password=SECRET,
+        login=USER,
+        password=PASSWORD,
         extra={
             "security.protocol": "SASL_SSL",
-            "sasl.mechanism": "PLAIN",
-            "ssl.ca.location": str(authority.certificate),
+            "sasl.mechanism": "SCRAM-SHA-512",
+            "ssl.ca.location": str(apache_kafka.authority.certificate),
         },
     )
+
+    assert "Read and Describe" in through.refused()
+    apache_kafka.allow("topic", through.topic, "read", "describe")
+    apache_kafka.allow("group", through.producer.group_id, "read")
+    apache_kafka.allow("topic", f"{through.topic}-dlt", "write", "describe")
 
     assert through.drain() == SettleReport(acked=10)
     assert through.drain() == SettleReport()
 
 
 def test_a_wrong_password_is_one_sentence_without_it(
-    kafka_noida: NoidaKafka, proxy: KafkaProxy, authority: Authority, tmp_path: Path
+    apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
     through = Through(
-        kafka_noida,
-        proxy,
+        apache_kafka,
+        apache_kafka.secure,
         tmp_path,
-        login="alice",
-        password=f"{SECRET} and more",
+        login=USER,
+        password=f"{PASSWORD} and more",
         extra={
             "security.protocol": "SASL_SSL",
-            "sasl.mechanism": "PLAIN",
-            "ssl.ca.location": str(authority.certificate),
+            "sasl.mechanism": "SCRAM-SHA-512",
+            "ssl.ca.location": str(apache_kafka.authority.certificate),
         },
     )
 
@@ -128,9 +116,11 @@ def test_a_wrong_password_is_one_sentence_without_it(
 
 
 def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(
-    kafka_noida: NoidaKafka, proxy: KafkaProxy, tmp_path: Path
+    apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
-    through = Through(kafka_noida, proxy, tmp_path, extra={"security.protocol": "SSL"})
+    through = Through(
+        apache_kafka, apache_kafka.secure, tmp_path, extra={"security.protocol": "SSL"}
+    )
 
     told = through.refused()
 
@@ -139,13 +129,13 @@ def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(
 
 
 def test_a_client_without_tls_is_told_to_look_at_it(
-    kafka_noida: NoidaKafka, proxy: KafkaProxy, tmp_path: Path
+    apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
-    assert "TLS or SASL" in Through(kafka_noida, proxy, tmp_path).refused()
+    assert "TLS or SASL" in Through(apache_kafka, apache_kafka.secure, tmp_path).refused()
 
 
 def test_a_damaged_batch_ends_the_run_and_loses_nothing(
-    kafka_noida: NoidaKafka, tmp_path: Path
+    apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
     def damaged(kind: int, answer: bytes) -> bytes:
         place = len(answer) // 2
@@ -153,8 +143,8 @@ def test_a_damaged_batch_ends_the_run_and_loses_nothing(
             return answer
         return answer[:place] + bytes([answer[place] ^ 0xFF]) + answer[place + 1 :]
 
-    with KafkaProxy(kafka_noida.bootstrap, change=damaged) as proxy:
-        through = Through(kafka_noida, proxy, tmp_path)
+    with KafkaProxy(apache_kafka.bootstrap, change=damaged) as proxy:
+        through = Through(apache_kafka, proxy.bootstrap, tmp_path)
         assert "a batch of messages is damaged" in through.refused()
 
         proxy.change = None

@@ -76,8 +76,7 @@ class _Growing(_Sender):
 class _Transactional(_Sender):
     """Sends in transactions, each open for a while; what one of them aborts another sends again.
 
-    What was aborted nobody may ever see: it would be handled twice, and nothing would tell.  It has
-    a producer of its own: noida hides what that one commits later, too.
+    What was aborted nobody may ever see: it would be handled twice, and nothing would tell.
     """
 
     def __init__(self, server: KafkaServer, topic: str) -> None:

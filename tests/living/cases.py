@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.contract.sqs_harness import SharedClock
 from tests.faults.found import Found
-from tests.kafka_server import MockKafka, NoidaKafka
+from tests.kafka_server import nearest_kafka
 from tests.living.brokers import LivingBroker
 from tests.living.brokers_kafka import LivingKafka
 from tests.living.brokers_pubsub import LivingPubSub
@@ -67,18 +67,17 @@ def _sqs(folder: Path) -> Iterator[Mapping[str, Make]]:
 
 @contextmanager
 def _kafka(folder: Path) -> Iterator[Mapping[str, Make]]:
-    with NoidaKafka.start(folder / "noida") as noida, MockKafka.start(folder / "mock") as mock:
+    with nearest_kafka().start(folder / "server") as server:
         yield {
-            "living": lambda place: LivingKafka(noida, place),
-            "living_key": lambda place: LivingKafka(noida, place, order="key"),
-            "living_shared": lambda place: LivingKafka(noida, place, order="none"),
+            "living": lambda place: LivingKafka(server, place),
+            "living_key": lambda place: LivingKafka(server, place, order="key"),
+            "living_shared": lambda place: LivingKafka(server, place, order="none"),
             "living_transactions": lambda place: LivingKafka(
-                noida, place, order="none", traffic="transactions"
+                server, place, order="none", traffic="transactions"
             ),
             "living_growing": lambda place: LivingKafka(
-                noida, place, order="none", traffic="growing"
+                server, place, order="none", traffic="growing"
             ),
-            "living_mock": lambda place: LivingKafka(mock, place, order="none"),
         }
 
 
@@ -122,7 +121,6 @@ _KINDS = {
                 "living_shared",
                 "living_transactions",
                 "living_growing",
-                "living_mock",
             ),
             LivingKafka,
         ),

@@ -126,10 +126,10 @@ def test_runs_of_pubsub_in_traffic_lose_nothing(tmp_path: Path, more: dict[str, 
     ],
 )
 def test_runs_of_kafka_in_traffic_lose_nothing(
-    kafka_noida: KafkaServer, tmp_path: Path, order: str, traffic: str
+    apache_kafka: KafkaServer, tmp_path: Path, order: str, traffic: str
 ) -> None:
     found = played(
-        lambda folder: LivingKafka(kafka_noida, folder, order=order, traffic=traffic),
+        lambda folder: LivingKafka(apache_kafka, folder, order=order, traffic=traffic),
         tmp_path,
         runs=5,
     )
@@ -148,10 +148,10 @@ def test_runs_of_kafka_in_traffic_lose_nothing(
     ],
 )
 def test_runs_of_kafka_that_die_or_meet_others_lose_nothing(
-    kafka_mock: KafkaServer, tmp_path: Path, weather: str
+    kafka: KafkaServer, tmp_path: Path, weather: str
 ) -> None:
     found = played(
-        lambda folder: LivingKafka(kafka_mock, folder, order="none"),
+        lambda folder: LivingKafka(kafka, folder, order="none"),
         tmp_path,
         runs=6,
         first=len(ENDINGS),
@@ -263,7 +263,7 @@ def test_runs_of_pubsub_that_are_all_killed_leave_nothing_behind(tmp_path: Path)
 
 
 def test_runs_of_kafka_that_are_all_killed_leave_nothing_behind(
-    kafka_noida: KafkaServer, tmp_path: Path
+    apache_kafka: KafkaServer, tmp_path: Path
 ) -> None:
     # In order, a failure holds back what is behind it until its retry.
-    preempted(lambda folder: LivingKafka(kafka_noida, folder, order="none"), tmp_path)
+    preempted(lambda folder: LivingKafka(apache_kafka, folder, order="none"), tmp_path)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,6 +35,10 @@ _client_log = logging.getLogger(f"{__name__}.librdkafka")
 
 #: Kilobytes that a consumer fetches ahead.
 _QUEUED_KILOBYTES: Final = 16_384
+#: Seconds between two tries of a request while a partition or a group has no leader.
+_RETRY_INTERVAL: Final = 0.2
+#: Errors of a broker that goes away, which the client calls final.
+_PASSING: Final = ("_TRANSPORT", "_DESTROY_BROKER")
 
 
 class Committed(NamedTuple):
@@ -231,14 +236,11 @@ class Cluster:
         """What the group has committed, for each partition that has an offset."""
         asked = [self._kafka.TopicPartition(*place) for place in places]
         doing = f"the offsets of the group {self._producer.group_id!r} cannot be read"
-        try:
-            found = self.consumer.committed(asked, timeout=self._timeout)
-        except self._kafka.KafkaException as error:
-            raise self.error(error, doing) from None
+        found = self._requested(
+            lambda: self.consumer.committed(asked, timeout=self._timeout), doing
+        )
         made: dict[Place, Committed] = {}
         for each in found:
-            if each.error is not None:
-                raise self.error(each.error, doing)
             if each.offset >= 0:
                 made[each.topic, each.partition] = Committed(each.offset, each.metadata or "")
         return made
@@ -256,23 +258,16 @@ class Cluster:
             self._kafka.TopicPartition(topic, partition, given.offset, given.metadata)
             for (topic, partition), given in offsets.items()
         ]
-        try:
-            done = self.consumer.commit(offsets=places, asynchronous=False)
-        except self._kafka.KafkaException as error:
-            raise self.error(error, doing) from None
-        for each in done or ():
-            if each.error is not None:
-                raise self.error(each.error, doing)
+        self._requested(lambda: self.consumer.commit(offsets=places, asynchronous=False), doing)
 
     def ends(self, place: Place) -> tuple[int, int]:
         """The first offset of a partition, and the one behind the last that may be read."""
-        try:
-            low, high = self.consumer.get_watermark_offsets(
-                self._kafka.TopicPartition(*place), timeout=self._timeout
-            )
-        except self._kafka.KafkaException as error:
-            raise self.error(error, f"the ends of {place[0]}-{place[1]} cannot be read") from None
-        return low, high
+        partition = self._kafka.TopicPartition(*place)
+        found: tuple[int, int] = self._requested(
+            lambda: self.consumer.get_watermark_offsets(partition, timeout=self._timeout),
+            f"the ends of {place[0]}-{place[1]} cannot be read",
+        )
+        return found
 
     def known_end(self, place: Place) -> int:
         """The end of an assigned partition, as its last answer said; -1: it has said nothing."""
@@ -288,14 +283,30 @@ class Cluster:
         """The first offset whose instant is not before an instant; -1: there is none."""
         asked = [self._kafka.TopicPartition(*place, round(seconds * 1000)) for place in places]
         doing = "offsets cannot be looked up by an instant"
-        try:
-            found = self.consumer.offsets_for_times(asked, timeout=self._timeout)
-        except self._kafka.KafkaException as error:
-            raise self.error(error, doing) from None
-        for each in found:
-            if each.error is not None:
-                raise self.error(each.error, doing)
+        found = self._requested(
+            lambda: self.consumer.offsets_for_times(asked, timeout=self._timeout), doing
+        )
         return {(each.topic, each.partition): max(-1, each.offset) for each in found}
+
+    def _requested(self, request: Callable[[], Any], doing: str) -> Any:
+        """Sends a request, and repeats it while a leader is being elected, for the timeout at most.
+
+        :raises ProducerError: The request's own error, or that of one of its partitions.
+        """
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                found = request()
+                errors = [getattr(each, "error", None) for each in found or ()]
+                error = next((each for each in errors if each is not None), None)
+                if error is None:
+                    return found
+            except self._kafka.KafkaException as raised:
+                error = raised.args[0]
+            passing = error.retriable() or error.name() in _PASSING
+            if not passing or time.monotonic() + _RETRY_INTERVAL > end:
+                raise self.error(error, doing)
+            time.sleep(_RETRY_INTERVAL)
 
     # -- reading -------------------------------------------------------------------------------
 

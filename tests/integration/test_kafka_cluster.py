@@ -1,0 +1,58 @@
+"""A cluster of three brokers, one of which is killed while a run holds messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from tests.kafka_fixtures import skip_without_apache_kafka
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import ApacheKafka
+
+pytestmark = pytest.mark.broker
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ApacheKafka]:
+    skip_without_apache_kafka()
+    server = ApacheKafka(tmp_path / "kafka", brokers=3)
+    try:
+        server.run()
+        yield server
+    finally:
+        server.kill()
+
+
+def test_one_of_three_brokers_is_killed_and_nothing_is_lost(
+    cluster: ApacheKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(cluster, tmp_path, partitions=3)
+    bodies = group.fill(300)
+    with group.source("first") as source:
+        messages = group.take(source, 150)
+        leader = cluster.admin().list_topics(timeout=30).topics[group.topic].partitions[0].leader
+
+        # When the leader of a partition dies in mid-run
+        cluster.kill_node(leader)
+        messages += group.take(source)
+        source.stop()
+        lease = source.lease
+    dead = Verdict(Action.DEAD_LETTER, reason="Broken: no", stage="process")
+
+    # Then the run goes on, settles all that it holds, and the others keep its word
+    report = group.settle(lease, messages, {messages[0].message_id: dead})
+    assert report == SettleReport(acked=299, dead_lettered=1)
+    assert sorted(message.data for message in messages) == bodies
+    assert group.committed() == {0: 100, 1: 100, 2: 100}
+    assert cluster.bodies(group.letters) == [messages[0].data]
+
+    # And what comes later is received by a run with two brokers, then with three again
+    group.fill(3, start=300)
+    assert len(group.drain()) == 3
+    cluster.run_node(leader)
+    group.fill(3, start=303)
+    assert len(group.drain()) == 3
