@@ -36,6 +36,7 @@ class _Child:
 
     def __init__(self) -> None:
         self._stop: Stop | None = None
+        self._terminated = False
         tie_to_parent()  # a parent that is dead by now has closed the pipe
         # The parent decides, and ends this process; a signal to the group reaches it too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -43,6 +44,7 @@ class _Child:
         self._channel = _own_channel()
 
     def _request_stop(self, number: int, frame: object) -> None:
+        self._terminated = True
         if self._stop is not None:
             self._stop.request("signal")
 
@@ -122,7 +124,8 @@ class _Child:
             lost = [message for message in successful if not message.ok]
             if lost:
                 successful = [message for message in successful if message.ok]
-            self._channel.send(("result", successful, [*portable(result.failed), *lost]))
+            failed = [*portable(result.failed), *lost]
+            self._channel.send(("result", successful, failed, self._terminated))
         finally:
             if handler is not None:
                 telemetry.detach(handler)

@@ -200,7 +200,11 @@ class SubprocessProcessor:
         while True:
             kind, *rest = channel.receive()
             if kind == "result":
-                return self.settle(_sealed(rest[0]), _sealed(rest[1]))
+                successful, failed, terminated = rest
+                result = self.settle(_sealed(successful), _sealed(failed))
+                if terminated and not self._is_stopped():
+                    self._end_child()  # it begins no message any more, and the run goes on
+                return result
             if kind == "event":
                 self._emit(*rest)
             elif kind == "raise":

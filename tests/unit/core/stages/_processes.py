@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ class InProcesses(Broadway):
             case "stdin":
                 read = subprocess.run(["cat"], stdout=subprocess.PIPE, check=True).stdout
                 return message.put_data((sys.stdin.read(), read))
+            case "terminated":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "forked":
                 return message.put_data(_pipes_of_a_fork())
             case "descriptors":

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core import telemetry
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
+from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.subprocess_channel import PipeChannel
 from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
 from airflow_broadway.testing import DummyProducer, PipelineDriver
@@ -108,6 +110,19 @@ def test_a_fork_of_the_process_has_no_end_of_the_pipe() -> None:
     finally:
         processor.close()
     assert [message.data for message in result.successful] == [[]]
+
+
+def test_after_a_signal_to_the_process_alone_another_goes_on() -> None:
+    # Given what looks for memory, and sends SIGTERM first; the run is not stopped
+    driver = PipelineDriver(InProcesses)
+    processor = SubprocessProcessor(InProcesses(), stop=Stop(SystemClock(), 0.0))
+    try:
+        first = processor.handle([driver.message("terminated"), driver.message(1)])
+        second = processor.handle([driver.message(2)])
+    finally:
+        processor.close()
+    assert [message.data[0] for message in first.successful] == ["terminated"]
+    assert [message.data[0] for message in second.successful] == [2]
 
 
 def test_a_process_that_dies_while_it_writes_is_gone() -> None:
