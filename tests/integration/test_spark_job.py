@@ -104,8 +104,9 @@ def sleep(messages: DataFrame) -> None:
 
 
 def test_a_batch_on_which_its_splitter_raised_fails_and_no_callback_sees_it(job: Job) -> None:
-    refused = Planned("b0", rows(2, **BODY), error="ValueError: 35")
-    plan = job.plan("default", [refused, Planned("b1", rows(1, prefix="o", **BODY))])
+    three = [Row(f"m{n}", {"n": n}, payload=b"body", properties="{}") for n in range(3)]
+    refused, handled = Planned("b0", three[:2], error="ValueError: 35"), Planned("b1", three[2:])
+    plan = job.plan("default", [refused, handled])
     seen: list[str] = []
     assert job.run(lambda messages, info: seen.append(info.batch_id), plan) == 0
     assert seen == ["b1"]
