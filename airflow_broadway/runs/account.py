@@ -21,6 +21,7 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.isolation import CRASHED
 from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.text import many
+from airflow_broadway.staging.errors import SETTING
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
@@ -134,11 +135,18 @@ def _about_source(records: Sequence[GenerationRecord], run: StagedRun) -> dict[s
     return {"source": sources[-1], "notes": notes}
 
 
-def unseen(run: StagedRun, references: Iterable[Mapping[str, Any]]) -> str:
+def unseen(
+    run: StagedRun, references: Iterable[Mapping[str, Any]], *, settles_itself: bool = False
+) -> str:
     """Compare the references of a run's process tasks with its staging folder.
 
+    :param settles_itself: Whether each process task settles its messages before it returns, as
+        those of a pipeline without batchers do.
     :returns: One sentence on messages that are not in this folder; empty if all are.
     """
+    what = "cannot be settled or accounted for here"
+    if settles_itself:
+        what = "were settled by the task that received them, and cannot be accounted for here"
     named = [each for each in references if "root_id" in each]  # a dry run stages nothing
     elsewhere = [each for each in named if each["root_id"] != run.store.root_id()]
     if elsewhere:
@@ -147,7 +155,7 @@ def unseen(run: StagedRun, references: Iterable[Mapping[str, Any]]) -> str:
         try:
             run.store.check_roots(elsewhere)
         except StagingError as error:
-            return f"{received} of {tasks} cannot be settled: {error}"
+            return f"{received} of {tasks} {what}: {error}"
     differing = [each for each in named if each["received"] != _published(run, each["generation"])]
     if not differing:
         return ""
@@ -158,8 +166,9 @@ def unseen(run: StagedRun, references: Iterable[Mapping[str, Any]]) -> str:
         f" {many(first['received'], 'message')} that host {first['host']!r} staged under the root"
         f" {first['root_id']}{others}, and host {host_name()!r} sees"
         f" {many(_published(run, first['generation']), 'message')} of it under the same root in"
-        f" {run.store.uri}/{run.path}: restore the files if they were removed, or clear the process"
-        " task"
+        f" {run.store.uri}/{run.path}: they {what}; set {SETTING} to a folder that all hosts share"
+        " if one root is a copy of another, restore the files if they were removed"
+        f"{'' if settles_itself else ', or clear the process task'}"
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
+from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.deaths import WORK
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.work import Work
@@ -24,7 +25,9 @@ from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.sources.pipelines import source_of
+from airflow_broadway.staging.errors import SETTING
 from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import host_name
 
 __all__ = ["Ending", "SparkBatches"]
 
@@ -52,7 +55,8 @@ class SparkBatches:
     :param planned: What the batch tasks returned.
     :param name: The task's name in the staging folder.
     :param most: Applications that the run may start, once one has died.
-    :raises StagingError: If a batch task wrote its plan under another staging root.
+    :raises StagingError: If a batch task wrote its plan under another staging root, or a plan is
+        not there.
     """
 
     def __init__(
@@ -71,13 +75,31 @@ class SparkBatches:
         self._ports = ports
         references = list(planned)
         run.store.check_roots(references)
-        paths = (each.get("plan") for each in references)
-        self.plans = OpenPlans(run, dict.fromkeys(str(path) for path in paths if path))
+        planned_by = {str(each["plan"]): each for each in references if each.get("plan")}
+        try:
+            self.plans = OpenPlans(run, planned_by)
+        except FileNotFoundError:
+            raise StagingError(self._missing_plans(planned_by)) from None
         self._isolation = Isolation(
             run, pipeline, self.plans, name, folder=WORK, most=most, cleared=cleared
         )
         #: Those without an outcome that will never get one, at the last look: id → why.
         self.void: dict[str, str] = {}
+
+    def _missing_plans(self, planned_by: Mapping[str, Mapping[str, Any]]) -> str:
+        """Return one sentence on plans that are not in the staging folder.
+
+        :param planned_by: Path of a plan → what its batch task returned.
+        """
+        files = self._run.files
+        missing = [path for path in planned_by if not files.exists(f"{path}/plan.jsonl")]
+        hosts = sorted({repr(planned_by[path]["host"]) for path in missing})
+        return (
+            f"{many(len(missing), 'plan')} of batches that host {', '.join(hosts)} wrote are not in"
+            f" {self._run.store.uri}/{self._run.path} as host {host_name()!r} sees it, though the"
+            f" root has the same id: set {SETTING} to a folder that all hosts share if one root is"
+            " a copy of another, or clear the batch tasks if the files were removed"
+        )
 
     def begin(self) -> Ending:
         """What there is to do; an application is to be started for what is :attr:`Ending.OPEN`."""

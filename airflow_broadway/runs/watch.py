@@ -260,7 +260,7 @@ class RunWatcher:
         recorded, run = self._recorded, self._run
         records = self._generations()
         look = None if records else kept_look(run)
-        missing = unseen(run, processed)
+        missing = unseen(run, processed, settles_itself=not self._pipeline.batchers)
         before = None if records or look or missing else kept_report(run)
         if before is not None:  # an empty run's, whose files are gone
             if before["balanced"]:

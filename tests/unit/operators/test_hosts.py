@@ -58,6 +58,11 @@ class Hosts:
     def store(self, host: str) -> Store:
         return Store.open(f"file://{self.folder}/{host}")
 
+    def copy(self, host: str, other: str) -> None:
+        """Copy a host's staging folder to another host, its id with it."""
+        self.store(host).root_id()
+        shutil.copytree(self.folder / host, self.folder / other)
+
     def context(self, task_id: str) -> Any:
         made = task_context(task_id=task_id)
         ti = made["ti"]
@@ -106,7 +111,9 @@ def test_a_sensor_on_a_host_without_the_files_fails_and_names_both_hosts(hosts: 
 
     with pytest.raises(AirflowException, match=hosts.both("one", "two")) as raised:
         hosts.run(hosts.ack, "two")
-    assert str(raised.value).startswith("5 messages of 1 process task cannot be settled: ")
+    assert str(raised.value).startswith(
+        "5 messages of 1 process task cannot be settled or accounted for here: "
+    )
 
     # A retry on the host that has them settles them
     assert hosts.run(hosts.ack, "one")["accounted"] == 5
@@ -128,6 +135,42 @@ def test_a_sensor_settles_what_its_host_has_before_it_fails(
     assert not report["balanced"]
     assert re.match(hosts.both("two", "one"), report["unseen"])
     assert report["errors"] == [report["unseen"]]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_without_batchers_a_sensor_elsewhere_says_that_the_process_task_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
+    if copied:
+        hosts.copy("one", "two")
+    hosts.run(hosts.process, "one")
+    with SqliteQueue(tmp_path / "queue.db", "sums") as queue:
+        assert sum(queue.depth()[:4]) == 0
+
+    with pytest.raises(AirflowException) as raised:
+        hosts.run(hosts.ack, "two")
+    text = str(raised.value)
+    assert "were settled by the task that received them, and cannot be accounted for here" in text
+    assert "`[broadway] staging`" in text
+    assert "clear" not in text  # that would receive other messages
+
+
+def test_a_copied_root_has_the_same_id_and_other_files(hosts: Hosts) -> None:
+    # As of a virtual machine's image, or a container's
+    hosts.copy("one", "two")
+    hosts.run(hosts.process, "one")
+    planned = hosts.run(hosts.late, "one")
+
+    with pytest.raises(AirflowException, match=r"set `\[broadway\] staging` .* copy of another"):
+        hosts.run(hosts.ack, "two")
+    run = StagedRun(hosts.store("two"), pipeline="Sums", dag_id="d", run_id="r")
+    rule = (
+        r"1 plan of batches that host 'one' wrote are not in .*/two/Sums/d/r as host 'two' sees it,"
+        r" .* set `\[broadway\] staging` to a folder that all hosts share"
+    )
+    with pytest.raises(StagingError, match=rule):
+        SparkBatches(run, hosts.pipeline, [planned], AS_AIRFLOW)
 
 
 def test_a_batch_task_on_another_host_fails_and_names_both(hosts: Hosts) -> None:
