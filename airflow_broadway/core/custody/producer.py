@@ -293,6 +293,12 @@ class Producer(Options):
         """The producers, one for each queue, whose depths together are this one's."""
         return [self]
 
+    def unsafe_options(self) -> Sequence[str]:
+        """Returns the names of options by which the client may read a file, load a library or run
+        a command.  A process that runs no code of users refuses them.
+        """
+        return ()
+
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
         """Called once when a pipeline with this producer has been built, in every process.
 

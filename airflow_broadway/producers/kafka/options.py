@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, ClassVar, Final
 
@@ -54,6 +54,28 @@ OWNED: Final[Mapping[str, str]] = {
     "enable.idempotence": "dead letters are sent so",
     "acks": "dead letters are confirmed by all replicas",
 }
+
+#: How the names of settings begin that open no file, load no library and run no command.  Others
+#: (``plugin.library.paths``, ``sasl.kerberos.kinit.cmd``) do, or may in a later librdkafka.
+_HARMLESS: Final = (
+    "api.version.",
+    "broker.",
+    "client.dns.lookup",
+    "client.rack",
+    "connections.max.idle.ms",
+    "fetch.",
+    "max.",
+    "message.max.bytes",
+    "metadata.",
+    "queued.",
+    "receive.message.max.bytes",
+    "reconnect.",
+    "retry.",
+    "sasl.mechanism",
+    "security.protocol",
+    "socket.",
+    "topic.metadata.",
+)
 
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _SECRET = re.compile(
@@ -332,6 +354,10 @@ class KafkaOptions(Producer):
                     "none of the topics: dead letters would be received again",
                     sorted(letters & set(self.topics)),
                 )
+
+    def unsafe_options(self) -> Sequence[str]:
+        names = sorted(self.settings or {})
+        return [f"settings.{name}" for name in names if not name.startswith(_HARMLESS)]
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
         """Messages go to processors and batches by topic and partition, as in Broadway, where there

@@ -72,8 +72,9 @@ class WatchedQueues:
     def loads(cls, text: str, *, own: bool = False) -> WatchedQueues:
         """Read what :meth:`dumps` wrote.
 
-        :param own: Whether producers of this package only are imported: no code of users.
-        :raises PipelineError: If a producer's class cannot be imported here.
+        :param own: Whether producers of this package only are imported, and no option may have
+            their clients load or run anything: no code of users.
+        :raises PipelineError: If a producer's class cannot be imported here, or may not.
         :raises OptionsError: If an option breaks its rule.
         """
         value = json.loads(text)
@@ -81,6 +82,9 @@ class WatchedQueues:
             build(_import(each["producer"], own=own), each["options"], "producer", rendered=True)
             for each in value["queues"]
         ]
+        if own:
+            for each in producers:
+                _refuse_unsafe(each)
         return cls(value["pipeline"], producers)
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
@@ -135,6 +139,16 @@ def _class_path(cls: type[Producer]) -> str:
             f"{cls.__module__}:{cls.__qualname__}",
         )
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _refuse_unsafe(producer: Producer) -> None:
+    names = producer.unsafe_options()
+    if names:
+        raise PipelineError(
+            f"the producer's options {', '.join(names)} can have its client read a file, load a"
+            " library or run a command, which is not done here: put them into the connection, or"
+            " use `airflow-broadway` where a worker runs"
+        )
 
 
 def _import(path: str, *, own: bool) -> type[Producer]:

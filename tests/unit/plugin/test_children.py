@@ -15,9 +15,11 @@ import pytest
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.plugin.children import OFF, Answer, ChildError, Children, asks_brokers
 from airflow_broadway.plugin.depths import Depths
 from airflow_broadway.plugin.turns import USER
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey
@@ -321,3 +323,32 @@ def test_a_real_child_loads_no_producer_of_another_module_and_masks_what_it_says
             await children.ask(question_of(missing, "list", **more))
 
     ran(asks)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"plugin.library.paths": "/staging/planted.so"},
+        {"sasl.kerberos.kinit.cmd": "touch /tmp/planted"},
+        {"ssl.ca.location": "/etc/shadow", "socket.keepalive.enable": True},
+    ],
+)
+def test_no_option_has_a_client_load_or_run_anything_in_a_child(settings: dict[str, Any]) -> None:
+    # Whoever can write to the staging root chooses the options
+    producer = KafkaProducer(group_id="g", topics=["t"], hosts="127.0.0.1:1", settings=settings)
+    text = WatchedQueues("Orders", [producer]).dumps()
+    name = next(iter(settings))
+
+    with pytest.raises(PipelineError, match=rf"settings\.{name} can have its client read a file"):
+        WatchedQueues.loads(text, own=True)
+    # The triggerer trusts the Dag
+    assert WatchedQueues.loads(text).producers == [producer]
+
+
+def test_settings_that_open_nothing_are_taken_to_a_child() -> None:
+    settings = {"socket.keepalive.enable": True, "security.protocol": "SASL_SSL"}
+    producer = KafkaProducer(group_id="g", topics=["t"], hosts="127.0.0.1:1", settings=settings)
+
+    text = WatchedQueues("Orders", [producer]).dumps()
+
+    assert WatchedQueues.loads(text, own=True).producers == [producer]
