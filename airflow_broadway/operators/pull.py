@@ -244,6 +244,30 @@ def source_of_run(operator: PullOperator, context: Context, pipeline: Pipeline) 
     from airflow_broadway.runs.sources.choice import choose_source
 
     try:
-        return choose_source(pipeline, asked_of(context, operator.source))
+        asked = asked_of(context, operator.source)
+        _check_named_pipeline(asked.letters, context)
+        return choose_source(pipeline, asked)
     except RequestRefused as error:
         raise AirflowFailException(str(error)) from None
+
+
+def _check_named_pipeline(letters: Any, context: Context) -> None:
+    """Refuse dead letters of a pipeline that the Dag does not have: no task would move them.
+
+    :raises RequestRefused: If the names of all pipelines of the Dag are known, and it is none.
+    """
+    dag, wanted = context.get("dag"), letters.get("pipeline") if isinstance(letters, dict) else None
+    if dag is None or not wanted:
+        return
+    names: set[str | None] = set()
+    for task in dag.tasks:
+        arguments = getattr(task, "partial_kwargs", None) or vars(task)
+        reference = arguments.get("pipeline")
+        if isinstance(reference, Mapping) and reference.get("task") in ("process", "run"):
+            # Of a class that was given as text, the name is known to its own runs alone.
+            names.add((reference.get("about") or {}).get("name"))
+    if names and wanted not in names and not any(n is None or "{{" in n for n in names):
+        raise RequestRefused(
+            f"dead_letters.pipeline is {wanted!r:.200}, and the pipelines of this Dag are"
+            f" {sorted(map(str, names))}: correct the name; nothing was moved or received"
+        )

@@ -13,7 +13,7 @@ from airflow_broadway.adapters.outlets import check_no_outlets
 from airflow_broadway.adapters.parsing import declared
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.custody.run_summary import check_fail_when
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.errors import OptionsError, RequestRefused
 from airflow_broadway.core.local.engine import check_engines
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.operators.pull import (
@@ -106,7 +106,10 @@ class BroadwayRunOperator(PullOperator):
             source=source,
             fail_when=self.fail_when,
         )
-        reference, trouble = self._task.run()
+        try:
+            reference, trouble = self._task.run()
+        except RequestRefused as error:  # another try would find the same
+            raise AirflowFailException(str(error)) from None
         if trouble:  # everything is settled: trying again would only take more
             raise AirflowFailException(
                 f"All messages are settled or given back, but {trouble}.  {reference['summary']}"

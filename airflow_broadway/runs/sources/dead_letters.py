@@ -14,7 +14,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from airflow_broadway.core.custody.dead_letters import EVERY, Choice
+from airflow_broadway.core.custody.dead_letters import EVERY, Choice, Moved
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 PARAM: Final = "dead_letters"
 #: What can be done with them: sent back to their queue, or deleted.
 REQUEUE, DELETE = "requeue", "delete"
+#: Letters that an error names.
+_MOST_NAMED: Final = 10
 #: What the param may hold.
 _TEXTS: Final = ("pipeline", "action", "reason", "stage", "since", "until")
 
@@ -99,6 +101,8 @@ def move_letters(pipeline: Pipeline, env: ProducerEnv) -> None:
 
     Of a run's producers the first does so.
 
+    :raises RequestRefused: If none that was chosen was moved.  An earlier try of the task may have
+        moved them: then it is a warning, unless some have to stay.
     :raises BroadwayError: If the place for dead letters is not there, or cannot be reached.
     """
     source = pipeline.run.source
@@ -109,6 +113,9 @@ def move_letters(pipeline: Pipeline, env: ProducerEnv) -> None:
         moved = letters.delete(choice) if deletes(source) else letters.requeue(choice)
         place = letters.place
     found = "" if choice == EVERY else f" that were chosen by {dict(source.only)}"
+    first_try = env.owner.get("try_number", 1) == 1
+    if not moved.count and (moved.refused or (choice != EVERY and first_try)):
+        raise _nothing_moved(source, moved, place, found)
     number = many(moved.count, "dead letter")
     if deletes(source):
         log.info("Deleted %s of %s%s: this run receives nothing.", number, place, found)
@@ -118,3 +125,15 @@ def move_letters(pipeline: Pipeline, env: ProducerEnv) -> None:
         log.warning("No dead letters of %s, or no more: %s.", place, ", ".join(moved.unknown))
     for key, why in moved.refused.items():
         log.error("The dead letter %s of %s stays there: %s", key, place, why)
+
+
+def _nothing_moved(source: RunSource, moved: Moved, place: str, found: str) -> RequestRefused:
+    why = [f"{key} stays: {reason}" for key, reason in moved.refused.items()]
+    if moved.unknown:
+        why.append(f"no dead letters, or no more: {', '.join(moved.unknown[:_MOST_NAMED])}")
+    done = "deleted" if deletes(source) else "sent back"
+    return RequestRefused(
+        f"no dead letters of {place}{found} were {done}"
+        f" ({'; '.join(why[:_MOST_NAMED]) or 'there are none'}), and nothing was received: look"
+        " with `airflow-broadway dead-letters list`"
+    )

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.providers.common.compat.sdk import DAG, AirflowFailException
 
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
@@ -162,3 +162,24 @@ def test_airflow_takes_its_own_commands_as_the_guides_have_them(guide: str, coun
             assert given.from_date < given.to_date
         else:
             assert json.loads(given.conf).keys() <= {*Kept.params(), *PARAMS}
+
+
+def test_letters_of_a_pipeline_that_the_dag_does_not_have_refuse_the_run() -> None:
+    def choose(dag: DAG, name: str) -> RunSource:
+        letters = {"pipeline": name, "action": "delete"}
+        made = context("manual", source="dead_letters", dead_letters=letters)
+        return source_of_run(dag.task_dict["process"], {**made, "dag": dag}, Queue())
+
+    with DAG("letters") as dag:
+        BroadwayProcessorOperator(task_id="process", pipeline=Queue)
+        BroadwayProcessorOperator.partial(task_id="mapped", pipeline=Kept).expand(
+            producer_index=[0, 1]
+        )
+        assert choose(dag, "Queue").kind == "dead_letters"
+        assert choose(dag, "Kept").kind == "live"
+        with pytest.raises(AirflowFailException, match=r"are \['Kept', 'Queue'\]: correct the"):
+            choose(dag, "Renamed")
+
+        # Of a class that is given as text the name is not known
+        BroadwayProcessorOperator(task_id="text", pipeline="shop.unloaded:Renamed")
+        assert choose(dag, "Renamed").kind == "live"

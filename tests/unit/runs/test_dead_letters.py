@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.custody.dead_letters import Moved
 from airflow_broadway.core.errors import ProducerError, RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.sqlite.letters import SqliteDeadLetters
 from airflow_broadway.runs.sources.choice import Asked, choose_source
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.runs.unstaged import UnstagedTask
@@ -144,3 +146,46 @@ def test_letters_of_another_pipeline_of_the_dag_leave_a_run_as_it_is(tmp_path: P
     assert choose_source(run.pipeline, asked) == RunSource()
     with pytest.raises(RequestRefused, match="dead_letters is given"):
         choose_source(run.pipeline, asked._replace(kind=""))
+
+
+@pytest.mark.parametrize("action", ["requeue", "delete"])
+@pytest.mark.parametrize("choice", [{"ids": ["gone"]}, {"reason": "mistyped"}])
+def test_a_run_that_moves_none_of_the_chosen_letters_is_an_error_which_a_retry_is_not(
+    tmp_path: Path, action: str, choice: dict[str, object]
+) -> None:
+    run = mended(tmp_path, [7], "manual__letters")
+    run.send([8])
+    asked = Asked("r", kind=DEAD_LETTERS, letters={"action": action, **choice})
+    source = choose_source(run.pipeline, asked)
+
+    def task(try_number: int) -> ProcessTask:
+        execution = run.task(try_number=try_number)
+        budget = Budget(max_messages=0)
+        return ProcessTask(
+            run.staged, run.pipeline, execution, run.ports, budget=budget, source=source
+        )
+
+    with pytest.raises(RequestRefused, match=r"no dead letters of .*nothing was received"):
+        task(1).run()
+    assert run.staged.generations() == []
+    assert run.dead() == [7]
+    # The try before may have moved them
+    assert task(2).run().reference["received"] == 0
+
+
+def test_a_run_whose_letters_have_to_stay_is_an_error_on_every_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = mended(tmp_path, [7], "manual__letters")
+    stays = Moved(0, refused={"l-1": "its queue is gone"})
+    monkeypatch.setattr(SqliteDeadLetters, "requeue", lambda *_: stays)
+    task = ProcessTask(
+        run.staged,
+        run.pipeline,
+        run.task(try_number=2),
+        run.ports,
+        budget=Budget(),
+        source=SOURCE,
+    )
+    with pytest.raises(RequestRefused, match="l-1 stays: its queue is gone"):
+        task.run()
