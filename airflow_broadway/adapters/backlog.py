@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,9 +18,11 @@ from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.backlog.queues import WatchedQueues
-from airflow_broadway.runs.backlog.reports import report_backlog
+from airflow_broadway.runs.backlog.reports import report_backlog, unreported
 
 __all__ = ["check_age", "look_at", "off_the_loop", "runs_of"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -45,7 +48,12 @@ def look_at(
     at = env.clock.now()
     depth = queues.depth(env)
     if dag_id is not None:
-        report_backlog(open_store(staging), dag_id, queues, depth, at=at, by=by)
+        try:
+            store = open_store(staging)
+        except Exception as error:  # a triggerer may lack its client or its connection
+            log.warning("%s", unreported(error))
+        else:
+            report_backlog(store, dag_id, queues, depth, at=at, by=by)
     return depth
 
 

@@ -80,11 +80,8 @@ class Depths:
         queues: list[Mapping[str, str | None]] = []
         now = self._clock.now()
         for number, (staging, key, reported) in enumerate(wanted):
-            if not isinstance(reported, BacklogReport):
-                continue
-            if not reported.queues:
-                self._known[staging, key] = Depth(unknown=reported.withheld, at=now)
-                continue
+            if not isinstance(reported, BacklogReport) or not reported.queues:
+                continue  # what was reported stands
             asked[str(number)] = (staging, key)
             queues.append({"key": str(number), "queues": reported.queues, "staging": staging})
         if not queues:

@@ -194,7 +194,7 @@ def read_json(text: str, path: str) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(text)
         value.get("version")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise StagingDamaged(f"{path} is damaged ({error})") from error
     check_version(value, path)
     if value.pop("seal", None):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.layout import VERSION, read_json
+from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.version import __version__
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.staging.run_folder import dag_folder
 from airflow_broadway.staging.store import READERS, Store
 
-__all__ = ["BacklogReport", "PipelineKey", "read_reports", "report_backlog"]
+__all__ = ["BacklogReport", "PipelineKey", "read_reports", "report_backlog", "unreported"]
 
 log = logging.getLogger(__name__)
 
@@ -77,22 +79,26 @@ class BacklogReport:
         """
         value = read_json(text, path)
         try:
-            depth = value["depth"]
+            depth, at = value["depth"], datetime.fromisoformat(value["at"])
+            if at.utcoffset() is None:
+                raise ValueError(f"{value['at']!r} has no time zone")
             return cls(
-                at=datetime.fromisoformat(value["at"]),
+                at=at,
                 by=str(value["by"]),
                 depth=None if depth is None else _depth(depth),
                 queues=str(value["queues"]),
                 withheld=str(value["withheld"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise StagingError(f"{path} is damaged: {error}; the next run replaces it") from None
 
 
 def _depth(value: Mapping[str, Any]) -> QueueDepth:
     counts = {name: int(value[name]) for name in ("ready", "delayed", "leased", "dead")}
-    age = value["oldest_age"]
-    return QueueDepth(**counts, oldest_age=None if age is None else float(age))
+    age = None if value["oldest_age"] is None else float(value["oldest_age"])
+    if min(counts.values()) < 0 or not (age is None or 0.0 <= age < math.inf):
+        raise ValueError(f"{dict(value)} is no depth")
+    return QueueDepth(**counts, oldest_age=age)
 
 
 def report_backlog(
@@ -104,16 +110,22 @@ def report_backlog(
     at: datetime,
     by: str,
 ) -> None:
-    """Replace the report of a pipeline; a failure is logged, since nothing depends on it."""
+    """Replace the report of a pipeline; any failure is logged, since nothing depends on it."""
     try:
-        options, withheld = queues.dumps(), ""
-    except BroadwayError as error:
-        options, withheld = "", str(error)
-    report = BacklogReport(at=at, by=by, depth=depth, queues=options, withheld=withheld)
-    try:
+        try:
+            options, withheld = queues.dumps(), ""
+        except BroadwayError as error:
+            options, withheld = "", str(error)
+        report = BacklogReport(at=at, by=by, depth=depth, queues=options, withheld=withheld)
         dag_folder(store, queues.pipeline, dag_id).replace(_FILE, report.dumps())
-    except (BroadwayError, OSError) as error:
-        log.warning("The depth of the queue could not be reported to the pages: %s", error)
+    except Exception as error:
+        log.warning("%s", unreported(error))
+
+
+def unreported(error: Exception) -> str:
+    """Why a depth could not be reported, as a line of a log."""
+    kind, text = type(error).__name__, redacted(str(error))
+    return f"The depth of the queue could not be reported to the pages: {kind}: {text}"
 
 
 def read_reports(

@@ -137,7 +137,7 @@ def _past_run(run_id: str, text: str) -> PastRun | None:
     try:
         report = json.loads(text)
         return _of_report(run_id, report)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -295,6 +295,22 @@ def test_what_nobody_knows_is_unknown_with_the_reason_and_never_0(
         assert "unknown: those who may edit the runs of this Dag see why" in text
 
 
+def test_a_reported_figure_stands_where_the_options_are_withheld_from_the_api_server(
+    world: World, children: FakeChildren
+) -> None:
+    world.dag("shop")
+    world.backlog("shop", ready=4321)
+    [file] = (world.site.staging / "Orders" / "shop").glob("_*.json")
+    withheld = {"queues": "", "withheld": "an option is a secret"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **withheld}))
+
+    text = world.page("/broadway/pipelines", "USER")
+
+    assert "4\N{NARROW NO-BREAK SPACE}321" in text
+    assert "reported by run r1" in text
+    assert children.asked == []
+
+
 def test_a_pipeline_with_a_root_of_its_own_is_read_and_asked_there(
     world: World, children: FakeChildren, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.adapters import backlog
 from airflow_broadway.adapters.backlog import look_at
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import StagingError
@@ -33,6 +34,7 @@ from tests.unit.runs.test_backlog import Addressed
 KEY = PipelineKey("orders", "d")
 DEPTH = QueueDepth(5, 1, 2, 7, 60.5)
 QUEUES = WatchedQueues("orders", [SqliteProducer(queue="orders", conn_id="q")])
+INFINITE, NAN = float("inf"), float("nan")
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
@@ -88,8 +90,16 @@ def test_a_root_without_reports_has_none(store: Store) -> None:
         (lambda value: changed(value, at="noon"), "is damaged: Invalid isoformat"),
         (lambda value: changed(value, depth={"ready": 1}), "is damaged: 'delayed'"),
         (lambda value: changed(value, version=VERSION + 1, release="9.9"), "9.9"),
+        (lambda value: b"[" * 100_000, "orders/d/_backlog.json is damaged"),
+        (lambda value: changed(value, at="2026-01-31"), "has no time zone"),
+        (lambda value: changed(value, depth={**value["depth"], "ready": INFINITE}), "is damaged"),
+        (lambda value: changed(value, depth={**value["depth"], "dead": -1}), "is no depth"),
+        (lambda value: changed(value, depth={**value["depth"], "oldest_age": NAN}), "is no depth"),
     ],
-    ids=["text", "bytes", "list", "timestamp", "count", "newer"],
+    ids=[
+        *("text", "bytes", "list", "timestamp", "count", "newer"),
+        *("nested", "naive", "infinite", "negative", "nan"),
+    ],
 )
 def test_an_unreadable_report_is_an_error_of_its_pipeline_alone_until_the_next_replaces_it(
     store: Store, change: Any, said: str
@@ -132,6 +142,30 @@ def test_a_report_that_cannot_be_written_fails_nothing(
         report_backlog(store, "d", QUEUES, DEPTH, at=NOON, by="run r1")
 
     assert "could not be reported to the pages" in caplog.text
+
+
+@pytest.mark.parametrize("error", [StagingError("no client of s3"), RuntimeError("no connection")])
+def test_a_look_succeeds_where_its_report_cannot_be_written(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    # Given a triggerer that lacks the client, or the connection, of the staging root
+    def refuse(_: str | None) -> Store:
+        raise error
+
+    run = Run(tmp_path)
+    run.send([1, 2, 3])
+    monkeypatch.setattr(backlog, "open_store", refuse)
+
+    depth = look_at(
+        WatchedQueues.of(run.pipeline), f"file://{tmp_path}/staging", dag_id="d", by="t"
+    )
+
+    assert depth is not None
+    assert depth.ready == 3
+    assert f"could not be reported to the pages: {type(error).__name__}: {error}" in caplog.text
 
 
 @pytest.mark.parametrize("source", [RunSource(), RunSource(kind=DEAD_LETTERS)])
