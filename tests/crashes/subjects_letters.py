@@ -155,8 +155,8 @@ class _Counts:
                 letters = do(producer, env, **given)
                 requeue = letters.requeue
 
-                def requeue_and_tell() -> Moved:
-                    moved: Moved = requeue()
+                def requeue_and_tell(choice: Any) -> Moved:
+                    moved: Moved = requeue(choice)
                     count = moved.count + len(moved.refused)
                     os.write(handle, json.dumps([interceptor.execution, count]).encode() + b"\n")
                     return moved

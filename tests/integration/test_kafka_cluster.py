@@ -12,6 +12,7 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from tests.kafka_fixtures import skip_without_apache_kafka
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import ApacheKafka
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
@@ -32,15 +33,21 @@ def test_one_of_three_brokers_is_killed_and_nothing_is_lost(
 ) -> None:
     group = KafkaGroup(cluster, tmp_path, partitions=3)
     bodies = group.fill(300)
+
+    def leaders() -> list[int]:
+        found = cluster.admin().list_topics(timeout=30).topics[group.topic].partitions
+        return [partition.leader for partition in found.values()]
+
     with group.source("first") as source:
         messages = group.take(source, 150)
-        leader = cluster.admin().list_topics(timeout=30).topics[group.topic].partitions[0].leader
+        leader = leaders()[0]
 
         # When the leader of a partition dies in mid-run
         cluster.kill_node(leader)
         messages += group.take(source)
         source.stop()
         lease = source.lease
+    eventually(lambda: leader not in leaders(), timeout=120.0)
     dead = Verdict(Action.DEAD_LETTER, reason="Broken: no", stage="process")
 
     # Then the run goes on, settles all that it holds, and the others keep its word
