@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from datetime import datetime
 from typing import Any
 
@@ -10,6 +11,7 @@ from airflow_broadway.cli.opening import opened
 from airflow_broadway.cli.output import CommandError, say, say_json
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.text import many, table
+from airflow_broadway.producers.engine.receipts import HeldBy
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.pubsub import inspect as subscriptions
 from airflow_broadway.producers.pubsub.inspect import Look
@@ -31,7 +33,7 @@ def pubsub(given: argparse.Namespace) -> int:
 
 
 def _show(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
-    found = subscriptions.look(producer, env)
+    found = _look(producer, env)
     if given.json:
         say_json(_json(found))
         return 0
@@ -44,9 +46,14 @@ def _show(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace)
     return 0
 
 
+def _look(producer: PubSubProducer, env: ProducerEnv) -> Look:
+    with closing(producer.broker(env)) as broker:
+        return subscriptions.look(producer, broker)
+
+
 def _check(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
     """1 if there is an error or a warning."""
-    found = subscriptions.look(producer, env)
+    found = _look(producer, env)
     grave = found.refusal is not None or bool(found.troubles)
     if given.json:
         say_json(_json(found))
@@ -63,7 +70,9 @@ def _seek(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace)
             f"the pipeline's subscription is {producer.subscription!r}, and --subscription names"
             f" {given.subscription!r}: nothing was changed"
         )
-    name = subscriptions.seek(producer, env, time=_instant(given.time), snapshot=given.snapshot)
+    time = _instant(given.time)
+    with closing(producer.broker(env)) as broker:
+        name = subscriptions.seek(producer, broker, time=time, snapshot=given.snapshot)
     where = given.time or given.snapshot
     if given.json:
         say_json({"subscription": name, "seek": where})
@@ -98,7 +107,7 @@ def _depth(found: Look) -> str:
     return f"About {many(depth.ready, 'message')} waiting{oldest}."
 
 
-def _until(held: subscriptions.HeldBy, env: ProducerEnv) -> str:
+def _until(held: HeldBy, env: ProducerEnv) -> str:
     over = "" if held.until > env.clock.now() else " (over)"
     return f"{held.until.isoformat(timespec='seconds')}{over}"
 

@@ -19,7 +19,7 @@ from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.producers.sqs.reading import asked
+from airflow_broadway.producers.sqs.adapter import options_of_receive
 from tests.conformance.observed import Case
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 
@@ -81,7 +81,9 @@ def requests(case: Case) -> None:
     given = dict(case["given"])
     demands = given.pop("demands")
     producer = SqsProducer(queue_url=URL, **given)
-    assert [asked(producer, demand) for demand in demands] == case["expect"]["receive_requests"]
+    assert [options_of_receive(producer, demand) for demand in demands] == case["expect"][
+        "receive_requests"
+    ]
 
 
 def metadata(case: Case) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from airflow_broadway.producers.pubsub.letters import HIDDEN_SECONDS
+from airflow_broadway.producers.engine.letters import EngineDeadLetters
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from airflow_broadway.testing.contract.redelivery import Redelivery
 from airflow_broadway.testing.harness import Harness
@@ -62,7 +62,7 @@ class TestStub(OnStub):
 class TestDeadLetters(DeadLettersContract):
     #: Pub/Sub gives each message that is published an id of its own.
     keeps_id: ClassVar[bool] = False
-    hidden_seconds: ClassVar[float] = HIDDEN_SECONDS + 1.0
+    hidden_seconds: ClassVar[float] = EngineDeadLetters.hidden_seconds + 1.0
 
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Iterator[PubSubHarness]:

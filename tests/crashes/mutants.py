@@ -64,28 +64,28 @@ def a_message_is_acknowledged_when_it_is_received() -> None:
 
 
 def a_message_is_removed_before_its_dead_letter_is_sent() -> None:
-    from airflow_broadway.producers.kit.receipts.settlement import ReceiptSettlement
+    from airflow_broadway.producers.engine.settlement import EngineSettlement
 
-    kept: Any = ReceiptSettlement._send_letters
+    kept: Any = EngineSettlement._send_letters
 
     def send(settlement: Any, verdicts: Any) -> Any:
         settlement._remove(verdicts)
         return kept(settlement, verdicts)
 
-    mutant: Any = ReceiptSettlement
+    mutant: Any = EngineSettlement
     mutant._send_letters = send
 
 
 def a_letter_is_deleted_before_its_message_is_back() -> None:
-    from airflow_broadway.producers.kit.receipts.letters import ReceivedLetters
+    from airflow_broadway.producers.engine.letters import EngineDeadLetters
 
-    kept: Any = ReceivedLetters._sent
+    kept: Any = EngineDeadLetters._sent
 
     def sent(letters: Any, chosen: Any, moving: Any) -> Any:
-        letters._delete([raw for _, raw in chosen])
+        letters.remove([received.receipt for _, received in chosen])
         return kept(letters, chosen, moving)
 
-    mutant: Any = ReceivedLetters
+    mutant: Any = EngineDeadLetters
     mutant._sent = sent
 
 

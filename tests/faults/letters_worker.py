@@ -18,8 +18,8 @@ from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.pubsub import letters as pubsub_letters
-from airflow_broadway.producers.sqs import letters as sqs_letters
+from airflow_broadway.producers.pubsub.admin import PubSubDeadLetters
+from airflow_broadway.producers.sqs.admin import SqsDeadLetters
 from tests.faults.dags import killed_pipeline
 
 __all__ = ["AT_WORK", "HANDLED", "PIPELINES"]
@@ -99,8 +99,8 @@ def requeue(broker: str, folder: Path) -> int:
     """Send all of them back; the command's own exit code."""
     from airflow_broadway.cli.app import main as command  # it loads Airflow
 
-    sqs_letters._HIDDEN_SECONDS = _HIDDEN  # type: ignore[misc]
-    pubsub_letters.HIDDEN_SECONDS = 2 * _HIDDEN  # type: ignore[misc]
+    SqsDeadLetters.hidden_seconds = _HIDDEN
+    PubSubDeadLetters.hidden_seconds = 2 * _HIDDEN
     own = PIPELINES[broker]
     producer: Any = own.producer
     # What takes long and moves nothing comes first: nobody is to be killed at that.

@@ -182,7 +182,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "letter",
-        "producers.kit.receipts.settlement.ReceiptSettlement.carry_out",
+        "producers.engine.settlement.EngineSettlement.carry_out",
         "sends a dead letter before its message is deleted",
         "no message is lost",
         Receipts,

@@ -59,13 +59,13 @@ class Receipts:
     """Messages, and the logs of those who received them."""
 
     code: Mapping[str, str] = {
-        "receive": "producers.kit.receipts.source.ReceiptSource.receive",
-        "secure": "producers.kit.receipts.source.ReceiptSource.secure",
-        "write": "producers.kit.receipts.receipts.Receipts.write",
-        "settle": "producers.kit.receipts.receipts.Receipts.load",
-        "begin log": "producers.kit.receipts.receipts.Receipts.begin",
-        "carry out": "producers.kit.receipts.settlement.ReceiptSettlement.carry_out",
-        "end log": "producers.kit.receipts.receipts.Receipts.end",
+        "receive": "producers.engine.source.EngineSource.receive",
+        "secure": "producers.engine.source.EngineSource.secure",
+        "write": "producers.engine.receipts.Receipts.write",
+        "settle": "producers.engine.receipts.Receipts.load",
+        "begin log": "producers.engine.receipts.Receipts.begin",
+        "carry out": "producers.engine.settlement.EngineSettlement.carry_out",
+        "end log": "producers.engine.receipts.Receipts.end",
     }
 
     def __init__(self, protocol: Run) -> None:

@@ -1,10 +1,8 @@
-"""Google Cloud Pub/Sub: messages are held by ack ids that this package writes down.
+"""Google Cloud Pub/Sub as a broker of the custody engine: leases are ack deadlines.
 
-``options`` are declared, ``producer`` opens the halves, which stand on ``kit.receipts``.
-Receiving: ``source``, ``pulls``, ``reading`` (from an answer to messages), ``earlier`` (what was
-handed out before).  Settling: ``custodian``, ``settlement``, ``batch_requests``, ``dead_letters``.
-``client``, ``credentials``, ``errors`` and ``limits`` are the way to Google; ``inspect`` and
-``monitoring`` look at a subscription.  ``docs/pubsub.md`` is the guide.
+``adapter`` implements the port.  ``admin`` has checks and dead letters, whose format is
+``dead_letters``; ``inspect`` has depth, and what ``airflow-broadway pubsub`` does.  ``client``,
+``credentials``, ``errors`` and ``limits`` are the way to Google.  ``docs/pubsub.md`` is the guide.
 """
 
 from __future__ import annotations

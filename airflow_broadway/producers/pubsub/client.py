@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
+from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
 from airflow_broadway.producers.pubsub.credentials import identity_of, login_of, project_of
 from airflow_broadway.producers.pubsub.errors import shown, translated, words_of
@@ -20,8 +21,6 @@ from airflow_broadway.producers.pubsub.options import PubSubOptions
 
 if TYPE_CHECKING:
     from google.pubsub_v1 import PublisherClient, SubscriberClient
-
-__all__ = ["EMULATOR", "Client", "open_client", "open_metrics", "place_of"]
 
 log = logging.getLogger(__name__)
 
@@ -113,30 +112,38 @@ class Client:
         found: Sequence[Any] = PullResponse.pb(answer).received_messages
         return found
 
-    def acknowledge(self, ack_ids: Sequence[str]) -> Mapping[str, str]:
-        """One ``Acknowledge``; what an exactly-once subscription said of ids that failed."""
+    def acknowledge(self, ack_ids: Sequence[str]) -> Mapping[int, Refusal]:
+        """Sends one ``Acknowledge``; an exactly-once subscription may refuse single ids."""
         from google.pubsub_v1.types import AcknowledgeRequest
 
         request = AcknowledgeRequest(subscription=self.name, ack_ids=ack_ids)
-        return self._confirmed("Acknowledge", self._subscriber.acknowledge, request)
+        return self._confirmed("Acknowledge", self._subscriber.acknowledge, request, ack_ids)
 
-    def modify(self, ack_ids: Sequence[str], seconds: int) -> Mapping[str, str]:
-        """One ``ModifyAckDeadline``; what an exactly-once subscription said of ids that failed."""
+    def modify(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
+        """Sends one ``ModifyAckDeadline``; all entries have one deadline."""
         from google.pubsub_v1.types import ModifyAckDeadlineRequest
 
+        ack_ids, seconds = [each.receipt for each in hidden], hidden[0].seconds
         request = ModifyAckDeadlineRequest(
             subscription=self.name, ack_ids=ack_ids, ack_deadline_seconds=seconds
         )
-        return self._confirmed("ModifyAckDeadline", self._subscriber.modify_ack_deadline, request)
+        call = self._subscriber.modify_ack_deadline
+        return self._confirmed("ModifyAckDeadline", call, request, ack_ids)
 
-    def _confirmed(self, action: str, call: Callable[..., Any], request: Any) -> Mapping[str, str]:
+    def _confirmed(
+        self, action: str, call: Callable[..., Any], request: Any, ack_ids: Sequence[str]
+    ) -> Mapping[int, Refusal]:
         try:
             self._login()
             call(request=request, retry=None, timeout=self.timeout)
         except Exception as error:
             words = words_of(error)
             if words:
-                return words
+                return {
+                    place: _refusal(words[ack_id])
+                    for place, ack_id in enumerate(ack_ids)
+                    if ack_id in words
+                }
             raise self._translated(error, action) from shown(error)
         return {}
 
@@ -161,8 +168,8 @@ class Client:
             lambda: self._subscriber.seek(request=made, retry=None, timeout=self.timeout),
         )
 
-    def publish(self, topic: str, messages: Sequence[Any]) -> None:
-        """One ``Publish``; all or none of the messages."""
+    def publish(self, topic: str, messages: Sequence[Any]) -> Mapping[int, Refusal]:
+        """Sends one ``Publish``, of all or none of the messages."""
         from google.pubsub_v1.types import PublishRequest
 
         request = PublishRequest(topic=topic, messages=messages)
@@ -171,6 +178,7 @@ class Client:
             topic,
             lambda: self._publisher.publish(request=request, retry=None, timeout=self.timeout),
         )
+        return {}
 
     def has_topic(self, topic: str) -> None:
         """One ``GetTopic``.
@@ -196,6 +204,12 @@ class Client:
     def close(self) -> None:
         """Release the connection.  Safe to repeat."""
         self._channel.close()
+
+
+def _refusal(word: str) -> Refusal:
+    if word.startswith("TRANSIENT_"):
+        return Refusal(word, "Pub/Sub could not do it just now", again=True)
+    return Refusal(word, "the ack id is valid no longer", gone=True)
 
 
 def place_of(producer: PubSubOptions) -> str:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.pubsub.options import PubSubOptions
 
-__all__ = ["Identity", "identity_of", "login_of"]
-
 log = logging.getLogger(__name__)
 
 _PREFIX: Final = "extra__google_cloud_platform__"

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timezone
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
-from airflow_broadway.producers.kit.receipts.batch_requests import Keyed
+from airflow_broadway.producers.engine.port import Keyed
 from airflow_broadway.producers.pubsub.limits import (
     MAX_ATTRIBUTES,
     MAX_MESSAGE,
     MAX_PUBLISH,
     MAX_VALUE,
 )
-
-__all__ = ["REQUEUED", "Why", "letter", "requests", "sent_back", "size_of", "why_of"]
 
 #: What a letter says of itself, the most useful first; those of an earlier one, come back by a
 #: redrive, give way to it.
@@ -176,3 +175,25 @@ def _instant(text: str) -> datetime | None:
     except ValueError:
         return None
     return found if found.tzinfo is not None else None
+
+
+# -- timestamps ------------------------------------------------------------------------------------
+
+
+def datetime_of(stamp: Any) -> datetime | None:
+    """Reads a timestamp of protobuf; ``None``: it is not set."""
+    text = timestamp_of(stamp)
+    return None if text is None else datetime.fromisoformat(text)
+
+
+def timestamp_of(stamp: Any) -> str | None:
+    """Reads a timestamp of protobuf as text; its own conversion takes many times as long."""
+    seconds, nanos = stamp.seconds, stamp.nanos
+    if not seconds and not nanos:
+        return None
+    return f"{_second(seconds)}.{nanos // 1000:06d}+00:00"
+
+
+@lru_cache(maxsize=64)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")

@@ -9,9 +9,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.core.text import cut
-from airflow_broadway.producers.kit.receipts.batch_requests import Refused
-
-__all__ = ["Denied", "Expired", "Missing", "shown", "translated", "words_of"]
+from airflow_broadway.producers.engine.port import Refused
 
 #: The permission that each call needs.
 PERMISSIONS: Final = {

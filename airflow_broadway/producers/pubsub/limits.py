@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "KEPT_DAYS",
-    "LONGEST_DEADLINE",
-    "MAX_ATTRIBUTES",
-    "MAX_IDS",
-    "MAX_KEY",
-    "MAX_MESSAGE",
-    "MAX_PUBLISH",
-    "MAX_PULL",
-    "MAX_REQUEST",
-    "MAX_VALUE",
-    "SHORTEST_DEADLINE",
-]
-
 #: Ack ids in one request, and bytes of such a request.
 MAX_IDS: Final = 2500
 MAX_REQUEST: Final = 512 * 1024

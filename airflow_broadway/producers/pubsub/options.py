@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
-from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import OptionsError
@@ -24,13 +23,12 @@ from airflow_broadway.core.model.rules import (
     Rule,
     is_int,
 )
+from airflow_broadway.producers.engine.producer import BrokerProducer
 from airflow_broadway.producers.pubsub.limits import (
     LONGEST_DEADLINE,
     MAX_PULL,
     SHORTEST_DEADLINE,
 )
-
-__all__ = ["DEFAULT_CONNECTION", "PubSubOptions", "partition_of"]
 
 #: The connection of Google Cloud where none is named; without it google-auth looks where it always
 #: looks.
@@ -99,7 +97,7 @@ def partition_of(message: Message) -> int:
 
 
 @options
-class PubSubOptions(Producer):
+class PubSubOptions(BrokerProducer):
     """The options of :class:`~airflow_broadway.producers.pubsub.PubSubProducer`."""
 
     kind: ClassVar[str] = "pubsub"

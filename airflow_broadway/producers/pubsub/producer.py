@@ -1,18 +1,16 @@
-"""Pub/Sub as a pipeline's producer: opens the half that receives and the half that settles."""
+"""Pub/Sub as a pipeline's producer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
-from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
+from airflow_broadway.producers.engine.port import Broker
 from airflow_broadway.producers.pubsub.options import PubSubOptions
-
-__all__ = ["PubSubProducer"]
 
 
 @options
@@ -26,15 +24,10 @@ class PubSubProducer(PubSubOptions):
     using up an attempt.
     """
 
-    def source(self, env: ProducerEnv) -> Source:
-        from airflow_broadway.producers.pubsub.source import PubSubSource
+    def broker(self, env: ProducerEnv) -> Broker[Any]:
+        from airflow_broadway.producers.pubsub.adapter import PubSubBroker
 
-        return PubSubSource(self, env)
-
-    def custodian(self, env: ProducerEnv) -> Custodian:
-        from airflow_broadway.producers.pubsub.custodian import PubSubCustodian
-
-        return PubSubCustodian(self, env)
+        return PubSubBroker(self, env)
 
     def console(self, env: ProducerEnv) -> str | None:
         from airflow_broadway.producers.pubsub.client import EMULATOR, place_of
@@ -48,18 +41,8 @@ class PubSubProducer(PubSubOptions):
         detail = "cloudpubsub/subscription/detail"
         return f"https://console.cloud.google.com/{detail}/{parts[3]}?project={parts[1]}"
 
-    def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        from airflow_broadway.producers.pubsub.inspect import depth
-
-        return depth(self, env)
-
     def sent_back_as(self, message: Message) -> str | None:
         from airflow_broadway.producers.pubsub.dead_letters import REQUEUED
 
         attributes: Mapping[str, str] = message.metadata["attributes"]
         return attributes.get(REQUEUED)
-
-    def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
-        from airflow_broadway.producers.pubsub.letters import PubSubDeadLetters
-
-        return PubSubDeadLetters(self, env, place)

@@ -1,9 +1,8 @@
-"""Amazon SQS: leases are SQS's own, held by receipts that this package writes down.
+"""Amazon SQS as a broker of the custody engine: leases are SQS's own visibility timeouts.
 
-``options`` are declared, ``producer`` opens the halves, which stand on ``kit.receipts``.
-Receiving: ``source``, ``receives``, ``reading`` (from an answer to messages).  Settling:
-``custodian``, ``settlement``, ``batch_requests`` (of ten entries), ``dead_letters``.  ``client``,
-``errors`` and ``limits`` are the way to AWS.  ``docs/sqs.md`` is the guide.
+``adapter`` implements the port.  ``admin`` has checks, depth and dead letters; ``dead_letters`` is
+their format.  ``client``, ``errors`` and ``limits`` are the way to AWS.  ``docs/sqs.md`` is the
+guide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way to one queue: boto3's client, opened by the connection, and its errors translated.
+"""Opens boto3's client by the connection, sends requests to one queue, and translates errors.
 
 One call here is one request, of up to ten entries where SQS takes them in a batch.  The client may
 be used from several threads.
@@ -9,33 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
+from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import connection_of, warn_of_plain_http
-from airflow_broadway.producers.kit.failures import Failures
-from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
-from airflow_broadway.producers.sqs.errors import translated
+from airflow_broadway.producers.sqs.errors import retryable, throttled, translated
 from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsOptions, region_of
 
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
 
-
-__all__ = [
-    "BatchAnswer",
-    "Queue",
-    "boto_client",
-    "open_queue",
-    "receipts_folder",
-]
-
-#: Days for which SQS keeps a message at most.
-_KEPT_DAYS: Final = 14
-
+#: Codes of a void receipt.
+_GONE: Final = frozenset(
+    {
+        "AWS.SimpleQueueService.MessageNotInflight",
+        "InvalidParameterValue",
+        "MessageNotInflight",
+        "ReceiptHandleIsInvalid",
+    }
+)
 #: Extras of an Airflow connection that only the Amazon provider knows how to follow.
 _PROVIDERS = frozenset(
     {"role_arn", "assume_role_method", "assume_role_kwargs", "session_kwargs", "s3_config_file"}
@@ -43,7 +39,7 @@ _PROVIDERS = frozenset(
 
 
 def _endpoint_of(url: str) -> str | None:
-    """The endpoint in the URL of a queue elsewhere than at AWS's own: a VPC's, a test server's."""
+    """Returns the endpoint in a URL that is not AWS's own: a VPC's, a test server's."""
     host = urlsplit(url).netloc
     name = host.partition(":")[0]
     if name.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws")) and ".vpce." not in name:
@@ -51,20 +47,8 @@ def _endpoint_of(url: str) -> str | None:
     return f"{urlsplit(url).scheme}://{host}"
 
 
-class BatchAnswer(NamedTuple):
-    """What SQS answered to a request of several entries: by their ``Id``."""
-
-    done: frozenset[str]
-    failed: list[dict[str, Any]]
-
-
-def _answer_of(answer: Any) -> BatchAnswer:
-    done = frozenset(str(each.get("Id")) for each in answer.get("Successful") or ())
-    return BatchAnswer(done, list(answer.get("Failed") or ()))
-
-
 class Queue:
-    """One queue: the requests that this package makes of it.
+    """One queue: the requests that this package sends to it.
 
     :raises BroadwayError: From every call, in the words of ``errors``.
     """
@@ -79,54 +63,37 @@ class Queue:
         self.answered_at: datetime | None = None
 
     def receive(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One ``ReceiveMessage``: its messages as boto3 gives them."""
-        try:
-            answer: Any = self.client.receive_message(QueueUrl=self.url, **request)
-        except Exception as error:
-            raise self._translated(error, "ReceiveMessage") from error
-        return answer.get("Messages") or []
+        """Sends one ``ReceiveMessage``; returns its messages as boto3 gives them."""
+        return self._request("ReceiveMessage", "receive_message", **request).get("Messages") or []
 
-    def delete(self, entries: Sequence[Any]) -> BatchAnswer:
-        """One ``DeleteMessageBatch``."""
-        try:
-            answer: Any = self.client.delete_message_batch(QueueUrl=self.url, Entries=entries)
-        except Exception as error:
-            raise self._translated(error, "DeleteMessage") from error
-        return _answer_of(answer)
+    def delete(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
+        """Sends one ``DeleteMessageBatch``."""
+        entries = [{"ReceiptHandle": receipt} for receipt in receipts]
+        return self._batch("DeleteMessage", "delete_message_batch", entries)
 
-    def change(self, entries: Sequence[Any]) -> BatchAnswer:
-        """One ``ChangeMessageVisibilityBatch``."""
-        try:
-            answer: Any = self.client.change_message_visibility_batch(
-                QueueUrl=self.url, Entries=entries
-            )
-        except Exception as error:
-            raise self._translated(error, "ChangeMessageVisibility") from error
-        return _answer_of(answer)
+    def change(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
+        """Sends one ``ChangeMessageVisibilityBatch``."""
+        entries = [
+            {"ReceiptHandle": receipt, "VisibilityTimeout": seconds} for receipt, seconds in hidden
+        ]
+        return self._batch("ChangeMessageVisibility", "change_message_visibility_batch", entries)
 
-    def send(self, entries: Sequence[Any]) -> BatchAnswer:
-        """One ``SendMessageBatch``."""
-        try:
-            answer: Any = self.client.send_message_batch(QueueUrl=self.url, Entries=entries)
-        except Exception as error:
-            raise self._translated(error, "SendMessage") from error
-        return _answer_of(answer)
+    def send(self, entries: Sequence[Any]) -> Mapping[int, Refusal]:
+        """Sends one ``SendMessageBatch``, whose entries have no ``Id`` yet."""
+        return self._batch("SendMessage", "send_message_batch", entries)
 
     def attributes(self, *names: Any) -> dict[str, str]:
-        """One ``GetQueueAttributes``."""
-        try:
-            answer: Any = self.client.get_queue_attributes(
-                QueueUrl=self.url, AttributeNames=list(names or ("All",))
-            )
-        except Exception as error:
-            raise self._translated(error, "GetQueueAttributes") from error
+        """Sends one ``GetQueueAttributes``."""
+        answer = self._request(
+            "GetQueueAttributes", "get_queue_attributes", AttributeNames=list(names or ("All",))
+        )
         self.answered_at = _date_of(answer)
         return dict(answer.get("Attributes") or {})
 
     def other(self, place: str) -> Queue:
-        """Another queue, by its URL, ARN or name.
+        """Opens another queue, by its URL, ARN or name.
 
-        :raises ProducerError: If there is none, or its URL may not be asked for.
+        :raises ProducerError: If there is none, or its URL may not be looked up.
         """
         if place.startswith(("https://", "http://")):
             return Queue(self.client, place)
@@ -141,15 +108,46 @@ class Queue:
         return Queue(self.client, url)
 
     def close(self) -> None:
-        """Release connections.  Safe to repeat."""
+        """Releases connections.  Safe to repeat."""
         self.client.close()
 
-    def _translated(self, error: Exception, action: str) -> Exception:
-        return translated(error, action, self.name, self._where)
+    def _request(self, action: str, method: str, **request: Any) -> Any:
+        try:
+            return getattr(self.client, method)(QueueUrl=self.url, **request)
+        except Exception as error:
+            raise translated(error, action, self.name, self._where) from error
+
+    def _batch(
+        self, action: str, method: str, entries: Sequence[Mapping[str, Any]]
+    ) -> Mapping[int, Refusal]:
+        """Sends one batch request; an entry that the answer does not name as done is refused."""
+        numbered = [{"Id": str(place), **entry} for place, entry in enumerate(entries)]
+        answer = self._request(action, method, Entries=numbered)
+        done = {str(each.get("Id")) for each in answer.get("Successful") or ()}
+        failed = {str(each.get("Id")): each for each in answer.get("Failed") or ()}
+        return {
+            place: _refusal(failed.get(str(place)))
+            for place in range(len(entries))
+            if str(place) in failed or str(place) not in done
+        }
+
+
+def _refusal(failed: dict[str, Any] | None) -> Refusal:
+    """Reads the answer to an entry that SQS did not name as done."""
+    if failed is None:
+        return Refusal("NoAnswer", "SQS did not say what became of it", again=True, unclear=True)
+    code, text = str(failed.get("Code", "")), str(failed.get("Message", ""))
+    gone = code in _GONE
+    again = not gone and retryable(code, bool(failed.get("SenderFault", False)))
+    # The code of a visibility timeout that is too long, too.
+    gone = gone and "Total VisibilityTimeout" not in text
+    # An entry that failed within SQS may have been carried out; one that it throttles is not.
+    unclear = again and not throttled(code)
+    return Refusal(code, text, gone=gone, again=again, unclear=unclear)
 
 
 def _date_of(answer: Mapping[str, Any]) -> datetime | None:
-    """The server's own time, where the answer has it."""
+    """Returns the server's own time, where the answer has it."""
     headers = (answer.get("ResponseMetadata") or {}).get("HTTPHeaders") or {}
     try:
         found = parsedate_to_datetime(headers["date"])
@@ -158,15 +156,8 @@ def _date_of(answer: Mapping[str, Any]) -> datetime | None:
     return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
 
 
-def receipts_folder(producer: SqsOptions, env: ProducerEnv) -> ReceiptsFolder:
-    """Where the receipts of the producer's queue are."""
-    return ReceiptsFolder(
-        producer.kind, env.shared, producer.place, failures=partial(Failures, kept_days=_KEPT_DAYS)
-    )
-
-
 def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:
-    """The producer's queue.
+    """Opens the producer's queue.
 
     :raises ConnectionMissing: If the connection is missing or lacks what is needed.
     :raises ProducerError: If the queue has to be looked up by name, and is not there.
@@ -178,7 +169,7 @@ def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:
 
 
 def boto_client(producer: SqsOptions, env: ProducerEnv) -> SQSClient:
-    """A client of boto3 with a pool for all of the producer's threads."""
+    """Opens a client of boto3 with a pool for all of the producer's threads."""
     connection = connection_of(
         env, producer.conn_id, default=DEFAULT_CONNECTION, types=("aws",), service="SQS"
     )
@@ -243,7 +234,7 @@ def _client(
 
 
 def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:
-    """A session by what the connection says, else by what botocore finds."""
+    """Opens a session by the connection, else by botocore's own search."""
     from botocore.session import Session
 
     session = Session(profile=extra.get("profile_name"))
@@ -263,14 +254,14 @@ def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> A
 
 @cache
 def _loader() -> Any:
-    """Botocore's descriptions of AWS, read once a process: seven eighths of opening a client."""
+    """Reads botocore's descriptions of AWS, once a process: seven eighths of opening a client."""
     from botocore.loaders import create_loader
 
     return create_loader()
 
 
 def _provider_session(connection: Connection, region: str | None, config: Any) -> Any:
-    """A session by the Amazon provider, which knows roles, federation and their renewal."""
+    """Opens a session by the Amazon provider, which knows roles, federation and their renewal."""
     try:
         from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
         from airflow.providers.amazon.aws.utils.connection_wrapper import (

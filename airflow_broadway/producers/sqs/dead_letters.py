@@ -1,4 +1,5 @@
-"""Dead letters: the body as it came, and why, in message attributes that fit SQS's limits.
+"""Reads SQS messages, and formats dead letters: the body as it came, and the reason in message
+attributes that fit SQS's limits.
 
 ``broadway_reason``, ``broadway_stage``, ``broadway_attempt``, ``broadway_message_id`` and
 ``broadway_queue`` stand beside the message's own attributes.  A message may have ten: where there
@@ -27,17 +28,6 @@ from airflow_broadway.producers.sqs.limits import (
     unsendable,
 )
 
-__all__ = [
-    "Why",
-    "letter",
-    "received_again",
-    "requests",
-    "sent_back",
-    "sent_back_as",
-    "size_of",
-    "why_of",
-]
-
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
     f"broadway_{name}" for name in ("message_id", "queue", "attempt", "stage", "reason", "requeued")
@@ -49,6 +39,74 @@ _REQUEUED: Final = "broadway_requeued"
 _ATTRIBUTE: Final = ("DataType", "StringValue", "BinaryValue")
 #: Bytes of the reason where the message has no room for more.
 _SHORT: Final = 64
+
+
+# -- a message, read -------------------------------------------------------------------------------
+
+
+def system_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns SQS's own attributes of a message."""
+    value = raw.get("Attributes")
+    return value if isinstance(value, Mapping) else {}
+
+
+def receives_of(raw: Mapping[str, Any]) -> int:
+    """Returns the receive count of a message, this receive included."""
+    count = number_of(system_of(raw).get("ApproximateReceiveCount", 1))
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def group_of(raw: Mapping[str, Any]) -> str:
+    """Returns the message group; ``""`` if it has none."""
+    return str(system_of(raw).get("MessageGroupId") or "")
+
+
+def number_of(value: Any) -> Any:
+    """Reads a number that SQS gives as text; other text stays as it came."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """Reads a value that SQS gives as text; another server may give something else."""
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def value_of(attribute: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message attribute as JSON."""
+    kind = as_text(attribute.get("DataType", "String"))
+    if "BinaryValue" in attribute:
+        return {"data_type": kind, "binary_value": _text(attribute["BinaryValue"])}
+    return {"data_type": kind, "string_value": as_text(attribute.get("StringValue"))}
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def properties_of(raw: Mapping[str, Any]) -> str:
+    """Returns the properties that a dead letter of the message keeps, as JSON text."""
+    kept = properties_as_json(raw)
+    return json.dumps(kept, separators=(",", ":")) if kept else "{}"
+
+
+def properties_as_json(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the properties that a dead letter keeps: attributes, group, deduplication id."""
+    system = system_of(raw)
+    kept: dict[str, Any] = {}
+    if raw.get("MessageAttributes"):
+        kept["attributes"] = {
+            name: value_of(each) for name, each in raw["MessageAttributes"].items()
+        }
+    for name in ("MessageGroupId", "MessageDeduplicationId", "AWSTraceHeader"):
+        if system.get(name):
+            kept[name] = as_text(system[name])
+    return kept
+
+
+# -- a dead letter, made ---------------------------------------------------------------------------
 
 
 def letter(entry: Entry, queue: str, *, fifo: bool, max_bytes: int = MAX_BODY) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What AWS says, as one sentence that names the queue, the action and the way out; no secret.
+"""Translates botocore errors into ProducerErrors with an actionable message and no credentials.
 
 AWS's own text is left out where it may quote what was signed.
 """
@@ -8,18 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.kit.receipts.batch_requests import Refused
+from airflow_broadway.producers.engine.port import Refused
 from airflow_broadway.producers.sqs.limits import IN_FLIGHT
-
-__all__ = [
-    "MISSING_QUEUE",
-    "Denied",
-    "Expired",
-    "InFlightLimit",
-    "retryable",
-    "throttled",
-    "translated",
-]
 
 #: The codes of a queue that is not there.
 MISSING_QUEUE = frozenset(
@@ -87,7 +77,7 @@ def retryable(code: str, sender_fault: bool) -> bool:
 
 
 def translated(error: Exception, action: str, queue: str, where: str) -> Exception:
-    """The error of ours that stands for one of botocore's.
+    """Returns the error of this package for one of botocore's.
 
     :param action: E.g. ``"ReceiveMessage"``.
     :param queue: The queue's name or URL.
@@ -121,7 +111,7 @@ def translated(error: Exception, action: str, queue: str, where: str) -> Excepti
 def _of_access(
     code: str, text: str, status: int, action: str, queue: str, where: str
 ) -> Exception | None:
-    """The error of whom AWS does not let in: no such queue, no right, no valid credentials."""
+    """Returns the error of refused access: no such queue, no permission, no valid credentials."""
     if code in MISSING_QUEUE:
         return ProducerError(
             f"there is no SQS queue {queue!r} {where}: check the queue's name, its region and its"

@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "IN_FLIGHT",
-    "LONGEST_VISIBILITY",
-    "MAX_ATTRIBUTES",
-    "MAX_BATCH",
-    "MAX_BODY",
-    "MAX_BODY_FORMERLY",
-    "unsendable",
-]
-
 #: Entries in one batch request, and messages in one receive.
 MAX_BATCH: Final = 10
 #: Seconds for which a message may be hidden in all, from its receipt.
@@ -28,7 +18,7 @@ MAX_ATTRIBUTES: Final = 10
 
 
 def unsendable(text: str) -> str:
-    """The first character of ``text`` that SQS refuses, as ``U+….``; ``""`` if there is none.
+    """Returns the first character that SQS refuses, as ``U+….``; ``""`` if there is none.
 
     Allowed are #x9, #xA, #xD, #x20 to #xD7FF, #xE000 to #xFFFD, #x10000 to #x10FFFF.
     """

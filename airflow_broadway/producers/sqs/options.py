@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
@@ -24,9 +23,8 @@ from airflow_broadway.core.model.rules import (
     Rule,
     is_int,
 )
+from airflow_broadway.producers.engine.producer import BrokerProducer
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
-
-__all__ = ["DEFAULT_CONNECTION", "SYSTEM_ATTRIBUTES", "SqsOptions", "partition_of", "region_of"]
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +113,7 @@ def _group(message: Message) -> str:
 
 
 @options
-class SqsOptions(Producer):
+class SqsOptions(BrokerProducer):
     """The options of :class:`~airflow_broadway.producers.sqs.SqsProducer`."""
 
     kind: ClassVar[str] = "sqs"

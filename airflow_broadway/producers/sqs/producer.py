@@ -1,18 +1,15 @@
-"""Amazon SQS as a pipeline's producer: opens the half that receives and the half that settles."""
+"""Amazon SQS as a pipeline's producer."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
-from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
+from airflow_broadway.producers.engine.port import Broker
 from airflow_broadway.producers.sqs.options import SqsOptions, region_of
-
-__all__ = ["SqsProducer"]
 
 #: AWS's consoles, by how the names of their regions begin.
 _CONSOLES: Final = {
@@ -32,20 +29,10 @@ class SqsProducer(SqsOptions):
     attempt.  As in Broadway any other word means ``"noop"``; here with a warning.
     """
 
-    def source(self, env: ProducerEnv) -> Source:
-        from airflow_broadway.producers.sqs.source import SqsSource
+    def broker(self, env: ProducerEnv) -> Broker[Any]:
+        from airflow_broadway.producers.sqs.adapter import SqsBroker
 
-        return SqsSource(self, env)
-
-    def custodian(self, env: ProducerEnv) -> Custodian:
-        from airflow_broadway.producers.sqs.custodian import SqsCustodian
-
-        return SqsCustodian(self, env)
-
-    def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        from airflow_broadway.producers.sqs.inspect import depth
-
-        return depth(self, env)
+        return SqsBroker(self, env)
 
     def console(self, env: ProducerEnv) -> str | None:
         url, region = self.queue_url or "", region_of(self.queue_url or "")
@@ -59,8 +46,3 @@ class SqsProducer(SqsOptions):
         from airflow_broadway.producers.sqs.dead_letters import sent_back_as
 
         return sent_back_as(message.acknowledger.data.properties or "")
-
-    def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
-        from airflow_broadway.producers.sqs.letters import SqsDeadLetters
-
-        return SqsDeadLetters(self, env, place)

@@ -1,33 +1,15 @@
-"""The verdict on each message, and settling by what was written down before."""
+"""The verdict on each message of a lease."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import pytest
 
 from airflow_broadway.core.custody.protocol import Entry, Settlement
-from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kit.generation_log import GenerationLog
-from airflow_broadway.producers.kit.plan import plan_of, settle_by_log, settle_now_by_log
-from airflow_broadway.producers.kit.state_files import MemoryFiles
+from airflow_broadway.producers.kit.plan import plan_of
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "batch")
-
-
-@pytest.fixture
-def log() -> GenerationLog:
-    return GenerationLog(MemoryFiles(), "g1")
-
-
-def killed(verdicts: object) -> None:
-    raise KeyboardInterrupt
-
-
-def nothing(verdicts: Mapping[str, Verdict]) -> None:
-    assert not verdicts
 
 
 def entries(*ids: str, verdict: Verdict = ACK) -> list[Entry]:
@@ -71,50 +53,3 @@ def test_where_manifest_and_lease_agree_the_long_list_is_not_read() -> None:
     assert plan_of(["a"], Settlement(rest=ACK, expected=1), agree=True).verdicts == {"a": ACK}
     with pytest.raises(ProducerError, match="holds 1 message and its manifest names 2"):
         plan_of(["a"], Settlement(rest=ACK, expected=2))
-
-
-def test_whoever_goes_on_after_a_kill_does_what_was_begun(log: GenerationLog) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        settle_by_log(log, ["a", "b"], settlement("a", "b", dead=("b",)), killed)
-
-    # When a sweep that knows of no manifest finds one of them still held
-    done: dict[str, Verdict] = {}
-    report = settle_by_log(log, ["b"], Settlement(rest=RELEASE), done.update)
-
-    assert done == {"a": ACK, "b": DEAD}
-    assert report == SettleReport(acked=1, dead_lettered=1)
-    assert settle_by_log(log, ["b"], Settlement(rest=RELEASE), killed) == report
-
-
-def test_what_was_settled_at_once_is_not_settled_again(log: GenerationLog) -> None:
-    done: dict[str, Verdict] = {}
-    now = [*entries("a", verdict=DEAD), *entries("of nobody")]
-
-    report = settle_now_by_log(log, ["a", "b"], now, done.update)
-
-    assert done == {"a": DEAD}
-    assert report == SettleReport(dead_lettered=1, lapsed=1, undone=frozenset({"of nobody"}))
-    done.clear()
-    assert settle_now_by_log(log, ["b"], now, done.update) == report
-    assert done == {}
-    untold = Settlement(rest=RELEASE, settled_now=SettleReport())
-    assert settle_by_log(log, ["b"], untold, done.update) == SettleReport(
-        dead_lettered=1, released=1
-    )
-
-
-def test_what_was_noted_at_once_and_never_done_is_done_in_the_end(log: GenerationLog) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        settle_now_by_log(log, ["a", "b"], entries("a", verdict=DEAD), killed)
-
-    # Whoever asks again hears what stands
-    again = settle_now_by_log(log, ["a", "b"], entries("a"), nothing)
-    assert again == SettleReport(dead_lettered=1)
-    done: dict[str, Verdict] = {}
-    report = settle_by_log(log, ["a", "b"], settlement("b"), done.update)
-
-    assert {key: verdict.action for key, verdict in done.items()} == {
-        "a": Action.DEAD_LETTER,
-        "b": Action.ACK,
-    }
-    assert report == SettleReport(acked=1)  # who settled at once counted the other

@@ -12,9 +12,9 @@ from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.engine.custodian import EngineCustodian
+from airflow_broadway.producers.engine.source import EngineSource
 from airflow_broadway.producers.pubsub import PubSubProducer
-from airflow_broadway.producers.pubsub.custodian import PubSubCustodian
-from airflow_broadway.producers.pubsub.source import PubSubSource
 from airflow_broadway.testing import ManualClock
 from tests.pubsub_server import StubServer
 from tests.unit.producers.sqs.kit import settlement, take
@@ -28,8 +28,8 @@ class Generation:
     def __init__(self, producer: PubSubProducer, env: ProducerEnv) -> None:
         self.producer = producer
         self.env = env
-        self.source: PubSubSource = producer.source(env)  # type: ignore[assignment]
-        self.custodian: PubSubCustodian = producer.custodian(env)  # type: ignore[assignment]
+        self.source: EngineSource = producer.source(env)  # type: ignore[assignment]
+        self.custodian: EngineCustodian = producer.custodian(env)  # type: ignore[assignment]
 
     def take(self, demand: int = 100_000) -> list[Message]:
         return take(self.source, demand)

@@ -173,14 +173,16 @@ def test_a_permission_that_a_command_lacks_is_named_too(tmp_path: Path) -> None:
     denied = Refused("PERMISSION_DENIED", f"User is not authorized, {SECRET}.")
     with place(tmp_path) as at:
         at.put("a")
-        producer, env = (run := at.begin()).producer, run.env
+        run = at.begin()
         at.broker.answer = lambda asked, _: denied
+        broker = run.producer.broker(run.env)
         with pytest.raises(Denied, match=r"denies Seek on .*: allow pubsub.subscriptions.consume"):
-            inspect.seek(producer, env, time=at.clock.now())
+            inspect.seek(run.producer, broker, time=at.clock.now())
         with pytest.raises(
             Denied, match=r"denies GetSubscription on .*: allow .*tions.get"
         ) as said:
-            inspect.look(producer, env)
+            inspect.look(run.producer, broker)
+        broker.close()
         assert SECRET not in str(said.value)
         assert at.left() == 1
 

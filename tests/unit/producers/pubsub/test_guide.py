@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kit.receipts.custodian import RENEW_AT
+from airflow_broadway.producers.engine.custodian import RENEW_AT
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.pubsub.errors import PERMISSIONS
 from airflow_broadway.producers.pubsub.limits import KEPT_DAYS

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,9 @@ def test_what_a_run_settled_at_once_and_pubsub_delivers_again_is_marked(
         run = at.begin()
         [a] = run.take()
         ack_id = run.source._receipts.handles[a.message_id]
-        monkeypatch.setattr(run.custodian._client, "acknowledge", lambda ids: {})  # forgotten
+        monkeypatch.setattr(
+            run.custodian._broker.client, "acknowledge", lambda ids: {}
+        )  # forgotten
         now = run.custodian.settle_now(run.source.lease, [entry_of(a, ACK)])
         assert now == SettleReport(acked=1)
         at.server.subscriber.modify_ack_deadline(
@@ -302,7 +305,7 @@ def test_a_late_answer_does_not_give_back_what_the_run_holds(tmp_path: Path) -> 
         at.server.subscriber.modify_ack_deadline(
             subscription=at.name, ack_ids=[ack_id], ack_deadline_seconds=0
         )
-        [again] = run.source._receive(1).messages
+        [again] = run.source._broker.receive(1).messages
         run.source._release_late([again])
         assert at.waiting() == []
 
@@ -311,7 +314,7 @@ def test_a_late_answer_of_long_ids_is_given_back_whole(tmp_path: Path) -> None:
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
-        [a] = run.source._receive(1).messages
+        [a] = run.source._broker.receive(1).messages
         long = [a._replace(key=str(n), receipt=f"{at.name}:{n:01000d}") for n in range(999)]
         run.source._release_late([*long, a])
         assert at.waiting() == ["a"]
@@ -538,7 +541,7 @@ def test_what_cannot_be_read_and_comes_again_goes_back_by_its_newest_receipt(
         def unreadable(each: Any, **named: Any) -> Message:
             raise ValueError("unreadable")
 
-        monkeypatch.setattr(run.source, "_message", unreadable)
+        monkeypatch.setattr(run.source._broker, "message", unreadable)
         assert run.take() == []  # put aside, for the end of the run
         at.clock.advance(601.0)
         assert run.take_more() == []  # delivered again, since its lease was over
@@ -572,7 +575,8 @@ def test_what_a_seek_delivers_again_begins_with_the_failures_on_record(tmp_path:
         second = at.begin()
         second.settle(second.take())
         assert at.left() == 0
-        seek(second.producer, second.env, time=before)
+        with closing(second.producer.broker(second.env)) as broker:
+            seek(second.producer, broker, time=before)
         assert redelivery(at.begin().take()) == {"a": (2, True)}
 
 
@@ -682,7 +686,7 @@ def test_what_a_killed_settlement_had_acknowledged_is_no_lapse_and_what_it_never
         at.put(*map(str, range(5000)))
         run = at.begin()
         found = run.take()
-        client = run.custodian._client
+        client = run.custodian._broker.client
         acknowledge = client.acknowledge
         void: list[str] = []
 
@@ -714,7 +718,7 @@ def test_a_settlement_that_was_killed_between_waves_asks_for_the_rest_alone(
         at.put(*map(str, range(5000)))
         run = at.begin()
         found = run.take()
-        client = run.custodian._client
+        client = run.custodian._broker.client
         acknowledge = client.acknowledge
 
         def once(ids: list[str]) -> dict[str, str]:

@@ -185,7 +185,7 @@ def test_what_follows_one_that_was_taken_back_as_it_came_waits_for_it(
 
 def waiting(run: Generation, wait: float) -> dict[bytes, str]:
     """Lets a run pull everything, which then waits in its process; receipts, by body."""
-    came = run.source._pulls.receive(6)
+    came = run.source._broker.receive(6)
     run.source._ready += [(came.at, each) for each in came.messages]
     run.source._clock.sleep(wait)
     return {each.raw.message.data: each.receipt for each in came.messages}

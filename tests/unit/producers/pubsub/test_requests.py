@@ -5,12 +5,17 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_broadway.producers.pubsub.batch_requests import Held, portions
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.producers.engine.port import Hidden
+from airflow_broadway.producers.pubsub import PubSubProducer
+from airflow_broadway.producers.pubsub.adapter import PubSubBroker
 from airflow_broadway.producers.pubsub.limits import MAX_IDS, MAX_REQUEST
 
+portions = PubSubBroker(PubSubProducer(subscription="orders"), ProducerEnv()).requests
 
-def entries(sizes: Iterable[int], seconds: int = 0) -> list[tuple[str, Held]]:
-    return [(str(n), Held("x" * size, seconds)) for n, size in enumerate(sizes)]
+
+def entries(sizes: Iterable[int], seconds: int = 0) -> list[tuple[str, Hidden]]:
+    return [(str(n), Hidden("x" * size, seconds)) for n, size in enumerate(sizes)]
 
 
 def test_a_request_has_2500_ids_at_most() -> None:
@@ -24,7 +29,7 @@ def test_a_request_has_512_kib_at_most_as_the_client_sends_it() -> None:
     made = list(portions(entries([300] * 2500)))
     assert len(made) == 2
     for request in made:
-        sent = AcknowledgeRequest(subscription=name, ack_ids=[held.ack_id for _, held in request])
+        sent = AcknowledgeRequest(subscription=name, ack_ids=[held.receipt for _, held in request])
         assert AcknowledgeRequest.pb(sent).ByteSize() <= MAX_REQUEST
 
 
@@ -34,7 +39,7 @@ def test_a_request_has_512_kib_at_most_as_the_client_sends_it() -> None:
 def test_all_are_sent_in_order_those_of_one_deadline_together(
     given: list[tuple[int, int]],
 ) -> None:
-    sent = [(str(n), Held("x" * size, seconds)) for n, (size, seconds) in enumerate(given)]
+    sent = [(str(n), Hidden("x" * size, seconds)) for n, (size, seconds) in enumerate(given)]
     made = list(portions(sent))
     for seconds in {each.seconds for _, each in sent}:
         asked = [each for request in made for each in request if each[1].seconds == seconds]
@@ -42,4 +47,4 @@ def test_all_are_sent_in_order_those_of_one_deadline_together(
     for request in made:
         assert len({each.seconds for _, each in request}) == 1
         assert len(request) <= MAX_IDS
-        assert len(request) == 1 or sum(len(each.ack_id) for _, each in request) < MAX_REQUEST
+        assert len(request) == 1 or sum(len(each.receipt) for _, each in request) < MAX_REQUEST

@@ -16,9 +16,9 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.engine.custodian import EngineCustodian
+from airflow_broadway.producers.engine.source import EngineSource
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.producers.sqs.custodian import SqsCustodian
-from airflow_broadway.producers.sqs.source import SqsSource
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
@@ -38,8 +38,8 @@ class Halves:
         self.clock = clock
         self.env = env
         self.producer = producer
-        self.source: SqsSource = producer.source(env)  # type: ignore[assignment]
-        self.custodian: SqsCustodian = producer.custodian(env)  # type: ignore[assignment]
+        self.source: EngineSource = producer.source(env)  # type: ignore[assignment]
+        self.custodian: EngineCustodian = producer.custodian(env)  # type: ignore[assignment]
 
     def take(self, demand: int = 100_000) -> list[Message]:
         return take(self.source, demand)

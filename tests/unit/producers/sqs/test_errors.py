@@ -14,6 +14,7 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
+from airflow_broadway.producers.engine.port import Hidden
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import Queue, boto_client
 from airflow_broadway.producers.sqs.errors import Denied, Expired, InFlightLimit
@@ -45,13 +46,13 @@ CALLS: dict[str, tuple[str, Callable[[Queue], object]]] = {
     "ReceiveMessage": ("receive_message", lambda q: q.receive({"MaxNumberOfMessages": 1})),
     "DeleteMessage": (
         "delete_message_batch",
-        lambda q: q.delete([{"Id": "0", "ReceiptHandle": "r"}]),
+        lambda q: q.delete(["r"]),
     ),
     "ChangeMessageVisibility": (
         "change_message_visibility_batch",
-        lambda q: q.change([{"Id": "0", "ReceiptHandle": "r", "VisibilityTimeout": 1}]),
+        lambda q: q.change([Hidden("r", 1)]),
     ),
-    "SendMessage": ("send_message_batch", lambda q: q.send([{"Id": "0", "MessageBody": "b"}])),
+    "SendMessage": ("send_message_batch", lambda q: q.send([{"MessageBody": "b"}])),
     "GetQueueAttributes": ("get_queue_attributes", lambda q: q.attributes("RedrivePolicy")),
     "GetQueueUrl": ("get_queue_url", lambda q: q.other("orders")),
 }

@@ -16,9 +16,9 @@ from airflow_broadway.core.custody.verdicts import ACK, RELEASE
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.kit.receipts import polls
-from airflow_broadway.producers.kit.receipts.polls import Received
-from airflow_broadway.producers.kit.receipts.receipts import Receipts
+from airflow_broadway.producers.engine import polls
+from airflow_broadway.producers.engine.port import Received
+from airflow_broadway.producers.engine.receipts import Receipts
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
@@ -363,7 +363,7 @@ def test_a_lost_answer_does_not_block_its_groups_for_a_lease(recovers: str) -> N
             assert [message.data for message in run.take()] == [b"x1", b"x2", b"y1"]
             return
         with pytest.raises(ProducerUnavailable):
-            run.source._receives.receive(10)
+            run.source._broker.receive(10)
         assert run.fake.waiting(FIFO) == []
 
         run.source.stop()

@@ -1,56 +1,68 @@
-"""The receipts that one generation holds: which, until when, and what became of them.
+"""Records the receipts that one generation holds, until when, and how they were settled.
 
-A receipt is all that settles a message of SQS or Pub/Sub, and whoever renews or settles it is
-another process than the one that received it.  So the source writes the receipts down, in portions,
-before any callback sees a message: that is how such a broker *secures*.  Below the folder that all
-pipelines of the staging root share, so that a pipeline of another name knows what was handed out::
+A receipt is all that settles a message, and the process that extends or settles it is another than
+the one that received it.  So the source records receipts, in portions, before any callback sees a
+message: that is how such a broker *secures*.  The files are below the folder that all pipelines of
+the staging root share, so that a pipeline of another name knows which messages were delivered
+before::
 
     <broker>/<queue>/<generation>/    its GenerationLog, and in the same folder
-        receipts-000000.json          a portion: instants; id, receipt and group of each message
+        receipts-000000.json          a portion: timestamps; id, receipt and group of each message
         renewed.json                  so many portions are held until then
         lost-*.json                   receipts that the broker refused, by id
-        plan.json                     which messages settling gives back
-        again-*.json                  from when on what callbacks gave back may come, by id
+        plan.json                     which messages settling releases
+        again-*.json                  from when on messages that callbacks released may come, by id
 
-Losing these files loses no message: all come back when their time is over.  Without a staging
-folder the receipts are in this process's memory alone.
+Losing these files loses no message: the broker redelivers all when their time is over.  Without a
+staging folder receipts live in the memory of this process alone.
 
-Instants are seconds since the epoch, by the producer's clock and never by the broker's: it takes a
-receipt whose time is over as long as nobody else has the message, and so cannot be asked.
+Timestamps are seconds since the epoch, by the producer's clock and never by the broker's, which
+accepts an expired receipt as long as nobody else has the message.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.engine.port import Broker
 from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
-from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files
-
-__all__ = ["KEPT_REPORTS", "Receipts", "ReceiptsFolder"]
+from airflow_broadway.producers.kit.state_files import (
+    Damaged,
+    MemoryFiles,
+    StateFiles,
+    day_of,
+    digest,
+    instant_of,
+    state_files,
+)
 
 log = logging.getLogger(__name__)
 
 _VERSION: Final = 1
-#: What the files begin with that each have a portion of them.
+#: The beginning of the names of files that have a portion each.
 _PORTION: Final = "receipts-"
 #: Days for which the report of a settled generation is kept.
 KEPT_REPORTS: Final = 7
 #: Generations that a process keeps after their end, so that settling again reports the same.
 _KEPT_GENERATIONS: Final = 256
+#: Seconds between two looks for failures that others recorded, where the broker counts deliveries;
+#: where it does not, each receive looks.
+_LOOK_INTERVAL: Final = 30.0
 
 
 class Receipts:
     """One generation's receipts; shared by the threads of a process.
 
-    :param folder: Instead of the generation, the name of its folder.
+    :param folder: The name of the generation's folder, instead of the generation.
     """
 
     def __init__(self, files: StateFiles, generation: str = "", *, folder: str = "") -> None:
@@ -62,28 +74,28 @@ class Receipts:
         self.handles: dict[str, str] = {}
         #: Message id → the group in which it keeps its order, if any.
         self.groups: dict[str, str] = {}
-        #: When the first message was asked for.
+        #: When the first message was requested.
         self.since: float | None = None
         #: [held until, ids], a portion each.
         self._spans: list[tuple[float, list[str]]] = []
-        #: What callbacks settled at once.
+        #: Message id → how callbacks settled it immediately.
         self.now: dict[str, Action] = {}
-        #: What an unfinished settlement has carried out.
+        #: Message id → how an unfinished settlement settled it.
         self.done: dict[str, Action] = {}
         #: Message ids with the receipts that the broker refused: of one id there may be several.
         self._refused: set[tuple[str, str]] = set()
-        #: Groups of which something comes again → from when on it may.
+        #: Groups of which a message comes again → from when on it may.
         self.blocked: dict[str, float] = {}
-        #: Of these, messages that callbacks gave back → from when on each may come.
+        #: Messages of these groups that callbacks released → from when on each may come.
         self.again: dict[str, float] = {}
-        #: Whether settling is noted to have begun; and whether it was before this settlement.
+        #: Whether settling has begun; and whether it had before this settlement.
         self.begun = self.resumed = False
-        #: What was asked of the broker first whose answer never came.
+        #: Message id → the first request about it whose answer never came.
         self.unanswered: dict[str, Action] = {}
-        #: How it was settled; ``None`` while it is not.
+        #: The report of its settlement; ``None`` while it is not settled.
         self.report: SettleReport | None = None
 
-    # -- what is held --------------------------------------------------------------------------
+    # -- holding -------------------------------------------------------------------------------
 
     @property
     def until(self) -> float | None:
@@ -92,32 +104,23 @@ class Receipts:
             return min((until for until, _ in self._spans), default=None)
 
     def held(self) -> list[str]:
-        """The ids that are neither settled nor lost, in order of arrival."""
+        """Returns the ids that are neither settled nor lost, in order of arrival."""
         with self._lock:
             gone = self.now.keys() | self.lost
-            return [each for each in self.handles if each not in gone]
+            return [key for key in self.handles if key not in gone]
 
     @property
     def lost(self) -> set[str]:
-        """The ids whose receipt the broker refused: somebody else has them, or will.
-
-        One that this generation receives again has another receipt, and is lost no more.
-        """
+        """The ids whose newest receipt the broker refused: another consumer has them, or will."""
         handles = self.handles
         return {key for key, receipt in self._refused if handles.get(key) == receipt}
-
-    def knows(self, message_id: str) -> bool:
-        """Whether this generation has received it before."""
-        return message_id in self.handles
-
-    # -- receiving -----------------------------------------------------------------------------
 
     def add(
         self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
     ) -> None:
-        """Take receipts, in memory.
+        """Keeps receipts in memory.
 
-        :param handles: Message id → receipt; of one that is there already, the newer.
+        :param handles: Message id → receipt, which replaces an older one.
         """
         with self._lock:
             self.handles.update(handles)
@@ -129,48 +132,51 @@ class Receipts:
     def write(
         self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
     ) -> None:
-        """Write receipts down where other processes find them.
+        """Records receipts where other processes read them.
 
         :raises StagingError: If they cannot be written.
         """
-        if not self._files.durable:  # nobody else could read them
+        if not self._files.durable:  # no other process could read them
             return
         name = f"{_PORTION}{self._portions:06d}.json"
         held = [
-            [each, handle, groups[each]] if each in groups else [each, handle]
-            for each, handle in handles.items()
+            [key, handle, groups[key]] if key in groups else [key, handle]
+            for key, handle in handles.items()
         ]
         self._log.write(name, {"version": _VERSION, "since": since, "until": until, "held": held})
 
-    # -- renewing ------------------------------------------------------------------------------
+    # -- extending -----------------------------------------------------------------------------
 
-    def due(self, instant: float) -> list[str]:
-        """The ids that are held until ``instant`` at most."""
+    def due(self, horizon: float) -> list[str]:
+        """Returns the ids that are held until ``horizon`` at most."""
         with self._lock:
             gone = self.now.keys() | self.lost
-            found = (ids for until, ids in self._spans if until <= instant)
-            return [each for each in dict.fromkeys(chain.from_iterable(found)) if each not in gone]
+            ids = chain.from_iterable(ids for until, ids in self._spans if until <= horizon)
+            return [key for key in dict.fromkeys(ids) if key not in gone]
 
-    def renewed(self, instant: float, until: float) -> None:
-        """Note that what was due at ``instant`` is held until ``until``."""
+    def renewed(self, horizon: float, until: float) -> None:
+        """Records that what was due at ``horizon`` is held until ``until``."""
         with self._lock:
-            spans, self._spans = self._spans, []
-            renewed: list[str] = []
-            for held_until, ids in spans:
-                if held_until <= instant:
-                    renewed += ids
-                else:
-                    self._spans.append((held_until, ids))
-            self._spans.append((until, renewed))
-            everything = min(held_until for held_until, _ in self._spans)
+            extended = [ids for held, ids in self._spans if held <= horizon]
+            self._spans = [(held, ids) for held, ids in self._spans if held > horizon]
+            self._spans.append((until, [*chain.from_iterable(extended)]))
+            everything = min(held for held, _ in self._spans)
             # What is received meanwhile may have waited, and be held for less than that.
             value = {"until": everything, "portions": self._portions}
         self._log.write("renewed.json", value)
 
+    def refresh(self) -> None:
+        """Reads until when others have extended it since."""
+        value = self._files.read(self._log.path("renewed.json"))
+        if value is not None:
+            with self._lock:
+                least = _least(value, self._portions - 1)
+                self._spans = [(max(until, least), ids) for until, ids in self._spans]
+
     def lose(self, ids: Iterable[str]) -> None:
-        """Note ids whose receipt the broker refuses: they are not asked for again by it."""
+        """Records ids whose receipt the broker refuses: it is not used again."""
         with self._lock:
-            lost = {each: self.handles[each] for each in ids if each in self.handles}
+            lost = {key: self.handles[key] for key in ids if key in self.handles}
             self._refused.update(lost.items())
         if lost:
             self._log.append("lost", lost)
@@ -178,7 +184,9 @@ class Receipts:
     # -- settling ------------------------------------------------------------------------------
 
     def note_now(self, actions: Mapping[str, Action]) -> None:
-        """Note what callbacks settled at once, and before that how long it holds others back."""
+        """Records how callbacks settled messages immediately, and before that how long each holds
+        back those behind it.
+        """
         with self._lock:
             self.now.update(actions)
         again = {key: self.again[key] for key in actions if key in self.again}
@@ -187,17 +195,17 @@ class Receipts:
         self._log.note_now(actions)
 
     def settled_now(self, now: float) -> dict[str, Verdict]:
-        """What callbacks settled at once, with what is left of the delays."""
+        """Returns how callbacks settled messages immediately, with the rest of their delays."""
         return {
             key: Verdict(action, max(0.0, self.again.get(key, now) - now))
             for key, action in self.now.items()
         }
 
     def begin(self) -> None:
-        """Note that settling begins, and read what was written until then.
+        """Records that settling begins, and reads the portions written until then.
 
-        Its source looks for the note after each portion that it writes: one that is not there now
-        reaches no callback.
+        The source checks for that record after each portion that it writes: a portion that is not
+        there now reaches no callback.
         """
         self.resumed = self.begun
         if not self.begun:
@@ -208,9 +216,9 @@ class Receipts:
             self._read_portion(name, {})
 
     def plan(self, again: ComingAgain) -> ComingAgain:
-        """Note which messages settling gives back, before it does.
+        """Records which messages settling releases, before it does.
 
-        :returns: What stands: this, or what was noted by whoever began before.
+        :returns: The plan that stands: this, or that of an earlier settlement.
         """
         value = [again.all_but, sorted(again.ids)]
         if not self._files.create(self._log.path("plan.json"), value):
@@ -219,15 +227,15 @@ class Receipts:
         return again
 
     def note_done(self, actions: Mapping[str, Action]) -> None:
-        """Note what settling has carried out so far."""
+        """Records how far settling has come."""
         self.done.update(actions)
         self._log.note_done(actions)
 
     def end(self, report: SettleReport, day: str) -> SettleReport:
-        """Note that settling is done; nothing is held from now on.
+        """Records that settling is done; nothing is held from now on.
 
         :param day: Today, as ``YYYY-MM-DD``.
-        :returns: The report that stands: of two who settle at once, the first one's.
+        :returns: The report that stands: of two settlements at a time, the first one's.
         """
         stands = self._log.end(report).report
         self.keep_report(day)
@@ -240,27 +248,23 @@ class Receipts:
         return stands
 
     def keep_report(self, day: str) -> None:
-        """Remove all but the report; who settles again does so too, for the first may have been
-        killed before.
-
-        :param day: Today, as ``YYYY-MM-DD``.
-        """
+        """Removes all but the report; settling again does so too, after a kill of the first."""
         self._log.keep_report(day)
 
     def ended(self) -> bool:
-        """Whether it has been settled, by anybody."""
+        """Whether it has been settled, by any process."""
         return self.report is not None or self._log.is_settled()
 
     def is_settled_elsewhere(self) -> bool:
-        """Whether somebody settles it, or has; for its source, which does not settle."""
+        """Whether another process settles it, or has; for its source, which does not settle."""
         return self._log.has_begun() or self.ended()  # in this order: the end removes the beginning
 
     # -- reading -------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Read what other processes wrote.
+        """Reads the records of other processes.
 
-        :raises StagingError: If it cannot be read.
+        :raises StagingError: If they cannot be read.
         """
         names = self._log.names()
         settled = self._log.settled() if "settled.json" in names else None
@@ -277,14 +281,6 @@ class Receipts:
                 self._refused.update(self._log.read(name).items())
             elif name.startswith("again-"):
                 self.again.update(self._log.read(name))
-
-    def refresh(self) -> None:
-        """Learn until when others have renewed it since."""
-        value = self._files.read(self._log.path("renewed.json"))
-        if value is not None:
-            with self._lock:
-                least = _least(value, self._portions - 1)
-                self._spans = [(max(until, least), ids) for until, ids in self._spans]
 
     def _read_portion(self, name: str, renewed: Mapping[str, Any]) -> None:
         number = self._portions
@@ -304,9 +300,8 @@ class Receipts:
                 f" reads {_VERSION}: use the release that wrote them"
             )
         try:
-            held = value["held"]
-            handles = {each[0]: each[1] for each in held}
-            groups = {each[0]: each[2] for each in held if len(each) > 2}
+            handles = {entry[0]: entry[1] for entry in value["held"]}
+            groups = {entry[0]: entry[2] for entry in value["held"] if len(entry) > 2}
             since, until = float(value["since"]), float(value["until"])
         except (KeyError, IndexError, TypeError, ValueError):
             raise Damaged(f"receipts of {folder} are damaged") from None
@@ -314,40 +309,41 @@ class Receipts:
 
 
 def _least(renewed: Mapping[str, Any], portion: int) -> float:
-    """Until when a portion is held at least, by the note of the last renewal."""
+    """Returns until when a portion is held at least, by the record of the last extension."""
     covered: bool = portion < renewed.get("portions", portion + 1)
     return float(renewed["until"]) if renewed and covered else 0.0
 
 
-#: The receipts that this process receives, and some that it has settled.
+#: The receipts of generations for which this process receives, and of some that it has settled.
 _here: dict[tuple[str, str | None, str, str], Receipts] = {}
 _here_lock = threading.Lock()
+#: Without a staging folder, for brokers that count no deliveries: the records of each queue.
+_memory: dict[tuple[str, str], MemoryFiles] = {}
+
+
+class HeldBy(NamedTuple):
+    """The messages that a generation holds.
+
+    :param folder: The name of its folder among the queue's records.
+    """
+
+    folder: str
+    messages: int
+    until: datetime
 
 
 class ReceiptsFolder:
-    """The receipts of one queue's generations.
+    """The receipts of one queue's generations."""
 
-    :param kind: The producer's: the folder in which the queues of its broker are.
-    :param staging: The shared folder, as a URI; ``None``: they live in this process alone.
-    :param queue: As the producer's options name it.
-    :param failures: Opens what is known of failures among the queue's files.
-    :param files: These, if not those of the staging folder.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        staging: str | None,
-        queue: str,
-        *,
-        failures: Callable[[StateFiles], Failures],
-        files: StateFiles | None = None,
-    ) -> None:
-        self._kind = kind
-        self._staging = staging
-        self._queue = queue
-        self._files = files or state_files(staging, f"{kind}/{digest(queue)}")
-        self.failures = failures(self._files)
+    def __init__(self, kind: str, broker: Broker[Any]) -> None:
+        self._queue = (kind, broker.env.shared, broker.place)
+        self._clock = broker.clock
+        files = broker.state_files()
+        if files is None and broker.env.shared is None and not broker.native_attempts:
+            files = _memory.setdefault((kind, broker.place), MemoryFiles())
+        self._files = files or state_files(broker.env.shared, f"{kind}/{digest(broker.place)}")
+        interval = _LOOK_INTERVAL if broker.native_attempts else 0.0
+        self.failures = Failures(self._files, broker.kept_days, look_interval=interval)
         #: Day → the folders of the generations that ended then.
         self._ended: dict[str, set[str]] = {}
 
@@ -356,33 +352,25 @@ class ReceiptsFolder:
         """Whether other processes see them."""
         return self._files.durable
 
-    def open(self, generation: str, oldest: str) -> Receipts:
-        """Those of a new generation, for its source; this process finds them from now on.
-
-        :param oldest: What ended before this day is forgotten.
-        """
-        forget_ended(self._files, oldest)
+    def open(self, generation: str) -> Receipts:
+        """Opens those of a new generation, for its source; this process finds them from now on."""
+        forget_ended(self._files, day_of(self._clock.now(), before=KEPT_REPORTS))
         receipts = Receipts(self._files, generation)
         with _here_lock:
             while len(_here) >= _KEPT_GENERATIONS:
-                old = next((key for key, each in _here.items() if each.report is not None), None)
+                old = next((key for key, kept in _here.items() if kept.report is not None), None)
                 if old is None:
                     break
                 del _here[old]
-            _here[self._key(generation)] = receipts
+            _here[(*self._queue, generation)] = receipts
         return receipts
 
     def of(self, generation: str) -> Receipts:
-        """Those of a generation, as they are now."""
-        with _here_lock:
-            receipts = _here.get(self._key(generation))
-        if receipts is None:
-            receipts = Receipts(self._files, generation)
-            receipts.load()
-        return receipts
+        """Returns those of a generation, as they are now."""
+        return self._here(generation) or self._loaded(Receipts(self._files, generation))
 
     def open_ones(self, own: str) -> set[str]:
-        """The folders of the generations that nobody has settled yet, but for one's own.
+        """Returns the folders of all unsettled generations but one's own.
 
         :raises StagingError: If they cannot be listed.
         """
@@ -396,27 +384,38 @@ class ReceiptsFolder:
         return set(self._files.names()) - ended - {"attempts", "ended", digest(own)}
 
     def in_folder(self, folder: str) -> Receipts:
-        """Those of another generation, by the name of its folder, as they are now."""
-        receipts = Receipts(self._files, folder=folder)
-        receipts.load()
-        return receipts
+        """Returns those of another generation, by the name of its folder, as they are now."""
+        return self._loaded(Receipts(self._files, folder=folder))
+
+    def held_by_others(self, own: str) -> list[HeldBy]:
+        """Returns what unsettled generations hold, the longest held last."""
+        found = []
+        for folder in self.open_ones(own):
+            receipts = self.in_folder(folder)
+            if receipts.until is not None and receipts.held():
+                until = instant_of(receipts.until)
+                found.append(HeldBy(folder, len(receipts.held()), until))
+        return sorted(found, key=lambda held: held.until)
 
     def is_open(self, generation: str) -> bool:
         """Whether this process receives for it, or keeps its receipts."""
-        with _here_lock:
-            return self._key(generation) in _here
+        return self._here(generation) is not None
 
     def ended(self, generation: str) -> bool:
-        """Whether a generation has been settled, by anybody."""
-        with _here_lock:
-            receipts = _here.get(self._key(generation))
-        return (receipts or Receipts(self._files, generation)).ended()
+        """Whether a generation has been settled, by any process."""
+        return (self._here(generation) or Receipts(self._files, generation)).ended()
 
     def close(self, generation: str) -> None:
-        """The source has ended: from now on its receipts are read from their files, if any."""
+        """Forgets the receipts of a source that has ended, if they can be read from files."""
         if self.durable:
             with _here_lock:
-                _here.pop(self._key(generation), None)
+                _here.pop((*self._queue, generation), None)
 
-    def _key(self, generation: str) -> tuple[str, str | None, str, str]:
-        return self._kind, self._staging, self._queue, generation
+    def _here(self, generation: str) -> Receipts | None:
+        with _here_lock:
+            return _here.get((*self._queue, generation))
+
+    @staticmethod
+    def _loaded(receipts: Receipts) -> Receipts:
+        receipts.load()
+        return receipts

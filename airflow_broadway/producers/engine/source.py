@@ -1,26 +1,26 @@
-"""The half that receives, of a broker of receipts: in the run's own thread, for one generation."""
+"""The half that receives: in the run's own thread, for one generation."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
-from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Refusal
-from airflow_broadway.producers.kit.receipts.polls import Answer, Polls, Received
-from airflow_broadway.producers.kit.receipts.receipts import KEPT_REPORTS, ReceiptsFolder
-from airflow_broadway.producers.kit.receipts.service import ReceiptService
-from airflow_broadway.producers.kit.receipts.settlement import REMOVES
-from airflow_broadway.producers.kit.state_files import day_of, instant_of
-
-__all__ = ["ReceiptSource"]
+from airflow_broadway.producers.engine.earlier import Earlier
+from airflow_broadway.producers.engine.polls import Polls
+from airflow_broadway.producers.engine.port import Answer, Broker, Hidden, Received, Refusal
+from airflow_broadway.producers.engine.receipts import ReceiptsFolder
+from airflow_broadway.producers.engine.requests import BatchRequests
+from airflow_broadway.producers.engine.settlement import REMOVES
+from airflow_broadway.producers.kit.state_files import instant_of
 
 log = logging.getLogger(__name__)
 
@@ -40,52 +40,31 @@ _EMPTY_CHECK_INTERVAL: Final = 60.0
 _SHORTEST_SLEEP: Final = 0.02
 
 
-class ReceiptSource(ReceiptService):
-    """Receives for one generation.
+class EngineSource:
+    """Receives for one generation."""
 
-    :param place: The queue as the producer's options name it.
-    :param name: The queue's, for people.
-    :param most: Messages in one receive, at most.
-    :param concurrency: Receives at a time.
-    :param interval: Seconds from an empty receive to the next.
-    """
-
-    def __init__(
-        self,
-        producer: Producer,
-        env: ProducerEnv,
-        *,
-        place: str,
-        name: str,
-        folder: ReceiptsFolder,
-        requests: BatchRequests,
-        most: int,
-        concurrency: int,
-        interval: float,
-    ) -> None:
-        self._env, self._clock = env, env.clock
-        self._kind, self._place, self._name = producer.kind, place, name
-        self._lease_seconds, self._seconds = producer.lease, math.ceil(producer.lease)
-        self._folder = folder
-        self._folder.failures.merge(env.clock.now())
-        oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
-        self._receipts = self._folder.open(env.generation, oldest)
-        self._polls = Polls(
-            self._receive,
-            most=most,
-            concurrency=concurrency,
-            interval=interval,
-            clock=env.clock,
-            late=self._release_late,
-            hurry=env.stopping,
-            name=producer.kind,
-        )
-        self._requests = requests
-        #: Received and not handed out yet, each with the instant from which it is held.
+    def __init__(self, producer: Producer, broker: Broker[Any]) -> None:
+        self._broker, self._env, self._clock = broker, broker.env, broker.clock
+        self._kind, self._seconds = producer.kind, math.ceil(producer.lease)
+        self._lease_seconds = producer.lease
+        try:
+            broker.check()
+            self._folder = ReceiptsFolder(producer.kind, broker)
+            self._folder.failures.merge(self._clock.now())
+            self._receipts = self._folder.open(self._env.generation)
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
+            broker.close()
+            raise
+        self._earlier = Earlier(self._folder, self._env.generation)
+        self._requests = BatchRequests(broker)
+        self._polls = Polls(broker, self._fetch, self._release_late)
+        self._span = f"{producer.kind}.receive_messages"
+        self._events = tuple(f"{self._span}.{end}" for end in ("start", "stop", "exception"))
+        #: Received and not handed out yet, each with the timestamp from which it is hidden.
         self._ready: list[tuple[float, Received]] = []
         #: Groups of which one was lost here before it was handed out: what follows it waits too.
         self._overtaken: set[str] = set()
-        #: Receipts of messages that are not for this run any more: given back at the end.
+        #: Receipts of messages that are not for this run any more: released at the end.
         self._spare: dict[str, str] = {}
         #: Handed out by the last receive, not yet secured.
         self._unsecured: tuple[dict[str, str], dict[str, str], float] | None = None
@@ -102,10 +81,9 @@ class ReceiptSource(ReceiptService):
     @property
     def lease(self) -> Lease:
         receipts = self._receipts
-        until = receipts.until
+        until, since = receipts.until, receipts.since
         if until is None:  # what holds nothing cannot lapse
             until = self._clock.now().timestamp() + self._seconds
-        since = receipts.since
         return Lease(
             kind=self._kind,
             generation=self._env.generation,
@@ -113,7 +91,7 @@ class ReceiptSource(ReceiptService):
             deadline=instant_of(until),
             owner=dict(self._env.owner),
             state={
-                "queue": self._place,
+                "queue": self._broker.place,
                 "messages": self._secured,
                 "since": None if since is None else instant_of(since).isoformat(),
             },
@@ -139,16 +117,31 @@ class ReceiptSource(ReceiptService):
                 return messages
 
     def _look_at_empty(self) -> None:
-        """Once in a while, say why nothing comes if there is something."""
+        """Explains once in a while why nothing comes though the queue is not empty."""
         now = self._clock.monotonic()
         if self._polls.quiet and not self._full and now >= self._look_at:
             self._look_at = now + _EMPTY_CHECK_INTERVAL
-            self._explain_empty()
+            self._broker.explain_empty()
+
+    def _fetch(self, count: int) -> Answer:
+        """Makes one receive, in a span of its own; in any thread."""
+        if not telemetry.handlers(*self._events):
+            return self._broker.receive(count)
+        most = min(count, self._broker.max_fetch)
+        about = {"name": self._env.pipeline, "demand": count, "max_messages": most}
+        span = telemetry.Span(self._span, about)
+        try:
+            answer = self._broker.receive(count)
+        except Exception as error:
+            span.exception("error", error, "")
+            raise
+        span.stop({**about, "messages": [each.raw for each in answer.messages]})
+        return answer
 
     def _collect(self, demand: int, end: float) -> None:
-        """Wait for messages until ``end``, or until those are there that go together.
+        """Waits for messages until ``end``, or until enough are there.
 
-        A run that is told to stop waits for nothing: what is in flight is for :meth:`stop`.
+        A run that is to stop does not wait: what is in flight is for :meth:`stop`.
         """
         clock, polls = self._clock, self._polls
         gathering: float | None = None
@@ -177,14 +170,14 @@ class ReceiptSource(ReceiptService):
                 clock.sleep(min(left, left if self._full else max(polls.pause, _SHORTEST_SLEEP)))
 
     def _answer(self, wait: float) -> Answer | None:
-        """The next answer; ``None`` if there was none, or the broker is out of reach for now."""
+        """Returns the next answer; ``None``: none yet, or the broker is out of reach for now."""
         try:
             answer = self._polls.take(max(0.0, wait))
-        except self.full as error:
+        except self._broker.full as error:
             log.error("%s", error)
             self._full = True
             return None
-        except self.ends:
+        except self._broker.ends:
             raise
         except ProducerUnavailable as error:
             now = self._clock.monotonic()
@@ -207,7 +200,7 @@ class ReceiptSource(ReceiptService):
             raise
 
     def _sorted(self, taken: list[tuple[float, Received]]) -> list[Message]:
-        """The messages of what was taken that are new to this run."""
+        """Returns the messages that are new to this run."""
         now = self._clock.now()
         receipts, spare = self._receipts, self._spare
         given_back, known = receipts.now, receipts.handles
@@ -231,11 +224,12 @@ class ReceiptSource(ReceiptService):
         if not made:
             return []
         handles = {each.message_id: fresh[each.message_id].receipt for each in made}
-        self._unsecured = handles, self._groups(fresh), oldest
+        groups = {key: each.group for key, each in fresh.items() if each.group is not None}
+        self._unsecured = handles, groups, oldest
         return made
 
     def _hold(self, handles: dict[str, str], groups: dict[str, str], since: float) -> None:
-        """Write receipts down, and hold their messages from now on.
+        """Records receipts, and holds their messages from now on.
 
         :raises StagingError: If they cannot be written: then they are not held.
         """
@@ -245,7 +239,7 @@ class ReceiptSource(ReceiptService):
             self._receipts.add(handles, groups, since, until)
 
     def _still_held(self, taken: list[tuple[float, Received]]) -> list[tuple[float, Received]]:
-        """``taken`` with what has waited here for long held anew, if it still can be."""
+        """Extends deliveries that have waited here for long; returns those that can be held."""
         now, stale = self._clock.now().timestamp(), _STALE_PART * self._seconds
         if now - taken[0][0] <= stale and not self._overtaken:
             return taken
@@ -258,43 +252,68 @@ class ReceiptSource(ReceiptService):
     def _in_order(
         self, taken: list[tuple[float, Received]], refused: Mapping[str, Refusal]
     ) -> list[tuple[float, Received]]:
-        """``taken`` without what was refused and what follows it in its group: these come again."""
-        groups = self._groups({each.key: each for _, each in taken})
+        """Drops what was refused and what follows it in its group: both come again."""
         kept = []
         for at, each in taken:
-            group, refusal = groups.get(each.key), refused.get(each.receipt)
+            group, refusal = each.group, refused.get(each.receipt)
             if refusal is not None and group is not None:
                 self._overtaken.add(group)
             if refusal is not None and (refusal.gone or group is None):
                 continue  # it comes again by itself
-            if group in self._overtaken and not self._receipts.knows(each.key):
+            if group in self._overtaken and each.key not in self._receipts.handles:
                 self._spare[each.key] = each.receipt  # a refused one too, if hidden still
             else:
                 kept.append((at, each))
         return kept
 
+    def _attempts(
+        self, fresh: Mapping[str, Received], now: datetime
+    ) -> Callable[[Received], tuple[int, bool]]:
+        """Returns how to tell of each delivery its attempt, and whether it is a redelivery."""
+        failures = self._folder.failures
+        if not self._broker.native_attempts:
+            # In this order: who settles a lapse meanwhile records it before it ends the generation.
+            earlier, noted = self._earlier.among(fresh, now), failures.of(fresh, now)
+
+            def by_records(each: Received) -> tuple[int, bool]:
+                if each.key in noted:
+                    return noted[each.key] + 1, True
+                return 1, each.key in earlier or each.deliveries > 1
+
+            return by_records
+        again = [key for key, each in fresh.items() if each.deliveries > 1]
+        counted = failures.of(again, now) if again else {}
+        # Without records of failures the deliveries must stand for them, releases and lapses too.
+        durable = self._folder.durable
+
+        def by_count(each: Received) -> tuple[int, bool]:
+            if each.deliveries < 2:
+                return 1, False
+            return counted.get(each.key, 0) + 1 if durable else each.deliveries, True
+
+        return by_count
+
     def _made(self, fresh: Mapping[str, Received], now: datetime) -> list[Message]:
         attempts = self._attempts(fresh, now)
         made = []
         for key, each in fresh.items():
-            attempt, redelivered = attempts(key)
+            attempt, redelivered = attempts(each)
             try:
-                made.append(
-                    self._message(
-                        each,
-                        attempt=attempt,
-                        redelivered=redelivered,
-                        at=now,
-                        position=self._position,
-                    )
+                message = self._broker.message(
+                    each,
+                    attempt=attempt,
+                    redelivered=redelivered,
+                    at=now,
+                    position=self._position,
                 )
+                made.append(message)
                 self._position += 1
             except Exception as error:  # one that cannot be read fails alone
                 self._spare[key] = each.receipt
                 log.error(
                     "message %r of the %s %r cannot be read (%s: %s): it is left to the"
                     " queue's redrive policy, and given back when the run ends",
-                    *(key, self.queue_word, self._name, type(error).__name__, error),
+                    *(key, self._broker.queue_word, self._broker.name, type(error).__name__, error),
                 )
         return made
 
@@ -312,7 +331,7 @@ class ReceiptSource(ReceiptService):
         return messages
 
     def _take_back_unsecured(self) -> None:
-        """What was handed out and never secured is not this run's: it goes back at the end."""
+        """Marks what was handed out and never secured for release at the end."""
         portion, self._unsecured = self._unsecured, None
         if portion is not None:
             self._spare.update(portion[0])
@@ -332,12 +351,12 @@ class ReceiptSource(ReceiptService):
         for answer in self._polls.close():
             self._ready += [(answer.at, each) for each in answer.messages]
         if not self._env.stopping():  # it may take as long as a long poll
-            self._ready += self._lost()
+            self._ready += self._broker.receive_lost()
         self._take_back_unsecured()
         ready, self._ready = self._ready, []
         newer: dict[str, str] = {}
         for _, each in ready:
-            held = self._receipts.knows(each.key) and each.key not in self._receipts.now
+            held = each.key in self._receipts.handles and each.key not in self._receipts.now
             (newer if held else self._spare)[each.key] = each.receipt
         self._release_spare()
         # Received again, and settled by their newest receipts.
@@ -345,7 +364,7 @@ class ReceiptSource(ReceiptService):
         return []
 
     def _release_spare(self) -> None:
-        """Show everybody at once what was received and is not held."""
+        """Releases what was received and is not held."""
         if not self._spare:
             return
         spare = dict(self._spare)
@@ -361,28 +380,26 @@ class ReceiptSource(ReceiptService):
         log.info("Gave back %s unused.", many(len(spare) - len(refused), "message"))
 
     def _release_late(self, found: Sequence[Received]) -> None:
-        """Give back what a receive found that nobody waited for any more; in its own thread.
+        """Releases the messages of a receive that was given up; in its own thread.
 
         What the run holds, delivered again, stays hidden: it is to be settled.
         """
-        spare = [each for each in found if not self._receipts.knows(each.key)]
+        spare = [each for each in found if each.key not in self._receipts.handles]
         if not spare:
             return
         try:
-            call = self._hide_call()
-            entries = ((each.key, self._hidden(each.receipt, 0)) for each in spare)
-            for request in self._requests.portions(entries):
-                call([entry for _, entry in request])
+            entries = ((each.key, Hidden(each.receipt, 0)) for each in spare)
+            self._requests.send_alone(self._broker.hide, entries)
         except BroadwayError as error:
             log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
 
     def _hide(self, receipts: Iterable[tuple[str, str]], seconds: int) -> dict[str, Refusal]:
-        """Hide messages for so long, from now on; those refused.
+        """Hides messages for so long, from now on; returns the refusals.
 
-        :param receipts: Whatever each is called, and its receipt.
+        :param receipts: The key that a refusal goes by, and the receipt.
         """
-        entries = ((key, self._hidden(receipt, seconds)) for key, receipt in receipts)
-        return self._requests.send(self._hide_call(), entries)
+        entries = ((key, Hidden(receipt, seconds)) for key, receipt in receipts)
+        return self._requests.send(self._broker.hide, entries)
 
     def close(self) -> None:
         if self._closed:
@@ -396,5 +413,5 @@ class ReceiptSource(ReceiptService):
         finally:
             self._requests.close()
             if not self._polls.flying:  # else what it finds is still to be given back
-                self._disconnect()
+                self._broker.close()
             self._folder.close(self._env.generation)

@@ -1,8 +1,8 @@
-"""Receives in flight: several at a time, as many as the demand wants and no more.
+"""Keeps receives in flight: several at a time, as many as the demand needs and no more.
 
-Each thread asks for what is still wanted, again and again until a receive comes back empty.  The
-run's thread collects what they found.  While the queue is quiet one of them asks, once in
-``receive_interval`` seconds; when it finds something all of them go on.
+Each thread receives what is still wanted, again and again until a receive comes back empty.  The
+run's thread collects the answers.  While the queue is quiet a single thread receives, once in
+``interval`` seconds; when it finds something all of them go on.
 """
 
 from __future__ import annotations
@@ -12,76 +12,39 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.log_context import keep_ids
-
-__all__ = ["Answer", "Polls", "Received"]
+from airflow_broadway.producers.engine.port import Answer, Broker, Received
 
 #: Seconds that a receive may take beyond its long poll before the run's thread gives it up.
 _RECEIVE_TIMEOUT: Final = 120.0
-#: The same of a run that was told to stop.
+#: The same of a run that is to stop.
 _STOPPING_TIMEOUT: Final = 1.0
-#: Seconds between two looks at whether it was.
+#: Seconds between two looks at whether it is.
 _STOP_CHECK_INTERVAL: Final = 0.2
-
-
-class Received(NamedTuple):
-    """One message, as the broker handed it out.
-
-    :param key: Its id, unique and the same at every delivery.
-    :param receipt: What settles this delivery.
-    :param raw: The client's own form of it.
-    """
-
-    key: str
-    receipt: str
-    raw: Any
-
-
-class Answer(NamedTuple):
-    """What one receive found.
-
-    :param at: From then on its messages are held, at the latest: e.g. when it was asked.
-    """
-
-    at: float
-    messages: Sequence[Received]
 
 
 class Polls:
     """Keeps receives in flight; :meth:`want` and :meth:`take` are for one thread.
 
     :param receive: Makes one receive of at most so many messages; called in any thread.
-    :param most: Messages in one receive, at most.
-    :param concurrency: Receives at a time.
-    :param interval: Seconds from an empty receive to the next.
-    :param late: Takes what is found after :meth:`close` has given up waiting; in any thread.
-    :param hurry: Whether to wait for none of them any more.
-    :param name: For the names of threads.
+    :param late: Takes the messages that arrive after :meth:`close` has given up waiting; in any
+        thread.
     """
 
     def __init__(
         self,
+        broker: Broker[Any],
         receive: Callable[[int], Answer],
-        *,
-        most: int,
-        concurrency: int,
-        interval: float,
-        clock: Clock,
-        late: Callable[[Sequence[Received]], None] = lambda found: None,
-        hurry: Callable[[], bool] = lambda: False,
-        name: str,
+        late: Callable[[Sequence[Received]], None] = lambda messages: None,
     ) -> None:
         self._receive = receive
-        self._most = most
-        self._concurrency = concurrency
-        self._interval = interval
-        self._clock = clock
         self._late = late
-        self._hurry = hurry
-        self._name = name
+        self._most, self._concurrency = broker.max_fetch, broker.concurrency
+        self._interval, self._clock = broker.interval, broker.clock
+        self._hurry = broker.env.stopping
+        self._name = type(broker).__name__
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._credit = 0
@@ -93,31 +56,31 @@ class Polls:
         self._quiet = False
         self._error: Exception | None = None
         self._closed = False
-        #: Whether nobody takes answers any more.
+        #: Whether answers are taken no more.
         self._gone = False
-        #: Receives in flight that were made before the queue was found quiet.
+        #: Receives in flight that were made before the queue was quiet.
         self._early = 0
 
     def want(self, demand: int) -> None:
-        """Let ``demand`` messages be in flight or waiting, in all."""
+        """Raises what is in flight or waiting to ``demand`` messages, in all."""
         with self._changed:
             self._credit = demand - self._waiting - self._asked
             if self._closed or self._error is not None or self._credit <= 0:
                 return
             if self._clock.monotonic() < self._quiet_until:
                 return
-            # One asks whether it is still quiet; the others follow once it is not.
+            # One receives while the queue is quiet; the others follow once it is not.
             room = (1 if self._quiet else self._concurrency) - self._flying
             wanted = min(room, -(-self._credit // self._most))
             if wanted > 0:
                 self._start(wanted)
 
     def take(self, timeout: float) -> Answer | None:
-        """The next answer, waiting up to ``timeout`` seconds while receives are in flight.
+        """Returns the next answer, waiting up to ``timeout`` seconds while receives are in flight.
 
-        In a hurry it does not wait.
+        A run that is to stop does not wait.
 
-        :raises Exception: What a receive raised, once all that was found before is taken.
+        :raises Exception: The error of a receive, once all earlier answers are taken.
         """
         end = time.monotonic() + min(timeout, _RECEIVE_TIMEOUT)
         with self._changed:
@@ -143,7 +106,7 @@ class Polls:
 
     @property
     def quiet(self) -> bool:
-        """Whether the queue was found empty, by every receive made until then."""
+        """Whether the queue was empty, by every receive made until then."""
         with self._changed:
             return self._quiet and not self._early
 
@@ -154,10 +117,10 @@ class Polls:
             return max(0.0, self._quiet_until - self._clock.monotonic())
 
     def close(self) -> list[Answer]:
-        """Make no more receives, let those in flight end, and return what they found.
+        """Makes no more receives, lets those in flight end, and returns their answers.
 
-        What has not ended after two minutes, or in a hurry after a second, is given up: what it
-        finds goes to ``late``.
+        A receive that has not ended after two minutes, or after a second of a run that is to stop,
+        is given up: its messages go to ``late``.
         """
         with self._changed:
             self._closed = True
@@ -188,9 +151,9 @@ class Polls:
             self._pool.submit(keep_ids(self._work), scout=self._quiet)
 
     def _work(self, *, scout: bool) -> None:
-        """Ask until nothing is found or wanted.
+        """Receives until nothing is found or wanted.
 
-        :param scout: Whether it asks for all, because the queue is quiet.
+        :param scout: Whether it is the only one, because the queue is quiet.
         """
         goes_on = True
         while goes_on:
@@ -221,9 +184,9 @@ class Polls:
                 self._late(answer.messages)
 
     def _claim(self, *, scout: bool) -> int:
-        """How many messages to ask for now; 0: none."""
+        """Returns how many messages to receive now; 0: none."""
         asked = min(self._most, self._credit)
-        in_vain = self._quiet and not scout  # found while this one started
+        in_vain = self._quiet and not scout  # quiet since this one started
         if asked <= 0 or in_vain or self._closed or self._error is not None:
             return 0
         self._credit -= asked
@@ -231,7 +194,7 @@ class Polls:
         return asked
 
     def _take_in(self, answer: Answer, asked: int, error: Exception | None) -> None:
-        """Keep what a receive found, for whoever takes it, and learn whether the queue is quiet."""
+        """Keeps an answer until it is taken, and notes whether the queue is quiet."""
         found = answer.messages
         if error is not None:
             self._error = self._error or error

@@ -1,15 +1,13 @@
-"""The half that renews and settles, from any process: knows the lease, reads the receipts."""
+"""The half that extends and settles leases, from any process: by the lease and its receipts."""
 
 from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.collector import rare_collections
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
@@ -17,22 +15,17 @@ from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
+from airflow_broadway.producers.engine.port import Broker, Hidden
+from airflow_broadway.producers.engine.receipts import Receipts, ReceiptsFolder
+from airflow_broadway.producers.engine.requests import BatchRequests
+from airflow_broadway.producers.engine.settlement import EngineSettlement, Work, work_of
 from airflow_broadway.producers.kit.checks import check_lease
-from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Call
-from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
-from airflow_broadway.producers.kit.receipts.settlement import (
-    ReceiptSettlement,
-    Work,
-    work_of,
-)
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
-__all__ = ["ReceiptCustodian"]
-
 log = logging.getLogger(__name__)
 
-#: A message is renewed when so much of its lease is left: about twice a lease, and early enough
+#: A message is extended when so much of its lease is left: about twice a lease, and early enough
 #: for another look, should one fail.
 RENEW_AT: Final = 0.6
 #: Seconds before the broker holds no longer: from then on, at the latest, that is logged and
@@ -40,59 +33,21 @@ RENEW_AT: Final = 0.6
 _WARNING_SECONDS: Final = 3600.0
 
 
-class ReceiptCustodian(ABC):
-    """Renews and settles the generations of one queue.
+class EngineCustodian:
+    """Extends and settles the generations of one queue; usable from any process."""
 
-    :param place: The queue as the producer's options name it.
-    """
-
-    #: The broker's name, for people.
-    service: ClassVar[str]
-    #: Seconds for which the broker holds a message in all, from its receipt; ``None``: for ever.
-    limit: ClassVar[int | None] = None
-    #: Whether the broker ends a group's messages in order only: an acknowledgement counts once all
-    #: before it are acknowledged, and otherwise the message comes again.
-    ends_in_order: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        producer: Producer,
-        place: str,
-        folder: ReceiptsFolder,
-        requests: BatchRequests,
-        clock: Clock,
-    ) -> None:
-        self._kind, self._place = producer.kind, place
+    def __init__(self, producer: Producer, broker: Broker[Any]) -> None:
+        self._kind, self._broker, self._clock = producer.kind, broker, broker.clock
         self._seconds = math.ceil(producer.lease)
-        self._folder = folder
-        self._requests = requests
-        self._clock = clock
+        self._folder = ReceiptsFolder(producer.kind, broker)
+        self._requests = BatchRequests(broker)
         self._known: dict[str, Receipts] = {}
         self._warned: set[str] = set()
-
-    # -- what each broker does -----------------------------------------------------------------
-
-    @abstractmethod
-    def _renew_call(self) -> Call:
-        """One request that renews; its entries are those of `_renewed`."""
-
-    @abstractmethod
-    def _renewed(self, receipt: str, seconds: int) -> Any:
-        """An entry that holds a message for so long from now on."""
-
-    @abstractmethod
-    def _settlement(
-        self, receipts: Receipts, *, held_until: Callable[[], float]
-    ) -> ReceiptSettlement:
-        """Carries verdicts out."""
-
-    def _note_again(self, ids: Iterable[str]) -> None:  # noqa: B027 (most brokers tell it)
-        """Write down that these messages were handed out, and come again."""
 
     # -- holding -------------------------------------------------------------------------------
 
     def renew(self, lease: Lease) -> Lease | None:
-        now = self._clock.now().timestamp()
+        now = self._now()
         horizon = now + RENEW_AT * lease.seconds
         if lease.deadline.timestamp() > horizon and not self._folder.is_open(lease.generation):
             # Not yet due, so its receipts need not be read: a sensor looks far more often.
@@ -106,36 +61,34 @@ class ReceiptCustodian(ABC):
         if not receipts.handles:
             return lease
         seconds = self._seconds
-        last = self._last(receipts, now)
+        last = self._last(receipts)
         if last is not None:
             seconds = min(seconds, int(last - now) - 1)
         due = receipts.due(horizon)
         if due and now + seconds > until + 1:
-            self._warn_of_limit(lease, last, now)
-            self._renew(receipts, due, seconds)
-            after = self._clock.now().timestamp()
+            self._warn_of_limit(lease, last)
+            self._extend(receipts, due, seconds)
+            after = self._now()
             if after >= until and after >= self._until_by_now(lease, receipts):
-                return None  # an outage outlasted it: the broker may take that without a word
+                return None  # an outage outlasted it: the broker may accept that without a word
             receipts.renewed(horizon, now + seconds)
             if not receipts.held() and not receipts.now:
                 return None
         return replace(lease, deadline=instant_of(self._until(lease, receipts)))
 
-    def _renew(self, receipts: Receipts, due: list[str], seconds: int) -> None:
-        refused = self._requests.send(
-            self._renew_call(),
-            ((key, self._renewed(receipts.handles[key], seconds)) for key in due),
-        )
+    def _extend(self, receipts: Receipts, due: list[str], seconds: int) -> None:
+        entries = ((key, Hidden(receipts.handles[key], seconds)) for key in due)
+        refused = self._requests.send(self._broker.hide, entries)
         gone = [key for key, refusal in refused.items() if refusal.gone]
         if gone:
             log.error(
                 "%s holds %d of %s no longer for this run: they are delivered again, marked as"
                 " redelivered",
-                self.service,
+                self._broker.service,
                 len(gone),
                 many(len(due), "message"),
             )
-            self._note_again(gone)
+            self._note_delivered(gone)
             receipts.lose(gone)
         others = {refusal.text for refusal in refused.values() if not refusal.gone}
         if others:
@@ -143,58 +96,66 @@ class ReceiptCustodian(ABC):
 
     def holds(self, lease: Lease) -> bool:
         receipts = self._receipts_of(lease)
-        return not receipts.ended() and self._clock.now().timestamp() < self._until(lease, receipts)
+        return not receipts.ended() and self._now() < self._until(lease, receipts)
+
+    def _note_delivered(self, ids: Iterable[str]) -> None:
+        """Records that messages were delivered and come again, where the broker does not count."""
+        if not self._broker.native_attempts:
+            self._folder.failures.note(dict.fromkeys(ids, 0), self._clock.now())
 
     # -- the broker's limit --------------------------------------------------------------------
 
-    def _last(self, receipts: Receipts, now: float) -> float | None:
-        """When the broker holds no longer what was received first; ``None``: never."""
-        return None if self.limit is None else (receipts.since or now) + self.limit
+    def _last(self, receipts: Receipts) -> float | None:
+        """Returns when the broker holds the first message no longer; ``None``: never."""
+        limit = self._broker.max_hold
+        return None if limit is None else (receipts.since or self._now()) + limit
 
-    def _warn_of_limit(self, lease: Lease, last: float | None, now: float) -> None:
-        """Say ahead of time when the broker will renew no more."""
-        if last is None or self.limit is None or lease.generation in self._warned:
+    def _limit(self) -> str:
+        return f"{(self._broker.max_hold or 0) / 3600:g} hours from receipt"
+
+    def _warn_of_limit(self, lease: Lease, last: float | None) -> None:
+        """Warns ahead of the time from which the broker extends no more."""
+        if last is None or lease.generation in self._warned:
             return
-        if last - now < max(2 * lease.seconds, _WARNING_SECONDS):
+        left = last - self._now()
+        if left < max(2 * lease.seconds, _WARNING_SECONDS):
             self._warned.add(lease.generation)
             log.warning(
                 "%s holds a message for %g hours from its receipt at most: what generation %s"
                 " holds lapses at %s, in %.0f minutes, and cannot be renewed beyond that",
-                self.service,
-                self.limit / 3600,
+                self._broker.service,
+                (self._broker.max_hold or 0) / 3600,
                 lease.generation,
                 instant_of(last).isoformat(timespec="seconds"),
-                (last - now) / 60,
+                left / 60,
             )
 
     def _nearly_lapsed(self, receipts: Receipts) -> tuple[str, ...]:
-        """Report, too, that there was little time left: the next run may have none."""
-        now = self._clock.now().timestamp()
-        last = self._last(receipts, now)
-        if last is None or self.limit is None or last - now >= _WARNING_SECONDS:
+        """Reports that there was little time left: the next run may have none."""
+        last = self._last(receipts)
+        if last is None or last - self._now() >= _WARNING_SECONDS:
             return ()
         warning = (
-            f"settled {(last - now) / 60:.0f} minutes before {self.service}'s limit of"
-            f" {self.limit / 3600:g} hours from receipt: what is held longer lapses; bound a run by"
-            " max_messages or max_seconds"
+            f"settled {(last - self._now()) / 60:.0f} minutes before {self._broker.service}'s limit"
+            f" of {self._limit()}: what is held longer lapses; bound a run by max_messages or"
+            " max_seconds"
         )
         return (warning,)
 
     def _why_lapsed(self, receipts: Receipts) -> tuple[str, ...]:
-        if receipts.since is None or self.limit is None:
+        last = self._last(receipts)
+        if receipts.since is None or last is None or self._now() < last - 2:
             return ()
-        if self._clock.now().timestamp() < receipts.since + self.limit - 2:
-            return ()
-        limit = f"{self.service}'s limit of {self.limit / 3600:g} hours from receipt"
-        return (f"the lease had reached {limit}",)
+        return (f"the lease had reached {self._broker.service}'s limit of {self._limit()}",)
 
     # -- settling ------------------------------------------------------------------------------
 
     @rare_collections()
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         receipts = self._receipts_of(lease, fresh=True)
+        today = day_of(self._clock.now())
         if receipts.report is not None:
-            receipts.keep_report(day_of(self._clock.now()))
+            receipts.keep_report(today)
             return receipts.report
         if receipts.handles:
             receipts.begin()
@@ -204,20 +165,20 @@ class ReceiptCustodian(ABC):
         again = ComingAgain.of({**receipts.now, **done}, whole=whole)
         report = replace(report, again=again)
         if receipts.handles or settlement.expected != 0:
-            return receipts.end(report, day_of(self._clock.now()))
+            return receipts.end(report, today)
         return report
 
     def _settle(
         self, lease: Lease, receipts: Receipts, settlement: Settlement
     ) -> tuple[SettleReport, Mapping[str, Action]]:
-        """The report, and what was done with each message that was not settled at once."""
+        """Returns the report, and the action of each message that was not settled immediately."""
         work = work_of(receipts, lease, settlement)
         lapsed = SettleReport(lapsed=work.lapsed, errors=work.errors)
         if not receipts.handles:
-            # It never received, or somebody else's process did and wrote nothing down.
+            # It never received, or another process did and recorded nothing.
             return lapsed, {}
-        if self._clock.now().timestamp() >= self._until(lease, receipts):
-            self._note_again(work.verdicts)
+        if self._now() >= self._until(lease, receipts):
+            self._note_delivered(work.verdicts)
             report = report_of(
                 receipts.done.values(),
                 lapsed=len(work.verdicts) - len(receipts.done),
@@ -231,37 +192,41 @@ class ReceiptCustodian(ABC):
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         receipts = self._receipts_of(lease)
-        given = {entry.message_id: entry for entry in entries}
-        if not given:
+        requested = {entry.message_id: entry for entry in entries}
+        if not requested:
             return SettleReport()
-        if receipts.ended() or self._clock.now().timestamp() >= self._until(lease, receipts):
-            return SettleReport(lapsed=len(given), undone=frozenset(given))
-        before = {key: receipts.now[key] for key in given if key in receipts.now}
-        # Of a group what comes again holds back those behind it, so by arrival.
-        ordered = (key for key in receipts.handles if key in given) if receipts.groups else given
+        if receipts.ended() or self._now() >= self._until(lease, receipts):
+            return SettleReport(lapsed=len(requested), undone=frozenset(requested))
+        before = {key: receipts.now[key] for key in requested if key in receipts.now}
+        # In a group a message that comes again holds back those behind it, so by arrival.
+        ordered = (
+            [key for key in receipts.handles if key in requested]
+            if receipts.groups
+            else [*requested]
+        )
         gone = receipts.now.keys() | receipts.lost
         verdicts = {
-            key: given[key].verdict
+            key: requested[key].verdict
             for key in ordered
             if key in receipts.handles and key not in gone
         }
-        lapsed = len(given) - len(before) - len(verdicts)
+        lapsed = len(requested) - len(before) - len(verdicts)
         early = self._too_early(receipts, verdicts)
         for key in early:
             del verdicts[key]
         settling = self._settling(lease, receipts)
         try:
-            settling.carry_out(Work(verdicts, given), note=False)
+            settling.carry_out(Work(verdicts, requested), note=False)
         finally:
             receipts.note_now(settling.done)
         done = settling.done | before
-        undone = frozenset(given.keys() - done.keys())
+        undone = frozenset(requested.keys() - done.keys())
         rest = SettleReport(lapsed=lapsed, failed=len(early), undone=undone)
         return settling.report(done.values()) + rest
 
     def _too_early(self, receipts: Receipts, verdicts: Mapping[str, Verdict]) -> list[str]:
-        """Those that are done with before an earlier one of their group has a verdict."""
-        if not self.ends_in_order or not receipts.groups:
+        """Returns those that are removed before an earlier one of their group has a verdict."""
+        if not self._broker.ordered_groups or not receipts.groups:
             return []
         early: list[str] = []
         open_ones: set[str] = set()
@@ -277,11 +242,15 @@ class ReceiptCustodian(ABC):
 
     def close(self) -> None:
         self._requests.close()
+        self._broker.close()
 
     # -- what is known -------------------------------------------------------------------------
 
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
+
     def _receipts_of(self, lease: Lease, *, fresh: bool = False) -> Receipts:
-        check_lease(lease, self._kind, self._place)
+        check_lease(lease, self._kind, self._broker.place)
         receipts = self._known.get(lease.generation)
         if receipts is None or fresh:
             receipts = self._known[lease.generation] = self._folder.of(lease.generation)
@@ -289,14 +258,19 @@ class ReceiptCustodian(ABC):
 
     @staticmethod
     def _until(lease: Lease, receipts: Receipts) -> float:
-        """Until when all of it is held, by whichever note is the latest."""
-        deadline = lease.deadline.timestamp()
-        held = receipts.until
+        """Returns until when all of it is held, by the latest record."""
+        deadline, held = lease.deadline.timestamp(), receipts.until
         return deadline if held is None else max(deadline, held)
 
     def _until_by_now(self, lease: Lease, receipts: Receipts) -> float:
         receipts.refresh()
         return self._until(lease, receipts)
 
-    def _settling(self, lease: Lease, receipts: Receipts) -> ReceiptSettlement:
-        return self._settlement(receipts, held_until=lambda: self._until_by_now(lease, receipts))
+    def _settling(self, lease: Lease, receipts: Receipts) -> EngineSettlement:
+        return EngineSettlement(
+            self._broker,
+            self._folder,
+            self._requests,
+            receipts,
+            lambda: self._until_by_now(lease, receipts),
+        )

@@ -1,39 +1,36 @@
-"""From verdicts to requests: what one settlement does at a broker of receipts.
+"""Turns verdicts into requests: carries out one settlement at the broker.
 
-The order is such that whoever dies in the middle loses nothing: dead letters are sent before their
-originals are removed, attempts are noted before a message may come again, and what has been carried
-out is noted in waves, so that settling again goes on from there.
+The order is such that a kill in the middle loses nothing: dead letters are sent before their
+originals are removed, attempts are recorded before a message may come again, and progress is
+recorded in waves, so that settling again goes on from there.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kit.guard import MessageGuard
-from airflow_broadway.producers.kit.plan import plan_of
-from airflow_broadway.producers.kit.receipts.batch_requests import (
+from airflow_broadway.producers.engine.port import (
     LAPSED,
-    BatchRequests,
-    Call,
+    Broker,
+    DeadLetterTarget,
+    Hidden,
     Keyed,
-    Letters,
     Refusal,
 )
-from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
+from airflow_broadway.producers.engine.receipts import Receipts, ReceiptsFolder
+from airflow_broadway.producers.engine.requests import BatchRequests
+from airflow_broadway.producers.kit.guard import MessageGuard
+from airflow_broadway.producers.kit.plan import plan_of
 from airflow_broadway.producers.kit.reports import report_of
-
-__all__ = ["REMOVES", "ReceiptSettlement", "Work", "work_of"]
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +39,19 @@ _NO_BODY: Final = (
     " 'dead_letter' before it receives"
 )
 _NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
-#: What the broker removes for good.
+#: Actions after which the message is removed for good.
 REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
-#: After these it comes again; in each group what fails goes before what follows it.
-_GIVES_BACK: Final = (Action.RETRY, Action.RELEASE, Action.LEAVE)
+#: Actions after which it comes again; in each group a failed message goes before those behind it.
+_RELEASES: Final = (Action.RETRY, Action.RELEASE, Action.LEAVE)
+#: Messages after which a settlement records its progress, at least.
+_WAVE: Final = 2000
 
 
 class Work(NamedTuple):
-    """What is to be done with the messages of one generation.
+    """The verdicts on the messages of one generation.
 
     :param verdicts: Message id → verdict, in order of arrival.
-    :param entries: Of these, those that were named one by one.
+    :param entries: The entries that name some of them.
     :param lapsed: Messages of the generation that it holds no longer, or whose receipts are gone.
     """
 
@@ -63,9 +62,9 @@ class Work(NamedTuple):
 
 
 def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
-    """What is to be done, by what the receipts, the source's lease and the manifest say.
+    """Compares receipts, the source's lease and the manifest, and returns the verdicts.
 
-    :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
+    :raises ProducerError: If all others are to be acknowledged and the manifest does not name them.
     """
     lost = receipts.lost
     at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
@@ -85,104 +84,55 @@ def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
     return Work(plan.verdicts, plan.entries, lapsed, errors)
 
 
-#: Asks for some verdicts; returns what was refused.
-_Ask = Callable[[dict[str, Verdict]], dict[str, Refusal]]
+#: Sends the requests for some verdicts; returns the refusals.
+_Step = Callable[[dict[str, Verdict]], dict[str, Refusal]]
 
 
-class ReceiptSettlement(ABC):
-    """Carries verdicts out on the messages of one generation; used from one thread.
+class EngineSettlement:
+    """Carries out verdicts on the messages of one generation; used from one thread.
 
-    :param held_until: Until when all of it is held, as of now.  Who was held up for longer than
-        that asks nothing more of the broker, which would still take an old receipt.
-    :param wave: Messages after which a settlement notes how far it has come.
+    :param held_until: Until when all of it is held, as of now.  After that no request is sent any
+        more, since the broker would still accept an old receipt.
     """
-
-    #: The broker's name, for people.
-    service: ClassVar[str]
-    #: Whether a message can be removed once only: who asks again hears that its receipt is void.
-    removes_once: ClassVar[bool] = False
-    #: Whether what follows a message in its group has to be hidden for as long as that one.
-    hides_behind: ClassVar[bool] = False
 
     def __init__(
         self,
+        broker: Broker[Any],
         folder: ReceiptsFolder,
         requests: BatchRequests,
         receipts: Receipts,
-        clock: Clock,
-        *,
         held_until: Callable[[], float],
-        wave: int = 2000,
     ) -> None:
-        self._wave = wave
+        self._broker, self._clock = broker, broker.clock
+        self._wave = max(_WAVE, broker.max_batch * broker.concurrency)
         self._folder = folder
         self._requests = requests
         self._receipts = receipts
-        self._clock = clock
         self._held_until = held_until
         self._until = 0.0
-        #: Whether a settlement before this one was killed on its way.
+        #: Whether an earlier settlement was killed on its way.
         self._resumed = receipts.resumed
-        #: Whether it may have asked of this wave already.
-        self._asked_before = False
+        #: Whether that one may have sent the requests of this wave already.
+        self._sent_before = False
         self._errors: list[str] = []
         #: What it has done so far: message id → action.
         self.done: dict[str, Action] = {}
-        #: Of these, those whose receipt was void when it was asked again: taken as done then.
+        #: The messages among them whose receipt was void at a second request: counted as done.
         self._taken_as_done: set[str] = set()
         self._entries: Mapping[str, Entry] = {}
-        self._letters: Letters | None = None
+        self._target: DeadLetterTarget | None = None
         self._lapsed = 0
         self._failed = 0
         #: Messages whose delay was cut, and the seconds that it was cut to.
         self._cut = 0
         self._cut_to = 0
 
-    # -- what each broker does -----------------------------------------------------------------
-
-    @abstractmethod
-    def _remove_call(self) -> Call:
-        """One request that removes messages for good; its entries are those of `_removed`."""
-
-    @abstractmethod
-    def _removed(self, receipt: str) -> Any:
-        """An entry that removes a message."""
-
-    @abstractmethod
-    def _hide_call(self) -> Call:
-        """One request that hides messages for a while; its entries are those of `_hidden`."""
-
-    @abstractmethod
-    def _hidden(self, receipt: str, seconds: int) -> Any:
-        """An entry that hides a message for so long; 0: it is shown at once."""
-
-    @abstractmethod
-    def _longest_delay(self) -> int:
-        """Seconds for which a message can be hidden at most, as of now."""
-
-    @abstractmethod
-    def _why_cut(self, count: int, seconds: int) -> str:
-        """Why the delay of so many messages was cut to so many seconds."""
-
-    @abstractmethod
-    def _open_letters(self) -> Letters:
-        """How dead letters are sent.
-
-        :raises BroadwayError: If they have nowhere to go.
-        """
-
-    def _note(self, action: Action, verdicts: Mapping[str, Verdict]) -> None:
-        """Write down what whoever receives these messages next has to know of them."""
-        if action is Action.RETRY:
-            failures = {key: self._entries[key].attempt for key in verdicts if key in self._entries}
-            self._folder.failures.note(failures, self._clock.now())
-
     # -- a settlement --------------------------------------------------------------------------
 
     def carry_out(self, work: Work, *, note: bool) -> dict[str, Action]:
-        """Do it; returns what was done, which :attr:`done` names however it ends.
+        """Carries out the verdicts; returns what was done, which :attr:`done` has however it ends.
 
-        :param note: Whether to note on the way how far it has come.
+        :param note: Whether to record progress on the way.
         :raises ProducerUnavailable: If the broker cannot be reached: calling again goes on.
         """
         receipts, self._entries = self._receipts, work.entries
@@ -196,79 +146,106 @@ class ReceiptSettlement(ABC):
         keys = list(verdicts)
         for start in range(0, len(keys), self._wave):
             if note and start and receipts.ended():
-                break  # another has settled it meanwhile: what it reports stands
-            wave = keys[start : start + self._wave]
-            self._asked_before = self._resumed and not start
-            fresh = self._carry_out({key: verdicts[key] for key in wave})
+                break  # another process has settled it meanwhile: its report stands
+            self._sent_before = self._resumed and not start
+            fresh = self._carry_out(
+                {key: verdicts[key] for key in keys[start : start + self._wave]}
+            )
             if in_waves:
                 receipts.note_done(fresh)
+        if not self._broker.native_attempts:
+            # Nothing else tells the next receiver that these were delivered before.
+            doubtful = [key for key in work.verdicts if key not in self.done]
+            self._note(Action.RELEASE, [*doubtful, *(self._taken_as_done & work.verdicts.keys())])
         return self.done
 
     def _as_planned(self, verdicts: dict[str, Verdict]) -> None:
-        """Give back what a settlement that was killed gave back, or was about to.
+        """Releases what a killed settlement released, or was about to.
 
-        Outcomes may have come since: but what was given back comes again, and nobody can take it
-        back.
+        Outcomes may have been recorded since: but a released message comes again, and cannot be
+        taken back.
         """
         again = ComingAgain.of({key: each.action for key, each in verdicts.items()}, whole=True)
         if self._resumed or again != ComingAgain():
             stands = self._receipts.plan(again)
-            for key, each in verdicts.items():
-                if each.action not in COMES_AGAIN and stands.has(key):
+            for key, verdict in verdicts.items():
+                if verdict.action not in COMES_AGAIN and stands.has(key):
                     verdicts[key] = RELEASE
 
     def _carry_out(self, verdicts: dict[str, Verdict]) -> dict[str, Action]:
-        """Do a wave: send letters, then remove, in order, then give back; returns what was done."""
+        """Does a wave: sends dead letters, then removes, in order, then releases."""
         fresh: dict[str, Action] = {}
         by_action = _by_action(verdicts)
         removed, letters = by_action[Action.ACK], by_action[Action.DEAD_LETTER]
         if letters:
-            unsent = self._asked(letters, self._send_letters)
+            unsent = self._sent(letters, self._send_letters)
             self._count_refused(unsent, letters, fresh)
             removed = {
-                key: each
-                for key, each in verdicts.items()
-                if each.action in REMOVES and key not in unsent
+                key: verdict
+                for key, verdict in verdicts.items()
+                if verdict.action in REMOVES and key not in unsent
             }
-        steps: list[tuple[dict[str, Verdict], _Ask]] = [
+        steps: list[tuple[dict[str, Verdict], _Step]] = [
             (removed, self._remove),
-            *((by_action[each], partial(self._give_back, each)) for each in _GIVES_BACK),
+            *((by_action[action], partial(self._release, action)) for action in _RELEASES),
         ]
-        for some, ask in steps:
-            refused = self._asked(some, ask)
+        for some, step in steps:
+            refused = self._sent(some, step)
             fresh.update({key: each.action for key, each in some.items() if key not in refused})
             self._count_refused(refused, some, fresh)
             self.done.update(fresh)
         return fresh
 
-    def _asked(self, verdicts: dict[str, Verdict], ask: _Ask) -> dict[str, Refusal]:
-        """What was refused; what was not answered is remembered."""
+    def _sent(self, verdicts: dict[str, Verdict], step: _Step) -> dict[str, Refusal]:
+        """Sends requests and returns the refusals; remembers those that were not answered."""
         if not verdicts:
             return {}
         try:
-            return ask(verdicts)
+            return step(verdicts)
         except ProducerUnavailable:
             for key, verdict in verdicts.items():
                 self._receipts.unanswered.setdefault(key, verdict.action)
             raise
 
     def report(self, done: Iterable[Action]) -> SettleReport:
-        """The report of what was done, and of what was refused on the way."""
+        """Reports what was done, and what was refused on the way."""
         if self._cut:
-            self._note_error(self._why_cut(self._cut, self._cut_to))
+            self._note_error(self._why_cut())
         return report_of(done, lapsed=self._lapsed, failed=self._failed, errors=self._errors)
+
+    def _why_cut(self) -> str:
+        service, messages = self._broker.service, many(self._cut, "message")
+        if self._broker.max_hold is None:
+            return (
+                f"{service} puts a message off for {self._cut_to} s at most: the delay of"
+                f" {messages} was cut to that; give retry a max_backoff of {self._cut_to}"
+            )
+        return (
+            f"{service} hides a message for {self._broker.max_hold / 3600:g} hours from its receipt"
+            f" at most: the delay of {messages} was cut to the {self._cut_to:,} s that remained"
+        )
 
     # -- the actions ---------------------------------------------------------------------------
 
-    def _give_back(self, action: Action, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+    def _note(self, action: Action, keys: Iterable[str]) -> None:
+        """Records what the next receiver of these messages has to know of them."""
+        entries = self._entries
+        if action is Action.RETRY:
+            failures = {key: entries[key].attempt for key in keys if key in entries}
+        elif self._broker.native_attempts:
+            return
+        else:  # that they were delivered, with the failures on record before
+            failures = {key: entries[key].attempt - 1 if key in entries else 0 for key in keys}
+        self._folder.failures.note(failures, self._clock.now())
+
+    def _release(self, action: Action, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         self._note(action, verdicts)
         return {} if action is Action.LEAVE else self._hide(verdicts)
 
     def _remove(self, keys: Iterable[str]) -> dict[str, Refusal]:
-        handles, removed = self._receipts.handles, self._removed
-        return self._requests.send(
-            self._while_held(self._remove_call()), [(key, removed(handles[key])) for key in keys]
-        )
+        handles = self._receipts.handles
+        entries = ((key, handles[key]) for key in keys)
+        return self._requests.send(self._broker.remove, entries, self._is_held)
 
     def _hide(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         handles = self._receipts.handles
@@ -280,26 +257,25 @@ class ReceiptSettlement(ABC):
                 delay = math.ceil(verdict.delay)
                 if delay > longest:
                     delay, cut = longest, cut + 1
-                yield key, self._hidden(handles[key], delay)
+                yield key, Hidden(handles[key], delay)
 
-        refused = self._requests.send(self._while_held(self._hide_call()), entries())
+        refused = self._requests.send(self._broker.hide, entries(), self._is_held)
         if cut:
             self._cut += cut
             self._cut_to = longest
         return refused
 
-    def _while_held(self, call: Call) -> Call:
-        """The request, as long as the lease lasts; then every entry of it has lapsed."""
-
-        def checked(entries: Sequence[Any]) -> Mapping[int, Refusal]:
-            if self._is_held():
-                return call(entries)
-            return dict.fromkeys(range(len(entries)), LAPSED)
-
-        return checked
+    def _longest_delay(self) -> int:
+        """Returns the seconds for which a message can be hidden at most, as of now."""
+        limit, hold = self._broker.max_hide, self._broker.max_hold
+        if hold is None:
+            return limit
+        now = self._clock.now().timestamp()
+        since = now if self._receipts.since is None else self._receipts.since
+        return min(limit, max(0, math.floor(since + hold - now) - 1))
 
     def _is_held(self) -> bool:
-        """Whether the lease lasts still, by its newest note."""
+        """Whether the lease lasts still, by its newest record."""
         now = self._clock.now().timestamp()
         if now >= self._until:
             self._until = self._held_until()
@@ -307,7 +283,7 @@ class ReceiptSettlement(ABC):
 
     def _send_letters(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         try:
-            post = self._letters = self._letters or self._open_letters()
+            target = self._target = self._target or self._broker.dead_letter_target()
         except ProducerUnavailable:
             raise
         except BroadwayError as error:
@@ -321,13 +297,14 @@ class ReceiptSettlement(ABC):
                 refused[key] = Refusal("", _NO_BODY)
                 continue
             with guard.each(key):
-                letters[key] = post.make(entry)
+                letters[key] = target.make(entry)
         for key, reason in guard.refused.items():
             refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")
-        sent = self._requests.send_requests(post.call, post.requests(letters))
-        for key, refusal in sent.items():
-            # Said of the letter, not of the receipt.
-            code = refusal.code and f"{post.action}: {refusal.code}"
+        for key, refusal in self._requests.send_requests(
+            target.send, target.requests(letters)
+        ).items():
+            # The code is the letter's, not the receipt's.
+            code = refusal.code and f"{target.action}: {refusal.code}"
             refused[key] = Refusal(code, refusal.text)
         # Where an original cannot be removed its dead letter stands, and it comes again, marked.
         return refused
@@ -341,16 +318,15 @@ class ReceiptSettlement(ABC):
         done: dict[str, Action],
     ) -> None:
         for key, refusal in refused.items():
-            action = verdicts[key].action
-            stands = self._done_before(action, key, refusal) if refusal.gone else None
+            stands = self._done_before(verdicts[key].action, key, refusal)
             if stands is not None:
                 done[key] = stands
                 self._taken_as_done.add(key)
             elif refusal.gone:
                 self._lapsed += 1
                 self._note_error(
-                    f"{self.service} holds messages no longer for this run ({refusal.code}): they"
-                    " are delivered again, marked as redelivered"
+                    f"{self._broker.service} holds messages no longer for this run"
+                    f" ({refusal.code}): they are delivered again, marked as redelivered"
                 )
             else:
                 self._failed += 1
@@ -358,19 +334,20 @@ class ReceiptSettlement(ABC):
                 self._note_error(text if not refusal.code else f"{refusal.code}: {text}")
 
     def _done_before(self, action: Action, key: str, refusal: Refusal) -> Action | None:
-        """What was done with a message whose receipt is void, if that is why."""
-        if refusal.code == LAPSED.code:
+        """Returns the action that made a message's receipt void, if that is why."""
+        if not refusal.gone or refusal.code == LAPSED.code:
             return None
         earlier = self._receipts.unanswered.get(key)
         if earlier in REMOVES:
             # It was done, though the answer never came: the message is gone for good.
             return earlier
+        broker = self._broker
         if action in REMOVES:
-            asked = refusal.unclear or self._asked_before
-            return action if self.removes_once and asked else None
-        # An earlier settlement, killed since, gave it back, or the one before it in its group
+            sent = refusal.unclear or self._sent_before
+            return action if broker.removes_once and sent else None
+        # An earlier settlement, killed since, released it, or the one before it in its group
         # brought it along: it is in flight no more.
-        along = self.hides_behind and self._receipts.groups.get(key) in self._receipts.blocked
+        along = broker.ordered_groups and self._receipts.groups.get(key) in self._receipts.blocked
         again = self._resumed or refusal.unclear or earlier is not None or along
         return action if again else None
 
@@ -382,13 +359,14 @@ class ReceiptSettlement(ABC):
     # -- order ---------------------------------------------------------------------------------
 
     def _held_back(self, verdicts: Mapping[str, Verdict], *, all_of_it: bool) -> dict[str, Verdict]:
-        """The verdicts, with what follows a message that comes again given back, in each group.
+        """Returns the verdicts, with those on what follows a message that comes again in its group
+        replaced by releases.
 
-        It is handled again after that message, in order.  What failed is given back too: it may
-        have failed because the one before it did, and so uses up no attempt.
+        It is handled again after that message, in order.  A failed one is released too: it may have
+        failed because the one before it did, and so uses up no attempt.
 
         :param all_of_it: Whether these are all that are left; before them, callbacks may have
-            given others back at once.
+            released others immediately.
         """
         receipts, now = self._receipts, self._clock.now().timestamp()
         made = dict(verdicts)
@@ -397,14 +375,9 @@ class ReceiptSettlement(ABC):
         held = 0
         receipts.blocked.clear()  # what is before such a message in its group is not behind it
         at_once = receipts.settled_now(now)
-        walked = {
-            key: each
-            for key in receipts.handles
-            if (each := verdicts.get(key) or at_once.get(key)) is not None
-        }
-        for key, verdict in walked.items():
-            group = receipts.groups.get(key)
-            if group is None:
+        for key in receipts.handles:
+            verdict, group = verdicts.get(key) or at_once.get(key), receipts.groups.get(key)
+            if verdict is None or group is None:
                 continue
             if (
                 group in receipts.blocked
@@ -412,7 +385,8 @@ class ReceiptSettlement(ABC):
                 and key not in receipts.now
                 and verdict.action in HELD_BACK
             ):
-                behind = max(0.0, receipts.blocked[group] - now) if self.hides_behind else 0.0
+                together = self._broker.ordered_groups
+                behind = max(0.0, receipts.blocked[group] - now) if together else 0.0
                 made[key] = RELEASE._replace(delay=behind)
                 held += 1
             elif verdict.action in COMES_AGAIN:
@@ -431,12 +405,12 @@ class ReceiptSettlement(ABC):
 
 
 def _by_action(verdicts: dict[str, Verdict]) -> dict[Action, dict[str, Verdict]]:
-    """The verdicts of each action, in their order."""
-    found: dict[Action, dict[str, Verdict]] = {action: {} for action in Action}
-    each_one = [*verdicts.values()]
-    if each_one and each_one.count(each_one[0]) == len(each_one):  # most often all have succeeded
-        found[each_one[0].action] = verdicts
-        return found
-    for key, each in verdicts.items():
-        found[each.action][key] = each
-    return found
+    """Groups verdicts by action, in their order."""
+    groups: dict[Action, dict[str, Verdict]] = {action: {} for action in Action}
+    objects = [*verdicts.values()]
+    if objects and objects.count(objects[0]) == len(objects):  # most often all have succeeded
+        groups[objects[0].action] = verdicts
+        return groups
+    for key, verdict in verdicts.items():
+        groups[verdict.action][key] = verdict
+    return groups

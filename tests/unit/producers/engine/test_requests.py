@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kit.receipts.batch_requests import (
-    BatchRequests,
-    Keyed,
-    Refusal,
-    Refused,
-)
+from airflow_broadway.producers.engine.port import Refusal, Refused
+from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.testing import ManualClock
+from tests.unit.producers.engine.adapters import EmptyBroker
 
 FOUR = ["a", "b", "c", "d"]
 LATER = Refusal("Later", "not now", again=True)
@@ -41,14 +39,9 @@ class Broker:
         return {place: answer[each] for place, each in enumerate(entries) if each in answer}
 
 
-def four_at_a_time(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
-    given = list(entries)
-    yield from (given[at : at + 4] for at in range(0, len(given), 4))
-
-
 @pytest.fixture
 def send() -> Iterator[Callable[[Broker, Iterable[str]], dict[str, Refusal]]]:
-    with closing(BatchRequests(1, ManualClock(), portions=four_at_a_time, name="test")) as requests:
+    with closing(BatchRequests(EmptyBroker(ProducerEnv(clock=ManualClock())))) as requests:
         yield lambda broker, keys: requests.send(broker, [(key, key) for key in keys])
 
 

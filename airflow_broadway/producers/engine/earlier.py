@@ -1,8 +1,7 @@
-"""Which messages may have been handed out before: Pub/Sub itself does not tell.
+"""Knows which messages were delivered before, where the broker does not count deliveries.
 
-Without a dead-letter policy Pub/Sub counts no deliveries.  A message comes again for one of two
-reasons, and both are known from staging: somebody gave it back, and noted that before; or the lease
-of a generation lapsed, whose receipts are still there.
+A message comes again for one of two reasons, and both are known from staging: it was released,
+which was recorded before; or the lease of a generation lapsed, whose receipts are still there.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from datetime import datetime
 from typing import Final
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
-
-__all__ = ["Earlier"]
+from airflow_broadway.producers.engine.receipts import ReceiptsFolder
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +21,9 @@ _LOOK_INTERVAL: Final = 5.0
 
 
 class Earlier:
-    """What generations held whose lease has lapsed; used from one thread.
+    """The messages of generations whose lease has lapsed; used from one thread.
 
-    :param own: The generation that asks.
+    :param own: The generation of the caller.
     """
 
     def __init__(self, folder: ReceiptsFolder, own: str) -> None:
@@ -35,26 +32,23 @@ class Earlier:
         self._look_at = 0.0
         #: Open generations of others → until when their messages are held, as far as is known.
         self._until: dict[str, float] = {}
-        #: Those that nothing more is to be learnt of.
+        #: Generations of which nothing more is to be learnt.
         self._known: set[str] = set()
         self._ids: set[str] = set()
 
     def among(self, ids: Iterable[str], now: datetime) -> set[str]:
-        """Those of ``ids`` that such a generation held.
+        """Returns those of ``ids`` that such a generation held.
 
         :raises StagingError: If that cannot be read.
         """
-        instant = now.timestamp()
-        if instant >= self._look_at:
-            self._look_at = instant + _LOOK_INTERVAL
-            self._look()
-        for each in [each for each, until in self._until.items() if until <= instant]:
-            self._learn(each, instant)
+        seconds = now.timestamp()
+        if seconds >= self._look_at:
+            self._look_at = seconds + _LOOK_INTERVAL
+            open_ones = self._folder.open_ones(self._own) - self._known
+            self._until = {folder: self._until.get(folder, 0.0) for folder in open_ones}
+        for folder in [folder for folder, until in self._until.items() if until <= seconds]:
+            self._learn(folder, seconds)
         return self._ids.intersection(ids) if self._ids else set()
-
-    def _look(self) -> None:
-        found = self._folder.open_ones(self._own)
-        self._until = {each: self._until.get(each, 0.0) for each in found - self._known}
 
     def _learn(self, folder: str, now: float) -> None:
         try:
@@ -63,11 +57,11 @@ class Earlier:
             log.info("%s", error)
             return
         if receipts.report is None:
-            # What has received nothing yet has nothing that lapses before the next look.
+            # One that has received nothing yet has nothing that lapses before the next look.
             self._until[folder] = receipts.until or now + _LOOK_INTERVAL
             if self._until[folder] > now:
                 return
             self._ids.update(receipts.handles)
-        # Lapsed; or settled, which noted what came again.
+        # Lapsed; or settled, which recorded what came again.
         self._known.add(folder)
         del self._until[folder]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-from airflow_broadway.producers.kit.failures import Failures
-from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.producers.engine.receipts import Receipts, ReceiptsFolder
+from tests.unit.producers.engine.adapters import EmptyBroker
 
 
 def opened(folder: Path) -> ReceiptsFolder:
-    return ReceiptsFolder("kind", f"file://{folder}", "q", failures=partial(Failures, kept_days=1))
+    return ReceiptsFolder("kind", EmptyBroker(ProducerEnv(shared=f"file://{folder}")))
 
 
 def take(receipts: Receipts, handles: dict[str, str]) -> None:
@@ -20,7 +20,7 @@ def take(receipts: Receipts, handles: dict[str, str]) -> None:
 
 def test_a_message_that_was_lost_and_comes_again_is_held_by_its_new_receipt(tmp_path: Path) -> None:
     # Given two messages, one of which the broker holds no longer
-    receipts = opened(tmp_path).open("g", "2000-01-01")
+    receipts = opened(tmp_path).open("g")
     take(receipts, {"a": "a-1", "b": "b-1"})
     receipts.lose(["a"])
     assert (receipts.lost, receipts.held(), receipts.due(60.0)) == ({"a"}, ["b"], ["b"])

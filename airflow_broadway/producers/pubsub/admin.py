@@ -1,0 +1,295 @@
+"""Checks a subscription, reports its depth, and serves its dead letters.
+
+A topic shows nothing: dead letters are read from a pull subscription of it, and each look counts as
+a delivery.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.engine.letters import EngineDeadLetters
+from airflow_broadway.producers.engine.port import (
+    Broker,
+    DeadLetterTarget,
+    Hidden,
+    Received,
+    Refusal,
+)
+from airflow_broadway.producers.pubsub import dead_letters
+from airflow_broadway.producers.pubsub.client import Client
+from airflow_broadway.producers.pubsub.errors import Denied, Missing
+from airflow_broadway.producers.pubsub.limits import MAX_PULL
+
+if TYPE_CHECKING:
+    from airflow_broadway.producers.pubsub.options import PubSubOptions
+
+log = logging.getLogger(__name__)
+
+#: A release counts as a delivery: below this, dead runs alone soon make dead letters.
+FEWEST_DELIVERIES: Final = 10
+#: What stands for a topic that was deleted.
+_DELETED: Final = "_deleted-topic_"
+_NO_DEAD_LETTER: Final = (
+    "there is no topic for dead letters: give the producer dead_letter=…, or the subscription {!r}"
+    " a dead-letter policy; until then such messages come back"
+)
+
+
+def check(producer: PubSubOptions, client: Client) -> int:
+    """Checks the subscription before anything is pulled, and logs warnings.
+
+    :returns: Its own ack deadline, in seconds; 0 if that may not be asked for.
+    :raises ProducerError: If it cannot be pulled, or dead letters would have nowhere to go.
+    """
+    try:
+        settings = client.settings()
+    except Denied:
+        log.info(
+            "pubsub.subscriptions.get is not allowed on %r: its kind and its policies cannot be"
+            " checked, and what is pulled is held anew each time.",
+            client.name,
+        )
+        return 0
+    refusal = refusal_of(producer, settings)
+    if refusal is not None:
+        raise ProducerError(refusal)
+    check_letters(producer, client)
+    for trouble in troubles_of(producer, settings):
+        log.warning("%s", trouble)
+    return int(settings.ack_deadline_seconds)
+
+
+def check_letters(producer: PubSubOptions, client: Client) -> None:
+    """Refuses a topic for dead letters that does not exist."""
+    if producer.dead_letter is None or not producer.may_publish(Delivery()):
+        return
+    with suppress(Denied):  # the least roles may publish, and not look
+        client.has_topic(client.topic(producer.dead_letter))
+
+
+def refusal_of(producer: PubSubOptions, settings: Any) -> str | None:
+    """Returns why no run can pull from the subscription, or settle; ``None``: it can."""
+    name = settings.name
+    if settings.detached:
+        return (
+            f"the subscription {name!r} is detached from its topic, and holds nothing any more:"
+            " create another one"
+        )
+    kind = _kind_of(settings)
+    if kind is not None:
+        return (
+            f"{name!r} is a {kind} subscription: Pub/Sub delivers its messages itself, and none can"
+            " be pulled; create a pull subscription beside it"
+        )
+    if settings.enable_message_ordering and not producer.message_ordering:
+        return (
+            f"the subscription {name!r} delivers in order (enable_message_ordering), where one that"
+            " comes again brings those behind it again: give the producer message_ordering=True"
+        )
+    if producer.message_ordering and not settings.enable_message_ordering:
+        return (
+            f"message_ordering=True needs a subscription that delivers in order, and {name!r} does"
+            " not: create one with enable_message_ordering, which cannot be changed later"
+        )
+    has_policy = bool(settings.dead_letter_policy.dead_letter_topic)
+    if not has_policy and producer.dead_letter is None and producer.may_publish(Delivery()):
+        return _NO_DEAD_LETTER.format(name)
+    return None
+
+
+def _kind_of(settings: Any) -> str | None:
+    """Returns the kind of a subscription that is no pull subscription."""
+    if settings.push_config.push_endpoint:
+        return "push"
+    if settings.bigquery_config.table:
+        return "BigQuery"
+    if settings.cloud_storage_config.bucket:
+        return "Cloud Storage"
+    # Older clients do not know it.
+    if getattr(settings, "bigtable_config", None) and settings.bigtable_config.table:
+        return "Bigtable"
+    return None
+
+
+def troubles_of(producer: PubSubOptions, settings: Any) -> list[str]:
+    """Returns warnings about a subscription that runs can pull from."""
+    found = []
+    name = settings.name
+    if settings.topic == _DELETED:
+        found.append(
+            f"the topic of the subscription {name!r} was deleted: what is left is drained, and"
+            " nothing new comes"
+        )
+    most = int(settings.dead_letter_policy.max_delivery_attempts)
+    retries = "retry" in (producer.on_success, producer.on_failure)
+    attempts = producer.retry.max_attempts if retries else 0
+    if most and most < max(FEWEST_DELIVERIES, attempts):
+        early = f", before its {many(attempts, 'attempt')} are used up" if most < attempts else ""
+        found.append(
+            f"the dead-letter policy of {name!r} makes a message a dead letter after"
+            f" {many(most, 'delivery', 'deliveries')}{early}: here what a dead or stopped run gives"
+            f" back counts as one too; set max_delivery_attempts to"
+            f" {max(FEWEST_DELIVERIES, attempts)} or more"
+        )
+    least = settings.retry_policy.minimum_backoff
+    if retries and least and least.total_seconds() > producer.retry.backoff:
+        found.append(
+            f"the retry policy of {name!r} puts off what comes again by {least.total_seconds():g} s"
+            f" at least, beyond the delays of the producer's retry (backoff"
+            f" {producer.retry.backoff:g} s)"
+        )
+    return found
+
+
+def dead_letter_topic(producer: PubSubOptions, client: Client) -> str:
+    """Returns the topic for dead letters: the option's, else that of the dead-letter policy.
+
+    :raises ProducerError: If there is none, or it may not be asked for.
+    """
+    if producer.dead_letter is not None:
+        return client.topic(producer.dead_letter)
+    topic = client.settings().dead_letter_policy.dead_letter_topic
+    if not topic:
+        raise ProducerError(_NO_DEAD_LETTER.format(client.name))
+    return str(topic)
+
+
+def letters_subscription(producer: PubSubOptions, client: Client, place: str | None) -> Client:
+    """Opens the subscription of dead letters: ``place``, else the option's, else that of the
+    topic's id.
+
+    :raises ProducerError: If there is none, or it cannot be the one.
+    """
+    named = place or producer.dead_letter_subscription
+    if named is None:
+        named = dead_letter_topic(producer, client).replace("/topics/", "/subscriptions/")
+    found = client.other(named)
+    if found.name == client.name:
+        raise ProducerError(
+            f"{client.name!r} is what the pipeline drains: dead letters need a subscription of"
+            " their own, on their topic"
+        )
+    try:
+        settings = found.settings()
+    except Denied:  # the least roles may pull, and not look
+        return found
+    except Missing as error:
+        raise ProducerError(
+            f"{error}; dead letters are read from a pull subscription of their topic: make one of"
+            " this id, or name yours by dead_letter_subscription or --place"
+        ) from error
+    kind = "detached" if settings.detached else _kind_of(settings)
+    if kind is not None:
+        raise ProducerError(
+            f"{found.name!r} is a {kind} subscription, from which nothing can be pulled: dead"
+            " letters need a pull subscription of their topic"
+        )
+    return found
+
+
+def topic_of(client: Client) -> str:
+    """Returns the topic of a subscription.
+
+    :raises ProducerError: If it was deleted, or may not be asked for.
+    """
+    topic = str(client.settings().topic)
+    if topic == _DELETED:
+        raise ProducerError(f"the topic of the subscription {client.name!r} was deleted")
+    return topic
+
+
+# -- dead letters ----------------------------------------------------------------------------------
+
+
+def dead_letter_target(producer: PubSubOptions, client: Client) -> DeadLetterTarget:
+    """Opens the topic for dead letters.
+
+    :raises ProducerError: If there is none.
+    """
+    topic = dead_letter_topic(producer, client)
+    make = partial(dead_letters.letter, subscription=client.name)
+    send = partial(client.publish, topic)
+    return DeadLetterTarget(make, dead_letters.requests, send, "Publish")
+
+
+class PubSubDeadLetters(EngineDeadLetters):
+    """The letters that one subscription shows.
+
+    :param client: The subscription that the pipeline drains.
+    :param dead: The subscription of the topic for dead letters.
+    :param wait: Seconds that a pull waits: one that finds nothing is the end.
+    """
+
+    def __init__(self, source: Broker[Any], client: Client, dead: Client, wait: float) -> None:
+        super().__init__(source, f"subscription {dead.name!r}")
+        self._client = client
+        self._dead = dead
+        self._wait = wait
+        #: Subscriptions that letters go back to → their topics.
+        self._topics: dict[str, str] = {}
+
+    def fetch(self) -> list[Received]:
+        while found := self._dead.pull(MAX_PULL, self._wait):
+            received = [
+                Received(raw.message.message_id, raw.ack_id, raw, raw.delivery_attempt)
+                for raw in found
+            ]
+            hidden = ((each.key, Hidden(each.receipt, self.hidden_seconds)) for each in received)
+            gone = self.requests.send(self.hide, hidden)
+            if kept := [each for each in received if each.key not in gone]:
+                return kept
+        return []
+
+    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
+        return self._dead.acknowledge(receipts)
+
+    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
+        return self._dead.modify(entries)
+
+    def limit(self) -> tuple[int | None, str]:
+        try:
+            policy = self._dead.settings().dead_letter_policy
+        except Denied:  # what Pub/Sub then moves goes to yet another topic, and is not deleted
+            return None, "max_delivery_attempts"
+        limit = int(policy.max_delivery_attempts) if policy.dead_letter_topic else None
+        return limit, "max_delivery_attempts"
+
+    def back(
+        self, letter: DeadLetter, received: Received, to: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        subscription = destination_of(letter, [self._client.name], to)
+        if subscription not in self._topics:
+            self._topics[subscription] = topic_of(self._client.other(subscription))
+        made = dead_letters.sent_back(received.raw.message, letter.original_id)
+        return self._topics[subscription], made
+
+    def send(self, target: str, messages: Mapping[str, Any]) -> Mapping[str, str]:
+        send = partial(self._client.publish, target)
+        refused = self.requests.send_requests(send, dead_letters.requests(messages))
+        return {key: refusal.text for key, refusal in refused.items()}
+
+    def letter(self, received: Received) -> DeadLetter:
+        message = received.raw.message
+        why = dead_letters.why_of(message.attributes)
+        return DeadLetter(
+            message_id=message.message_id,
+            body=message.data,
+            properties={"attributes": why.own, "orderingKey": message.ordering_key},
+            reason=why.reason,  # Pub/Sub's own policy states none
+            stage=why.stage,
+            attempt=why.attempt,
+            enqueued_at=why.published_at,
+            died_at=dead_letters.datetime_of(message.publish_time) if why.subscription else None,
+            generation="",
+            origin=why.subscription or self._client.name,
+            original_id=why.message_id or message.message_id,
+        )

@@ -1,0 +1,279 @@
+"""Implements the port of the custody engine for SQS: receives, messages, and batch requests."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.engine.port import (
+    Answer,
+    Broker,
+    DeadLetterTarget,
+    Hidden,
+    Received,
+    Refusal,
+)
+from airflow_broadway.producers.sqs import admin
+from airflow_broadway.producers.sqs.client import Queue, open_queue
+from airflow_broadway.producers.sqs.dead_letters import (
+    as_text,
+    group_of,
+    number_of,
+    properties_of,
+    received_again,
+    receives_of,
+    system_of,
+    value_of,
+)
+from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
+from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
+from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsOptions
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.custody.dead_letters import DeadLetters
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.core.custody.protocol import QueueDepth
+
+log = logging.getLogger(__name__)
+
+_OURS: Final = {theirs: ours for ours, theirs in SYSTEM_ATTRIBUTES.items()}
+_NUMBERS: Final = frozenset(
+    {"SentTimestamp", "ApproximateReceiveCount", "ApproximateFirstReceiveTimestamp"}
+)
+#: System attributes that custody itself needs of each message.
+_NEEDED: Final = ("ApproximateReceiveCount", "AWSTraceHeader")
+_NEEDED_FIFO: Final = (*_NEEDED, "MessageGroupId", "MessageDeduplicationId", "SequenceNumber")
+#: The fields without which a message cannot be held.
+_KEYS: Final = ("MessageId", "ReceiptHandle")
+
+
+class SqsBroker(Broker[Queue]):
+    """One queue, standard or FIFO."""
+
+    service: ClassVar[str] = "SQS"
+    queue_word: ClassVar[str] = "SQS queue"
+    max_hide: ClassVar[int] = LONGEST_VISIBILITY
+    max_hold: ClassVar[int | None] = LONGEST_VISIBILITY
+    max_batch: ClassVar[int] = MAX_BATCH
+    kept_days: ClassVar[int] = 14
+    full: ClassVar[tuple[type[ProducerError], ...]] = (InFlightLimit,)
+    ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
+
+    def __init__(self, producer: SqsOptions, env: ProducerEnv) -> None:
+        super().__init__(producer, env)
+        self._producer = producer
+        self.max_fetch = producer.max_number_of_messages
+        self.concurrency = producer.receive_concurrency
+        self.interval = producer.receive_interval
+        self._warned_of_groups = False
+        #: FIFO requests whose answer was lost: sent again, SQS answers as the first time.
+        self._unanswered: deque[dict[str, Any]] = deque()
+        #: System attributes in a message's metadata, and its own; ``None``: all.
+        names, own = producer.attribute_names, producer.message_attribute_names
+        self._system = None if names == "all" else {SYSTEM_ATTRIBUTES[name] for name in names or ()}
+        if self._system is not None and producer.fifo:
+            self._system.add("MessageGroupId")
+        self._own = None if own == "all" else tuple(own or ())
+
+    def open(self) -> Queue:
+        return open_queue(self._producer, self.env)
+
+    @property
+    def place(self) -> str:
+        return self._producer.place
+
+    @property
+    def name(self) -> str:
+        return self.client.name
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self._producer.visibility_timeout == 0:
+            raise ProducerError(
+                "visibility_timeout=0 hides a message from nobody, so no run can hold it: leave it"
+                " out, or give the seconds of a lease"
+            )
+        admin.check(self._producer, self.client, self.clock)
+
+    def receive(self, count: int) -> Answer:
+        at, request = self.clock.now().timestamp(), request_of(self._producer, count)
+        if self._unanswered:
+            with suppress(IndexError):  # another thread was faster
+                request = self._unanswered.popleft()
+        return Answer(at, self._receive(request))
+
+    def receive_lost(self) -> list[tuple[float, Received]]:
+        """Fetches what the lost answers of a FIFO queue held, whose groups would be blocked for a
+        lease.  What is still out of reach comes back by itself.
+        """
+        messages: list[tuple[float, Received]] = []
+        with suppress(BroadwayError):
+            while self._unanswered:
+                at = self.clock.now().timestamp()
+                messages += [(at, each) for each in self._receive(self._unanswered.popleft())]
+        return messages
+
+    def _receive(self, request: dict[str, Any]) -> list[Received]:
+        fifo = self._producer.fifo
+        try:
+            found = self.client.receive(request)
+        except ProducerUnavailable:
+            if fifo:  # it may have been carried out: its groups would be blocked
+                self._unanswered.append(request)
+            raise
+        received = [
+            Received(
+                raw["MessageId"],
+                raw["ReceiptHandle"],
+                raw,
+                receives_of(raw),
+                group_of(raw) if fifo else None,
+            )
+            for raw in found
+            if self._is_whole(raw)
+        ]
+        if fifo and not self._warned_of_groups and any(each.group == "" for each in received):
+            self._warned_of_groups = True
+            log.warning(
+                "messages of the FIFO queue %r carry no message group: they count as one group, in"
+                " order of arrival; send them with a MessageGroupId",
+                self.name,
+            )
+        return received
+
+    def _is_whole(self, raw: Any) -> bool:
+        """Whether a message has the fields without which it cannot be held."""
+        missing = [name for name in _KEYS if not (isinstance(raw.get(name), str) and raw[name])]
+        if missing:
+            log.error(
+                "a message of the SQS queue %r came without %s: it cannot be held, and comes again",
+                self.name,
+                " or ".join(missing),
+            )
+        return not missing
+
+    def explain_empty(self) -> None:
+        admin.explain_empty(self._producer, self.client)
+
+    def message(
+        self, received: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
+    ) -> Message:
+        raw: Mapping[str, Any] = received.raw
+        again = received_again(raw.get("MessageAttributes") or {})
+        if again is not None:  # it was a dead letter
+            raw, redelivered = {**raw, "MessageAttributes": again}, True
+        body = raw["Body"].encode("utf-8", "surrogatepass")
+        delivery = Delivery(payload=body, properties=properties_of(raw))
+        return Message(
+            body,
+            metadata=self.metadata(raw),
+            acknowledger=AckRef(None, self.env.generation, delivery),
+            message_id=raw["MessageId"],
+            attempt=attempt,
+            redelivered=redelivered,
+            received_at=at,
+            position=position,
+            size=len(body),
+        )
+
+    def metadata(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns Broadway's metadata, with the attributes that the options name."""
+        attributes = {}
+        if self._system is None or self._system:
+            for name, value in system_of(raw).items():
+                if self._system is None or name in self._system:
+                    read = number_of if name in _NUMBERS else as_text
+                    attributes[_OURS.get(name, name)] = read(value)
+        own = raw.get("MessageAttributes")
+        return {
+            "message_id": raw["MessageId"],
+            "receipt_handle": raw["ReceiptHandle"],
+            "md5_of_body": as_text(raw.get("MD5OfBody")),
+            "attributes": attributes,
+            "message_attributes": {
+                name: value_of(value) for name, value in own.items() if self._selects(name)
+            }
+            if own
+            else {},
+        }
+
+    def _selects(self, name: str) -> bool:
+        return self._own is None or any(_matches(name, pattern) for pattern in self._own)
+
+    # -- settling ------------------------------------------------------------------------------
+
+    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
+        return self.client.delete(receipts)
+
+    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
+        return self.client.change(entries)
+
+    def dead_letter_target(self) -> DeadLetterTarget:
+        return admin.dead_letter_target(self._producer, self.client)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def depth(self) -> QueueDepth | None:
+        return admin.depth(self._producer, self.client)
+
+    def dead_letters(self, place: str | None) -> DeadLetters:
+        dead = self.client.other(place) if place else None
+        dead = dead or admin.dead_letter_queue(self._producer, self.client)
+        return admin.SqsDeadLetters(self, self.client, dead)
+
+
+def options_of_receive(producer: SqsOptions, demand: int) -> dict[str, Any]:
+    """Returns the options as one receive has them: an unset one is left out, 0 is not."""
+    options = {
+        "max_number_of_messages": min(demand, producer.max_number_of_messages, MAX_BATCH),
+        "wait_time_seconds": producer.wait_time_seconds,
+        "visibility_timeout": producer.visibility_timeout,
+        "attribute_names": producer.attribute_names,
+        "message_attribute_names": producer.message_attribute_names,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def request_of(producer: SqsOptions, demand: int) -> dict[str, Any]:
+    """Returns the arguments of one ``ReceiveMessage``.
+
+    Beside the options it requests what custody needs: the visibility timeout, which is the lease,
+    the receive count, the attributes that a dead letter keeps, and of a FIFO queue the group.  A
+    FIFO receive that is sent again after its answer was lost gets that answer.
+    """
+    options = options_of_receive(producer, demand)
+    request: dict[str, Any] = {
+        "MaxNumberOfMessages": options["max_number_of_messages"],
+        "VisibilityTimeout": options.get("visibility_timeout", producer.visibility),
+    }
+    if "wait_time_seconds" in options:
+        request["WaitTimeSeconds"] = int(options["wait_time_seconds"])
+    needed = _NEEDED_FIFO if producer.fifo else _NEEDED
+    names = options.get("attribute_names", ())
+    if names == "all":
+        request["MessageSystemAttributeNames"] = ["All"]
+    else:
+        wanted = dict.fromkeys([*needed, *(SYSTEM_ATTRIBUTES[name] for name in names)])
+        request["MessageSystemAttributeNames"] = list(wanted)
+    request["MessageAttributeNames"] = ["All"]  # a dead letter keeps all of its attributes
+    if producer.fifo:
+        request["ReceiveRequestAttemptId"] = uuid.uuid4().hex
+    return request
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern in ("All", ".*"):
+        return True
+    if pattern.endswith(".*"):
+        return name.startswith(pattern[:-2])
+    return name == pattern

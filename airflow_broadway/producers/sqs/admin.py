@@ -1,0 +1,290 @@
+"""Reads a queue's attributes: checks, depth, and its dead letters.
+
+SQS shows a message only by receiving it, so that each look at dead letters counts as a receive.  Of
+a FIFO queue it shows only the first few of each message group until these are deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
+from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
+from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.engine.letters import EngineDeadLetters
+from airflow_broadway.producers.engine.port import (
+    Broker,
+    DeadLetterTarget,
+    Hidden,
+    Received,
+    Refusal,
+)
+from airflow_broadway.producers.sqs import dead_letters
+from airflow_broadway.producers.sqs.client import Queue
+from airflow_broadway.producers.sqs.errors import Denied
+from airflow_broadway.producers.sqs.limits import IN_FLIGHT, MAX_BATCH, MAX_BODY
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.clock import Clock
+    from airflow_broadway.producers.sqs.options import SqsOptions
+
+log = logging.getLogger(__name__)
+
+#: A release counts as a receive: below this, dead runs alone soon make dead letters.
+FEWEST_RECEIVES = 5
+#: Seconds by which this machine's clock may differ from SQS's before that is logged.
+SKEW = 60.0
+#: Seconds that a receive of dead letters waits, for SQS to query all of its servers.  An empty
+#: answer is the end.
+_WAIT_SECONDS = 1
+
+
+def _redrive_of(attributes: dict[str, str]) -> dict[str, Any]:
+    """Returns the redrive policy; empty if there is none."""
+    try:
+        policy = json.loads(attributes.get("RedrivePolicy") or "{}")
+    except ValueError:
+        return {}
+    return policy if isinstance(policy, dict) else {}
+
+
+def dead_letter_queue(producer: SqsOptions, queue: Queue) -> Queue:
+    """Opens the queue for dead letters: the option's, else that of the redrive policy.
+
+    :raises ProducerError: If there is none, or it may not be asked for.
+    """
+    place = producer.dead_letter or _redrive_of(queue.attributes("RedrivePolicy")).get(
+        "deadLetterTargetArn"
+    )
+    if not place:
+        raise ProducerError(_NO_DEAD_LETTER.format(queue.name))
+    return queue.other(str(place))
+
+
+_NO_DEAD_LETTER = (
+    "there is no queue for dead letters: give the producer dead_letter=…, or the queue {!r} a"
+    " redrive policy; until then such messages come back"
+)
+
+
+def check(producer: SqsOptions, queue: Queue, clock: Clock) -> None:
+    """Checks the queue before anything is received, and logs warnings.
+
+    :raises ProducerError: If there is no such queue, or dead letters would have nowhere to go.
+    """
+    try:
+        attributes = queue.attributes("All")
+    except Denied:
+        log.info(
+            "GetQueueAttributes is not allowed on %r: its redrive policy cannot be checked, and"
+            " its depth not shown.",
+            queue.name,
+        )
+        return
+    _compare_clocks(queue, clock)
+    policy = _redrive_of(attributes)
+    most = int(policy.get("maxReceiveCount") or 0)
+    retries = "retry" in (producer.on_success, producer.on_failure)
+    fewest = max(FEWEST_RECEIVES, producer.retry.max_attempts) if retries else FEWEST_RECEIVES
+    if most and most < fewest:
+        log.warning(
+            "the redrive policy of %r makes a message a dead letter after %s%s: here what a dead or"
+            " stopped run gives back counts as one too; set maxReceiveCount to %d or more",
+            queue.name,
+            many(most, "receive"),
+            f", before its {many(producer.retry.max_attempts, 'attempt')} are used up"
+            if retries and most < producer.retry.max_attempts
+            else "",
+            fewest,
+        )
+    if not policy and producer.dead_letter is None and producer.may_publish(Delivery()):
+        raise ProducerError(_NO_DEAD_LETTER.format(queue.name))
+
+
+def _compare_clocks(queue: Queue, clock: Clock) -> None:
+    """Logs a clock that differs from SQS's: leases end by the clocks of several machines."""
+    if queue.answered_at is None:
+        return
+    ahead = (clock.now() - queue.answered_at).total_seconds()
+    if abs(ahead) > SKEW:
+        log.warning(
+            "this machine's clock is %.0f s %s SQS's: leases end by the clocks of workers, so that"
+            " one that differs settles too late or too early; set the clock (NTP)",
+            abs(ahead),
+            "ahead of" if ahead > 0 else "behind",
+        )
+
+
+def explain_empty(producer: SqsOptions, queue: Queue) -> None:
+    """Logs why a receive was empty though the queue is not.
+
+    With long polling, and of FIFO queues, SQS does not say that a queue has as many messages in
+    flight as it may have: it looks empty.
+    """
+    try:
+        attributes = queue.attributes("All")
+    except BroadwayError:  # may be denied, and nothing depends on it
+        return
+    visible, hidden = _count(attributes), _count(attributes, "NotVisible")
+    if not visible:
+        return
+    if hidden >= IN_FLIGHT:
+        log.error(
+            "the SQS queue %r looks empty because it has as many messages in flight as it may have"
+            " (about %d of %d): about %d more wait until runs settle what they hold",
+            queue.name,
+            hidden,
+            IN_FLIGHT,
+            visible,
+        )
+    elif producer.fifo and hidden:
+        log.warning(
+            "about %s of the FIFO queue %r waiting behind about %d in flight of the same groups, to"
+            " come when these are settled",
+            many(visible, "message"),
+            queue.name,
+            hidden,
+        )
+
+
+def depth(producer: SqsOptions, queue: Queue) -> QueueDepth | None:
+    """Returns how full the queue is, about; ``None`` if that is denied."""
+    try:
+        attributes = queue.attributes("All")
+    except Denied as error:
+        log.info("The depth of %r is not known: %s", queue.name, error)
+        return None
+    try:
+        letters = dead_letter_queue(producer, queue).attributes("All")
+    except BroadwayError:  # none, or denied
+        letters = {}
+    return QueueDepth(
+        ready=_count(attributes),
+        delayed=_count(attributes, "Delayed"),
+        leased=_count(attributes, "NotVisible"),
+        dead=_count(letters),
+        oldest_age=None,
+    )
+
+
+def _count(attributes: Mapping[str, str], which: str = "") -> int:
+    return int(attributes.get(f"ApproximateNumberOfMessages{which}", 0))
+
+
+# -- dead letters ----------------------------------------------------------------------------------
+
+
+def dead_letter_target(producer: SqsOptions, queue: Queue) -> DeadLetterTarget:
+    """Opens the queue for dead letters.
+
+    :raises ProducerError: If there is none.
+    """
+    target = dead_letter_queue(producer, queue)
+    try:
+        most = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
+    except BroadwayError:  # may be denied, and is not needed
+        most = None
+    make = partial(
+        dead_letters.letter,
+        queue=queue.name,
+        fifo=target.url.endswith(".fifo"),
+        max_bytes=int(most or MAX_BODY),
+    )
+    return DeadLetterTarget(make, dead_letters.requests, target.send, "SendMessage")
+
+
+class SqsDeadLetters(EngineDeadLetters):
+    """The letters in one queue.
+
+    :param queue: The queue that the pipeline drains.
+    :param dead: The queue for dead letters.
+    """
+
+    def __init__(self, source: Broker[Any], queue: Queue, dead: Queue) -> None:
+        super().__init__(source, f"queue {dead.name!r}")
+        self._queue = queue
+        self._dead = dead
+        self._targets: dict[str, Queue] = {queue.name: queue}
+
+    def count(self) -> int:
+        """Counts about, as SQS does, with letters that are hidden while they are listed."""
+        attributes = self._dead.attributes("All")
+        return sum(_count(attributes, which) for which in ("", "NotVisible", "Delayed"))
+
+    def fetch(self) -> list[Received]:
+        request = {
+            "MaxNumberOfMessages": MAX_BATCH,
+            "VisibilityTimeout": self.hidden_seconds,
+            "WaitTimeSeconds": _WAIT_SECONDS,
+            "MessageSystemAttributeNames": ["All"],
+            "MessageAttributeNames": ["All"],
+        }
+        return [
+            Received(raw["MessageId"], raw["ReceiptHandle"], raw, dead_letters.receives_of(raw))
+            for raw in self._dead.receive(request)
+        ]
+
+    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
+        return self._dead.delete(receipts)
+
+    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
+        return self._dead.change(entries)
+
+    def limit(self) -> tuple[int | None, str]:
+        try:
+            policy = _redrive_of(self._dead.attributes("RedrivePolicy"))
+        except Denied:  # what SQS then moves goes to yet another queue, and is not deleted
+            policy = {}
+        return int(policy.get("maxReceiveCount") or 0) or None, "maxReceiveCount"
+
+    def back(
+        self, letter: DeadLetter, received: Received, to: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        target = destination_of(letter, [self._queue.name], to)
+        fifo = self._target(target).url.endswith(".fifo")
+        why = dead_letters.why_of(received.raw.get("MessageAttributes") or {})
+        return target, dead_letters.sent_back(received.raw, why, letter.original_id, fifo=fifo)
+
+    def send(self, target: str, messages: Mapping[str, Any]) -> Mapping[str, str]:
+        requests = dead_letters.requests(messages)
+        refused = self.requests.send_requests(self._target(target).send, requests)
+        return {key: f"{each.code}: {each.text}" for key, each in refused.items()}
+
+    def _target(self, name: str) -> Queue:
+        if name not in self._targets:
+            self._targets[name] = self._queue.other(name)
+        return self._targets[name]
+
+    def letter(self, received: Received) -> DeadLetter:
+        raw = received.raw
+        why = dead_letters.why_of(raw.get("MessageAttributes") or {})
+        system: Mapping[str, str] = raw.get("Attributes") or {}
+        source = system.get("DeadLetterQueueSourceArn", "")
+        return DeadLetter(
+            message_id=raw["MessageId"],
+            body=raw["Body"].encode("utf-8", "surrogatepass"),
+            properties=dead_letters.properties_as_json({**raw, "MessageAttributes": why.own}),
+            # SQS's own redrive states no reason.
+            reason=why.reason,
+            stage=why.stage,
+            attempt=why.attempt,
+            enqueued_at=None,
+            died_at=_instant(system.get("SentTimestamp")) if why.message_id else None,
+            generation="",
+            # The queue that SQS itself moved it from, else the claim of the letter.
+            origin=source.rpartition(":")[2] or why.queue or self._queue.name,
+            original_id=why.message_id or raw["MessageId"],
+        )
+
+
+def _instant(milliseconds: str | None) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(int(milliseconds or "") / 1000, timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return None
