@@ -174,7 +174,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "deliveries",
-        "producers.sqlite.receive.receive",
+        "producers.sqlite.messages.receive",
         "counts each delivery of a message",
         "a repetition is marked",
         Rows,

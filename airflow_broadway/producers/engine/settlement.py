@@ -18,6 +18,7 @@ from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.text import many
+from airflow_broadway.producers.engine.plan import plan_of
 from airflow_broadway.producers.engine.port import (
     LAPSED,
     Broker,
@@ -29,7 +30,6 @@ from airflow_broadway.producers.engine.port import (
 from airflow_broadway.producers.engine.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.kit.guard import MessageGuard
-from airflow_broadway.producers.kit.plan import plan_of
 from airflow_broadway.producers.kit.reports import report_of
 
 log = logging.getLogger(__name__)

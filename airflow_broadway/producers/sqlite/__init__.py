@@ -7,8 +7,8 @@ carries out verdicts, ``producer`` ties it to pipelines.  ``docs/embedded-queue.
 from __future__ import annotations
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
+from airflow_broadway.producers.sqlite.admin import LeaseRecord
 from airflow_broadway.producers.sqlite.producer import SqliteProducer
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
-from airflow_broadway.producers.sqlite.records import LeaseRecord
 
 __all__ = ["DeadLetter", "LeaseRecord", "SqliteProducer", "SqliteQueue"]

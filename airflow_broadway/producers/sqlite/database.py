@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.formats.files import new_file
-
-__all__ = ["SCHEMA_VERSION", "Database", "transaction"]
 
 #: The version of the tables below, kept in the file's ``user_version``.
 SCHEMA_VERSION = 1
@@ -321,3 +320,49 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 def _tables(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def to_micros(instant: datetime) -> int:
+    """Microseconds since 1970 in UTC."""
+    return (instant - _EPOCH) // _MICROSECOND
+
+
+def from_micros(micros: int) -> datetime:
+    """The instant that :func:`to_micros` gave."""
+    return _EPOCH + timedelta(microseconds=micros)
+
+
+class QueueRow(NamedTuple):
+    """A row of ``queues``: the queue's key, and the first half of its messages' ids."""
+
+    id: int
+    tag: str
+
+    def row_of(self, message_id: str) -> int | None:
+        """The row of a message id, or ``None`` if it is not of this queue."""
+        tag, _, row = message_id.rpartition("-")
+        if tag != self.tag or not (row.isascii() and row.isdecimal() and len(row) < 19):
+            return None
+        if row[0] == "0":  # one row has one id
+            return None
+        return int(row)
+
+
+def ranges(rows: list[int]) -> list[tuple[int, int]]:
+    """The same numbers as closed ranges, ascending: as a rule one.  No number may come twice."""
+    rows.sort()
+    if rows and rows[-1] - rows[0] == len(rows) - 1:
+        return [(rows[0], rows[-1])]
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        if found and row == found[-1][1] + 1:
+            found[-1] = (found[-1][0], row)
+        else:
+            found.append((row, row))
+    return found

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from airflow_broadway.core.custody.producer import Connection, Producer
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule
-from airflow_broadway.producers.sqlite.records import KIND
 
-__all__ = ["DEFAULT_CONNECTION", "SqliteOptions", "path_of"]
-
+#: The kind of the queue's leases.
+KIND: Final = "sqlite"
 #: The connection that names the queue file where no path is given.
 DEFAULT_CONNECTION = "broadway_sqlite_default"
 

@@ -1,17 +1,24 @@
-"""The embedded queue as a pipeline's producer.
+"""The embedded queue as a pipeline's producer, and its dead letters for people.
 
-Messages are secured by their very receipt: the lease that receives them is in the file before the
-first callback sees them.
+Messages are secured by their receipt: the lease that receives them is in the file before the first
+callback sees them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import timedelta
+from typing import Final
 
-from airflow_broadway.core.custody.dead_letters import DeadLetters
+from airflow_broadway.core.custody.dead_letters import (
+    EVERY,
+    Choice,
+    DeadLetter,
+    DeadLetters,
+    Moved,
+)
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import (
     Custodian,
@@ -26,15 +33,16 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.kit.checks import check_lease
-from airflow_broadway.producers.kit.polling_source import PollingSource
-from airflow_broadway.producers.sqlite.letters import SqliteDeadLetters
-from airflow_broadway.producers.sqlite.options import SqliteOptions, path_of
+from airflow_broadway.producers.sqlite.options import KIND, SqliteOptions, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
-from airflow_broadway.producers.sqlite.records import KIND
-
-__all__ = ["SqliteProducer"]
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two looks at an empty queue: the first, and the longest.
+_SHORTEST_PAUSE: Final = 0.02
+_LONGEST_PAUSE: Final = 0.5
+#: Dead letters that are read at a time.
+_PORTION = 100
 
 
 @options
@@ -104,21 +112,62 @@ def _refuse_unknown(queue: SqliteQueue) -> None:
         )
 
 
-class _Source(PollingSource):
-    """Receives for one generation."""
+class _Source:
+    """Receives for one generation, and looks again and again while the queue is empty.
+
+    Each look that takes messages extends the lease of all that the generation holds.  Nothing is
+    fetched ahead, so nothing is under way when it stops.
+    """
 
     def __init__(self, producer: SqliteOptions, queue: SqliteQueue, env: ProducerEnv) -> None:
-        super().__init__(producer, env, {"path": queue.path, "queue": queue.name})
-        self._queue = queue
-
-    def take(self, demand: int, position: int, deadline: datetime) -> Sequence[Message]:
-        lease = self.lease
-        return self._queue.receive(
-            lease.generation, demand, seconds=lease.seconds, owner=lease.owner, position=position
+        self._queue, self._clock = queue, env.clock
+        self._received = 0
+        self._stopped = False
+        self._lease = Lease(
+            kind=KIND,
+            generation=env.generation,
+            seconds=producer.lease,
+            deadline=env.clock.now() + timedelta(seconds=producer.lease),
+            owner=dict(env.owner),
+            state={"path": queue.path, "queue": queue.name},
         )
 
+    @property
+    def lease(self) -> Lease:
+        return self._lease
+
+    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
+        end = self._clock.monotonic() + timeout
+        pause = _SHORTEST_PAUSE
+        while demand > 0 and not self._stopped:
+            lease = self._lease
+            deadline = self._clock.now() + timedelta(seconds=lease.seconds)
+            messages = self._queue.receive(
+                lease.generation,
+                demand,
+                seconds=lease.seconds,
+                owner=lease.owner,
+                position=self._received,
+            )
+            if messages or not self._received:  # what holds nothing cannot lapse
+                self._lease = replace(lease, deadline=deadline)
+            self._received += len(messages)
+            left = end - self._clock.monotonic()
+            if messages or left < 1e-6:  # a clock may have no finer step
+                return messages
+            self._clock.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return []
+
+    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages
+
+    def stop(self) -> Sequence[Message]:
+        self._stopped = True
+        return []
+
     def close(self) -> None:
-        super().close()
+        self.stop()
         self._queue.close()
 
 
@@ -148,3 +197,63 @@ class _Custodian:
         """The lease's generation, if it is this queue's to settle."""
         check_lease(lease, KIND, self._queue.name)
         return lease.generation
+
+
+class SqliteDeadLetters:
+    """Those of one queue, which lie in its file: each is in exactly one place, whoever is killed.
+
+    A :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
+    """
+
+    def __init__(self, queue: SqliteQueue) -> None:
+        self._queue = queue
+
+    @property
+    def place(self) -> str:
+        place = f"queue {self._queue.name!r} in {self._queue.path}"
+        there = self._queue.name in (self._queue.names() or ())
+        return place if there else f"{place}, to which nothing was sent yet"
+
+    def count(self) -> int:
+        return self._queue.depth().dead
+
+    def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
+        after: DeadLetter | None = None
+        while found := self._queue.dead_letters(limit=_PORTION, choice=choice, after=after):
+            yield from found
+            after = found[-1]
+
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
+        if to not in (None, self._queue.name):
+            raise ProducerError(
+                f"the dead letters of the embedded queue {self._queue.name!r} lie in its own file"
+                f" and go back to it, not to {to!r}: leave --to out"
+            )
+        return self._moved(choice, self._queue.requeue_dead)
+
+    def delete(self, choice: Choice = EVERY) -> Moved:
+        return self._moved(choice, self._queue.purge_dead)
+
+    def close(self) -> None:
+        self._queue.close()
+
+    def _moved(self, choice: Choice, move: Callable[[Choice], int]) -> Moved:
+        _check_there(self._queue)
+        # Named ones are looked up first: what vanishes between the two is in neither number.
+        named = choice.ids or frozenset()
+        there = self._queue.dead_among(named, choice=choice) if named else set()
+        return Moved(move(choice), tuple(sorted(named - there)))
+
+
+def _check_there(queue: SqliteQueue) -> None:
+    """Refuses to move letters of a file, or a name, that nothing was ever sent to.
+
+    :raises ProducerError: Naming the queues that there are.
+    """
+    names = queue.names()
+    if names is None:
+        raise ProducerError(f"there is no queue file {queue.path}: correct the path")
+    if queue.name not in names:
+        raise ProducerError(
+            f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}"
+        )

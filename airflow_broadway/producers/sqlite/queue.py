@@ -25,22 +25,26 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.sqlite import dead_letters, inspect, settling
-from airflow_broadway.producers.sqlite.database import Database, transaction
-from airflow_broadway.producers.sqlite.receive import Portion, receive
-from airflow_broadway.producers.sqlite.records import (
-    KIND,
-    LeaseRecord,
+from airflow_broadway.producers.sqlite import admin, settling
+from airflow_broadway.producers.sqlite.admin import LeaseRecord
+from airflow_broadway.producers.sqlite.database import (
+    Database,
     QueueRow,
     from_micros,
     to_micros,
+    transaction,
 )
-from airflow_broadway.producers.sqlite.send import MAX_BODY, Sendable, parts
+from airflow_broadway.producers.sqlite.messages import (
+    MAX_BODY,
+    Portion,
+    Sendable,
+    parts,
+    receive,
+)
+from airflow_broadway.producers.sqlite.options import KIND
 
 if TYPE_CHECKING:
     from typing import Self
-
-__all__ = ["SqliteQueue"]
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +263,7 @@ class SqliteQueue:
         with self._opened() as opened:
             if opened is None:
                 return QueueDepth(0, 0, 0, 0, None)
-            return inspect.depth(*opened, self._now())
+            return admin.depth(*opened, self._now())
 
     def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
         """The open leases, oldest first, for sweeps; with ``ended`` those still on record too."""
@@ -267,7 +271,7 @@ class SqliteQueue:
             if opened is None:
                 return []
             lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
-            return inspect.leases(*opened, lease_of, ended=ended)
+            return admin.leases(*opened, lease_of, ended=ended)
 
     def names(self) -> list[str] | None:
         """The names of all queues in the file, sorted; ``None`` if there is no file."""
@@ -308,18 +312,18 @@ class SqliteQueue:
         with self._opened() as opened:
             if opened is None:
                 return []
-            return dead_letters.letters(*opened, self.name, choice, limit, offset, after)
+            return admin.letters(*opened, self.name, choice, limit, offset, after)
 
     def dead_reasons(self) -> list[tuple[str, str, int]]:
         """Of the dead letters each (reason, stage, how many), the most frequent first."""
         with self._opened() as opened:
-            return [] if opened is None else dead_letters.reasons(*opened)
+            return [] if opened is None else admin.reasons(*opened)
 
     def dead_among(self, message_ids: Iterable[str], *, choice: Choice = EVERY) -> set[str]:
         """Those of some ids that are dead letters of this queue, and among ``choice``."""
         choice = replace(choice, ids=frozenset(message_ids))
         with self._opened() as opened:
-            return set() if opened is None else dead_letters.among(*opened, choice)
+            return set() if opened is None else admin.among(*opened, choice)
 
     def requeue_dead(
         self, which: Iterable[str] | Choice | None = None, *, delay: float = 0.0
@@ -335,12 +339,12 @@ class SqliteQueue:
         with self._opened() as opened:
             if opened is None:
                 return 0
-            return dead_letters.requeue(*opened, _choice_of(which), ready_at)
+            return admin.requeue(*opened, _choice_of(which), ready_at)
 
     def purge_dead(self, which: Iterable[str] | Choice | None = None) -> int:
         """Delete dead letters for good, by id, by choice or (``None``) all; return how many."""
         with self._opened() as opened:
-            return 0 if opened is None else dead_letters.purge(*opened, _choice_of(which))
+            return 0 if opened is None else admin.purge(*opened, _choice_of(which))
 
     def purge(self) -> int:
         """Delete for good all messages that nobody holds; return how many."""

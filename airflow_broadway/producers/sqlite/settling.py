@@ -19,17 +19,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.sqlite.database import transaction
-from airflow_broadway.producers.sqlite.records import QueueRow
-
-__all__ = [
-    "MAX_DELAY",
-    "end_lapsed",
-    "micros_of",
-    "settle",
-    "settle_now",
-    "settled_early",
-]
+from airflow_broadway.producers.sqlite.database import QueueRow, transaction
 
 _STRANGER = "its id is not of this queue; a transformer must keep the message_id"
 

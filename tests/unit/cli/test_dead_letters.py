@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
-from airflow_broadway.producers.sqlite.letters import SqliteDeadLetters
+from airflow_broadway.producers.sqlite.producer import SqliteDeadLetters
 from airflow_broadway.staging.archive.failed import failures, put_failed
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.store import Folder, Store

@@ -7,7 +7,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kit.plan import plan_of
+from airflow_broadway.producers.engine.plan import plan_of
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "batch")
 

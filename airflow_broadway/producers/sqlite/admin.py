@@ -1,7 +1,7 @@
-"""Dead letters: messages set aside with the reason of their last failure.
+"""Reads a queue and its dead letters: depth, leases, and messages with the reason of their failure.
 
-They lie in the queue's own file: one transaction sends them back, or deletes them, so that each is
-in exactly one place whoever is killed.
+Dead letters lie in the queue's own file: one transaction sends them back, or deletes them, so that
+each is in exactly one place after a kill.
 """
 
 from __future__ import annotations
@@ -10,13 +10,110 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
-from airflow_broadway.producers.sqlite.database import transaction
-from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ranges, to_micros
+from airflow_broadway.core.custody.protocol import Lease, QueueDepth
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.producers.sqlite.database import (
+    QueueRow,
+    from_micros,
+    ranges,
+    to_micros,
+    transaction,
+)
+from airflow_broadway.producers.sqlite.settling import settled_early
 
-__all__ = ["among", "letters", "purge", "reasons", "requeue", "set_aside"]
+_LEASED = """SELECT COUNT(*), MIN(enqueued_at) FROM messages WHERE lease IN
+    (SELECT id FROM leases WHERE queue = :queue AND state = 'open' AND deadline {} :now)"""
+
+
+class LeaseRecord(NamedTuple):
+    """What the queue knows of a lease, open or ended.
+
+    :param state: ``"open"``, ``"settled"``, ``"released"`` or ``"lapsed"``.
+    :param received: Messages received under it, in all.
+    :param held: Messages that it holds now.
+    :param settled_early: What ``settle_now`` did under it; not part of ``report``.
+    :param report: How it ended; ``None`` while it is open.
+    """
+
+    lease: Lease
+    state: str
+    received: int
+    held: int
+    opened_at: datetime
+    ended_at: datetime | None
+    settled_early: SettleReport
+    report: SettleReport | None
+
+
+def depth(db: sqlite3.Connection, queue: QueueRow, now: int) -> QueueDepth:
+    """How full the queue is; what a lapsed lease held counts as ready."""
+    values = {"queue": queue.id, "now": now}
+    with transaction(db, "DEFERRED"):
+        free, ready, oldest = db.execute(
+            "SELECT COUNT(*), COALESCE(SUM(ready_at <= :now), 0),"
+            " MIN(CASE WHEN ready_at <= :now THEN enqueued_at END)"
+            " FROM messages WHERE queue = :queue AND lease IS NULL",
+            values,
+        ).fetchone()
+        lapsed, oldest_lapsed = db.execute(_LEASED.format("<="), values).fetchone()
+        leased, _ = db.execute(_LEASED.format(">"), values).fetchone()
+        dead = db.execute("SELECT COUNT(*) FROM dead WHERE queue = ?", (queue.id,)).fetchone()[0]
+    known = [instant for instant in (oldest, oldest_lapsed) if instant is not None]
+    age = max(0.0, (now - min(known)) / 1_000_000) if known else None
+    return QueueDepth(ready + lapsed, free - ready, leased, dead, age)
+
+
+def leases(
+    db: sqlite3.Connection, queue: QueueRow, lease_of: dict[str, Any], *, ended: bool
+) -> list[LeaseRecord]:
+    """The leases on record, oldest first; the ended ones only if asked for.
+
+    :param lease_of: What all leases of this queue have in common.
+    """
+    chosen = "" if ended else "AND state = 'open'"
+    with transaction(db, "DEFERRED"):
+        rows = db.execute(
+            "SELECT id, generation, owner, seconds, deadline, state, received, opened_at, ended_at,"
+            f" report FROM leases WHERE queue = ? {chosen} ORDER BY id",
+            (queue.id,),
+        ).fetchall()
+        return [_record(db, row, lease_of) for row in rows]
+
+
+def _owner(text: str) -> dict[str, Any]:
+    """Who holds a lease; nobody that is known, where another program wrote it."""
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, Any]) -> LeaseRecord:
+    key, generation, owner, seconds, deadline, state, received, opened, ended, report = row
+    held = db.execute("SELECT COUNT(*) FROM messages WHERE lease = ?", (key,)).fetchone()[0]
+    return LeaseRecord(
+        lease=Lease(
+            generation=generation,
+            seconds=seconds,
+            deadline=from_micros(deadline),
+            owner=_owner(owner),
+            **lease_of,
+        ),
+        state=state,
+        received=received,
+        held=held,
+        opened_at=from_micros(opened),
+        ended_at=None if ended is None else from_micros(ended),
+        settled_early=settled_early(db, key),
+        report=None if report is None else SettleReport.from_json(json.loads(report)),
+    )
+
+
+# -- dead letters ----------------------------------------------------------------------------------
 
 
 def set_aside(db: sqlite3.Connection, rows: Mapping[int, str], generation: str, now: int) -> None:

@@ -1,4 +1,4 @@
-"""Receiving: ready messages are leased to a generation, all of a call in one transaction."""
+"""Checks messages that are sent, and leases ready ones: all of a call in one transaction."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ import logging
 import sqlite3
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from airflow_broadway.core.custody.protocol import Delivery
-from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.errors import LeaseLapsed, ProducerError
 from airflow_broadway.core.model.acks import NO_ACK, AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.sqlite import dead_letters, settling
-from airflow_broadway.producers.sqlite.database import transaction
-from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ranges, to_micros
-
-__all__ = ["MAX_RECEIVE_BYTES", "Portion", "receive"]
+from airflow_broadway.producers.sqlite import admin, settling
+from airflow_broadway.producers.sqlite.database import (
+    QueueRow,
+    from_micros,
+    ranges,
+    to_micros,
+    transaction,
+)
 
 log = logging.getLogger(__name__)
 
+#: The most bytes of one body: SQLite's limit on a row, less room for the attributes.
+MAX_BODY = 999_000_000
+
+#: What may be sent: a body, a body and its attributes, or these and a delay in seconds.
+Body = bytes | bytearray | memoryview | str
+Sendable = (
+    Body | tuple[Body, Mapping[str, Any] | None] | tuple[Body, Mapping[str, Any] | None, float]
+)
 #: Bytes of bodies after which :func:`receive` stops short of its demand.
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
 
@@ -35,6 +46,76 @@ _ANY_READY: Final = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queu
     AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
     OR EXISTS (SELECT 1 FROM leases WHERE queue = :queue AND state = 'open' AND deadline <= :now
     AND id IS NOT :lease)"""
+
+
+# -- sending ---------------------------------------------------------------------------------------
+
+
+def parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
+    """A message's body, attributes as JSON, and delay in microseconds.
+
+    :param place: Its place among those sent, for errors.
+    :raises ProducerError: If one of them is not what it must be.
+    """
+    attributes: Mapping[str, Any] | None = None
+    delay: float = 0.0
+    body: Any = message
+    if isinstance(message, tuple):
+        if len(message) == 2:
+            body, attributes = message
+        elif len(message) == 3:
+            body, attributes, delay = message
+        else:
+            _bad(place, "a body, (body, attributes) or (body, attributes, delay)", message)
+    if delay and not (isinstance(delay, (int, float)) and 0 <= delay < settling.MAX_DELAY):
+        _bad(place, "a delay in seconds of at least 0", delay)
+    return (
+        _body(body, place),
+        _attributes(attributes, place),
+        settling.micros_of(delay) if delay else 0,
+    )
+
+
+def _body(body: Any, place: int) -> bytes:
+    if isinstance(body, str):
+        try:
+            body = body.encode()
+        except UnicodeEncodeError as error:
+            raise ProducerError(
+                f"message {place} was not sent: its text cannot be encoded as UTF-8: {error}"
+            ) from None
+    elif isinstance(body, (bytearray, memoryview)):
+        body = bytes(body)
+    elif not isinstance(body, bytes):
+        _bad(place, "a body of bytes or text", body)
+    if len(body) > MAX_BODY:
+        raise ProducerError(
+            f"message {place} was not sent: its body has {len(body)} bytes, and a row holds at most"
+            f" {MAX_BODY}: store it elsewhere, and send its address"
+        )
+    return bytes(body)
+
+
+def _attributes(attributes: Any, place: int) -> str | None:
+    if attributes is None:
+        return None
+    if not isinstance(attributes, Mapping):
+        _bad(place, "attributes in a mapping", attributes)
+    try:
+        return json.dumps(dict(attributes), allow_nan=False) if attributes else None
+    except (TypeError, ValueError) as error:
+        raise ProducerError(
+            f"message {place} was not sent: its attributes are no JSON: {error}"
+        ) from None
+
+
+def _bad(place: int, rule: str, got: object) -> NoReturn:
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    raise ProducerError(f"message {place} was not sent: expected {rule}, got: {shown}")
+
+
+# -- receiving -------------------------------------------------------------------------------------
 
 
 class Portion(NamedTuple):
@@ -77,7 +158,7 @@ def receive(
             # Made before the commit: what fails here stays in the queue.
             rows = _rows(db, queue, portion, now, lease)
             messages, unread = _messages(queue, name, portion, rows)
-            dead_letters.set_aside(db, unread, generation, now)
+            admin.set_aside(db, unread, generation, now)
             if messages or not rows:
                 break
         if messages:
