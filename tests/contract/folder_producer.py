@@ -4,7 +4,7 @@ A message is a file.  Its name is its receipt, and its time of modification is t
 which it is visible; each step is one call of the file system, which does it whole or not at all::
 
     messages/<message id>~<deliveries>
-    dead/<message id>           dead letters, as JSON
+    dead/<message id>.json      dead letters, those of one request
     state/…                     the records of the custody engine
 
 Receiving a message renames its file, so that older receipts are void.
@@ -190,8 +190,7 @@ class FolderBroker(Broker[Folder]):
             return {"id": entry.message_id, "body": body, "reason": entry.verdict.reason}
 
         def send(letters: Sequence[dict[str, Any]]) -> Mapping[int, Refusal]:
-            for letter in letters:  # of one message there is one letter, sent again or not
-                dead.write(letter["id"], letter)
+            dead.write(f"{letters[0]['id']}.json", list(letters))  # durable when it returns
             return {}
 
         return DeadLetterTarget(make, lambda letters: [[*letters.items()]], send, "write")
@@ -202,5 +201,6 @@ class FolderBroker(Broker[Folder]):
         with translated():
             ready = len(self.client.visible(self.clock.now().timestamp()))
             hidden = len(os.listdir(self.client.messages)) - ready
-            dead = len(os.listdir(self.client.path / "dead"))
-        return QueueDepth(ready, 0, hidden, dead, None)
+            dead = (self.client.path / "dead").glob("*.json")
+            letters = sum(len(json.loads(file.read_bytes())) for file in dead)
+        return QueueDepth(ready, 0, hidden, letters, None)
