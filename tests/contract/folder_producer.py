@@ -12,6 +12,7 @@ Receiving a message renames its file, so that older receipts are void.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import uuid
