@@ -10,7 +10,7 @@ from airflow_broadway.core.custody.dead_letters import Moved
 from airflow_broadway.core.errors import ProducerError, RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.sqlite.letters import SqliteDeadLetters
+from airflow_broadway.producers.sqlite.producer import SqliteDeadLetters
 from airflow_broadway.runs.sources.choice import Asked, choose_source
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.runs.unstaged import UnstagedTask
