@@ -118,6 +118,7 @@ class Batching:
         #: What :meth:`closed` gives next: for each planned batch those that it is made of, which is
         #: one, or several where keys are merged.
         self._closed: list[list[Closed]] = []
+        self._batch_ids: set[bytes] = set()
 
     def _make_stage(self) -> BatcherStage:
         options = dataclasses.replace(self._options, batch_timeout=self._options.staged_timeout)
@@ -213,7 +214,7 @@ class Batching:
             batch_id = self.hash_of(None).update_all(each.close() for each in pendings).hexdigest()
             key, keys = None, len({batch.key for batch in parts})
         return PlannedBatch(
-            batch_id=batch_id,
+            batch_id=self._unique(batch_id),
             rows=_ranges(sorted(each.number for each in pendings)),
             files=[index for index in range(files.bit_length()) if files >> index & 1],
             batch_key=key,
@@ -230,6 +231,17 @@ class Batching:
             },
             error="" if first.error is None else status_of(first.error).text,
         )
+
+    def _unique(self, batch_id: str) -> str:
+        """Derive another id for a batch of the same messages as an earlier one of the plan.
+
+        Two generations have the same messages where the lease of the first has lapsed.  With one id
+        the outcome of one batch would settle the messages of the other.
+        """
+        while bytes.fromhex(batch_id) in self._batch_ids:
+            batch_id = self.hash_of(None).update(batch_id).hexdigest()
+        self._batch_ids.add(bytes.fromhex(batch_id))
+        return batch_id
 
 
 def _rows(table: pa.Table) -> list[_Row]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +374,24 @@ def test_a_lapsed_lease_is_reported_loudly_and_balances(run: Run) -> None:
     report = short.ack()
     assert report["balanced"]
     assert report["totals"]["lapsed"] == COUNT
+
+
+def test_the_same_messages_in_two_generations_are_settled_by_outcomes_of_their_own(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, batchers={"default": {"batch_size": 2}})
+    run.send([1, 5])
+    first = run.process()
+
+    # When the lease of the first task has lapsed, and the second receives its messages
+    with closing(sqlite3.connect(tmp_path / "queue.db")) as db, db:
+        db.execute("UPDATE leases SET deadline = 0")
+    second = run.process(1)
+    assert (first["received"], second["received"]) == (2, 2)
+    run.batch(first, second)
+
+    # Then the message that failed is a dead letter, as the outcome of the second says
+    assert len({call.batch_id for call in run.calls()}) == 2
+    assert run.ack()["totals"]["dead_lettered"] == 1
+    assert run.dead() == [5]
+    assert run.depth() == (0, 0, 0, 1)
