@@ -168,7 +168,9 @@ def test_letters_of_a_pipeline_that_the_dag_does_not_have_refuse_the_run() -> No
     def choose(dag: DAG, name: str) -> RunSource:
         letters = {"pipeline": name, "action": "delete"}
         made = context("manual", source="dead_letters", dead_letters=letters)
-        return source_of_run(dag.task_dict["process"], {**made, "dag": dag}, Queue())
+        made["dag"] = dag
+        operator: Any = dag.task_dict["process"]
+        return source_of_run(operator, made, Queue())
 
     with DAG("letters") as dag:
         BroadwayProcessorOperator(task_id="process", pipeline=Queue)
