@@ -1,8 +1,6 @@
 """``airflow-broadway depth``: how full the queues of pipelines are, and how old the oldest message.
 
-Nothing is taken, whatever the broker.  Pipelines are asked at the same time, since one broker that
-keeps silent must not hide what the others say; and several in one process, since to start one takes
-longer than to ask a broker.
+No message is received.  All brokers are asked concurrently: a silent one does not delay the others.
 """
 
 from __future__ import annotations
@@ -34,21 +32,21 @@ _SILENT: Final = "the broker does not say how full the queue is"
 
 @dataclass(slots=True)
 class DepthQuery:
-    """A pipeline, and what is known of its queues.
+    """A query for the depth of a pipeline's queues, and its result.
 
-    :param unknown: Why nothing is known; empty if it is.
+    :param unknown: Why the depth is unknown; empty if it is known.
     """
 
     reference: str
     pipeline: str | None = None
     broker: str | None = None
-    found: QueueDepth | None = None
+    depth: QueueDepth | None = None
     unknown: str = ""
     done: threading.Event = field(default_factory=threading.Event)
 
     def to_json(self) -> dict[str, Any]:
-        found = None if self.unknown else self.found
-        counts = dict.fromkeys(QueueDepth._fields) if found is None else found._asdict()
+        depth = None if self.unknown else self.depth
+        counts = dict.fromkeys(QueueDepth._fields) if depth is None else depth._asdict()
         return {
             "reference": self.reference,
             "pipeline": self.pipeline,
@@ -59,14 +57,13 @@ class DepthQuery:
 
     def ask(self, look: Callable[[], QueueDepth | None]) -> None:
         """Read the depth; a failure is this pipeline's alone."""
-        found = self.guarded(look)
-        if found is None:
+        self.depth = self.guarded(look)
+        if self.depth is None:
             self.unknown = self.unknown or _SILENT
-        self.found = found
         self.done.set()
 
     def guarded(self, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns; ``None`` if it fails, which :attr:`unknown` then says."""
+        """Return the result of ``call``; ``None`` and a reason in :attr:`unknown` if it fails."""
         try:
             return call()
         except (BroadwayError, OSError) as error:
@@ -77,39 +74,39 @@ class DepthQuery:
         return None
 
     @staticmethod
-    def wait(asked: Sequence[DepthQuery], seconds: float, clock: Clock) -> None:
-        """Wait for all, together no longer than that."""
+    def wait(queries: Sequence[DepthQuery], seconds: float, clock: Clock) -> None:
+        """Wait for the results of all queries, for so many seconds in all."""
         end = clock.monotonic() + seconds
-        for each in asked:
-            if not each.done.wait(max(0.0, end - clock.monotonic())):
-                each.unknown = f"the broker did not answer within {seconds:g} s"
+        for query in queries:
+            if not query.done.wait(max(0.0, end - clock.monotonic())):
+                query.unknown = f"the broker did not answer within {seconds:g} s"
 
 
 def depth(given: argparse.Namespace) -> int:
-    """Ask for all; 1 if something of one of them is not known."""
-    asked = [DepthQuery(reference) for reference in given.pipeline]
-    for each in asked:
+    """Print the depth of each pipeline's queues; return 1 if one of them is unknown."""
+    queries = [DepthQuery(reference) for reference in given.pipeline]
+    for query in queries:
         # One after another, in the main thread: users' modules are loaded here.
-        look = each.guarded(partial(_prepare, each, given))
+        look = query.guarded(partial(_prepare, query, given))
         if look is None:
-            each.done.set()
+            query.done.set()
             continue
-        threading.Thread(target=each.ask, args=(look,), daemon=True).start()
-    DepthQuery.wait(asked, given.timeout, SystemClock())
-    found = [each.to_json() for each in asked]
+        threading.Thread(target=query.ask, args=(look,), daemon=True).start()
+    DepthQuery.wait(queries, given.timeout, SystemClock())
+    results = [query.to_json() for query in queries]
     if given.json:
-        say_json(found)
+        say_json(results)
     else:
-        _print(found)
-    return int(any(each["unknown"] for each in found))
+        _print(results)
+    return int(any(result["unknown"] for result in results))
 
 
-def _prepare(asked: DepthQuery, given: argparse.Namespace) -> Callable[[], QueueDepth | None]:
-    """What asks for a pipeline's backlog."""
-    pipeline = pipeline_of(asked.reference)
-    asked.pipeline = pipeline.name
-    asked.broker = pipeline.producer.kind or type(pipeline.producer).__name__
-    producer = connected(pipeline.producer, asked.reference, given.conn_id)
+def _prepare(query: DepthQuery, given: argparse.Namespace) -> Callable[[], QueueDepth | None]:
+    """Load a pipeline, and return a function that reads the depth of its queues."""
+    pipeline = pipeline_of(query.reference)
+    query.pipeline = pipeline.name
+    query.broker = pipeline.producer.kind or type(pipeline.producer).__name__
+    producer = connected(pipeline.producer, query.reference, given.conn_id)
     queues = WatchedQueues(pipeline.name, producer.shards())
     return lambda: look_at(queues, given.staging)
 

@@ -53,15 +53,15 @@ def main() -> int:
 
 
 def _depths(question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The depth of each of the queues, of all brokers at the same time."""
-    asked = []
-    for each in question["queues"]:
-        query = DepthQuery(each["key"])
-        asked.append(query)
-        look = partial(_depth, each["queues"], each["staging"])
+    """Return the depth of each pipeline's queues; all brokers are asked concurrently."""
+    queries = []
+    for pipeline in question["queues"]:
+        query = DepthQuery(pipeline["key"])
+        queries.append(query)
+        look = partial(_depth, pipeline["queues"], pipeline["staging"])
         threading.Thread(target=query.ask, args=(look,), daemon=True).start()
-    DepthQuery.wait(asked, question["seconds"], SystemClock())
-    return [each.to_json() for each in asked]
+    DepthQuery.wait(queries, question["seconds"], SystemClock())
+    return [query.to_json() for query in queries]
 
 
 def _depth(queues: str, staging: str | None) -> Any:
@@ -69,7 +69,7 @@ def _depth(queues: str, staging: str | None) -> Any:
 
 
 def _list(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Some letters, and how many there are of each reason."""
+    """Return a page of dead letters, and the count of each reason."""
     with _opened(question) as place:
         return listed_letters(
             place,
@@ -81,13 +81,13 @@ def _list(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show(question: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One letter with its payload, or as much of it as fits; ``None`` if it is none any more."""
+    """Return a dead letter with its payload, cut at a size; ``None`` if it was moved or deleted."""
     with _opened(question) as place:
         letters: Any = place.letters(Choice(ids=frozenset([question["id"]])))
         with closing(letters):
-            # A sender may write that a letter is of a message of this id.
-            found = next((each for each in letters if each.message_id == question["id"]), None)
-    return None if found is None else export_letter(found, question["bytes"])
+            # A sender may claim this id for another message: the broker's own id decides.
+            letter = next((one for one in letters if one.message_id == question["id"]), None)
+    return None if letter is None else export_letter(letter, question["bytes"])
 
 
 @contextmanager

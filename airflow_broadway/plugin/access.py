@@ -31,7 +31,7 @@ from airflow.configuration import conf
 from airflow.models.dag import DagModel
 from fastapi import Depends, HTTPException, Request, status
 
-from airflow_broadway.plugin.turns import USER
+from airflow_broadway.plugin.fair_semaphore import USER
 
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser

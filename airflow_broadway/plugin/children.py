@@ -30,7 +30,7 @@ from airflow.providers.common.compat.sdk import conf
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.plugin.turns import USER, Turns
+from airflow_broadway.plugin.fair_semaphore import USER, FairSemaphore
 
 __all__ = ["CHILDREN", "OFF", "Answer", "ChildError", "Children", "asks_brokers"]
 
@@ -102,7 +102,7 @@ class Children:
         self._keep = keep
         self._grace = grace
         self._clock = clock or SystemClock()
-        self._turns = Turns(most, most_of_user)
+        self._slots = FairSemaphore(most, most_of_user)
         #: What is under way, or was answered, by its text; the oldest question first.
         self._known: dict[str, _Question] = {}
 
@@ -136,7 +136,7 @@ class Children:
         if not self._allowed():
             raise ChildError(OFF)
         try:
-            async with asyncio.timeout(self._timeout), self._turns.place():
+            async with asyncio.timeout(self._timeout), self._slots.slot():
                 code, out = await self._spawned(question)
         except TimeoutError:
             raise ChildError(f"the broker did not answer within {self._timeout:g} s") from None

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.plugin.turns import Turns
+from airflow_broadway.plugin.fair_semaphore import FairSemaphore
 
 __all__ = ["READING", "Reading"]
 
@@ -39,7 +39,7 @@ class Reading:
         self, *, seconds: float = SECONDS, most: int = MOST, most_of_user: int = MOST_OF_USER
     ) -> None:
         self._seconds = seconds
-        self._turns = Turns(most, most_of_user)
+        self._slots = FairSemaphore(most, most_of_user)
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the function returns.
@@ -50,7 +50,7 @@ class Reading:
         context = contextvars.copy_context()
         try:
             async with asyncio.timeout(self._seconds) as bound:
-                user = await self._turns.take()
+                user = await self._slots.acquire()
                 work = partial(context.run, function, *args, **kwargs)
                 found: T = await self._started(work, user)
                 return found
@@ -71,7 +71,7 @@ class Reading:
         ended: asyncio.Future[Any] = loop.create_future()
 
         def tell(value: Any, error: BaseException | None) -> None:
-            self._turns.give(user)
+            self._slots.release(user)
             if ended.done():
                 return  # nobody waits any more
             if error is None:
@@ -91,7 +91,7 @@ class Reading:
         try:
             threading.Thread(target=run, name="broadway-reading", daemon=True).start()
         except BaseException:  # no room for one more: its place is another's
-            self._turns.give(user)
+            self._slots.release(user)
             raise
         return ended
 

@@ -240,7 +240,10 @@ def look_lines(look: Mapping[str, Any]) -> list[str]:
         lines.append(f"A run would take all that is of the interval: {_n(messages)} at most.")
     if look.get("dead_letters") is not None:
         dead = many(look["dead_letters"], "dead letter")
-        lines.append(f"A run would send {dead} back first, and drain the queue behind that.")
+        if look.get("deletes"):
+            lines.append(f"A run would delete {dead}, and receive nothing.")
+        else:
+            lines.append(f"A run would send {dead} back first, and drain the queue behind that.")
     if depth is not None:
         lines.append(_depth_line(depth))
     if depth is not None and messages is not None:

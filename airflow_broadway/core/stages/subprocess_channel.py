@@ -39,7 +39,7 @@ _away_lock = threading.Lock()
 
 
 class UnreadableValue(PipelineError):
-    """What the other end sent cannot be unpickled here."""
+    """Raised where a value from the other process cannot be unpickled."""
 
 
 class PipeChannel:

@@ -10,8 +10,9 @@ import json
 import logging
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, cast
 
+from airflow_broadway.core.custody.dead_letters import EVERY
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.run_summary import look_lines
 from airflow_broadway.core.model.run_source import ARCHIVE, DEAD_LETTERS, LOG, RUN, RunSource
@@ -20,6 +21,7 @@ from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.account import LOOK, keep_report
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.sources.archived import found_in
+from airflow_broadway.runs.sources.dead_letters import choice_of, deletes
 from airflow_broadway.runs.sources.past_run import chosen_batches
 from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.staging.run_folder import StagedRun
@@ -117,8 +119,15 @@ class DryRun:
         return _counted(None if depth is None else depth.ready, depth=depth)
 
     def _among_dead_letters(self) -> dict[str, Any]:
+        choice = choice_of(self._source.only)
         with closing(self._live.producer.dead_letters(self._env)) as letters:
-            dead = letters.count()
+            if choice == EVERY:
+                dead = letters.count()
+            else:
+                with closing(cast(Any, letters.letters(choice))) as chosen:
+                    dead = sum(1 for _ in chosen)
+        if deletes(self._source):
+            return {**_counted(0), "dead_letters": dead, "deletes": True}
         depth = self._live.producer.depth(self._env)
         waiting = None if depth is None else dead + depth.ready
         return {**_counted(waiting, depth=depth), "dead_letters": dead}

@@ -18,7 +18,7 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.plugin.children import OFF, Answer, ChildError, Children, asks_brokers
 from airflow_broadway.plugin.depths import Depths
-from airflow_broadway.plugin.turns import USER
+from airflow_broadway.plugin.fair_semaphore import USER
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.backlog.queues import WatchedQueues

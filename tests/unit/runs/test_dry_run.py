@@ -141,6 +141,32 @@ def test_dead_letters_are_counted_and_stay(world: World) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("action", "waiting", "sentence"),
+    [
+        ("requeue", 2, "A run would send 1 dead letter back first, and drain the queue behind"),
+        ("delete", 0, "A run would delete 1 dead letter, and receive nothing."),
+    ],
+)
+def test_of_dead_letters_those_that_a_run_would_move_are_counted(
+    world: World, action: str, waiting: int, sentence: str
+) -> None:
+    failed(world, 1, 2)
+    world.minutes(3)
+    with world.queue() as queue:
+        first = next(iter(queue.dead_letters(limit=None)))
+    before = state(world)[0]
+
+    run = world.run(
+        "dry", RunSource(kind=DEAD_LETTERS, only={"action": action, "ids": [first.message_id]})
+    )
+    look = dry(run)["look"]
+
+    assert (look["dead_letters"], look["messages"]) == (1, waiting)
+    assert state(world)[0] == before
+    assert any(line.startswith(sentence) for line in lines_of(run.ack()))
+
+
 def test_an_interval_of_the_archive_is_counted_by_its_index(world: World) -> None:
     world.minutes(1, 2, 59)
     world.run("live").all()
