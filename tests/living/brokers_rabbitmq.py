@@ -126,7 +126,8 @@ class LivingRabbit:
     def drain(self) -> list[Left]:
         return [
             left
-            for name in self._server.queue_names()
+            # What waits for a delay is on its way into the source queue.
+            for name in sorted(self._server.queue_names(), key=lambda name: ".delay." not in name)
             for place in [self._place(name)]
             if place
             for left in self._drained(name, place)
@@ -150,6 +151,8 @@ class LivingRabbit:
         for number, (method, properties, body) in enumerate(
             channel.consume(queue, inactivity_timeout=20.0), 1
         ):
+            if method is None and place == "delay":
+                return  # its delay is over
             assert method is not None, f"{queue} does not send what it has"
             if place in ("returns", "leased"):
                 # Each comes again by a lapse or a release: whoever unpacks it marks it.
