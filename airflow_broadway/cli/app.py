@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 
 from airflow_broadway.cli.arguments import (
     add_archive,
+    add_check,
     add_dead_letters,
     add_depth,
     add_kafka,
     add_pubsub,
     add_queue,
-    add_rabbitmq,
     add_staging,
     command,
     positive,
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="airflow-broadway",
         description="Look at staged runs, run their batches again, look after dead letters and"
-        " archives, ask how much waits, serve the embedded queue, check a RabbitMQ, look after a"
+        " archives, check brokers, report how much waits, serve the embedded queue, look after a"
         " Kafka group or a Pub/Sub subscription, put a pipeline to the test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
@@ -96,10 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_where(commands)
     _add_remove(commands)
     add_archive(commands)
+    add_check(commands)
     add_dead_letters(commands)
     add_depth(commands)
     add_queue(commands)
-    add_rabbitmq(commands)
     add_kafka(commands)
     add_pubsub(commands)
     _add_crash_test(commands)

@@ -11,12 +11,12 @@ from airflow_broadway.cli.output import logging_at
 
 __all__ = [
     "add_archive",
+    "add_check",
     "add_dead_letters",
     "add_depth",
     "add_kafka",
     "add_pubsub",
     "add_queue",
-    "add_rabbitmq",
     "add_staging",
     "command",
     "positive",
@@ -166,6 +166,28 @@ def _instant(text: str) -> datetime:
     return found
 
 
+def add_check(commands: Any) -> None:
+    """The arguments of ``check``."""
+    made = command(
+        commands,
+        "check",
+        "Check a pipeline's broker as its next run would: what that run would refuse, what it would"
+        " warn of, what could not be checked.  No message is received, and nothing is changed.",
+        _check,
+    )
+    made.add_argument("reference", metavar="REF", help="pkg.module:Class, or a reference as JSON")
+    _add_conn_id(made)
+    add_staging(made)
+
+
+def _check(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.check import check
+
+    # What a broker's client logs of its connections stands in the one error.
+    with logging_at(logging.CRITICAL):
+        return check(given)
+
+
 def add_depth(commands: Any) -> None:
     """The arguments of ``depth``."""
     made = command(
@@ -269,37 +291,6 @@ def _queue(given: argparse.Namespace) -> int:
     return queue(given)
 
 
-def add_rabbitmq(commands: Any) -> None:
-    """The arguments of ``rabbitmq``."""
-    text = "Look at a RabbitMQ."
-    rabbitmq = commands.add_parser("rabbitmq", help=text, description=text, allow_abbrev=False)
-    made = command(
-        rabbitmq.add_subparsers(metavar="ACTION", required=True),
-        "check",
-        "Whether a policy or a setting of the broker loses or delays messages that a run holds:"
-        " log in, and look at every queue that a pipeline uses.",
-        _rabbitmq,
-    )
-    which = made.add_mutually_exclusive_group(required=True)
-    which.add_argument("--queue", metavar="NAME", help="the source queue")
-    which.add_argument("--pipeline", metavar="REF", help="pkg.module:Class, or a reference as JSON")
-    made.add_argument(
-        "--conn-id",
-        metavar="ID",
-        help="the Airflow connection; rabbitmq_default, or the pipeline's, by default",
-    )
-    made.add_argument(
-        "--dead-letter", metavar="NAME", help="the queue of dead letters, if it is your own"
-    )
-
-
-def _rabbitmq(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.rabbitmq import check
-
-    with logging_at(logging.WARNING):
-        return check(given)
-
-
 def add_kafka(commands: Any) -> None:
     """The arguments of ``kafka``."""
     text = "Look at a group of Apache Kafka, and put it right."
@@ -307,7 +298,6 @@ def add_kafka(commands: Any) -> None:
     actions = kafka.add_subparsers(metavar="ACTION", required=True)
     for name, text in (
         ("show", "Each partition of the group: what is finished, who holds what, what waits."),
-        ("check", "What the next run would refuse or warn of; nothing is changed."),
         ("adopt", "Have this staging folder keep a group that another one keeps."),
         ("reset", "Have the group begin anew, once, by its offset_reset_policy."),
     ):
@@ -342,7 +332,6 @@ def add_pubsub(commands: Any) -> None:
     actions = pubsub.add_subparsers(metavar="ACTION", required=True)
     for name, text in (
         ("show", "How the subscription is set up, how much waits, who holds what."),
-        ("check", "What the next run would refuse or warn of; nothing is changed."),
         ("seek", "Set the subscription to a time or a snapshot, while no run holds messages."),
     ):
         made = command(actions, name, text, _pubsub)

@@ -1,4 +1,4 @@
-"""``airflow-broadway kafka``: a group as it is, what is wrong with it, and the cure."""
+"""``airflow-broadway kafka``: a group as it is, and the cure of what is wrong with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.text import many, table
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka import group as groups
-from airflow_broadway.producers.kafka.group import ERROR, NOTE, Group, Partition
+from airflow_broadway.producers.kafka.group import Group, Partition
 
 __all__ = ["kafka"]
 
@@ -56,20 +56,6 @@ def _show(producer: KafkaProducer, env: ProducerEnv, given: argparse.Namespace) 
     if found.findings:
         say("", *(f"{each.level}: {each.text}" for each in found.findings))
     return 0
-
-
-def _check(producer: KafkaProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
-    """1 if there is an error or a warning."""
-    found = groups.look(producer, env)
-    if given.json:
-        say_json(_json(found))
-    else:
-        _print_head(found)
-        order = sorted(found.findings, key=lambda each: (each.level != ERROR, each.level == NOTE))
-        say(*(f"{each.level}: {each.text}" for each in order))
-        if not _grave(found):
-            say("The next run may begin.")
-    return int(_grave(found))
 
 
 def _adopt(producer: KafkaProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
@@ -126,10 +112,6 @@ def _row(each: Partition) -> tuple[object, ...]:
     return (each.topic, each.partition, *numbers)
 
 
-def _grave(found: Group) -> bool:
-    return any(each.level != NOTE for each in found.findings)
-
-
 def _json(found: Group) -> dict[str, Any]:
     return {
         **found._asdict(),
@@ -139,4 +121,4 @@ def _json(found: Group) -> dict[str, Any]:
     }
 
 
-_ACTIONS = {"show": _show, "check": _check, "adopt": _adopt, "reset": _reset}
+_ACTIONS = {"show": _show, "adopt": _adopt, "reset": _reset}

@@ -19,7 +19,7 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
 
-__all__ = ["connected", "named_pipeline", "opened", "pipeline_of"]
+__all__ = ["connected", "named_pipeline", "opened", "pipeline_of", "producer_env"]
 
 P = TypeVar("P", bound=Producer)
 
@@ -111,9 +111,19 @@ def opened(
         options_of: Any = producer  # each broker's options have a conn_id
         producer = replace(options_of, conn_id=given.conn_id)
     store = (open_store if writes else open_existing_store)(given.staging)
-    return producer, ProducerEnv(
-        pipeline=pipeline.name,
+    return producer, producer_env(pipeline.name, store.uri)
+
+
+def producer_env(pipeline: str, root: str) -> ProducerEnv:
+    """Returns what a pipeline's producer is opened in, outside a run.
+
+    :param pipeline: The pipeline's name.
+    :param root: The URI of the staging root.
+    """
+    root = root.rstrip("/")
+    return ProducerEnv(
+        pipeline=pipeline,
         connections=AirflowConnections(),
-        staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
-        shared=f"{store.uri.rstrip('/')}/{SHARED}",
+        staging=f"{root}/{pipeline}",
+        shared=f"{root}/{SHARED}",
     )

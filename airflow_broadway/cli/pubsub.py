@@ -1,4 +1,4 @@
-"""``airflow-broadway pubsub``: a subscription as it is, what is wrong with it, and a seek."""
+"""``airflow-broadway pubsub``: a subscription as it is, and a seek."""
 
 from __future__ import annotations
 
@@ -42,26 +42,14 @@ def _show(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace)
         heads = ("held by", "messages", "until")
         rows = ((each.folder, each.messages, _until(each, env)) for each in found.held)
         say("", *table(heads, rows))
-    _say_findings(found)
+    if found.findings:
+        say("", *(f"{finding.level}: {finding.text}" for finding in found.findings))
     return 0
 
 
 def _look(producer: PubSubProducer, env: ProducerEnv) -> Look:
     with closing(producer.broker(env)) as broker:
         return subscriptions.look(producer, broker)
-
-
-def _check(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
-    """1 if there is an error or a warning."""
-    found = _look(producer, env)
-    grave = found.refusal is not None or bool(found.troubles)
-    if given.json:
-        say_json(_json(found))
-    elif grave:
-        _say_findings(found)
-    else:
-        say("The next run may begin.")
-    return int(grave)
 
 
 def _seek(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
@@ -112,16 +100,14 @@ def _until(held: HeldBy, env: ProducerEnv) -> str:
     return f"{held.until.isoformat(timespec='seconds')}{over}"
 
 
-def _say_findings(found: Look) -> None:
-    texts = [] if found.refusal is None else [f"error: {found.refusal}"]
-    texts += [f"warning: {each}" for each in found.troubles]
-    if texts:
-        say("", *texts)
-
-
 def _json(found: Look) -> dict[str, Any]:
     depth = None if found.depth is None else found.depth._asdict()
-    return {**found._asdict(), "depth": depth, "held": [each._asdict() for each in found.held]}
+    return {
+        **found._asdict(),
+        "depth": depth,
+        "held": [each._asdict() for each in found.held],
+        "findings": [finding._asdict() for finding in found.findings],
+    }
 
 
-_ACTIONS = {"show": _show, "check": _check, "seek": _seek}
+_ACTIONS = {"show": _show, "seek": _seek}

@@ -16,16 +16,14 @@ from functools import partial
 from typing import Any, Final
 
 from airflow_broadway.adapters.backlog import look_at
-from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.cli.dead_letters import export_letter, listed_letters
 from airflow_broadway.cli.depth import DepthQuery
+from airflow_broadway.cli.opening import producer_env
 from airflow_broadway.cli.output import only_results_on_stdout, say_json
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
-from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ProducerError
-from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import cut, printable
 from airflow_broadway.runs.backlog.queues import WatchedQueues
@@ -98,13 +96,7 @@ def _opened(question: Mapping[str, Any]) -> Iterator[DeadLetters]:
             "dead letters of several queues are not listed here: use `airflow-broadway"
             " dead-letters` where a worker runs"
         )
-    root = staging_root(question["staging"]).rstrip("/")
-    env = ProducerEnv(
-        pipeline=queues.pipeline,
-        connections=AirflowConnections(),
-        staging=f"{root}/{queues.pipeline}",
-        shared=f"{root}/{SHARED}",
-    )
+    env = producer_env(queues.pipeline, staging_root(question["staging"]))
     with closing(queues.producers[0].dead_letters(env)) as letters:
         yield letters
 

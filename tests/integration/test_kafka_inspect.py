@@ -9,7 +9,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.group import ERROR, adopt, look
+from airflow_broadway.producers.kafka.group import adopt, look
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import KafkaServer
@@ -117,7 +117,7 @@ def test_a_group_is_adopted_and_given_back(kafka: KafkaServer, tmp_path: Path) -
     group.settle(lease, messages, {messages[2].message_id: Verdict(Action.RETRY)})
     group.staging = f"file://{tmp_path}/two"
     [finding] = [
-        each for each in look(group.producer(), group.env("")).findings if each.level == ERROR
+        each for each in look(group.producer(), group.env("")).findings if each.level == "error"
     ]
     assert "is kept by another staging folder" in finding.text
 

@@ -58,6 +58,10 @@ class Told:
     def ran(self, action: str, *arguments: str, **options: Any) -> Ran:
         return ran(self.capsys, "pubsub", action, *self._about(**options), *arguments)
 
+    def check(self, **options: Any) -> Ran:
+        _, reference, *staging = self._about(**options)
+        return ran(self.capsys, "check", reference, *staging)
+
     def letters(self, action: str, *arguments: str) -> Ran:
         return ran(self.capsys, "dead-letters", action, *self._about(), *arguments)
 
@@ -95,9 +99,9 @@ def test_what_the_next_run_would_say_is_found_before(
     pubsub: PubSubServer, tmp_path: Path, capsys: Capsys
 ) -> None:
     told = Told(pubsub, tmp_path, capsys)
-    fine = told.ran("check")
-    assert (fine.code, fine.out) == (0, "The next run may begin.\n")
-    wrong = told.ran("check", message_ordering=True)
+    fine = told.check()
+    assert (fine.code, fine.out) == (0, "A run of Subscribed can begin.\n")
+    wrong = told.check(message_ordering=True)
     assert wrong.code == 1
     assert "error: message_ordering=True needs a subscription that delivers in order" in wrong.out
 
@@ -151,12 +155,12 @@ def test_what_cannot_be_is_said_and_changes_nothing(
         assert refused.code == 2
         assert words in refused.err
     staging = ("--staging", f"file://{tmp_path}")
-    embedded = ran(capsys, "pubsub", "check", "--pipeline", f"{__name__}:Embedded", *staging)
+    embedded = ran(capsys, "pubsub", "show", "--pipeline", f"{__name__}:Embedded", *staging)
     assert "is SqliteProducer, not PubSubProducer" in embedded.err
-    template = ran(capsys, "pubsub", "check", "--pipeline", f"{__name__}:Subscribed", *staging)
+    template = ran(capsys, "pubsub", "show", "--pipeline", f"{__name__}:Subscribed", *staging)
     assert "has the template" in template.err
-    gone = told.ran("check", subscription="projects/broadway-tests/subscriptions/gone")
-    assert (gone.code, "there is no subscription" in gone.err) == (2, True)
+    gone = told.check(subscription="projects/broadway-tests/subscriptions/gone")
+    assert (gone.code, "error: there is no subscription" in gone.out) == (1, True)
 
 
 def test_dead_letters_are_listed_shown_sent_back_and_deleted(

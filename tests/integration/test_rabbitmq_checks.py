@@ -23,7 +23,6 @@ from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.names import lease_arguments
 from airflow_broadway.producers.rabbitmq.broker.sweep import counting
-from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.testing.harness import settlement_of
 from tests.cli_runs import ran
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
@@ -322,52 +321,30 @@ def connection(place: Place, extra: dict[str, Any], monkeypatch: pytest.MonkeyPa
     return "rabbit_checked"
 
 
-def test_the_command_lists_queues_and_findings(
+def reference(pipeline: type[Passing], **producer: Any) -> str:
+    name = f"tests.integration.test_rabbitmq_checks:{pipeline.__name__}"
+    return json.dumps({"class": name, "options": {"producer": producer}})
+
+
+def test_the_command_prints_findings(
     place: Place, connection: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place.declare()
-    place.send(b"1", b"2")
-    command = ("rabbitmq", "check", "--queue", place.name, "--conn-id", connection)
+    checked = reference(Checked, queue=place.name, conn_id=connection)
 
-    fine = ran(capsys, *command)
+    fine = ran(capsys, "check", checked)
     with policy(place, rf"^broadway\.returns\.{place.name}", message_ttl=1000):
-        harmful = ran(capsys, *command)
-        told = ran(capsys, *command, "--json")
+        harmful = ran(capsys, "check", checked)
+        as_json = ran(capsys, "check", checked, "--json")
 
-    assert (fine.code, fine.err) == (0, "")
-    assert "No policy harms this run's messages." in fine.out
-    assert harmful.code == told.code == 1
+    assert (fine.code, fine.out, fine.err) == (0, "A run of Checked can begin.\n", "")
+    assert harmful.code == as_json.code == 1
     assert f"error: the queue '{place.queues.returns}'" in harmful.out
-    found = json.loads(told.out)
-    assert found["queues"][0] == {"queue": place.name, "for": "source", "messages": 2}
-    assert [each["level"] for each in found["findings"]] == ["error"]
-
-
-def test_what_came_back_is_counted_in_bundles_and_says_so(
-    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Given 1,200 messages that a run gave back
-    place.declare()
-    place.send(*[b"%d" % number for number in range(1_200)])
-    _, lease = place.hold()
-    assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 1_200
-    count = lease.state["bundles"]
-    assert 3 <= count < 100
-
-    shown = ran(capsys, "rabbitmq", "check", "--queue", place.name, "--conn-id", connection)
-    told = ran(
-        capsys, "rabbitmq", "check", "--queue", place.name, "--conn-id", connection, "--json"
-    )
-
-    assert f" {count} bundles" in shown.out
-    assert {"queue": place.queues.returns, "for": "returns", "bundles": count} in json.loads(
-        told.out
-    )["queues"]
-    assert place.producer().depth(place.env()).ready == count
+    assert [finding["level"] for finding in json.loads(as_json.out)] == ["error"]
 
 
 @pytest.mark.parametrize("kind", ["no tag", "false", "nobody there"])
-def test_the_command_finds_fault_with_a_check_that_saw_nothing(
+def test_the_command_warns_of_policies_that_it_cannot_see(
     place: Place,
     extra: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -379,11 +356,10 @@ def test_the_command_finds_fault_with_a_check_that_saw_nothing(
     with permitted(place.server) as user:
         value = place.server.connection(**user, extra={"management_url": url})
         monkeypatch.setenv("AIRFLOW_CONN_RABBIT_BLIND", json.dumps(value))
-        done = ran(capsys, "rabbitmq", "check", "--queue", place.name, "--conn-id", "rabbit_blind")
+        done = ran(capsys, "check", reference(Checked, queue=place.name, conn_id="rabbit_blind"))
 
-    assert done.code == 1
+    assert done.code == 0
     assert "warning: whether policies make this run lose messages could not be checked" in done.out
-    assert "harm" not in done.out
     assert PASSWORD not in done.out + done.err
 
 
@@ -400,46 +376,23 @@ class Sharded(Checked):
     )
 
 
-class Embedded(Checked):
-    producer = SqliteProducer(queue="orders", path="/nowhere/queue.db")  # type: ignore[assignment]
-
-
-def test_the_command_looks_at_the_queue_of_each_producer(
+def test_the_command_checks_the_queue_of_each_producer(
     place: Place, connection: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"producer": {"conn_id": connection}}
-    pipeline = {"class": "tests.integration.test_rabbitmq_checks:Sharded", "options": options}
     with place.channel() as channel:
-        for index in range(2):
-            channel.queue_declare(f"sharded-{index}", durable=True)
+        channel.queue_declare("sharded-0", durable=True)
 
-    done = ran(capsys, "rabbitmq", "check", "--pipeline", json.dumps(pipeline), "--json")
+    done = ran(capsys, "check", reference(Sharded, conn_id=connection), "--json")
 
-    assert done.code == 0
-    assert [each["queues"][0]["queue"] for each in json.loads(done.out)] == [
-        "sharded-0",
-        "sharded-1",
-    ]
+    assert done.code == 1
+    [finding] = json.loads(done.out)
+    assert "has no queue 'sharded-1'" in finding["text"]
 
 
-def test_the_command_reads_a_pipeline_and_says_which_it_cannot_check(
+def test_the_command_refuses_a_template(
     place: Place, connection: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pipeline = "tests.integration.test_rabbitmq_checks:Checked"
-    reference = {
-        "class": pipeline,
-        "options": {"producer": {"queue": place.name, "conn_id": connection}},
-    }
-    place.declare()
+    templated = ran(capsys, "check", reference(Checked, conn_id=connection))
 
-    assert ran(capsys, "rabbitmq", "check", "--pipeline", json.dumps(reference)).code == 0
-    embedded = ran(
-        capsys, "rabbitmq", "check", "--pipeline", pipeline.replace("Checked", "Embedded")
-    )
-    templated = ran(capsys, "rabbitmq", "check", "--pipeline", pipeline)
-    missing = ran(capsys, "rabbitmq", "check", "--queue", "no-such-queue", "--conn-id", connection)
-
-    assert (embedded.code, templated.code, missing.code) == (2, 2, 2)
-    assert "is SqliteProducer, not RabbitMQProducer" in embedded.err
-    assert "is the template '{{ var.value.queue }}': give --queue" in templated.err
-    assert "has no queue 'no-such-queue'" in missing.err
+    assert templated.code == 2
+    assert "has the template queue='{{ var.value.queue }}'" in templated.err

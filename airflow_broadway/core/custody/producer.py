@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.dead_letters import DeadLetters
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Custodian, Delivery, QueueDepth, Source
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict, decide
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
@@ -240,6 +241,13 @@ class Producer(Options):
     def custodian(self, env: ProducerEnv) -> Custodian:
         """Open the half that settles; connects when first used."""
         raise TypeError(f"{type(self).__name__} has no custodian")
+
+    def check(self, env: ProducerEnv) -> list[Finding]:
+        """Returns what the next run would refuse or warn of; receives and changes nothing.
+
+        :raises ProducerError: If a run cannot begin, for a reason that stops the check as well.
+        """
+        return [Finding("note", f"{type(self).__name__} has nothing that can be checked")]
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
         """How full the queue is, or ``None`` where the broker does not say."""

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Entry, QueueDepth
 from airflow_broadway.core.errors import ProducerError
@@ -201,11 +202,12 @@ class Broker(ABC, Generic[ClientT]):
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Checks the queue before the first receive, and logs warnings.
+    def check(self) -> list[Finding]:
+        """Returns what a run would refuse or warn of, before the first receive.
 
-        :raises ProducerError: If a run cannot begin.
+        :raises ProducerError: If the queue cannot be checked, nor received from.
         """
+        return []
 
     @abstractmethod
     def receive(self, count: int) -> Answer:

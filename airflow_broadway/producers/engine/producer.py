@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.producers.engine.port import Broker
@@ -27,12 +29,13 @@ class BrokerProducer(Producer):
 
         return EngineCustodian(self, self.broker(env))
 
+    def check(self, env: ProducerEnv) -> list[Finding]:
+        with closing(self.broker(env)) as broker:
+            return broker.check()
+
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        broker = self.broker(env)
-        try:
+        with closing(self.broker(env)) as broker:
             return broker.depth()
-        finally:
-            broker.close()
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         broker = self.broker(env)

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from airflow_broadway.core import telemetry
+from airflow_broadway.core.custody.findings import enforce
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
@@ -48,7 +49,7 @@ class EngineSource:
         self._kind, self._seconds = producer.kind, math.ceil(producer.lease)
         self._lease_seconds = producer.lease
         try:
-            broker.check()
+            enforce(broker.check(), log)
             self._folder = ReceiptsFolder(producer.kind, broker)
             self._folder.failures.merge(self._clock.now())
             self._receipts = self._folder.open(self._env.generation)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka import opening
@@ -27,11 +28,7 @@ if TYPE_CHECKING:
     from airflow_broadway.producers.kafka.options import KafkaOptions
 
 __all__ = [
-    "ERROR",
-    "NOTE",
-    "WARNING",
     "Claimed",
-    "Finding",
     "Group",
     "Partition",
     "adopt",
@@ -40,21 +37,7 @@ __all__ = [
     "reset",
 ]
 
-ERROR: Final = "error"
-WARNING: Final = "warning"
-NOTE: Final = "note"
-
 T = TypeVar("T")
-
-
-class Finding(NamedTuple):
-    """Something that people should know.
-
-    :param level: ``error``: the next run is refused; ``warning``: it says so; ``note``.
-    """
-
-    level: str
-    text: str
 
 
 class Claimed(NamedTuple):
@@ -176,7 +159,7 @@ def look(producer: KafkaOptions, env: ProducerEnv) -> Group:
             shown.append(_partition(place, table, found.get(place), cluster.ends(place)))
             claims += _claims(place, table, register, now)
         missing = opening.missing_topics(producer, cluster, partitions)
-        findings = [Finding(ERROR, text) for text in missing]
+        findings = [Finding("error", text) for text in missing]
         findings += _members(producer, cluster)
         for place in places:
             findings += _findings(producer, env, cluster, partitions, place, files)
@@ -235,13 +218,13 @@ def _claims(place: Place, table: Table | None, register: Register, now: float) -
 def _members(producer: KafkaOptions, cluster: Cluster) -> list[Finding]:
     members = cluster.admin.members(producer.group_id)
     if members is None:
-        return [Finding(NOTE, "whether the group has members could not be asked")]
+        return [Finding("note", "whether the group has members could not be asked")]
     if not members:
         return []
     shown = ", ".join(members[:3]) + (", …" if len(members) > 3 else "")
     return [
         Finding(
-            ERROR,
+            "error",
             f"the group {producer.group_id!r} has {many(len(members), 'member')} ({shown}): stop"
             " them, or give this pipeline a group_id of its own",
         )
@@ -281,7 +264,7 @@ def _findings(
         except ProducerUnavailable:
             raise
         except ProducerError as error:
-            heard.append(Finding(ERROR, str(error)))
+            heard.append(Finding("error", str(error)))
     return heard
 
 
@@ -292,7 +275,7 @@ def _heard(logger: logging.Logger) -> Iterator[list[Finding]]:
 
     class Hearing(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard.append(Finding(WARNING, record.getMessage()))
+            heard.append(Finding("warning", record.getMessage()))
 
     handler = Hearing(logging.WARNING)
     before = logger.propagate, logger.level

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.model.message import Message
@@ -31,6 +32,11 @@ class KafkaProducer(KafkaOptions):
         from airflow_broadway.producers.kafka.custodian import KafkaCustodian
 
         return KafkaCustodian(self, env)
+
+    def check(self, env: ProducerEnv) -> list[Finding]:
+        from airflow_broadway.producers.kafka.group import look
+
+        return look(self, env).findings
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
         from airflow_broadway.producers.kafka.inspect import depth

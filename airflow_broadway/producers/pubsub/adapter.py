@@ -19,6 +19,7 @@ from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.acks import AckRef
@@ -99,8 +100,9 @@ class PubSubBroker(Broker[Client]):
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def check(self) -> None:
-        self._deadline = admin.check(self._producer, self.client)
+    def check(self) -> list[Finding]:
+        findings, self._deadline = admin.check(self._producer, self.client)
+        return findings
 
     def receive(self, count: int) -> Answer:
         at = self.clock.now().timestamp()

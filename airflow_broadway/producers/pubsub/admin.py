@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
@@ -44,39 +44,38 @@ _NO_DEAD_LETTER: Final = (
 )
 
 
-def check(producer: PubSubOptions, client: Client) -> int:
-    """Checks the subscription before anything is pulled, and logs warnings.
+def check(producer: PubSubOptions, client: Client) -> tuple[list[Finding], int]:
+    """Checks the subscription's kind and policies, and the topic for dead letters.
 
-    :returns: Its own ack deadline, in seconds; 0 if that may not be asked for.
-    :raises ProducerError: If it cannot be pulled, or dead letters would have nowhere to go.
+    :returns: The findings, and the subscription's own ack deadline in seconds; 0 if that is denied.
+    :raises ProducerError: If there is no such subscription.
     """
     try:
         settings = client.settings()
     except Denied:
-        log.info(
-            "pubsub.subscriptions.get is not allowed on %r: its kind and its policies cannot be"
-            " checked, and what is pulled is held anew each time.",
-            client.name,
+        text = (
+            f"pubsub.subscriptions.get is not allowed on {client.name!r}: its kind and its policies"
+            " cannot be checked, and each pull extends its messages' deadlines"
         )
-        return 0
-    refusal = refusal_of(producer, settings)
-    if refusal is not None:
-        raise ProducerError(refusal)
-    check_letters(producer, client)
-    for trouble in troubles_of(producer, settings):
-        log.warning("%s", trouble)
-    return int(settings.ack_deadline_seconds)
+        return [Finding("note", text)], 0
+    return findings_of(producer, client, settings), int(settings.ack_deadline_seconds)
 
 
-def check_letters(producer: PubSubOptions, client: Client) -> None:
-    """Refuses a topic for dead letters that does not exist."""
-    if producer.dead_letter is None or not producer.may_publish(Delivery()):
-        return
-    with suppress(Denied):  # the least roles may publish, and not look
-        client.has_topic(client.topic(producer.dead_letter))
+def findings_of(producer: PubSubOptions, client: Client, settings: Any) -> list[Finding]:
+    """Returns the findings about a subscription with these settings."""
+    findings = [Finding("warning", text) for text in _warnings(producer, settings)]
+    refusal = _refusal(producer, settings)
+    if refusal is None and producer.dead_letter and producer.may_publish(Delivery()):
+        try:
+            client.has_topic(client.topic(producer.dead_letter))
+        except Denied:  # the least roles may publish, and not look
+            pass
+        except Missing as error:
+            refusal = str(error)
+    return [*([Finding("error", refusal)] if refusal else []), *findings]
 
 
-def refusal_of(producer: PubSubOptions, settings: Any) -> str | None:
+def _refusal(producer: PubSubOptions, settings: Any) -> str | None:
     """Returns why no run can pull from the subscription, or settle; ``None``: it can."""
     name = settings.name
     if settings.detached:
@@ -120,7 +119,7 @@ def _kind_of(settings: Any) -> str | None:
     return None
 
 
-def troubles_of(producer: PubSubOptions, settings: Any) -> list[str]:
+def _warnings(producer: PubSubOptions, settings: Any) -> list[str]:
     """Returns warnings about a subscription that runs can pull from."""
     found = []
     name = settings.name

@@ -10,14 +10,15 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.engine.port import Broker
 from airflow_broadway.producers.engine.receipts import HeldBy, ReceiptsFolder
-from airflow_broadway.producers.pubsub.admin import check_letters, refusal_of, troubles_of
+from airflow_broadway.producers.pubsub.admin import findings_of
 from airflow_broadway.producers.pubsub.client import Client, open_metrics
-from airflow_broadway.producers.pubsub.errors import Missing, translated
+from airflow_broadway.producers.pubsub.errors import translated
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.pubsub.options import PubSubOptions
@@ -81,14 +82,11 @@ class Look(NamedTuple):
     """A subscription as it is.
 
     :param settings: For people.
-    :param refusal: Why no run can begin; ``None``: one can.
-    :param troubles: What a run would warn of.
     :param depth: ``None``: not known.
     """
 
     settings: dict[str, str]
-    refusal: str | None
-    troubles: list[str]
+    findings: list[Finding]
     depth: QueueDepth | None
     held: list[HeldBy]
 
@@ -100,16 +98,9 @@ def look(producer: PubSubOptions, broker: Broker[Client]) -> Look:
     """
     client = broker.client
     settings = client.settings()
-    refusal = refusal_of(producer, settings)
-    if refusal is None:
-        try:
-            check_letters(producer, client)
-        except Missing as error:
-            refusal = str(error)
     return Look(
         settings=_shown(settings),
-        refusal=refusal,
-        troubles=troubles_of(producer, settings),
+        findings=findings_of(producer, client, settings),
         depth=depth(producer, broker),
         held=ReceiptsFolder(producer.kind, broker).held_by_others(broker.env.generation),
     )

@@ -1,19 +1,46 @@
-"""How full the queues of a producer are."""
+"""Checks the queues of a producer, and reports their depth."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker.checks import check_queues, refuse_version
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["depth"]
+__all__ = ["check", "depth"]
+
+
+def check(options: RabbitMQOptions, env: ProducerEnv) -> list[Finding]:
+    """Checks the broker's version, the source queue, and the policies of every queue of a run."""
+    address = address_for(options, env)
+    with closing(ConnectionThread.to(address)) as connection:
+        version = connection.version
+        there = queue_calls.depth(connection, options.queue) is not None
+    findings = []
+    try:
+        refuse_version(version, options, address.shown)
+    except ProducerError as error:
+        findings.append(Finding("error", str(error)))
+    if there or options.declare is not None:
+        found = check_queues(options, address, version=version, there=there)
+        findings += [Finding(each.level, each.shown) for each in found]
+    else:
+        text = (
+            f"RabbitMQ at {address.shown} has no queue {options.queue!r} in the virtual host"
+            f" {address.virtual_host!r}: create it, or correct the name"
+        )
+        findings.append(Finding("error", text))
+    return findings
 
 
 def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:

@@ -6,6 +6,7 @@ import logging
 from urllib.parse import quote
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
@@ -45,6 +46,11 @@ class RabbitMQProducer(RabbitMQOptions):
         from airflow_broadway.producers.rabbitmq.settle.sharding import ShardedCustodian
 
         return (RabbitCustodian if self.merge_options is None else ShardedCustodian)(self, env)
+
+    def check(self, env: ProducerEnv) -> list[Finding]:
+        from airflow_broadway.producers.rabbitmq.inspect import check
+
+        return check(self, env)
 
     def depth(self, env: ProducerEnv) -> QueueDepth:
         from airflow_broadway.producers.rabbitmq.inspect import depth

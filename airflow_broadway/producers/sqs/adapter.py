@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.acks import AckRef
@@ -97,13 +98,15 @@ class SqsBroker(Broker[Queue]):
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check(self) -> list[Finding]:
+        findings = list(admin.check(self._producer, self.client, self.clock))
         if self._producer.visibility_timeout == 0:
-            raise ProducerError(
-                "visibility_timeout=0 hides a message from nobody, so no run can hold it: leave it"
-                " out, or give the seconds of a lease"
+            text = (
+                "visibility_timeout=0 hides a message from no consumer, so no run can hold it:"
+                " leave it out, or set it to the seconds of a lease"
             )
-        admin.check(self._producer, self.client, self.clock)
+            findings.insert(0, Finding("error", text))
+        return findings
 
     def receive(self, count: int) -> Answer:
         at, request = self.clock.now().timestamp(), request_of(self._producer, count)

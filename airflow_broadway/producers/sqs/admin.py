@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.core.text import many
@@ -73,51 +74,49 @@ _NO_DEAD_LETTER = (
 )
 
 
-def check(producer: SqsOptions, queue: Queue, clock: Clock) -> None:
-    """Checks the queue before anything is received, and logs warnings.
+def check(producer: SqsOptions, queue: Queue, clock: Clock) -> Iterator[Finding]:
+    """Checks the queue's redrive policy, the queue for dead letters, and the clock.
 
-    :raises ProducerError: If there is no such queue, or dead letters would have nowhere to go.
+    :raises ProducerError: If there is no such queue.
     """
     try:
         attributes = queue.attributes("All")
     except Denied:
-        log.info(
-            "GetQueueAttributes is not allowed on %r: its redrive policy cannot be checked, and"
-            " its depth not shown.",
-            queue.name,
+        yield Finding(
+            "note",
+            f"GetQueueAttributes is not allowed on {queue.name!r}: its redrive policy cannot be"
+            " checked, and its depth not shown",
         )
         return
-    _compare_clocks(queue, clock)
+    yield from _compare_clocks(queue, clock)
     policy = _redrive_of(attributes)
     most = int(policy.get("maxReceiveCount") or 0)
     retries = "retry" in (producer.on_success, producer.on_failure)
     fewest = max(FEWEST_RECEIVES, producer.retry.max_attempts) if retries else FEWEST_RECEIVES
     if most and most < fewest:
-        log.warning(
-            "the redrive policy of %r makes a message a dead letter after %s%s: here what a dead or"
-            " stopped run gives back counts as one too; set maxReceiveCount to %d or more",
-            queue.name,
-            many(most, "receive"),
-            f", before its {many(producer.retry.max_attempts, 'attempt')} are used up"
-            if retries and most < producer.retry.max_attempts
-            else "",
-            fewest,
+        attempts = producer.retry.max_attempts
+        early = f", before its {many(attempts, 'attempt')} are used up" if most < attempts else ""
+        yield Finding(
+            "warning",
+            f"the redrive policy of {queue.name!r} makes a message a dead letter after"
+            f" {many(most, 'receive')}{early if retries else ''}: what a dead or stopped run"
+            f" releases counts as one too; set maxReceiveCount to {fewest} or more",
         )
     if not policy and producer.dead_letter is None and producer.may_publish(Delivery()):
-        raise ProducerError(_NO_DEAD_LETTER.format(queue.name))
+        yield Finding("error", _NO_DEAD_LETTER.format(queue.name))
 
 
-def _compare_clocks(queue: Queue, clock: Clock) -> None:
-    """Logs a clock that differs from SQS's: leases end by the clocks of several machines."""
+def _compare_clocks(queue: Queue, clock: Clock) -> Iterator[Finding]:
+    """Reports a clock that differs from SQS's: leases end by the clocks of several machines."""
     if queue.answered_at is None:
         return
     ahead = (clock.now() - queue.answered_at).total_seconds()
     if abs(ahead) > SKEW:
-        log.warning(
-            "this machine's clock is %.0f s %s SQS's: leases end by the clocks of workers, so that"
-            " one that differs settles too late or too early; set the clock (NTP)",
-            abs(ahead),
-            "ahead of" if ahead > 0 else "behind",
+        where = "ahead of" if ahead > 0 else "behind"
+        yield Finding(
+            "warning",
+            f"this machine's clock is {abs(ahead):.0f} s {where} SQS's: leases end by the clocks of"
+            " workers, so that one that differs settles too late or too early; set the clock (NTP)",
         )
 
 

@@ -244,13 +244,13 @@ def test_each_command_that_the_guide_shows_is_one(arguments: list[str]) -> None:
 
 
 def test_the_guide_shows_each_command() -> None:
-    nested = ("queue", "rabbitmq", "kafka", "pubsub")
+    nested = ("queue", "kafka", "pubsub")
     commands = {tuple(each[: 2 if each[0] in nested else 1]) for each in shown()}
 
     queue = {("queue", action) for action in ("list", "send", "depth", "dead", "requeue", "purge")}
-    others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("rabbitmq", "check")}
-    kafka = {("kafka", action) for action in ("show", "check", "adopt", "reset")}
-    pubsub = {("pubsub", action) for action in ("show", "check", "seek")}
+    others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("check",)}
+    kafka = {("kafka", action) for action in ("show", "adopt", "reset")}
+    pubsub = {("pubsub", action) for action in ("show", "seek")}
     assert commands == queue | kafka | pubsub | others | {("crash-test",), ("depth",)}
 
 
@@ -268,7 +268,7 @@ def test_the_release_is_printed(capsys: Capsys) -> None:
     assert capsys.readouterr().out == f"airflow-broadway {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["depth", "crash-test", "dead-letters list", "kafka check"])
+@pytest.mark.parametrize("command", ["depth", "crash-test", "dead-letters list", "kafka show"])
 def test_a_pipeline_is_an_option_of_one_name(capsys: Capsys, command: str) -> None:
     reference = "shop.orders:Orders"
     found = build_parser().parse_args([*command.split(), "--pipeline", reference])

@@ -24,8 +24,9 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from airflow_broadway.core.custody.findings import Level
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, lease_arguments
@@ -54,7 +55,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 #: How grave a finding is.  A note says what could not be checked and hardly matters.
-ERROR, WARNING, NOTE = "error", "warning", "note"
+ERROR: Final = "error"
+WARNING: Final = "warning"
+NOTE: Final = "note"
 
 #: The first release whose quorum queues dead-letter without loss, and the first in which no feature
 #: flag is needed for that.
@@ -67,7 +70,7 @@ _FLAGS = ("quorum_queue", "stream_queue")
 #: Seconds for which a settlement uses the same answer about the broker's policies.
 _CHECK_INTERVAL = 30.0
 
-_Found = tuple[str, str, str]
+_Found = tuple[Level, str, str]
 
 
 class Finding(NamedTuple):
@@ -77,7 +80,7 @@ class Finding(NamedTuple):
     :param queue: Empty for the broker as a whole.
     """
 
-    level: str
+    level: Level
     queue: str
     text: str
 
@@ -348,7 +351,8 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
         yield _finding(ERROR, "expires", settings["expires"], text)
     ttl = settings.get("message-ttl")
     if ttl is not None and ttl.value != own.get("x-message-ttl"):
-        text, level = "what waits longer in it is lost", ERROR
+        level: Level = ERROR
+        text = "what waits longer in it is lost"
         if name == "lease":
             text = "bundles leave it before the lease ends, and are handled twice"
         elif name == "delay":
@@ -365,7 +369,7 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
             else "what is returned to it more often leaves it"
         )
         yield _finding(ERROR if lost else WARNING, "delivery-limit", limit, text)
-    dropped = ERROR if name in _LASTING else WARNING
+    dropped: Level = ERROR if name in _LASTING else WARNING
     yield from _full(
         settings,
         drops=(dropped, "the oldest in it is lost when it is full"),
@@ -374,7 +378,7 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
 
 
 def _full(
-    settings: Mapping[str, Setting], *, drops: tuple[str, str], refuses: tuple[str, str]
+    settings: Mapping[str, Setting], *, drops: tuple[Level, str], refuses: tuple[Level, str]
 ) -> Iterator[_Found]:
     """What a bound on the queue's length means, by how it overflows."""
     overflow = settings.get("overflow")
@@ -385,7 +389,7 @@ def _full(
             yield _finding(level, name, settings[name], text)
 
 
-def _finding(level: str, name: str, setting: Setting, text: str) -> _Found:
+def _finding(level: Level, name: str, setting: Setting, text: str) -> _Found:
     unit = " ms" if name in ("expires", "message-ttl") else ""
     return level, f"{setting.by} gives it {name} {setting.value}{unit}", text
 
@@ -405,5 +409,5 @@ def act_on(findings: Iterable[Finding]) -> None:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise ProducerError(
             f"RabbitMQ would lose messages of this run: {errors[0]}{more}; let no such policy match"
-            " ^broadway\\., and clear the task; `airflow-broadway rabbitmq check` lists all"
+            " ^broadway\\., and clear the task; `airflow-broadway check` lists all"
         )

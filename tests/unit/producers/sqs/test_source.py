@@ -353,7 +353,10 @@ def test_a_missing_queue_is_told_before_anything_is_received() -> None:
 
 def test_a_visibility_timeout_of_0_cannot_hold_anything() -> None:
     producer = SqsProducer(queue_url=URL, visibility_timeout=0)
-    with installed(FakeSqs()), pytest.raises(ProducerError, match="hides a message from nobody"):
+    with (
+        installed(FakeSqs()),
+        pytest.raises(ProducerError, match="hides a message from no"),
+    ):
         producer.source(ProducerEnv())
 
 
