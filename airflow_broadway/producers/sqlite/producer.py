@@ -19,6 +19,7 @@ from airflow_broadway.core.custody.dead_letters import (
     DeadLetters,
     Moved,
 )
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import (
     Custodian,
@@ -70,6 +71,11 @@ class SqliteProducer(SqliteOptions):
 
     def custodian(self, env: ProducerEnv) -> Custodian:
         return _Custodian(self.open_queue(env))
+
+    def check(self, env: ProducerEnv) -> list[Finding]:
+        with self.open_queue(env) as queue:
+            _refuse_unknown(queue)
+        return []
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
         with self.open_queue(env) as queue:

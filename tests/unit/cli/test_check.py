@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import TEXT
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from tests.cli_runs import Ran, ran
 from tests.unit.passing import Passing
 
@@ -39,6 +41,10 @@ class CheckedProducer(Producer):
 
 class Checked(Passing):
     producer: Any = CheckedProducer()
+
+
+class Embedded(Passing):
+    producer = SqliteProducer(queue="orders", path="/nowhere/q.db")
 
 
 class Unchecked(Passing):
@@ -99,6 +105,21 @@ def test_a_broker_out_of_reach_is_not_checked(
 
     assert (done.code, done.out) == (2, "")
     assert "broker:5672 cannot be reached" in done.err
+
+
+def test_an_embedded_queue_is_checked(tmp_path: Path, capsys: Capsys) -> None:
+    SqliteQueue(tmp_path / "q.db", "orders").create()
+
+    def check(queue: str) -> Ran:
+        producer = {"queue": queue, "path": str(tmp_path / "q.db")}
+        reference = {"class": f"{__name__}:Embedded", "options": {"producer": producer}}
+        return ran(capsys, "check", json.dumps(reference))
+
+    fine, misspelt = check("orders"), check("ordres")
+
+    assert (fine.code, fine.out) == (0, "A run of Embedded can begin.\n")
+    assert misspelt.code == 1
+    assert "has no queue 'ordres'; it has ['orders']" in misspelt.out
 
 
 def test_a_producer_without_checks_says_so(capsys: Capsys) -> None:
