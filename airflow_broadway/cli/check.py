@@ -31,9 +31,8 @@ def check(given: argparse.Namespace) -> int:
     if given.json:
         say_json([finding._asdict() for finding in findings])
         return int(failed)
-    say(*(f"{finding.level}: {finding.text}" for finding in findings))
-    if not failed:
-        say(f"A run of {pipeline.name} can begin.")
+    lines = [f"{finding.level}: {finding.text}" for finding in findings]
+    say(*lines, *([] if failed else [f"A run of {pipeline.name} can begin."]))
     return int(failed)
 
 
