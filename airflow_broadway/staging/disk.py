@@ -17,7 +17,7 @@ from typing import IO
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import (
     TEMPORARY,
-    check_links,
+    check_regular_file,
     create_file,
     drop_file,
     make_folder,
@@ -84,7 +84,7 @@ class Disk:
                 )
 
     def read(self, path: str) -> bytes:
-        check_links(path, self._root)
+        check_regular_file(path, self._root)
         with _no_such_file(), open(path, "rb") as file:
             return file.read()
 
@@ -121,12 +121,12 @@ class Disk:
         return _DiskSink(path)
 
     def source(self, path: str) -> IO[bytes]:
-        check_links(path, self._root)
+        check_regular_file(path, self._root)
         with _no_such_file():
             return open(path, "rb")
 
     def copy(self, path: str, target: str) -> None:
-        check_links(path, self._root)
+        check_regular_file(path, self._root)
         folder = os.path.dirname(target)
         self._make_folder(folder)
         try:

@@ -22,8 +22,8 @@ __all__ = [
     "TEMPORARY",
     "Files",
     "LocalFiles",
-    "check_links",
     "check_path",
+    "check_regular_file",
     "create_file",
     "drop_file",
     "make_folder",
@@ -112,14 +112,17 @@ def check_path(path: str, folder: str) -> str:
     return path
 
 
-def check_links(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> None:
-    """Refuse a path that leads out of its root by a symbolic link, which nothing of ours makes.
+def check_regular_file(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> None:
+    """Refuses a symbolic link out of the root, and what is no file: opening a pipe blocks.
 
-    :raises StagingError: If it does.
+    :raises StagingError: If ``path`` is one; a missing file is left to the caller.
     """
     place, home = os.path.realpath(path), os.path.realpath(root)
     if os.path.commonpath([place, home]) != home:
         raise StagingError(f"{path} leads out of {root} by a symbolic link: remove the link")
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISREG(os.stat(place).st_mode):
+            raise StagingError(f"{path} is no regular file: remove it")
 
 
 class LocalFiles:
@@ -129,7 +132,7 @@ class LocalFiles:
         self.root = Path(root)
 
     def read(self, path: str) -> str:
-        check_links(self._path(path), self.root)
+        check_regular_file(self._path(path), self.root)
         return self._path(path).read_text(encoding="utf-8")
 
     def exists(self, path: str) -> bool:
@@ -161,7 +164,7 @@ class LocalFiles:
         return count
 
     def lines(self, path: str) -> Iterator[str]:
-        check_links(self._path(path), self.root)
+        check_regular_file(self._path(path), self.root)
         with self._path(path).open(encoding="utf-8", newline="\n") as file:
             for line in file:
                 yield line.rstrip("\n")

@@ -131,6 +131,17 @@ def test_a_planted_symbolic_link_is_not_followed_out_of_the_root(
     assert folder.read("inside") == "text"
 
 
+@pytest.mark.parametrize("folder", ["file", "driver"], indirect=True)
+def test_a_planted_pipe_blocks_no_read(folder: Folder, tmp_path: Path) -> None:
+    folder.create("own", "text")
+    [own] = tmp_path.rglob("own")
+    os.mkfifo(own.parent / "pipe")
+
+    for read in (folder.read, lambda path: list(folder.lines(path))):
+        with pytest.raises(StagingError, match="is no regular file: remove it"):
+            read("pipe")
+
+
 def test_a_root_may_be_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "mounted").symlink_to(tmp_path / "disk")
