@@ -33,11 +33,12 @@ test-all: ## All tests, the slow ones too, but for those in a browser
 test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens has a picture of each
 	@$(RUN) --browser --rabbitmq --quick-spark --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
 
-lint: ## ruff, its formatter, the arrows between rooms and mypy --strict
+lint: ## ruff, its formatter, the arrows between rooms, mypy --strict; code lines by room
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) lint-imports --no-logo
 	@$(RUN) mypy
+	@$(RUN) python -m scripts.count_code
 
 bench: ## Messages per second of each stage and of the whole; build/bench.json
 	@$(RUN) --kafka --airflow airflow-bench python -m tests.benchmarks $(ARGS)
