@@ -343,6 +343,18 @@ def test_the_command_prints_findings(
     assert [finding["level"] for finding in json.loads(as_json.out)] == ["error"]
 
 
+def test_what_came_back_is_counted_in_bundles(place: Place) -> None:
+    # Given 1,200 messages that a run gave back
+    place.declare()
+    place.send(*[b"%d" % number for number in range(1_200)])
+    _, lease = place.hold()
+    assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 1_200
+    count = lease.state["bundles"]
+    assert 3 <= count < 100
+
+    assert place.producer().depth(place.env()).ready == count
+
+
 @pytest.mark.parametrize("kind", ["no tag", "false", "nobody there"])
 def test_the_command_warns_of_policies_that_it_cannot_see(
     place: Place,
