@@ -42,6 +42,8 @@ class LivingSqlite:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "queue.db"
+        with SqliteQueue(self._path, "living") as queue:
+            queue.create()
         self.options: Mapping[str, Any] = {"queue": "living", "path": str(self._path)}
 
     def free(self) -> bool:

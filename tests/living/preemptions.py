@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,12 +23,12 @@ from tests.living.pipelines import fails_for_good
 from tests.living.series import Series
 from tests.living.workers import Worker
 
-__all__ = ["QUIET_RUNS", "Preemption", "preempt"]
+__all__ = ["HARM", "QUIET_RUNS", "Preemption", "close_quietly", "preempt"]
 
 #: Runs after the last kill within which the queue is empty.
 QUIET_RUNS = 3
 #: As for the other runs in traffic: they follow each other at once.
-_HARM = {"young_queues": True, "no_grace": True}
+HARM = {"young_queues": True, "no_grace": True}
 #: Seconds until a retry is delivered, with something to spare.
 _RETRY_DELAY = 0.5
 
@@ -62,7 +63,7 @@ def preempt(given: Preemption) -> tuple[Account, int]:
         while time.monotonic() < end or kills < given.kills:
             worker = Worker(given.folder / "worker.log")
             budget = {"wait_seconds": 60.0, "idle_seconds": 60.0, "max_seconds": 30.0}
-            series.begin(worker, flow="staged", budget=budget, harm=_HARM)
+            series.begin(worker, flow="staged", budget=budget, harm=HARM)
             time.sleep(given.dice.uniform(0.1, given.longest))
             if kills % 3 == 2:  # a grace that may be too short
                 with suppress(psutil.NoSuchProcess):
@@ -70,16 +71,32 @@ def preempt(given: Preemption) -> tuple[Account, int]:
                 time.sleep(given.dice.uniform(0.0, 0.3))
             worker.end()
             kills += 1
-        series.publisher.stop()
-        if isinstance(broker, Lapsing):
-            broker.lapse()
-        worker = Worker(given.folder / "quiet.log")
-        for number in range(QUIET_RUNS):
-            told = series.run(worker, flow="staged", budget={"wait_seconds": 1.0}, harm=_HARM)
-            given.tell(f"  quiet run {number + 1}: {told['report']}, {told['seconds']} s")
-            time.sleep(_RETRY_DELAY)
-        worker.end()
-        made = series.close(exact=False)
+        made = close_quietly(series, broker, given.folder, given.tell)
+    return made, kills
+
+
+def close_quietly(
+    series: Series,
+    broker: LivingBroker,
+    folder: Path,
+    tell: Callable[[str], None] = print,
+    **command: Any,
+) -> Account:
+    """End a series by runs that nobody kills; its account, with what they left or dead-lettered.
+
+    :param command: More of these runs.
+    """
+    series.publisher.stop()
+    if isinstance(broker, Lapsing):
+        broker.lapse()
+    worker = Worker(folder / "quiet.log")
+    for number in range(QUIET_RUNS):
+        quiet = {"flow": "staged", "budget": {"wait_seconds": 1.0}, "harm": HARM, **command}
+        told = series.run(worker, **quiet)
+        tell(f"  quiet run {number + 1}: {told['report']}, {told['seconds']} s")
+        time.sleep(_RETRY_DELAY)
+    worker.end()
+    made = series.close(exact=False)
     waiting = {place: count for place, count in made.places.items() if place != DEAD and count}
     if waiting:
         made.mistakes.append(f"after {QUIET_RUNS} quiet runs messages wait: {waiting}")
@@ -90,4 +107,4 @@ def preempt(given: Preemption) -> tuple[Account, int]:
     ]
     if innocent:
         made.mistakes.append(f"dead-lettered without cause: {sorted(innocent)[:20]}")
-    return made, kills
+    return made

@@ -62,7 +62,10 @@ class _Run:
         if producer.pop("broken_transformer", False):
             producer["transformer"] = broken_transformer
         context = {"sink": place["sink"], "run": self.name, **command.get("context", {})}
-        self._pipeline = PIPELINES[place["kind"]](producer=producer, context=context)
+        kind = PIPELINES[place["kind"]]
+        if "named" in command:  # the pipeline was renamed
+            kind = type(command["named"], (kind,), {})
+        self._pipeline = kind(producer=producer, context=context)
         running = command.get("running", ())
         self._ports = Ports(
             connections=_Connections(place["connections"]),
@@ -104,6 +107,17 @@ class _Run:
     def staged(self) -> None:
         """The tasks of a group one after another, as Airflow would."""
         self._sweep()
+        try:
+            self._handle()
+        finally:
+            self.ack()
+
+    def unsettled(self) -> None:
+        """The same without the sensor."""
+        self._sweep()
+        self._handle()
+
+    def _handle(self) -> None:
         process = Process(
             self._staged,
             self._pipeline,
@@ -113,20 +127,17 @@ class _Run:
         )
         self._stop = process.stop
         with _on(signal.SIGTERM, self.stop):
-            try:
-                with self._timeout():
-                    reference = process.run()
-                if reference["batchers"]:
-                    plan = plan_batches(
-                        self._staged,
-                        self._pipeline,
-                        "default",
-                        [reference["generation"]],
-                        try_label="1",
-                    )
-                    PythonBatches(self._staged, self._pipeline, plan, ports=self._ports).run()
-            finally:
-                self.ack()
+            with self._timeout():
+                reference = process.run()
+            if reference["batchers"]:
+                plan = plan_batches(
+                    self._staged,
+                    self._pipeline,
+                    "default",
+                    [reference["generation"]],
+                    try_label="1",
+                )
+                PythonBatches(self._staged, self._pipeline, plan, ports=self._ports).run()
 
     def ack(self) -> None:
         """The last look of the sensor, or of another that settles the run."""

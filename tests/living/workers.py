@@ -93,6 +93,10 @@ class Worker:
         """Send it a signal."""
         self._process.send_signal(number)
 
+    def children(self) -> list[psutil.Process]:
+        """The processes that it has started."""
+        return self._process.children(recursive=True)
+
     def end(self) -> None:
         """Kill it: what it held is for others to give back.  Safe to repeat."""
         try:

@@ -1,0 +1,220 @@
+"""What is done to one run while others are at work: kills and stops from outside, and a new name."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from airflow_broadway.staging.crash_records import load_crash_history
+from airflow_broadway.staging.store import Store
+from tests.contract.sqs_harness import SharedClock, moved_server
+from tests.living.brokers import DEAD, Lapsing, LivingBroker
+from tests.living.brokers_kafka import LivingKafka
+from tests.living.brokers_pubsub import LivingPubSub
+from tests.living.brokers_rabbitmq import LivingRabbit
+from tests.living.brokers_sqlite import LivingSqlite
+from tests.living.brokers_sqs import LivingSqs
+from tests.living.pipelines import fails_for_good
+from tests.living.preemptions import HARM, close_quietly
+from tests.living.series import Series
+from tests.living.sink import handled
+from tests.living.workers import Worker
+from tests.pubsub_server import StubServer
+from tests.rabbitmq_fixtures import wanted_server
+
+pytestmark = pytest.mark.broker
+
+#: A run that takes what comes until something ends it.
+_HUNGRY = {"wait_seconds": 60.0, "idle_seconds": 60.0, "max_seconds": 60.0}
+#: Seconds of a lease that lapses in a test.
+_SHORT = 4.0
+
+
+@pytest.fixture(params=["sqlite", "rabbitmq", "sqs", "pubsub", "kafka"])
+def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingBroker]:
+    if request.param == "sqlite":
+        yield LivingSqlite(tmp_path)
+    elif request.param == "rabbitmq":
+        yield LivingRabbit(wanted_server(), tmp_path)
+    elif request.param == "sqs":
+        yield LivingSqs(*moved_server())
+    elif request.param == "pubsub":
+        clock = str(tmp_path / "clock")
+        with StubServer(SharedClock(clock)) as server:
+            yield LivingPubSub(server, clock)
+    else:
+        server = request.getfixturevalue("apache_kafka")
+        yield LivingKafka(server, tmp_path, order="none")
+
+
+@pytest.fixture
+def series(broker: LivingBroker, tmp_path: Path) -> Iterator[Series]:
+    with Series(broker, tmp_path, rate=200.0) as made:
+        yield made
+
+
+def publish(series: Series, count: int) -> None:
+    """Wait until so many messages more are confirmed, and publish no more."""
+    wanted = len(series.publisher.confirmed) + count
+    series.publisher.rate = 1000.0
+    while len(series.publisher.confirmed) < wanted:
+        time.sleep(0.01)
+    series.publisher.rate = 0.0
+
+
+def test_a_sensor_that_is_killed_twenty_times_amid_settlement_settles_each_message_once(
+    series: Series, tmp_path: Path
+) -> None:
+    worker = Worker(tmp_path / "worker.log")
+    kills = rounds = 0
+    while kills < 20:
+        # Given a run whose batches have outcomes
+        rounds += 1
+        run = f"round-{rounds}"
+        publish(series, 100)
+        series.begin(worker, run=run, flow="unsettled", harm=HARM)
+        assert not worker.answer()["raised"]
+
+        # When its sensor is killed at its first write, at its second, …
+        for write in range(1, 100):
+            sensor = Worker(tmp_path / "sensor.log")
+            harm = {**HARM, "freeze_at_any": write}
+            series.begin(sensor, run=run, flow="ack", harm=harm)
+            frozen = sensor.frozen()
+            if not frozen:
+                told = series.end(sensor)
+                assert not told["raised"]
+            sensor.end()
+            kills += frozen
+            if not frozen:
+                break
+    worker.end()
+
+    # Then the reports of the sensors that came to their end agree with the queues and the sink
+    made = series.close()
+    assert made.good, str(made)
+    assert {each.number for each in series.left if each.place == DEAD} <= {
+        number for number in range(series.publisher.published) if fails_for_good(number)
+    }
+    assert made.again == 0, str(made)
+    assert made.handled > 60 * rounds
+
+
+def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
+    broker: LivingBroker, series: Series, tmp_path: Path
+) -> None:
+    # Given a run that handles its messages slowly
+    dice = random.Random(3)
+    steady = Worker(tmp_path / "steady.log")
+    budget = {**_HUNGRY, "max_messages": 200}
+    about: dict[str, Any] = {"flow": "staged", "harm": HARM}
+    series.begin(steady, run="steady", budget=budget, context={"slow": 0.03}, **about)
+
+    # When runs next to it are killed
+    for number in range(30):
+        worker = Worker(tmp_path / "killed.log")
+        series.begin(worker, run=f"killed-{number}", running=["steady"], budget=_HUNGRY, **about)
+        time.sleep(dice.uniform(0.1, 0.5))
+        worker.end()
+    told = series.end(steady)
+    steady.end()
+
+    # Then it has settled all that it received, and so do others with what the killed ones held
+    assert not told["raised"]
+    assert told["report"]["balanced"]
+    assert told["report"]["received"] >= 200
+    assert told["report"]["released"] == told["report"]["lapsed"] == 0
+    lines = handled(tmp_path / "sink.jsonl")
+    made = close_quietly(series, broker, tmp_path)
+    assert made.good, str(made)
+    mine = [line.message_id for line in lines if line.run == "steady"]
+    others = {
+        line.message_id
+        for line in handled(tmp_path / "sink.jsonl")
+        if line.run != "steady" and line.attempt == 1 and not line.redelivered
+    }
+    assert len(mine) == len(set(mine)) > 100
+    assert not others & set(mine)
+
+
+def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
+    broker: LivingBroker, series: Series, tmp_path: Path
+) -> None:
+    # Given a pipeline that was killed under one name, then under another, and so on
+    publish(series, 300)
+    about: dict[str, Any] = {"flow": "staged", "harm": HARM, "producer": {"lease": _SHORT}}
+    names = ("LivingBefore", "LivingAfter")
+    for number in range(8):
+        worker = Worker(tmp_path / "killed.log")
+        slow = {"context": {"slow": 0.02}, "budget": _HUNGRY}
+        series.begin(worker, named=names[number % 2], **slow, **about)
+        time.sleep(0.6)
+        worker.end()
+        if isinstance(broker, Lapsing):
+            broker.lapse()
+
+    # When what the other name held has lapsed, and it runs under the second one
+    time.sleep(_SHORT + 0.5)
+    made = close_quietly(series, broker, tmp_path, named=names[1], producer={"lease": _SHORT})
+
+    # Then nothing is lost or dead-lettered without cause, and each name has its own crashes
+    assert made.good, str(made)
+    store, now = Store.open(f"file://{tmp_path}/staging"), SharedClock(str(tmp_path / "n")).now()
+    histories = [load_crash_history(store, name, now) for name in names]
+    assert all(history.crashes for history in histories)
+    assert not any(history.alone for history in histories)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "its child killed"])
+def test_a_run_that_is_stopped_while_another_takes_its_suspects_blames_none_of_them(
+    broker: LivingBroker, series: Series, tmp_path: Path, killed: bool
+) -> None:
+    # Given a crash on record, and messages that a run handles in a child process
+    publish(series, 60)
+    producer = {"max_crashes": 1}
+    about: dict[str, Any] = {"flow": "staged", "harm": HARM, "producer": producer}
+    worker = Worker(tmp_path / "killed.log")
+    series.begin(worker, context={"slow": 0.05}, budget=_HUNGRY, **about)
+    time.sleep(1.0)
+    worker.end()
+    if isinstance(broker, Lapsing):
+        broker.lapse()
+    late = Worker(tmp_path / "late.log")
+    series.begin(late, run="late", context={"slow": 0.05}, budget={"wait_seconds": 1.0}, **about)
+    children: list[psutil.Process] = []
+    while not children and not late.done:
+        children = late.children()
+        time.sleep(0.05)
+    assert children, "no message was a suspect"
+    time.sleep(1.5)
+
+    # When it is stopped, and another run takes all over, before it goes on
+    late.signal(signal.SIGSTOP)
+    while not broker.free():
+        late.signal(signal.SIGCONT)
+        time.sleep(0.01)
+        late.signal(signal.SIGSTOP)
+    if killed:
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    if isinstance(broker, Lapsing):
+        broker.lapse()
+    other = Worker(tmp_path / "other.log")
+    series.run(other, budget={"wait_seconds": 1.0}, **about)
+    other.end()
+    late.signal(signal.SIGCONT)
+    series.end(late)
+    late.end()
+
+    # Then no message is dead-lettered but those that fail for good, and none is lost
+    made = close_quietly(series, broker, tmp_path, producer=producer)
+    assert made.good, str(made)
