@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.store_clock import StoreClock
 from airflow_broadway.staging.store import Store
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Store:
     return Store.open(f"file://{tmp_path}/staging")
 
 
-def off(clock: StoreClock | SystemClock) -> float:
+def off(clock: Clock) -> float:
     """Seconds by which a clock is ahead."""
     return (clock.now() - SystemClock().now()).total_seconds()
 
@@ -39,8 +39,7 @@ def off(clock: StoreClock | SystemClock) -> float:
 def test_a_host_with_the_right_time_keeps_its_clock(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = SystemClock()
-    assert store.clock(1.0, host) is host
+    assert off(store.clock(1.0, SystemClock())) < 0.001
     assert not caplog.records
 
 
@@ -87,3 +86,65 @@ def test_a_lease_that_is_shorter_than_the_doubt_is_refused(store: Store) -> None
     with pytest.raises(StagingError, match=rule):
         store.clock(15.0, Slow(285.0, 10.0))
     assert isinstance(store.clock(30.0, Slow(285.0, 10.0)), StoreClock)
+
+
+class Jumping(SystemClock):
+    """A host whose wall clock is set while it runs; its monotonic clock goes on."""
+
+    jump = 0.0
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(seconds=self.jump)
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_wall_clock_that_jumps_is_measured_again_with_one_warning(
+    store: Store, caplog: pytest.LogCaptureFixture, jump: float
+) -> None:
+    host = Jumping()
+    judged = store.clock(300.0, host)
+    for moved in (jump, 0.0):  # it jumps, and is set right again
+        host.jump = moved
+        assert abs(off(judged)) < 1.0
+        assert abs(off(judged)) < 1.0
+    lines = [record.getMessage() for record in caplog.records]
+    assert [f"jumped by {way:+.0f} s" in line for way, line in zip((jump, -jump), lines)] == [
+        True,
+        True,
+    ]
+    assert store.uri in lines[0]
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_jump_while_the_folder_cannot_be_written_leaves_the_time_of_the_monotonic_clock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, jump: float
+) -> None:
+    store, host = Store.open(f"file://{tmp_path}/staging"), Jumping()
+    judged = store.clock(300.0, host)
+    moved = (tmp_path / "staging").rename(tmp_path / "away")
+    (tmp_path / "staging").write_bytes(b"")
+
+    host.jump = jump
+
+    assert abs(off(judged)) < 1.0
+    assert abs(off(judged)) < 1.0
+    [record] = caplog.records
+    assert f"jumped by {jump:+.0f} s" in record.getMessage()
+    assert "time is kept by the monotonic clock: " in record.getMessage()
+    assert moved.is_dir()
+
+
+def test_a_clock_that_is_adjusted_by_less_than_a_second_is_not_measured_again(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Jumping()
+    judged = store.clock(300.0, host)
+    host.jump = 0.9
+    assert 0.8 < off(judged) < 1.0
+    assert not caplog.records
+
+
+def test_a_folder_that_cannot_be_written_is_refused_when_a_task_begins(tmp_path: Path) -> None:
+    (tmp_path / "staging").write_bytes(b"")
+    with pytest.raises(StagingError, match=r"staging"):
+        Store.open(f"file://{tmp_path}/staging").clock(300.0, SystemClock())
