@@ -112,6 +112,7 @@ class Demo:
         shutil.rmtree(self.output, ignore_errors=True)
         for old in self.folder.glob(f"{FLIGHTS_QUEUE.name}*"):
             old.unlink()
+        self.queue.create()
         wanted = FLIGHTS if self.messages is None else min(self.messages, FLIGHTS)
         begun = time.monotonic()
         source = self.expected.watch(flights(self.messages, self.seed))

@@ -11,7 +11,8 @@ import sys
 import time
 from types import FrameType
 
-from scripts.airflow_env import DEFAULT_PORT, ROOT, airflow_env, home_of
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import DEFAULT_PORT, FLIGHTS_QUEUE, ROOT, airflow_env, home_of
 from scripts.local_airflow import (
     LocalAirflow,
     LocalAirflowError,
@@ -56,6 +57,7 @@ def main() -> int:
     dags = ROOT / "dags"
     dags.mkdir(exist_ok=True)
     end_leftovers(home_of(ROOT))
+    _create_queues()
     try:
         port = free_port(int(os.environ.get("PORT", DEFAULT_PORT)))
     except ValueError:
@@ -84,6 +86,13 @@ def main() -> int:
     if code == 0:
         print("Stopped.  Runs and logs are kept: `make up` shows them again.", flush=True)
     return code
+
+
+def _create_queues() -> None:
+    """Creates the queues of the DAGs in ``dags/``: a run refuses one that does not exist."""
+    FLIGHTS_QUEUE.parent.mkdir(parents=True, exist_ok=True)
+    with SqliteQueue(FLIGHTS_QUEUE, "flights") as queue:
+        queue.create()
 
 
 def _welcome(airflow: LocalAirflow, seconds: float) -> str:

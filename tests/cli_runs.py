@@ -128,6 +128,7 @@ class Shop:
     def process(self, run_id: str = RUN_ID) -> tuple[StagedRun, BatchPlan]:
         """Receive and stage what the queue has, and plan its batches."""
         run, pipeline = self.run(run_id), self.load()
+        self.queue.create()
         owner = Task(dag_id=DAG_ID, run_id=run_id, task_id="process").owner()
         env = producer_env(
             pipeline, Ports(), generation=uuid.uuid4().hex, owner=owner, store=run.store

@@ -242,6 +242,7 @@ def add_queue(commands: Any) -> None:
     made = {}
     for name, text in (
         ("list", "List the queues of a file, with how full each is."),
+        ("create", "Create an empty queue, and its file, unless they exist."),
         ("send", "Send the lines of a file, or of standard input, as messages."),
         ("depth", "How many messages are ready, delayed, leased and dead."),
         ("dead", "List dead letters, in order of their death."),

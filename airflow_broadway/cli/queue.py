@@ -29,7 +29,7 @@ def queue(given: argparse.Namespace) -> int:
     if given.action == "list":
         return _list(given)
     with SqliteQueue(_path(given), given.queue) as opened:
-        if given.action != "send":
+        if given.action not in ("create", "send"):
             _check_there(opened)
         code: int = _ACTIONS[given.action](opened, given)
         return code
@@ -82,6 +82,13 @@ def _list(given: argparse.Namespace) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
+
+
+def _create(opened: SqliteQueue, given: argparse.Namespace) -> int:
+    created = opened.name not in (opened.names() or ())
+    opened.create()
+    text = f"Created the queue {opened.name!r}." if created else f"{opened.name!r} exists already."
+    return _say_result(given, {"created": created}, text)
 
 
 def _send(opened: SqliteQueue, given: argparse.Namespace) -> int:
@@ -255,6 +262,7 @@ def _say_result(given: argparse.Namespace, value: dict[str, Any], text: str) -> 
 
 
 _ACTIONS: dict[str, Callable[[SqliteQueue, argparse.Namespace], int]] = {
+    "create": _create,
     "send": _send,
     "depth": _depth,
     "dead": _dead,

@@ -46,6 +46,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setattr(up, "ROOT", tmp_path)
+    monkeypatch.setattr(up, "FLIGHTS_QUEUE", tmp_path / "demo" / "queue.db")
     monkeypatch.setattr(up, "LocalAirflow", Fake)
     monkeypatch.setattr(up, "end_leftovers", lambda home: None)
     monkeypatch.setattr("scripts.up.time.sleep", lambda seconds: None)
@@ -62,6 +63,7 @@ def test_it_runs_until_it_is_interrupted_and_stops_airflow(
     assert up.main() == 0
     assert Fake.made.calls == ["start", "wait", "alive", "stop"]
     told = capsys.readouterr().out
+    assert up.SqliteQueue(up.FLIGHTS_QUEUE, "flights").names() == ["flights"]
     assert "http://127.0.0.1:1/dags" in told
     assert told.index("Airflow is healthy") < told.index("Stopping") < told.index("Stopped")
 

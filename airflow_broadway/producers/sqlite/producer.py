@@ -6,10 +6,10 @@ callback sees them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from shlex import quote
 from typing import Final
 
 from airflow_broadway.core.custody.dead_letters import (
@@ -36,8 +36,6 @@ from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.sqlite.options import KIND, SqliteOptions, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
-
-log = logging.getLogger(__name__)
 
 #: Seconds between two looks at an empty queue: the first, and the longest.
 _SHORTEST_PAUSE: Final = 0.02
@@ -98,24 +96,23 @@ class SqliteProducer(SqliteOptions):
 
 
 def _refuse_unknown(queue: SqliteQueue) -> None:
-    """Refuse a file that has no queue of this name: it may be mistyped.
+    """Refuses a file, or a name in it, that has no queue: it may be mistyped.
 
-    The first message makes the file: before that there is nothing to compare the name with.
-
-    :raises ProducerError: If the file has no such queue, or cannot be used.
+    :raises ProducerError: If there is no such file or queue, or the file cannot be used.
     """
     names = queue.names()
+    if names is not None and queue.name in names:
+        return
+    create = f"airflow-broadway queue create --path {quote(queue.path)} --queue {quote(queue.name)}"
     if names is None:
-        log.warning(
-            "there is no queue file %s yet: queue %r is empty until something is sent to it",
-            queue.path,
-            queue.name,
-        )
-    elif queue.name not in names:
         raise ProducerError(
-            f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}: correct the"
-            " name, send to it, or make it empty with SqliteQueue(path, name).create()"
+            f"there is no queue file {queue.path}, and a run receives only from a queue that"
+            f" exists: correct the path, send to the queue, or create it with `{create}`"
         )
+    raise ProducerError(
+        f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}: correct the"
+        f" name, send to it, or create it with `{create}`"
+    )
 
 
 class _Source:

@@ -96,6 +96,7 @@ class World:
         self.patch = patch
         self.file = folder / "queue.db"
         self.queue = SqliteQueue(self.file, "puppets")
+        self.queue.create()
         (folder / "dags").mkdir()
         bundle = {
             "name": _BUNDLE,

@@ -193,6 +193,17 @@ def test_a_mistyped_queue_is_refused_instead_of_shown_empty(
     assert wrong.error.endswith(f"the queue file {path} has no queue 'order'; it has ['orders']")
 
 
+def test_a_queue_is_created_once(tmp_path: Path, capsys: Capsys, queue: list[str]) -> None:
+    done = ran(capsys, "queue", "create", *queue)
+    assert (done.code, done.out) == (0, "Created the queue 'orders'.\n")
+    SqliteQueue(tmp_path / "queue.db", "orders").send([b"a"])
+
+    done = ran(capsys, "queue", "create", *queue)
+    assert (done.code, done.out) == (0, "'orders' exists already.\n")
+    assert ran(capsys, "queue", "create", *queue, "--json").json == {"created": False}
+    assert ran(capsys, "queue", "depth", *queue, "--json").json["ready"] == 1
+
+
 def test_a_file_of_lines_that_is_not_there_is_one_line_of_error(
     tmp_path: Path, capsys: Capsys, queue: list[str]
 ) -> None:
@@ -247,7 +258,8 @@ def test_the_guide_shows_each_command() -> None:
     nested = ("queue", "kafka", "pubsub")
     commands = {tuple(each[: 2 if each[0] in nested else 1]) for each in shown()}
 
-    queue = {("queue", action) for action in ("list", "send", "depth", "dead", "requeue", "purge")}
+    actions = ("create", "list", "send", "depth", "dead", "requeue", "purge")
+    queue = {("queue", action) for action in actions}
     others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("check",)}
     kafka = {("kafka", action) for action in ("show", "adopt", "reset")}
     pubsub = {("pubsub", action) for action in ("show", "seek")}

@@ -83,6 +83,8 @@ class World:
             **options,
         }
         self.over: set[str] = set()
+        with self.queue() as queue:
+            queue.create()
 
     @property
     def archive(self) -> Folder:

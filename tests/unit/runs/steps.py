@@ -139,6 +139,8 @@ class Run:
         self.staged = StagedRun(
             store, pipeline="Sums", dag_id="sums", run_id=run_id, airflow=airflow
         )
+        with self.queue() as queue:
+            queue.create()
 
     def queue(self) -> SqliteQueue:
         """The queue, opened anew."""

@@ -37,6 +37,7 @@ def path(tmp_path: Path) -> str:
 
 def queue_of(path: str, count: int, clock: Any = None) -> SqliteQueue:
     queue = SqliteQueue(path, "q", **({"clock": clock} if clock else {}))
+    queue.create()
     queue.send([b"%d" % number for number in range(count)])
     return queue
 

@@ -38,7 +38,9 @@ class SplitsWrongly(Plain):
 
 @pytest.fixture
 def queue(tmp_path: Path) -> SqliteQueue:
-    return SqliteQueue(tmp_path / "queue.db", "q")
+    queue = SqliteQueue(tmp_path / "queue.db", "q")
+    queue.create()
+    return queue
 
 
 def on(queue: SqliteQueue, kind: type[Broadway], **options: Any) -> Broadway:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from airflow_broadway.cli.app import main
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.protocol import Delivery, Lease, QueueDepth, Settlement
 from airflow_broadway.core.custody.verdicts import ACK
@@ -223,15 +225,29 @@ def test_parsing_a_pipeline_opens_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_queue_that_nothing_was_ever_sent_to_is_refused_with_the_names_that_there_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_queue_file_is_refused_with_the_command_that_creates_it(tmp_path: Path) -> None:
+    path = tmp_path / "mis typed.db"
+    producer = SqliteProducer(queue="orders", path=str(path))
+
+    with pytest.raises(ProducerError) as raised:
+        producer.source(ProducerEnv())
+
+    command = f"airflow-broadway queue create --path '{path}' --queue orders"
+    assert str(raised.value) == (
+        f"there is no queue file {path}, and a run receives only from a queue that exists: correct"
+        f" the path, send to the queue, or create it with `{command}`"
+    )
+    # Neither the refusal nor a look creates it.
+    assert producer.depth(ProducerEnv()) is None
+    assert list(tmp_path.iterdir()) == []
+    assert main(shlex.split(command)[1:]) == 0
+    producer.source(ProducerEnv()).close()
+
+
+def test_an_unknown_queue_is_refused_with_the_names_that_the_file_has(tmp_path: Path) -> None:
     path = tmp_path / "q.db"
     producer = SqliteProducer(queue="ordres", path=str(path))
-    producer.source(ProducerEnv()).close()
-    assert f"there is no queue file {path} yet" in caplog.text
     SqliteQueue(path, "orders").send([b"a"])
-    caplog.clear()
 
     with pytest.raises(ProducerError, match=r"has no queue 'ordres'; it has \['orders'\]: correct"):
         producer.source(ProducerEnv())
@@ -241,12 +257,3 @@ def test_a_queue_that_nothing_was_ever_sent_to_is_refused_with_the_names_that_th
         SqliteQueue(path, "ordres").create()
         producer.source(ProducerEnv()).close()
     assert SqliteQueue(path, "ordres").names() == ["orders", "ordres"]
-    assert not caplog.text
-
-
-def test_a_queue_may_be_made_empty_before_its_file_is_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    SqliteQueue(tmp_path / "q.db", "orders").create()
-    SqliteProducer(queue="orders", path=str(tmp_path / "q.db")).source(ProducerEnv()).close()
-    assert not caplog.text
