@@ -1,9 +1,11 @@
-"""Hosts whose clocks differ by as much as the lease lasts, at a real SQS and a real S3."""
+"""Hosts whose clocks differ by as much as the lease lasts, at real brokers and a real S3."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,15 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.formats.store_clock import StoreClock
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.producers.kafka import KafkaProducer
+from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from tests.conformance.tasks import Tasks
+from tests.kafka_fixtures import session_kafka
+from tests.kafka_server import nearest_kafka
+from tests.pubsub_fixtures import session_emulator
+from tests.pubsub_server import StubServer, find_emulator
 from tests.s3_server import S3Server, s3_server
 from tests.sqs_fixtures import wanted_sqs
 
@@ -37,6 +45,55 @@ class Timed(Broadway):
         return messages
 
 
+class TimedPubSub(Timed):
+    producer = PubSubProducer(subscription="replaced", conn_id=None, lease=LEASE)
+
+
+class TimedKafka(Timed):
+    producer = KafkaProducer(
+        group_id="timed",
+        topics=["replaced"],
+        conn_id="timed",
+        offset_reset_policy="earliest",
+        on_failure="ack",
+        lease=LEASE,
+    )
+
+
+Place = tuple[Broadway, Callable[[], int]]
+
+
+@contextmanager
+def sqs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    server = wanted_sqs()
+    url, client = server.queue(), server.client()
+    for number in range(20):
+        client.send_message(QueueUrl=url, MessageBody=str(number))
+    monkeypatch.setenv("AIRFLOW_CONN_AWS_DEFAULT", json.dumps(server.connection()))
+    yield Timed(producer={"queue_url": url}), lambda: sum(server.depth(url))
+
+
+@contextmanager
+def pubsub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    server = session_emulator() if find_emulator() else StubServer()
+    topic = server.topic()
+    name = server.subscription(topic)
+    server.publish(topic, [b"%d" % number for number in range(20)])
+    pipeline = TimedPubSub(producer={"subscription": name, **server.options})
+    yield pipeline, lambda: len(server.pull(name))
+
+
+@contextmanager
+def kafka(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    server = session_kafka(nearest_kafka())
+    topic = server.topic(f"timed-{uuid.uuid4().hex[:12]}", 1)
+    server.fill(topic, [b"%d" % number for number in range(20)])
+    monkeypatch.setenv("AIRFLOW_CONN_TIMED", json.dumps(server.connection()))
+    pipeline = TimedKafka(producer={"topics": [topic], "group_id": topic})
+    yield pipeline, lambda: 20 - server.committed(topic, topic)[0][0]
+
+
+@pytest.mark.parametrize("place", [sqs, pubsub, kafka])
 @pytest.mark.parametrize("process", [-300.0, 300.0, 0.0])
 @pytest.mark.parametrize("others", [0.0, 300.0])
 def test_messages_are_handled_once_on_hosts_whose_clocks_differ_by_the_lease(
@@ -45,14 +102,21 @@ def test_messages_are_handled_once_on_hosts_whose_clocks_differ_by_the_lease(
     caplog: pytest.LogCaptureFixture,
     process: float,
     others: float,
+    place: Callable[[pytest.MonkeyPatch], AbstractContextManager[Place]],
 ) -> None:
-    server = wanted_sqs()
-    url = server.queue()
-    client = server.client()
-    for number in range(20):
-        client.send_message(QueueUrl=url, MessageBody=str(number))
-    monkeypatch.setenv("AIRFLOW_CONN_AWS_DEFAULT", json.dumps(server.connection()))
-    pipeline = Timed(producer={"queue_url": url})
+    with place(monkeypatch) as (pipeline, left):
+        check(pipeline, left, tmp_path, monkeypatch, caplog, process, others)
+
+
+def check(
+    pipeline: Broadway,
+    left: Callable[[], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    process: float,
+    others: float,
+) -> None:
     about: dict[str, Any] = {"pipeline": pipeline, "staging": f"file://{tmp_path}/staging"}
     tasks = Tasks()
     tasks.task_ids = ["process", "late"]
@@ -75,7 +139,7 @@ def test_messages_are_handled_once_on_hosts_whose_clocks_differ_by_the_lease(
     looked = run(others, BroadwayAckSensor(task_id="ack", watch=["process", "late"], **about))
 
     assert looked["acked"] == looked["received"] == 20
-    assert server.depth(url) == (0, 0, 0)
+    assert left() == 0
 
 
 @pytest.fixture(scope="module")
