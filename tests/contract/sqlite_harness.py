@@ -13,6 +13,8 @@ class SqliteHarness(Harness):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._path = path
+        with SqliteQueue(path, "contract") as queue:
+            queue.create()
 
     def producer(self) -> Producer:
         return SqliteProducer(queue="contract", path=self._path, lease=self.lease)

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -19,10 +21,12 @@ from airflow_broadway.core.reference import load_ref
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 from airflow_broadway.spark.job import arguments_of
+from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes.spark import warm_spark
 from tests.deaths import WAYS
+from tests.unit.runs.steps import Run
 from tests.unit.spark.plans import Planned, Row, Staged
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -48,6 +52,30 @@ class Deadly(Broadway):
             print(info.batch_id, numbers, file=file)
         if int(os.environ["DEADLY"]) in numbers:
             die(os.environ["DEADLY_WAY"])
+"""
+KILLED = """
+import os
+import time
+from pathlib import Path
+
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+class Killed(Broadway):
+    name = "Sums"
+    producer = SqliteProducer(queue="sums", path="/replaced", max_crashes=1)
+    batchers = {"default": Batcher(schema="n bigint", batch_size=5)}
+
+    def handle_message(self, processor, message, context):
+        return message.put_data({"n": int(message.data)})
+
+    def handle_batch(self, batcher, messages, info, context):
+        numbers = sorted(row.n for row in messages.select("data.n").collect())
+        with open(os.environ["DEADLY_LOG"], "a") as file:
+            print(info.batch_id, numbers, file=file)
+        while Path(os.environ["HOLD"]).exists():
+            time.sleep(0.02)
 """
 REF = {"class": "deadly_pipeline:Deadly", "options": {}}
 DRIVER = "import sys\nfrom airflow_broadway.testing.crashes.spark import be_driver\n"
@@ -167,3 +195,67 @@ def test_one_of_a_thousand_messages_that_ends_the_driver_is_found_in_one_executi
     assert entry["reason"] == "crashed: it ended 2 processes that handled nothing else"
     handled = sum(each.successful for each in task.staged.outcomes("default").values())
     assert handled == 999
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # eight drivers
+@pytest.mark.parametrize("count", [40, 1])
+def test_applications_that_are_killed_from_outside_release_their_messages_and_blame_none(
+    jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    # Given good messages in batches on Spark
+    (tmp_path / "killed_pipeline.py").write_text(KILLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    log, hold = tmp_path / "log", tmp_path / "hold"
+    monkeypatch.setenv("DEADLY_LOG", str(log))
+    monkeypatch.setenv("HOLD", str(hold))
+    log.touch()
+    killed = resolve_name("killed_pipeline:Killed")
+    ref = {"class": "killed_pipeline:Killed"}
+    ref |= {"options": {"producer": {"path": str(tmp_path / "queue.db")}}}
+
+    def run_once(run: Run, kills: int) -> Ending:
+        """A run whose applications are killed, as many of them, each at its first batch."""
+        reference = run.process()
+        plan = plan_batches(
+            run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
+        )
+        name, about = "handle_batches", RunInfo(dag_id="sums", run_id=run.run_id)
+        batches = SparkBatches(
+            run.staged, run.pipeline, [{"plan": plan.path}], run.ports, name=name, most=3
+        )
+        assert batches.begin() is Ending.OPEN
+        there = batches.choose()
+        while there:
+            path, work = batches.write_work(name, ref, about)
+            arguments = arguments_of(run.staged.spark_uri(), path, work)
+            seen = log.stat().st_size
+            with subprocess.Popen([sys.executable, "-c", DRIVER, *arguments]) as driver:
+                while kills and log.stat().st_size == seen and driver.poll() is None:
+                    time.sleep(0.02)
+                if kills:
+                    driver.kill()
+                    kills -= 1
+            there = batches.goes_on() and batches.choose()
+        ending = batches.end()
+        assert run.ack()["balanced"]
+        return ending
+
+    # When six of their applications are killed in two runs
+    run_ids = ["manual__1", "manual__2", "manual__3"]
+    runs = [
+        Run(tmp_path, run_id, pipeline=killed, finished=run_ids[:number])
+        for number, run_id in enumerate(run_ids)
+    ]
+    runs[0].send(range(count))
+    hold.touch()
+    for run in runs[:2]:
+        assert run_once(run, 3) is not Ending.DONE
+        assert run.dead() == []
+        assert run.depth() == (count, 0, 0, 0)
+
+    # Then the next run handles them all
+    hold.unlink()
+    assert run_once(runs[2], 0) is Ending.DONE
+    assert runs[2].depth() == (0, 0, 0, 0)

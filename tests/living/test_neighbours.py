@@ -57,8 +57,16 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingBro
 
 @pytest.fixture
 def series(broker: LivingBroker, tmp_path: Path) -> Iterator[Series]:
-    with Series(broker, tmp_path, rate=200.0) as made:
+    with Series(broker, tmp_path, rate=0.0) as made:
         yield made
+
+
+def wait_for_messages(series: Series, worker: Worker, run: str, folder: Path) -> None:
+    """Wait until a run has received, and been at work for a while."""
+    while not list((folder / "staging").rglob(f"{run}/generations/*")):
+        assert not worker.done, series.end(worker)
+        time.sleep(0.02)
+    time.sleep(0.5)
 
 
 def publish(series: Series, count: int) -> None:
@@ -113,6 +121,7 @@ def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
 ) -> None:
     # Given a run that handles its messages slowly
     dice = random.Random(3)
+    series.publisher.rate = 100.0
     steady = Worker(tmp_path / "steady.log")
     budget = {**_HUNGRY, "max_messages": 200}
     about: dict[str, Any] = {"flow": "staged", "harm": HARM}
@@ -153,17 +162,17 @@ def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
     about: dict[str, Any] = {"flow": "staged", "harm": HARM, "producer": {"lease": _SHORT}}
     names = ("LivingBefore", "LivingAfter")
     for number in range(8):
-        worker = Worker(tmp_path / "killed.log")
+        worker, run = Worker(tmp_path / "killed.log"), f"killed-{number}"
         slow = {"context": {"slow": 0.02}, "budget": _HUNGRY}
-        series.begin(worker, named=names[number % 2], **slow, **about)
-        time.sleep(0.6)
+        series.begin(worker, run=run, named=names[number % 2], **slow, **about)
+        wait_for_messages(series, worker, run, tmp_path)
         worker.end()
         if isinstance(broker, Lapsing):
             broker.lapse()
 
     # When what the other name held has lapsed, and it runs under the second one
     time.sleep(_SHORT + 0.5)
-    made = close_quietly(series, broker, tmp_path, named=names[1], producer={"lease": _SHORT})
+    made = close_quietly(series, broker, tmp_path, named=names[1])
 
     # Then nothing is lost or dead-lettered without cause, and each name has its own crashes
     assert made.good, str(made)
@@ -182,15 +191,15 @@ def test_a_run_that_is_stopped_while_another_takes_its_suspects_blames_none_of_t
     producer = {"max_crashes": 1}
     about: dict[str, Any] = {"flow": "staged", "harm": HARM, "producer": producer}
     worker = Worker(tmp_path / "killed.log")
-    series.begin(worker, context={"slow": 0.05}, budget=_HUNGRY, **about)
-    time.sleep(1.0)
+    series.begin(worker, run="killed", context={"slow": 0.05}, budget=_HUNGRY, **about)
+    wait_for_messages(series, worker, "killed", tmp_path)
     worker.end()
     if isinstance(broker, Lapsing):
         broker.lapse()
     late = Worker(tmp_path / "late.log")
     series.begin(late, run="late", context={"slow": 0.05}, budget={"wait_seconds": 1.0}, **about)
     children: list[psutil.Process] = []
-    while not children and not late.done:
+    while not children and not late.done:  # it has suspects
         children = late.children()
         time.sleep(0.05)
     assert children, "no message was a suspect"

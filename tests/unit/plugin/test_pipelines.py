@@ -23,7 +23,7 @@ from airflow_broadway.plugin.declared import Declared
 from airflow_broadway.plugin.latest import LatestRun
 from airflow_broadway.plugin.pages import pipelines
 from airflow_broadway.plugin.standings import LOOKED, PER_PAGE, SHOWN
-from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey, report_backlog
 from airflow_broadway.staging.run_folder import StagedRun
@@ -394,14 +394,16 @@ def test_a_dry_run_is_marked_and_hides_nothing_of_the_runs_before_it(world: Worl
     assert "<svg" not in world.page("/broadway/?q=only_dry")
 
 
-def test_a_damaged_file_of_one_pipeline_hides_no_other(world: World) -> None:
+def test_a_damaged_file_of_one_pipeline_hides_no_other(world: World, tmp_path: Path) -> None:
     world.dag("damaged", {"r1": "running"})
     world.dag("whole", {"r1": "success"})
     world.report("whole", "r1")
     run = StagedRun(
         open_store(world.site.staging.as_uri()), pipeline="Orders", dag_id="damaged", run_id="r1"
     )
-    lease = Orders().producer.source(_env()).lease
+    path = tmp_path / "queue.db"
+    SqliteQueue(path, "orders").create()
+    lease = SqliteProducer(queue="orders", path=str(path)).source(_env()).lease
     record = run.open_generation(task_id="t", map_index=0, try_number=1, lease=lease)
     run.files.replace(f"{record.generation}/manifest.json", "nonsense")
 

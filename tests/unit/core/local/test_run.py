@@ -434,6 +434,7 @@ def test_every_message_is_in_exactly_one_class(
 ) -> None:
     path = str(tmp_path_factory.mktemp("run") / "queue.db")
     with SqliteQueue(path, "q") as queue:
+        queue.create()
         queue.send([f"{fate} {key}".encode() for fate, key in stream])
         report = on(path, Fated).run_local()
         expected = Counter(fate for fate, _ in stream)
