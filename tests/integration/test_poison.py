@@ -64,7 +64,7 @@ from airflow_broadway.producers.sqlite import SqliteProducer
 
 class Killed(Broadway):
     name = "Sums"
-    producer = SqliteProducer(queue="sums", path="/replaced", max_crashes=1)
+    producer = SqliteProducer(queue="sums", path="/replaced", max_crashes={crashes})
     batchers = {"default": Batcher(schema="n bigint", batch_size=5)}
 
     def handle_message(self, processor, message, context):
@@ -199,12 +199,12 @@ def test_one_of_a_thousand_messages_that_ends_the_driver_is_found_in_one_executi
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # eight drivers
-@pytest.mark.parametrize("count", [40, 1])
+@pytest.mark.parametrize(("count", "crashes"), [(40, 1), (1, 5)])
 def test_applications_that_are_killed_from_outside_release_their_messages_and_blame_none(
-    jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, crashes: int
 ) -> None:
     # Given good messages in batches on Spark
-    (tmp_path / "killed_pipeline.py").write_text(KILLED)
+    (tmp_path / "killed_pipeline.py").write_text(KILLED.replace("{crashes}", str(crashes)))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     log, hold = tmp_path / "log", tmp_path / "hold"

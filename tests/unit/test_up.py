@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts import up
 from scripts.local_airflow import LocalAirflowError
 
@@ -58,12 +59,12 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def test_it_runs_until_it_is_interrupted_and_stops_airflow(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert up.main() == 0
     assert Fake.made.calls == ["start", "wait", "alive", "stop"]
     told = capsys.readouterr().out
-    assert up.SqliteQueue(up.FLIGHTS_QUEUE, "flights").names() == ["flights"]
+    assert SqliteQueue(tmp_path / "demo" / "queue.db", "flights").names() == ["flights"]
     assert "http://127.0.0.1:1/dags" in told
     assert told.index("Airflow is healthy") < told.index("Stopping") < told.index("Stopped")
 

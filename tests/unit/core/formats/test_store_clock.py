@@ -108,10 +108,8 @@ def test_a_wall_clock_that_jumps_is_measured_again_with_one_warning(
         assert abs(off(judged)) < 1.0
         assert abs(off(judged)) < 1.0
     lines = [record.getMessage() for record in caplog.records]
-    assert [f"jumped by {way:+.0f} s" in line for way, line in zip((jump, -jump), lines)] == [
-        True,
-        True,
-    ]
+    for line, way in zip(lines, (jump, -jump), strict=True):
+        assert f"jumped by {way:+.0f} s" in line
     assert store.uri in lines[0]
 
 
