@@ -72,6 +72,8 @@ def test_a_run_without_staging_too(tmp_path: Path) -> None:
 
 def test_a_place_that_is_not_there_ends_the_run_before_it_receives(tmp_path: Path) -> None:
     run = Run(tmp_path, "manual__letters")
+    for file in tmp_path.glob("queue.db*"):
+        file.unlink()
     task = ProcessTask(
         run.staged, run.pipeline, run.task(), run.ports, budget=Budget(), source=SOURCE
     )
