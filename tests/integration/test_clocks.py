@@ -13,6 +13,7 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.formats.store_clock import StoreClock
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
@@ -34,7 +35,9 @@ LEASE = 300.0
 
 
 class Timed(Broadway):
-    producer = SqsProducer(queue_url="https://sqs.eu-west-1.amazonaws.com/0/replaced", lease=LEASE)
+    producer: Producer = SqsProducer(
+        queue_url="https://sqs.eu-west-1.amazonaws.com/0/replaced", lease=LEASE
+    )
     processors = Processors(concurrency=1, max_demand=10)
     batchers = {"default": Batcher(engine="python", batch_size=10)}
 

@@ -212,8 +212,8 @@ def test_applications_that_are_killed_from_outside_release_their_messages_and_bl
     monkeypatch.setenv("HOLD", str(hold))
     log.touch()
     killed = resolve_name("killed_pipeline:Killed")
-    ref = {"class": "killed_pipeline:Killed"}
-    ref |= {"options": {"producer": {"path": str(tmp_path / "queue.db")}}}
+    options = {"producer": {"path": str(tmp_path / "queue.db")}}
+    ref = {"class": "killed_pipeline:Killed", "options": options}
 
     def run_once(run: Run, kills: int) -> Ending:
         """A run whose applications are killed, as many of them, each at its first batch."""
