@@ -110,16 +110,18 @@ def test_a_broker_out_of_reach_is_not_checked(
 def test_an_embedded_queue_is_checked(tmp_path: Path, capsys: Capsys) -> None:
     SqliteQueue(tmp_path / "q.db", "orders").create()
 
-    def check(queue: str) -> Ran:
-        producer = {"queue": queue, "path": str(tmp_path / "q.db")}
+    def check(queue: str, file: str = "q.db") -> Ran:
+        producer = {"queue": queue, "path": str(tmp_path / file)}
         reference = {"class": f"{__name__}:Embedded", "options": {"producer": producer}}
         return ran(capsys, "check", json.dumps(reference))
 
-    fine, misspelt = check("orders"), check("ordres")
+    fine, misspelt, missing = check("orders"), check("ordres"), check("orders", "none.db")
 
     assert (fine.code, fine.out) == (0, "A run of Embedded can begin.\n")
     assert misspelt.code == 1
     assert "has no queue 'ordres'; it has ['orders']" in misspelt.out
+    assert missing.code == 1
+    assert f"error: there is no queue file {tmp_path / 'none.db'}, " in missing.out
 
 
 def test_a_producer_without_checks_says_so(capsys: Capsys) -> None:
