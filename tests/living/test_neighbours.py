@@ -31,7 +31,7 @@ from tests.living.workers import Worker
 from tests.pubsub_server import StubServer
 from tests.rabbitmq_fixtures import wanted_server
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
 #: A run that takes what comes until something ends it.
 _HUNGRY = {"wait_seconds": 60.0, "idle_seconds": 60.0, "max_seconds": 60.0}
@@ -105,8 +105,9 @@ def test_a_sensor_that_is_killed_twenty_times_amid_settlement_settles_each_messa
             kills += 1
     worker.end()
 
-    # Then the reports of the sensors that came to their end agree with the queues and the sink
-    made = series.close()
+    # Then the reports of the sensors that came to their end agree with the queues and the sink; what
+    # is published anew, a retry or a dead letter, may be there twice, and is marked
+    made = series.close(exact=broker.kind == "sqlite")
     assert made.good, str(made)
     assert {each.number for each in series.left if each.place == DEAD} <= {
         number for number in range(series.publisher.published) if fails_for_good(number)
@@ -154,6 +155,8 @@ def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
     assert not others & set(mine)
 
 
+# Kafka's group refuses the other name, and says how to adopt it.
+@pytest.mark.parametrize("broker", ["sqlite", "rabbitmq", "sqs", "pubsub"], indirect=True)
 def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
     broker: LivingBroker, series: Series, tmp_path: Path
 ) -> None:
