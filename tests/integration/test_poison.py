@@ -211,6 +211,7 @@ def test_applications_that_are_killed_from_outside_release_their_messages_and_bl
     monkeypatch.setenv("DEADLY_LOG", str(log))
     monkeypatch.setenv("HOLD", str(hold))
     log.touch()
+    monkeypatch.delitem(sys.modules, "killed_pipeline", raising=False)
     killed = resolve_name("killed_pipeline:Killed")
     options = {"producer": {"path": str(tmp_path / "queue.db")}}
     ref = {"class": "killed_pipeline:Killed", "options": options}

@@ -105,8 +105,8 @@ def test_a_sensor_that_is_killed_twenty_times_amid_settlement_settles_each_messa
             kills += 1
     worker.end()
 
-    # Then the reports of the sensors that came to their end agree with the queues and the sink; what
-    # is published anew, a retry or a dead letter, may be there twice, and is marked
+    # Then the reports of the sensors that came to their end agree with the queues and the sink.
+    # What is published anew, a retry or a dead letter, may be there twice, and is marked
     made = series.close(exact=broker.kind == "sqlite")
     assert made.good, str(made)
     assert {each.number for each in series.left if each.place == DEAD} <= {
