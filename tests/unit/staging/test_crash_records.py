@@ -15,7 +15,8 @@ from airflow_broadway.staging.crash_records import (
     portion_size,
     record_crash,
 )
-from airflow_broadway.staging.store import Store
+from airflow_broadway.staging.store import Folder, Store
+from tests.unit.runs.steps import precede
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
@@ -72,6 +73,24 @@ def test_crashes_of_a_message_that_became_a_dead_letter_are_forgotten(store: Sto
     record_crash(store, "orders", "g2", ["a"], later[2])
     assert load_crash_history(store, "orders", later[2]).in_hand == {"a": 1, "b": 1}
     assert load_crash_history(store, "orders", NOW + 2 * KEPT) == CrashHistory()
+
+
+def test_a_record_of_a_process_that_was_stopped_blames_no_message_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process that is stopped as it records a crash
+    def settled_by_another(*_: object, **__: object) -> None:
+        record_crash(store, "orders", "g1", ["a"], NOW + timedelta(seconds=1))
+        forget_crashes(store, "orders", "g2", ["a"], NOW + timedelta(seconds=2))
+
+    precede(monkeypatch, settled_by_another, Folder, "create", once=True)
+
+    # When another has recorded it, and its message is a dead letter, before it goes on
+    record_crash(store, "orders", "g1", ["a"], NOW)
+
+    # Then the crash counts once, and its message begins anew
+    history = load_crash_history(store, "orders", NOW + timedelta(seconds=3))
+    assert history == CrashHistory(1, {}, {})
 
 
 def test_a_record_is_kept_for_fourteen_days(store: Store) -> None:
