@@ -85,6 +85,7 @@ class LivingPubSub:
         return _Sender(self._server, self._topic, keyed=self._keyed)
 
     def lapse(self) -> None:
+        time.sleep(_SHORT)  # the requests of a killed run are carried out before
         self._clock.sleep(LEASE + 1.0)
 
     def drain(self) -> list[Left]:

@@ -87,6 +87,7 @@ class LivingSqs:
         return _Sender(self._server.client(), self._url)
 
     def lapse(self) -> None:
+        time.sleep(_SHORT)  # the requests of a killed run are carried out before
         self._clock.sleep(LEASE + 1.0)
 
     def drain(self) -> list[Left]:
