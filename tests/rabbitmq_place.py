@@ -21,7 +21,9 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
+from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.marks import Mark, republished
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.proxy import Relay
@@ -116,6 +118,11 @@ class Place:
         chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
         return messages, self.carry_out(lease, settlement_of(messages, chosen), **options)
 
+    def topology(self, **options: Any) -> Topology:
+        """The queues of our own."""
+        journal = QueueJournal(self.env().staging, self.name)
+        return Topology(self.producer(**options), journal)
+
     def carry_out(self, lease: Lease, settlement: Settlement, /, **options: Any) -> SettleReport:
         """Settle a lease."""
         custodian = self.producer(**options).custodian(self.env("custodian"))
@@ -125,7 +132,7 @@ class Place:
             custodian.close()
 
     def give_back(self, *sent: bytes, properties: Any = None) -> list[Message]:
-        """Let a run take messages and be released: they are in the returns queue then."""
+        """Let a run take messages and be released: they are in the source queue again then."""
         self.send(*sent, properties=properties)
         messages, lease = self.hold("before")
         assert self.carry_out(lease, Settlement(rest=RELEASE)).released == len(sent)

@@ -257,17 +257,22 @@ class RabbitServer:
         except OSError:
             return False
 
-    def control(self, *command: str) -> None:
-        """Run ``rabbitmqctl``."""
+    def control(self, *command: str) -> str:
+        """Run ``rabbitmqctl``; returns what it prints."""
         script = find_server()
         assert script is not None
-        subprocess.run(
+        return subprocess.run(
             [script.with_name("rabbitmqctl"), "-n", self.env["RABBITMQ_NODENAME"], *command],
             env=self.env,
             check=True,
             capture_output=True,
+            text=True,
             timeout=60,
-        )
+        ).stdout
+
+    def evaluate(self, expression: str) -> str:
+        """Evaluate an Erlang expression on the node."""
+        return self.control("eval", expression).strip()
 
     def stop_queue(self, name: str) -> None:
         """End a quorum queue's process: who asks it for something loses the connection."""

@@ -133,26 +133,24 @@ def ceiling_of(server: RabbitServer, count: int) -> Took:
 def stages(server: RabbitServer, count: int) -> Iterator[tuple[str, Took]]:
     """One try of every stage."""
     yield "ceiling", ceiling_of(server, count)
-    for custody in ("broker", "staged"):
-        with folder_of_its_own() as folder:
-            given = prepared(server, folder, count, custody)
-            yield f"process.{custody}", took(count, run_stage("process", **given))
-            if custody == "broker":
-                batches(given)
-                yield "settle", took(count, run_stage("settle", **given))
     with folder_of_its_own() as folder:
-        given = prepared(server, folder, count, "broker")
+        given = prepared(server, folder, count)
+        yield "process", took(count, run_stage("process", **given))
+        batches(given)
+        yield "settle", took(count, run_stage("settle", **given))
+    with folder_of_its_own() as folder:
+        given = prepared(server, folder, count)
         with ThreadPoolExecutor(2) as pool:
             half = {**given, "max_messages": count // 2}
             both = list(pool.map(lambda n: run_stage("process", index=n, **half), (0, 1)))
         seconds = max(s.begun + s.seconds for s in both) - min(s.begun for s in both)
-        yield "process.broker.producers_2", Took(count, seconds, sum(s.cpu for s in both))
+        yield "process.producers_2", Took(count, seconds, sum(s.cpu for s in both))
 
 
 def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
     """The largest process of each stage; every stage must find every message."""
     with folder_of_its_own() as folder:
-        given = prepared(server, folder, size, "broker")
+        given = prepared(server, folder, size)
         made = [memory(f"rabbitmq.{label}.process", run_stage("process", **given).peak)]
         plans, spark = batches(given)
         made.append(memory(f"rabbitmq.{label}.batch", max(plan.peak for plan in plans)))
@@ -163,7 +161,7 @@ def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
         return [*made, memory(f"rabbitmq.{label}.settle", settled.peak)]
 
 
-def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> dict[str, Any]:
+def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     """What the stages of one run are given; its queue is full, and its own queues are declared."""
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.core.model.run_info import RunInfo
@@ -174,14 +172,15 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
     queue = new_queue(server, count)
-    options = {"queue": queue, "uri": server.uri, "custody": custody}
+    options = {"queue": queue, "uri": server.uri}
     ref = {"class": PIPELINE, "options": {"producer": options}}
     producer: Any = load_ref(ref, RunInfo()).producer
-    # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
+    # Only the first run on a queue waits for its holding queue to be old enough.
     connection = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
     topology = Topology(producer, QueueJournal(None, queue))
-    topology.standing.ensure_returns(connection)
-    topology.leases.leave_spare(connection)
+    topology.standing.ensure_dead(connection)
+    for number in range(2):
+        topology.standing.ensure_held(connection, topology.queues.held(number))
     connection.close()
     return {"folder": str(folder), "ref": ref}
 

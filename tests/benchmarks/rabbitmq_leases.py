@@ -1,8 +1,8 @@
 """What leased messages cost a RabbitMQ: ``python -m tests.benchmarks.rabbitmq_leases``.
 
-A server of its own, one run that holds 100,000 messages of 200 bytes, with either custody; memory
-as the broker says, disk as the file system does.  The source queue is a classic one, so that the
-folder ``quorum`` has nothing but the lease queue, the returns queue and the spares.
+A server of its own, one run that holds 100,000 messages of 200 bytes; memory as the broker says,
+disk as the file system does.  The source queue is a classic one, so that the folder ``quorum`` has
+nothing but the holding queue and that of dead letters.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ QUEUE = "measured"
 
 def main() -> None:
     """Measure, and print a table as the guide has it."""
-    rows = [measured(custody) for custody in ("broker", "staged")]
+    figures = measured()
     out = sys.stdout.write
     out(f"{MESSAGES:,} messages of {BYTES} bytes, held by one run (MiB)\n\n")
-    out('| | `custody="broker"` | `custody="staged"` |\n|---|---|---|\n')
-    for name in rows[0]:
-        out(f"| {name} | {rows[0][name]} | {rows[1][name]} |\n")
+    out("| | |\n|---|---|\n")
+    for name, figure in figures.items():
+        out(f"| {name} | {figure} |\n")
 
 
-def measured(custody: str) -> dict[str, str]:
+def measured() -> dict[str, str]:
     """Figures by name, in MiB where they are sizes."""
     with tempfile.TemporaryDirectory(prefix="broadway-leases-") as folder, own_server() as server:
         time.sleep(FRESH)
@@ -47,12 +47,7 @@ def measured(custody: str) -> dict[str, str]:
         server.fill(QUEUE, repeat(b"x" * BYTES, MESSAGES))
         time.sleep(FRESH)
         filled = memory(server)
-        producer = RabbitMQProducer(
-            queue=QUEUE,
-            uri=server.uri,
-            custody=custody,
-            on_failure="retry",
-        )
+        producer = RabbitMQProducer(queue=QUEUE, uri=server.uri, on_failure="retry")
         env = ProducerEnv(generation="g1", staging=f"file://{folder}")
         source = producer.source(env)
         taken = 0
@@ -62,14 +57,13 @@ def measured(custody: str) -> dict[str, str]:
         time.sleep(FRESH)
         queue = server.manage("GET", f"queues/%2F/{lease.state['lease_queue']}")
         found = {
-            "bundles in the lease queue": f"{queue['messages']:,}",
+            "bundles in the holding queue": f"{queue['messages']:,}",
             "their bytes": mib(queue["message_bytes"]),
-            "memory of the lease queue": mib(queue["memory"]),
+            "memory of the holding queue": mib(queue["memory"]),
             "memory of the broker above that when empty: source full": mib(filled - before),
             "… all leased": mib(memory(server) - before),
             "disk of the broker's quorum queues": mib(size(server.folder / "data", "quorum")),
             "disk of the broker above that when empty": mib(size(server.folder / "data") - disk),
-            "disk of the staging folder": mib(size(Path(folder))),
         }
         source.close()
         custodian = producer.custodian(env)

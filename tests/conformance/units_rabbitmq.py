@@ -129,7 +129,7 @@ def settings(case: Case) -> None:
 def refused_by_the_broker(case: Case) -> None:
     """Broadway acknowledges message by message, and each may be refused.
 
-    Here an acknowledgement is the deletion of a whole lease queue; what can be refused for one
+    Here an acknowledgement is a purge of the holding queue; what can be refused for one
     message alone is what a verdict publishes.  So the successes are dead-lettered, through an
     exchange that has no queue for those which the case says fail.  As in Broadway every one is
     tried, and the error is loud: settle-failed in the report.  Unlike there the failed list is

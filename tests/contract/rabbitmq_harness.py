@@ -26,29 +26,22 @@ class RabbitHarness(Harness):
         queue: str,
         staging: str,
         kind: str = "classic",
-        custody: str = "broker",
         lease: float = 6.0,
     ) -> None:
-        super().__init__(url, queue, staging, kind, custody, lease)
+        super().__init__(url, queue, staging, kind, lease)
         self.lease = lease
         self.clock = SystemClock()
         self._server = RabbitServer(Path(), given=url)
         self._queue = queue
         self._staging = staging
         self._kind = kind
-        self._custody = custody
 
     def declare(self) -> None:
         self._server.declare(self._queue, **{"x-queue-type": self._kind})
 
     def producer(self) -> Producer:
         uri = self._server.uri
-        return RabbitMQProducer(
-            queue=self._queue,
-            uri=uri,
-            lease=self.lease,
-            custody=self._custody,
-        )
+        return RabbitMQProducer(queue=self._queue, uri=uri, lease=self.lease)
 
     def env(self, generation: str) -> ProducerEnv:
         return dataclasses.replace(super().env(generation), staging=self._staging)

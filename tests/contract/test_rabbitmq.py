@@ -20,13 +20,11 @@ def young_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
 
 
-def harness_of(
-    request: pytest.FixtureRequest, folder: Path, kind: str, custody: str
-) -> RabbitHarness:
+def harness_of(request: pytest.FixtureRequest, folder: Path, kind: str) -> RabbitHarness:
     url, queue = wanted_server().url, f"contract-{uuid.uuid4().hex}"
     # On a busy machine a child starts slowly.
     lease = 60.0 if "killed_while_settling" in request.node.name else 6.0
-    made = RabbitHarness(url, queue, f"file://{folder}", kind, custody, lease)
+    made = RabbitHarness(url, queue, f"file://{folder}", kind, lease)
     made.declare()
     return made
 
@@ -34,7 +32,7 @@ def harness_of(
 class TestRabbitMQ(CustodyContract):
     @pytest.fixture
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
-        return harness_of(request, tmp_path, "classic", "broker")
+        return harness_of(request, tmp_path, "classic")
 
 
 class TestDeadLetters(DeadLettersContract):
@@ -42,18 +40,11 @@ class TestDeadLetters(DeadLettersContract):
 
     @pytest.fixture
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
-        return harness_of(request, tmp_path, "classic", "broker")
-
-
-@pytest.mark.slow
-class TestRabbitMQStaged(CustodyContract):
-    @pytest.fixture
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
-        return harness_of(request, tmp_path, "quorum", "staged")
+        return harness_of(request, tmp_path, "classic")
 
 
 @pytest.mark.slow
 class TestRabbitMQQuorum(CustodyContract):
     @pytest.fixture
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
-        return harness_of(request, tmp_path, "quorum", "broker")
+        return harness_of(request, tmp_path, "quorum")

@@ -41,10 +41,10 @@ def _past_runs() -> Iterator[MakeSubject]:
 
 
 @contextmanager
-def _rabbitmq(custody: str) -> Iterator[MakeSubject]:
+def _rabbitmq() -> Iterator[MakeSubject]:
     from tests.crashes.subjects_rabbitmq import rabbit  # it needs a client that others do not
 
-    with rabbit(custody) as make:
+    with rabbit() as make:
         yield make
 
 
@@ -100,8 +100,7 @@ SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
     "sqlite by operators": _by_operators,
     "sqlite past run": _past_runs,
-    "rabbitmq": partial(_rabbitmq, "broker"),
-    "rabbitmq staged": partial(_rabbitmq, "staged"),
+    "rabbitmq": _rabbitmq,
     "sqlite on s3": _on_s3,
     "kafka": partial(_kafka, order="none"),
     "kafka key": partial(_kafka, order="key"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 import time
 import uuid
@@ -28,7 +27,7 @@ from tests.rabbitmq_server import RabbitServer
 __all__ = ["Rabbit", "rabbit"]
 
 #: The queues of ours that stay.
-_STANDING = ("returns", "dead", "spares", "delay")
+_STANDING = ("held", "dead", "delay")
 #: Seconds for the broker to move what a test has let lapse.
 _MOVE_TIMEOUT = 20.0
 #: Seconds that it needs, where nobody can see whether it has.
@@ -40,7 +39,7 @@ class _Hurry:
 
     def install(self, interceptor: Interceptor) -> None:
         queue_calls._RELIABLE_AGE = 0.0
-        settlement.BUNDLES_TIMEOUT = 1.0
+        settlement.COUNT_TIMEOUT = 1.0
         # A bundle has the same messages in every run, however slowly they come.
         bundler.LINGER_SECONDS = 0.5
 
@@ -48,23 +47,17 @@ class _Hurry:
 class Rabbit(Subject):
     """A pipeline over a queue of RabbitMQ.
 
-    The clock of the broker cannot be moved.  So where a lease or a delay has lapsed by the tasks'
-    clock, what it holds is rejected: it goes where it would go by itself, by the same dead-letter
-    worker.
+    The clock of the broker cannot be moved.  So where a delay is over by the tasks' clock, what it
+    holds is rejected: it goes where it would go by itself, by the same dead-letter worker.
     """
 
     kind = "rabbitmq"
     moved_by_clock: ClassVar[bool] = False
-    # Without the management API a journal is kept until two runs have seen it empty.
-    looks: ClassVar[int] = 3
     stays: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|type\.json$)"
 
-    def __init__(
-        self, server: RabbitServer, custody: str, pipeline: type[Broadway], folder: Path
-    ) -> None:
+    def __init__(self, server: RabbitServer, pipeline: type[Broadway], folder: Path) -> None:
         super().__init__(pipeline, folder)
         self._server = server
-        self._custody = custody
         self._queue = f"crashes-{uuid.uuid4().hex}"
         with self._server.channel() as channel:
             channel.queue_declare(self._queue, durable=True)
@@ -73,7 +66,7 @@ class Rabbit(Subject):
         return [*super().boundaries(), Amqp(self._plain), _Hurry()]
 
     def _plain(self, queue: str) -> str:
-        return re.sub(r"\.[0-9a-f]{20}$", ".…", queue.replace(self._queue, "queue"))
+        return queue.replace(self._queue, "queue")
 
     def id_of(self, message: Message) -> str:
         return str(message.metadata["message_id"])
@@ -88,7 +81,6 @@ class Rabbit(Subject):
             "producer": RabbitMQProducer(
                 queue=self._queue,
                 uri=f"amqp://{host}:{port}/?management_url=false",
-                custody=self._custody,
                 lease=self.lease,
                 metadata=["message_id"],
                 retry=declared.retry,
@@ -117,7 +109,7 @@ class Rabbit(Subject):
         return sum(
             self._server.depth(name) or 0
             for name in self._queues()
-            if name == self._queue or _role(name) in ("lease", "returns", "delay")
+            if name == self._queue or _role(name) in ("held", "delay")
         )
 
     def letters(self) -> list[Letter]:
@@ -139,10 +131,7 @@ class Rabbit(Subject):
 
     def pass_time(self, seconds: float) -> None:
         for name in self._queues():
-            role = _role(name)
-            if role == "lease" and seconds > self.lease:
-                self._lapse(name, f"broadway.returns.{self._queue}")
-            elif role == "delay" and seconds >= int(name.split(".")[2]):
+            if _role(name) == "delay" and seconds >= int(name.split(".")[2]):
                 self._lapse(name, self._queue)
 
     def _lapse(self, queue: str, target: str) -> None:
@@ -164,32 +153,19 @@ class Rabbit(Subject):
             time.sleep(0.01)
 
     def left(self) -> list[str]:
+        """Bundles that stay, and queues that are none of those which stay."""
         found = []
-        names = self._queues()
-        spares = self._spares(names)
-        for name in names:
+        for name in self._queues():
             role = _role(name)
-            if role == "lease" and name not in spares:
-                found.append(f"the lease queue {self._plain(name)}")
-            elif name != self._queue and role not in ("lease", *_STANDING):
+            if role == "held" and (name.endswith(".claim") or self._server.depth(name)):
+                found.append(f"the holding queue {self._plain(name)}")
+            elif name != self._queue and role not in _STANDING:
                 found.append(f"the queue {self._plain(name)}")
         return found
-
-    def _spares(self, names: Sequence[str]) -> str:
-        """What lies in the queue of names, as one text."""
-        told = ""
-        for name in names:
-            if _role(name) == "spares":
-                with self._server.channel() as channel:
-                    while (got := channel.basic_get(name))[0] is not None:
-                        told += got[2].decode()
-        return told
 
     def close(self) -> None:
         with self._server.channel() as channel:
             for name in self._queues():
-                # Only a queue that has a leader can be emptied: see LeaseQueues.delete.
-                channel.queue_purge(name)
                 channel.queue_delete(name)
 
     def _queues(self) -> list[str]:
@@ -202,13 +178,13 @@ def _role(queue: str) -> str:
 
 
 @contextmanager
-def rabbit(custody: str) -> Iterator[Any]:
+def rabbit() -> Iterator[Any]:
     """A server of RabbitMQ; what makes a subject at it."""
     with (
         tempfile.TemporaryDirectory(dir=_memory()) as folder,
         RabbitServer.start(Path(folder)) as server,
     ):
-        yield partial(Rabbit, server, custody)
+        yield partial(Rabbit, server)
 
 
 def _memory() -> str | None:

@@ -126,17 +126,17 @@ FOUND = {
     "a bundle at RabbitMQ is confirmed when nobody waits for it any more": (
         "rabbitmq",
         "one task",
-        "one/run/1 basic.publish broadway.lease.queue.… #1: timed out",
+        "one/run/1 basic.publish broadway.held #1: timed out",
     ),
-    "a new lease queue of RabbitMQ does not answer": (
+    "a new holding queue of RabbitMQ does not answer": (
         "rabbitmq",
         "batches",
-        "one/process/1 basic.get broadway.lease.queue.… #1: timed out",
+        "one/process/1 basic.get broadway.held.queue.0 #1: timed out",
     ),
-    "a generation at RabbitMQ loses its connection when it has taken a lease queue": (
-        "rabbitmq staged",
+    "a generation at RabbitMQ loses its connection when it has claimed a holding queue": (
+        "rabbitmq",
         "one task",
-        "one/run/1 channel.open #11: error [retry, traffic]",
+        "one/run/1 queue.bind broadway.held.queue.0 #1: error [retry, traffic]",
     ),
     "who sleeps after a look at its right to a batch begins that one alone": (
         "pubsub",

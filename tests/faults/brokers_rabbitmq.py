@@ -36,10 +36,10 @@ class RabbitMQ:
     def waiting(self) -> int:
         """A bundle counts as one message; the dead-letter worker of a queue is not seen."""
         delays = [_QUEUES.delay(step) for step in LADDER]
-        return self.server.count("killed", _QUEUES.returns, *delays) + self.leased()
+        return self.server.count("killed", *delays) + self.leased()
 
     def leased(self) -> int:
-        return self.server.count(*self.server.queue_names("broadway.lease."))
+        return self.server.count(*self.server.queue_names("broadway.held."))
 
     def dead(self) -> list[Dead]:
         return dead_letters(self.server, _QUEUES.dead)

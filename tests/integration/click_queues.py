@@ -90,10 +90,9 @@ class _RabbitQueue:
 
     def depth(self) -> tuple[int, int, int]:
         queues, count = self._queues, self._server.count
-        leases = self._server.queue_names(f"broadway.lease.{queues.source}.")
+        held = [queues.held(number) for number in range(9)]
         delays = [queues.delay(step) for step in LADDER]
-        ready = count(queues.source, *delays) + self._bundled(queues.returns)
-        return ready, sum(map(self._bundled, leases)), count(queues.dead)
+        return count(queues.source, *delays), sum(map(self._bundled, held)), count(queues.dead)
 
     def _bundled(self, queue: str) -> int:
         """Messages in the bundles of a queue, which stay where they are."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A queue of the test's own at RabbitMQ, not declared yet."""
-    # Nobody kills this broker: the first lease queue of a test may be used at once.
+    # Nobody kills this broker: the first holding queue of a test may be used at once.
     monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
     return Place(wanted_server(), tmp_path)
 

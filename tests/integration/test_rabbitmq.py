@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from typing import Any
 
@@ -46,25 +47,28 @@ def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
 
 
 def test_a_bundle_that_was_moved_into_the_source_queue_is_set_aside_as_it_is(place: Place) -> None:
-    # Given a bundle of two messages that a run released, and an operator who moves it
+    # Given a bundle of two messages that a dead run held, and an operator who moves it
     place.declare()
-    place.give_back(b"1", b"2")
-    _, bundle = place.first(place.queues.returns)
-    assert place.depth(place.queues.returns) == 0
+    place.send(b"1", b"2")
+    place.hold("dead", lease=3.0)
+    held = place.queues.held(0)
+    opening, (_, bundle) = place.first(held), place.first(held)
+    assert opening
     place.send(b"AFBW is no bundle", bundle, b"3")
 
     messages, report = place.settle("g1")
 
     assert [message.data for message in messages] == [b"AFBW is no bundle", b"3"]
-    told = "1 (bundles: move them into the returns queue)"
+    told = "1 (bundles: move them back into their holding queue)"
     assert report == SettleReport(
         acked=2, errors=(f"dead letters, unprocessed, beside those received: {told}",)
     )
     properties, body = place.first(place.queues.dead)
-    reason = f"it is a bundle of 2 messages from the queue {place.name!r}: move it, as it is, into"
+    reason = f"it is a bundle of 2 messages from the queue {place.name!r}: move it back into its"
     assert properties.headers["x-broadway-reason"].startswith(reason)
     with place.channel() as channel:
-        channel.basic_publish("", place.queues.returns, body)
+        channel.basic_publish("", held, body)
+    time.sleep(3)
     assert [message.data for message in place.hold("g2")[0]] == [b"1", b"2"]
 
 
@@ -147,7 +151,7 @@ def test_an_empty_run_declares_nothing(place: Place) -> None:
 
     place.settle("g1")
 
-    assert place.depth(place.queues.returns) is None
+    assert place.depth(place.queues.held(0)) is None
 
 
 def test_the_depth_counts_ready_delayed_and_dead(place: Place) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
@@ -21,8 +21,6 @@ from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_fo
 from airflow_broadway.producers.rabbitmq.broker import checks
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
-from airflow_broadway.producers.rabbitmq.broker.names import lease_arguments
-from airflow_broadway.producers.rabbitmq.broker.sweep import counting
 from airflow_broadway.testing.harness import settlement_of
 from tests.cli_runs import ran
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
@@ -82,7 +80,7 @@ def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken
 
     # Nothing was declared, nothing taken; once the policy is gone, all is well.
     assert r"let no such policy match ^broadway\." in str(raised.value)
-    assert place.depth(place.queues.returns) is None
+    assert place.depth(place.queues.held(0)) is None
     assert [m.data for m in received(place, "g2", extra=extra)] == [b"1", b"2"]
 
 
@@ -129,30 +127,29 @@ def settled(place: Place, lease: Lease, settlement: Settlement, **connection: An
         custodian.close()
 
 
-@pytest.mark.parametrize("dead", [True, False])
+@pytest.mark.parametrize("queue", ["held", "dead"])
 def test_a_dead_runs_messages_stay_where_they_are_while_a_policy_would_lose_them(
-    place: Place, extra: dict[str, Any], dead: bool
+    place: Place, extra: dict[str, Any], queue: str
 ) -> None:
-    """The sweep settles before the source is opened: it is the first that must not move them."""
-    # Given a run that checked the policies just now, and one that was killed, or failed
+    """The sweep comes before the first message: it is the first that must not move them."""
+    # Given a run that checked the policies just now, and one that died and whose lease has lapsed
     place.declare()
     assert received(place, "g0", extra=extra) == []
     place.send(*[b"%d" % number for number in range(300)])
-    messages, lease = place.hold()
+    messages, _ = place.hold(lease=3.0)
     assert len(messages) == 300
-    settlement = Settlement(rest=RELEASE, expected=None if dead else 300)
+    time.sleep(3)
+    before = place.depth(place.queues.held(0))
 
-    # When a policy makes the returns queue lose what is in it
-    with policy(place, rf"^broadway\.returns\.{place.name}", message_ttl=100) as name:
-        with pytest.raises(ProducerError, match=f"'{name}' gives it message-ttl 100 ms") as raised:
-            settled(place, lease, settlement, extra=extra)
-        with pytest.raises(ProducerError, match=f"'{name}' gives it message-ttl 100 ms"):
-            received(place, "g2", extra=extra)
-        time.sleep(1)
+    # When a policy would lose what is in one of the queues
+    with (
+        policy(place, rf"^broadway\.{queue}\.{place.name}", expires=3_600_000) as name,
+        pytest.raises(ProducerError, match=f"'{name}' gives it expires 3600000 ms"),
+    ):
+        received(place, "g2", extra=extra)
 
-    # Then all of it is there once the policy is gone
-    assert f"lapses into it at {lease.deadline.isoformat(timespec='seconds')}" in str(raised.value)
-    assert settled(place, lease, settlement, extra=extra).released == 300
+    # Then nothing has moved, and all of it comes once the policy is gone
+    assert (place.depth(place.queues.held(0)), place.depth(place.name)) == (before, 0)
     back = received(place, "g3", extra=extra)
     assert sorted(m.data for m in back) == sorted(m.data for m in messages)
     assert all(m.redelivered for m in back)
@@ -287,30 +284,6 @@ def test_what_answers_there_may_be_something_else(place: Place) -> None:
         wrong.policies()
 
 
-@pytest.mark.slow
-def test_the_management_api_counts_what_lapsed_and_nobody_has_taken(
-    place: Place, extra: dict[str, Any]
-) -> None:
-    """What the sweep goes by: AMQP's own count says 0 while the bundles are still there."""
-    arguments = lease_arguments(place.queues, 0.5)
-    name = place.queues.lease("g1")
-    with place.channel() as channel:
-        channel.queue_declare(name, durable=True, arguments=arguments)
-        channel.confirm_delivery()
-        for _ in range(3):
-            channel.basic_publish("", name, b"bundle", mandatory=True)
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-    counted = counting(address_for(producer, place.env(extra=extra)))
-
-    end = time.monotonic() + 20
-    while not counted(name) and time.monotonic() < end:
-        time.sleep(0.2)
-
-    assert place.depth(name) == 0
-    assert counted(name) == 3
-    assert counted("no-such-queue") is None
-
-
 # -- the command -------------------------------------------------------------------------------
 
 
@@ -333,25 +306,25 @@ def test_the_command_prints_findings(
     checked = reference(Checked, queue=place.name, conn_id=connection)
 
     fine = ran(capsys, "check", checked)
-    with policy(place, rf"^broadway\.returns\.{place.name}", message_ttl=1000):
+    with policy(place, rf"^broadway\.held\.{place.name}", message_ttl=1000):
         harmful = ran(capsys, "check", checked)
         as_json = ran(capsys, "check", checked, "--json")
 
     assert (fine.code, fine.out, fine.err) == (0, "A run of Checked can begin.\n", "")
     assert harmful.code == as_json.code == 1
-    assert f"error: the queue '{place.queues.returns}'" in harmful.out
+    assert f"error: the queue '{place.queues.held(0)}'" in harmful.out
     assert [finding["level"] for finding in json.loads(as_json.out)] == ["error"]
 
 
-def test_what_came_back_is_counted_in_bundles(place: Place) -> None:
-    # Given 1,200 messages that a run gave back
+def test_what_runs_hold_is_counted_in_bundles(place: Place) -> None:
+    # Given 1,200 messages that a run holds
     place.declare()
     place.send(*[b"%d" % number for number in range(1_200)])
-    _, lease = place.hold()
-    assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 1_200
+    _, lease = place.hold(lease=3.0)
     count = lease.state["bundles"]
     assert 3 <= count < 100
 
+    time.sleep(3)
     assert place.producer().depth(place.env()).ready == count
 
 

@@ -18,8 +18,6 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.get import Getter
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.options import METADATA_FIELDS
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, manage, marked
@@ -137,31 +135,6 @@ def test_a_run_that_dies_between_confirm_and_acknowledgement_leaves_two_marked_i
     ids = {message.message_id for message in again}
     assert len(ids) == 2
     assert first.message_id in ids
-
-
-def test_a_returned_bundle_whose_acknowledgement_is_cut_off_is_handled_once(place: Place) -> None:
-    # Given messages that an earlier run gave back, and no lease queue declared ahead
-    place.declare()
-    place.send(b"1", b"2", b"3")
-    taken, lease = place.hold("g0")
-    assert len(taken) == 3
-    assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 3
-    with place.channel() as channel:
-        channel.queue_delete(place.queues.spares(21600.0))
-
-    # When the connection breaks as the bundle is acknowledged: it is secured by then
-    with Breaker(place.server.address) as breaker:
-        with place.source(**through(breaker)) as source:
-            breaker.arm(BASIC_ACK)
-            messages = place.take(source)
-            lease = source.lease
-        assert breaker.broken == 1
-
-    # Then it is recognised when it is delivered again, and the run's sum is right
-    report = place.carry_out(lease, settlement_of(messages))
-    assert sorted(message.data for message in messages) == [b"1", b"2", b"3"]
-    assert report == SettleReport(acked=3)
-    assert place.settle("g2")[0] == []
 
 
 def test_a_run_that_starts_before_its_broker_waits_for_it(
@@ -304,35 +277,25 @@ def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place: Pl
     assert report == SettleReport(acked=3)
 
 
-def test_a_lease_queue_that_ends_every_connection_which_asks_it_is_asked_once(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", ["claim", "bind", "opening bundle"])
+def test_a_connection_that_breaks_as_a_holding_queue_is_opened_is_replaced(
+    place: Place, at: str
 ) -> None:
-    # Given a broker that has left a lease queue without a process: a get closes the connection
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
     place.declare()
     place.send(b"1")
-    dead = place.queues.lease("g1")
-    asked: list[str] = []
-    get = Getter.get
+    said = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
 
-    def get_or_lose(self: Getter, *seconds: float) -> tuple[int, bytes] | None:
-        if self._queue.startswith("broadway.lease."):
-            asked.append(self._queue)
-        if self._queue == dead:
-            self._connection.close()
-            raise ProducerUnavailable("RabbitMQ closed the connection: INTERNAL_ERROR (541)")
-        return get(self, *seconds)
+    with Breaker(place.server.address) as breaker:
+        breaker.arm(said[at])
+        with place.source(**through(breaker)) as source:
+            messages = place.take(source)
+            lease = source.lease
+        assert breaker.broken == 1
 
-    monkeypatch.setattr(Getter, "get", get_or_lose)
-
-    # When a run wants one
-    messages, lease = place.hold("g1", backoff_min=0.01, reconnect_timeout=5.0)
-    report = place.carry_out(lease, settlement_of(messages))
-
-    # Then it takes another, by its next connection
-    assert asked == [dead, place.queues.lease("g1.1")]
-    assert lease.state["lease_queue"] == asked[1]
-    assert report == SettleReport(acked=1)
+    assert [message.data for message in messages] == [b"1"]
+    assert lease.state["holding_queue"] == place.queues.held(0)
+    assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+    assert place.count(place.name, place.queues.held(0)) == 0
 
 
 def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place: Place) -> None:

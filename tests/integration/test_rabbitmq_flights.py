@@ -103,7 +103,7 @@ def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
         ("delayed" if flight["dep_delay"] > 15 else "on_time", flight["origin"])
         for flight in departed
     )
-    assert server.count(QUEUE, QueueNames(QUEUE).returns) == 0
+    assert server.count(QUEUE, QueueNames(QUEUE).held(0)) == 0
     assert server.count(QueueNames(QUEUE).dead) - dead_before == messages - len(departed)
     assert commands == []
     # Airflow's logs and database, with every XCom; staging; what Spark was given.

@@ -16,11 +16,7 @@ from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdi
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.broker import (
-    lease_queues,
-    queue_calls,
-    standing_queues,
-)
+from airflow_broadway.producers.rabbitmq.broker import queue_calls, standing_queues
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.rabbitmq_place import Place, manage
 
@@ -46,9 +42,9 @@ def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place: Place) -> Non
         lease = source.lease
     assert len(taken) == 1_602
 
-    # Then the lease queue has them in bundles within both bounds
+    # Then the holding queue has them in bundles within both bounds
     sizes = []
-    while found := place.get(lease.state["lease_queue"]):
+    while found := place.get(lease.state["holding_queue"]):
         _, held = bundle.unpack(found[1])
         sizes.append((len(held), sum(len(each.body) for each in held)))
     assert (bundle.MAX_MESSAGES, bundle.MAX_BYTES) == (500, 1024 * 1024)
@@ -141,12 +137,12 @@ class Waited:
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> Waited:
     made = Waited()
-    for module in (queue_calls, standing_queues, lease_queues):
+    for module in (queue_calls, standing_queues):
         monkeypatch.setattr(module, "time", made)
     return made
 
 
-def test_only_the_first_run_on_a_queue_waits_for_its_lease_queue_to_be_old_enough(
+def test_only_the_first_run_on_a_queue_waits_for_its_holding_queue_to_be_old_enough(
     place: Place, monkeypatch: pytest.MonkeyPatch, waited: Waited
 ) -> None:
     monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 2.0)
@@ -160,24 +156,12 @@ def test_only_the_first_run_on_a_queue_waits_for_its_lease_queue_to_be_old_enoug
     slept = waited.slept
     assert slept >= 2.0
 
-    waited.pass_time(2.0)  # the queue that it left is old enough by then
+    place.settle("none", on_failure="retry")
+    messages = place.queues.held(0)
+    with place.channel() as channel:
+        channel.queue_purge(messages)
     receive("g2")
     assert waited.slept == slept
-
-
-def test_a_queue_that_was_left_just_now_is_waited_for_too(
-    place: Place, monkeypatch: pytest.MonkeyPatch, waited: Waited
-) -> None:
-    place.send(b"1")
-    place.settle("g1", on_failure="retry")
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 2.0)
-    waited.pass_time(0.5)
-
-    place.send(b"2")
-    with place.source("g2", on_failure="retry") as source:
-        assert len(source.receive(1, timeout=20.0)) == 1
-
-    assert waited.slept == pytest.approx(1.5)
 
 
 class TestQueuesThatStay:

@@ -165,14 +165,3 @@ def test_bundles_are_no_larger_than_the_broker_takes(
     assert sorted(message.data for message in messages) == bodies
     assert not any(message.redelivered for message in messages)
     assert "200000" not in caplog.text
-
-
-@pytest.mark.usefixtures("narrow")
-def test_staged_custody_carries_what_fits_no_bundle(place: Place) -> None:
-    options: dict[str, Any] = {"custody": "staged"}
-    place.send(b"y" * 199_990, b"z" * 199_990)
-
-    messages, report = place.settle("g1", **options)
-
-    assert len(messages) == 2
-    assert report == SettleReport(acked=2)

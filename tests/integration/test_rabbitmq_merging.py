@@ -84,20 +84,6 @@ def test_sharded_queues_are_each_drained_and_settled_by_their_own_options(place:
     assert producer.depth(place.env()).dead == 2
 
 
-def test_staged_custody_may_be_merged(place: Place) -> None:
-    names = shards(place, 1)
-    producer = place.producer(
-        queue="nobody's", merge_options=lambda index: {"queue": names[0], "custody": "staged"}
-    )
-
-    messages, lease = taken(place, producer, 0)
-
-    assert len(list(place.folder.glob("rabbitmq/*/*/*.bundle"))) == 1
-    custodian = producer.custodian(place.env("custodian"))
-    assert custodian.settle(lease, settlement_of(messages)) == SettleReport(acked=2)
-    custodian.close()
-
-
 def test_a_merged_address_replaces_the_declared_one(place: Place) -> None:
     [name] = shards(place, 1)
     nowhere = place.producer(

@@ -10,9 +10,6 @@ import pytest
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.amqp.address import address_for
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
@@ -29,21 +26,19 @@ def place(tmp_path: Path) -> Place:
     return made
 
 
-def test_a_lease_queue_is_deleted_only_when_it_answers(place: Place) -> None:
-    # Given a lease queue that has no leader, as all have for a moment when their broker starts
+def test_a_holding_queue_that_does_not_answer_loses_nothing(place: Place) -> None:
+    # Given a holding queue that has no leader, as all have for a moment when their broker starts
     place.send(b"1")
     messages, lease = place.hold("g1")
-    queue = lease.state["lease_queue"]
+    queue = lease.state["holding_queue"]
     place.server.stop_queue(queue)
-    connection = ConnectionThread.to(address_for(place.producer(), place.env()))
 
-    # When it is deleted, then it is not: RabbitMQ may end the dead-letter workers of all queues
-    topology = Topology(place.producer(), QueueJournal(None, place.name))
-    with pytest.raises(ProducerUnavailable, match="INTERNAL_ERROR"):
-        topology.leases.delete(connection, queue)
-    connection.close()
+    # When it is settled, then it is not
+    options = {"backoff_min": 0.01, "backoff_max": 0.1, "reconnect_timeout": 3.0}
+    with pytest.raises(ProducerUnavailable):
+        place.carry_out(lease, settlement_of(messages), **options)
 
-    # And as soon as it answers it can be
+    # And as soon as it answers it is
     place.server.start_queue(queue)
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
 

@@ -20,7 +20,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
-from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.receive import ending
 from airflow_broadway.testing.contract import settlement_of
@@ -85,11 +84,10 @@ def enough(seconds: float) -> Callable[[], str]:
     ],
     ids=["max_messages", "max_seconds", "max_bytes", "told to stop", "rate limit"],
 )
-@pytest.mark.parametrize("custody", ["broker", "staged"])
 def test_however_a_run_ends_no_message_is_lost_that_comes_meanwhile(
-    place: Place, budget: Budget, more: dict[str, Any], custody: str
+    place: Place, budget: Budget, more: dict[str, Any]
 ) -> None:
-    options: dict[str, Any] = {"custody": custody, "on_failure": "retry"}
+    options: dict[str, Any] = {"on_failure": "retry"}
     clock = SystemClock()
     rate = more.get("rate")
     limiting = None if rate is None else RateLimiting(allowed_messages=rate[0], interval=rate[1])
@@ -153,14 +151,14 @@ def receive_in_vain(source: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "lapses"),
+    ("released", "lapses"),
     [(False, False), (False, True), (True, False)],
-    ids=["confirm too late", "lease gone", "returned bundle"],
+    ids=["confirm too late", "lease gone", "released before"],
 )
 def test_a_confirm_that_comes_after_the_stop_acknowledges_nothing(
-    place: Place, breaker: Breaker, returned: bool, lapses: bool
+    place: Place, breaker: Breaker, released: bool, lapses: bool
 ) -> None:
-    (place.give_back if returned else place.send)(b"1", b"2")
+    (place.give_back if released else place.send)(b"1", b"2")
     with place.source(**waiting(place, breaker)) as source:
         breaker.hold(BUNDLE)
         if lapses:
@@ -171,7 +169,7 @@ def test_a_confirm_that_comes_after_the_stop_acknowledges_nothing(
         assert list(source.stop()) == []
         lease = source.lease
         breaker.release()
-        eventually(lambda: place.depth(lease.state["lease_queue"]) == 1)
+        eventually(lambda: place.depth(lease.state["holding_queue"]) == 2)
         time.sleep(0.1)  # until its confirm has reached the source
 
         assert lease.state["messages"] == lease.state["bundles"] == 0
@@ -185,19 +183,15 @@ def test_a_confirm_that_comes_after_the_stop_acknowledges_nothing(
     assert all(message.redelivered for message in rest)
 
 
-@pytest.mark.parametrize("kept", ["in the source queue", "in the returns queue"])
 def test_nothing_is_acknowledged_before_its_bundle_is_confirmed(
-    place: Place, breaker: Breaker, kept: str
+    place: Place, breaker: Breaker
 ) -> None:
     # Given a broker that has every bundle, and whose confirms do not come
     sent = [b"%d" % number for number in range(5)]
-    queue, count = place.name, 5
-    if kept == "in the returns queue":
-        place.give_back(*sent)
-        queue, count = place.queues.returns, 1
-    else:
-        place.send(*sent)
+    place.send(b"first")
     with place.source(**waiting(place, breaker)) as source:
+        assert len(source.receive(1, timeout=5.0)) == 1
+        place.send(*sent)
         breaker.hold(BASIC_ACK, answer=True)
         receive_in_vain(source)
         assert breaker.holds.is_set()
@@ -207,8 +201,8 @@ def test_nothing_is_acknowledged_before_its_bundle_is_confirmed(
 
     # Then what was taken is in its queue still, whatever becomes of the bundles
     with place.channel() as channel:
-        assert channel.queue_purge(lease.state["lease_queue"]).method.message_count == 1
-    assert place.depth(queue) == count
+        assert channel.queue_purge(lease.state["holding_queue"]).method.message_count == 3
+    assert place.depth(place.name) == 5
     assert sorted(bodies(place.settle("the rest")[0])) == sent
 
 
@@ -233,39 +227,6 @@ def test_a_connection_that_is_lost_while_a_source_stops_loses_nothing(
     assert sorted(bodies(place.settle("the rest")[0])) == [b"2", b"3"]
 
 
-class SlowStaging:
-    """A staging folder that takes a bundle when it is told."""
-
-    def __init__(self) -> None:
-        self._writing, self._go_on = threading.Event(), threading.Event()
-        self._put = StateFiles.put
-
-    def put(self, files: StateFiles, name: str, data: bytes) -> str:
-        if name.endswith(".bundle"):
-            self._writing.set()
-            self._go_on.wait(30)
-        return self._put(files, name, data)
-
-    def await_bundle(self) -> None:
-        """Wait until it is to take one."""
-        assert self._writing.wait(30)
-
-    def go_on(self) -> None:
-        """Let it take them."""
-        self._go_on.set()
-
-
-@pytest.fixture
-def staging(monkeypatch: pytest.MonkeyPatch) -> SlowStaging:
-    made = SlowStaging()
-
-    def put(files: StateFiles, name: str, data: bytes) -> str:
-        return made.put(files, name, data)
-
-    monkeypatch.setattr(StateFiles, "put", put)
-    return made
-
-
 def fail_to_receive(source: Any, *until: Callable[[], object]) -> None:
     """Receive, until the run's lease is gone after all that is to come before."""
 
@@ -279,23 +240,6 @@ def fail_to_receive(source: Any, *until: Callable[[], object]) -> None:
     with pytest.raises(LeaseLapsed):
         source.receive(100, timeout=30.0)
     lapsing.join()
-
-
-def test_what_waits_for_the_staging_folder_goes_back_when_its_source_stops(
-    place: Place, breaker: Breaker, staging: SlowStaging
-) -> None:
-    place.send(b"1", b"2", b"3")
-    with place.source(**waiting(place, breaker), custody="staged") as source:
-        fail_to_receive(source, staging.await_bundle)
-
-        assert list(source.stop()) == []
-        staging.go_on()
-        time.sleep(0.3)
-
-        lease = source.lease
-        assert place.depth(lease.state["lease_queue"]) == 0
-        assert not lease.state["extra"]
-    assert sorted(bodies(place.settle("the rest")[0])) == [b"1", b"2", b"3"]
 
 
 def test_a_stopped_source_leaves_nothing_unacknowledged_at_the_broker(place: Place) -> None:
@@ -314,24 +258,18 @@ def test_a_stopped_source_leaves_nothing_unacknowledged_at_the_broker(place: Pla
 
 
 def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(
-    place: Place, staging: SlowStaging
+    place: Place, breaker: Breaker
 ) -> None:
-    # Given a staging folder that takes its time
-    options: dict[str, Any] = {"custody": "staged", "max_message_bytes": 1_000}
+    # Given a broker that is slow to get the bundle of the messages before
     place.send(*[b"%d" % number for number in range(40)], b"x" * 2_000)
-
-    def set_aside() -> None:
-        eventually(lambda: place.get(place.queues.dead) is not None)
-        time.sleep(0.2)
-
-    # When a message that is too large is set aside behind others, and the connection ends
-    with place.source(**options) as source:
-        fail_to_receive(source, staging.await_bundle, set_aside)
+    with place.source(**waiting(place, breaker), max_message_bytes=1_000) as source:
+        breaker.hold(BUNDLE)
+        fail_to_receive(source, breaker.holds.wait)
         assert list(source.stop()) == []
-        staging.go_on()
+        breaker.release()
 
     # Then all of them are in their queue
-    assert place.depth(place.name) == 41
+    eventually(lambda: place.depth(place.name) == 41)
 
 
 # -- errors of our own -----------------------------------------------------------------------------

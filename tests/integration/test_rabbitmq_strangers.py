@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pika
@@ -16,11 +15,12 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, QueueNames
+from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Place, marked, permitted
@@ -35,7 +35,7 @@ def victim(place: Place) -> Iterator[str]:
     """Another pipeline's queue for dead letters, empty as yet."""
     queues = QueueNames(f"victim-{uuid.uuid4().hex}")
     with place.channel() as channel:
-        channel.queue_declare(queues.dead, durable=True, arguments=queues.returns_arguments())
+        channel.queue_declare(queues.dead, durable=True, arguments=KEEPING)
         yield queues.dead
         channel.queue_delete(queues.dead)
 
@@ -50,7 +50,7 @@ def guide_permissions(queue: str) -> dict[str, str]:
 def run(
     place: Place, generation: str, *verdicts: Verdict, **user: str
 ) -> tuple[list[Message], SettleReport, str]:
-    """One run as a user: its messages, its report and its lease queue.
+    """One run as a user: its messages, its report and its holding queue.
 
     :param verdicts: For its messages, one after another.
     """
@@ -67,24 +67,7 @@ def run(
         report = custodian.settle(lease, settlement_of(messages, chosen))
     finally:
         custodian.close()
-    return messages, report, str(lease.state["lease_queue"])
-
-
-def spares_of(place: Place) -> str:
-    return QueueNames(place.name).spares(21600.0)
-
-
-def forge(place: Place, *names: object, **user: str) -> None:
-    """Be a sender who may write to every queue, and name lease queues for the runs to come."""
-    login = pika.PlainCredentials(user["login"], user["password"])
-    with pika.BlockingConnection(
-        pika.ConnectionParameters(place.host, place.port, credentials=login)
-    ) as connection:
-        channel = connection.channel()
-        channel.confirm_delivery()
-        for name in names:
-            body = name if isinstance(name, bytes) else json.dumps({"queue": name}).encode()
-            channel.basic_publish("", spares_of(place), body, mandatory=True)
+    return messages, report, str(lease.state["holding_queue"])
 
 
 GUEST = {"login": "guest", "password": "guest"}
@@ -99,16 +82,14 @@ def test_the_guides_user_may_do_all_that_runs_do(place: Place) -> None:
         verdicts = (Action.ACK, Action.RETRY, Action.DEAD_LETTER, Action.RELEASE)
         _, report, _ = run(place, "g1", *(Verdict(each, 60.0) for each in verdicts), **user)
 
-        # When the next takes the lease queue that was left for it
-        spare = json.loads(place.get(spares_of(place))[1])["queue"]  # type: ignore[index]
-        forge(place, spare, **GUEST)
+        # When the next takes the same holding queue
         messages, again, used = run(place, "g2", **user)
 
     # Then nothing was refused
     assert report == SettleReport(acked=1, requeued=1, dead_lettered=1, released=1)
     assert [message.data for message in messages] == [b"4"]
     assert again == SettleReport(acked=1)
-    assert used == spare
+    assert used == place.queues.held(0)
 
 
 def test_the_guides_user_may_not_touch_the_queues_of_another_source(
@@ -128,139 +109,71 @@ def test_the_guides_user_may_not_touch_the_queues_of_another_source(
                 getattr(connection.channel(), forbidden)(victim)
 
 
-NAMES: dict[str, Callable[[Place, str], object]] = {
-    "another pipeline's queue": lambda place, victim: victim,
-    "our own returns queue": lambda place, victim: place.queues.returns,
-    "the source queue": lambda place, victim: place.name,
-    "no name": lambda place, victim: None,
-    "no token": lambda place, victim: b"\xff{",
-    "a lease queue that is not there": lambda place, victim: place.queues.lease("nobody's"),
-}
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_a_sender_does_not_choose_the_lease_queue_of_a_run(
-    place: Place, victim: str, kind: str
-) -> None:
-    # Given a pipeline whose user has what the guide grants, and a sender who may publish by the
-    # default exchange and nothing else
+def test_a_sender_to_a_holding_queue_does_not_choose_what_is_settled(place: Place) -> None:
+    # Given a run, and a sender by the default exchange who names its generation
     place.declare()
     place.send(b"1")
+    messages, lease = place.hold("g1")
+    forged = Header(bundle="forged.1", generation="g1", queue=place.name, count=1, until=2e12)
     with (
-        permitted(place.server, tags="management", **guide_permissions(place.name)) as airflow,
         permitted(place.server, configure="^$", write=r"^amq\.default$", read="^$") as sender,
+        pika.BlockingConnection(
+            pika.ConnectionParameters(
+                place.host,
+                place.port,
+                credentials=pika.PlainCredentials(sender["login"], sender["password"]),
+            )
+        ) as connection,
     ):
-        run(place, "g1", **airflow)
-        with place.channel() as channel:
-            channel.queue_purge(spares_of(place))
+        channel = connection.channel()
+        channel.confirm_delivery()
+        held = Held("m", 1, False, b"\0\0", b"\0\0", b"forged")
+        channel.basic_publish("", lease.state["holding_queue"], pack(forged, [held]))
 
-        # When the sender names a queue to the next run
-        named = NAMES[kind](place, victim)
-        forge(place, named, **sender)
-        place.send(b"2")
-        messages, report, used = run(place, "g2", **airflow)
+    # When the run is settled
+    report = place.carry_out(lease, settlement_of(messages, rest=ACK))
 
-    # Then the run takes a lease queue of its own, and deletes no other
-    assert [message.data for message in messages] == [b"2"]
-    assert report == SettleReport(acked=1)
-    assert used == place.queues.lease("g2")
-    assert place.depth(victim) == 0
-    assert place.depth(place.queues.returns) is not None
-    if isinstance(named, str) and ".lease." in named:
-        assert place.depth(named) is None
+    # Then its own message is, and what is in no manifest is a message like any other
+    assert (report.acked, report.lapsed, report.failed) == (1, 0, 0)
+    assert [message.data for message in place.settle("g2")[0]] == [b"forged"]
+    assert place.depth(lease.state["holding_queue"]) == 0
 
 
-def test_a_queue_with_a_lease_queues_name_and_other_arguments_is_passed_over(place: Place) -> None:
+def test_a_queue_with_a_holding_queues_name_and_other_arguments_is_an_error(place: Place) -> None:
     place.declare()
     place.send(b"1")
-    impostor = place.queues.lease("impostor")
     with place.channel() as channel:
-        channel.queue_declare(impostor, durable=True, arguments=lease_arguments(place.queues, 60))
+        channel.queue_declare(place.queues.held(0), durable=True)
+
+    with pytest.raises(ProducerError, match=r"held.*exists with other arguments"):
         run(place, "g1", **GUEST)
-        channel.queue_purge(spares_of(place))
-    forge(place, impostor, **GUEST)
-    place.send(b"2")
 
-    _, report, used = run(place, "g2", **GUEST)
-
-    assert report == SettleReport(acked=1)
-    assert used != impostor
-    assert place.depth(impostor) == 0
-
-
-def test_a_lease_queue_that_another_run_holds_is_never_shared(place: Place) -> None:
-    # Given a run that holds messages, and one that gets its lease queue's name
-    place.declare()
-    place.send(b"1")
-    run(place, "g0", **GUEST)
-    first = place.producer().source(place.env("g1"))
-    place.send(b"2")
-    try:
-        [held] = place.take(first)
-        assert first.stop() == []
-        name = str(first.lease.state["lease_queue"])
-        forge(place, name, name, **GUEST)
-        # … as if its bundles were on their way
-        with place.channel() as channel:
-            method, _, _body = next(channel.consume(name))
-            assert method.delivery_tag
-            assert place.depth(name) == 0
-            place.send(b"3")
-
-            # When the other runs
-            _, report, used = run(place, "g2", **GUEST)
-        lease = first.lease
-    finally:
-        first.close()
-
-    # Then it has one of its own, and each settles its own message
-    assert used != name
-    assert report == SettleReport(acked=1)
-    assert place.carry_out(lease, settlement_of([held])) == SettleReport(acked=1)
+    assert place.depth(place.name) == 1
 
 
 # -- the staging folder ----------------------------------------------------------------------------
-
-
-def test_a_file_in_staging_does_not_have_another_queue_swept(
-    place: Place, victim: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    place.declare()
-    journal = QueueJournal(f"file://{place.folder}", place.name)
-    journal.note_opened("forged", victim, due=1.0, sure=1.0)
-
-    with place.source("g1"):
-        pass
-
-    assert place.depth(victim) == 0
-    assert f"{victim!r} is no lease queue of {place.name!r}" in caplog.text
-    caplog.clear()
-    with place.source("g2"):
-        pass
-    assert "is no lease queue" not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["journal", "lease"])
 def test_a_lease_that_names_another_queue_is_not_settled_on_it(
     place: Place, victim: str, where: str
 ) -> None:
-    # Given a run whose lease queue another name has been put in place of
+    # Given a run whose holding queue another name has been put in place of
     place.declare()
     place.send(b"1")
     messages, lease = place.hold("g1")
     if where == "lease":
-        lease = dataclasses.replace(lease, state={**lease.state, "lease_queue": victim})
+        lease = dataclasses.replace(lease, state={**lease.state, "holding_queue": victim})
         shutil.rmtree(place.folder / "rabbitmq")
     else:
-        QueueJournal(f"file://{place.folder}", place.name).note_opened(
-            "g1", victim, due=1e12, sure=1e12
-        )
+        lease = dataclasses.replace(lease, state={**lease.state, "holding_queue": ""})
+        QueueJournal(f"file://{place.folder}", place.name).note_opened("g1", victim, lease.deadline)
     with place.channel() as channel:
         channel.basic_publish("", victim, b"somebody's")
 
     # When it is settled, in whatever way
     for settlement in (settlement_of(messages), Settlement(rest=RELEASE)):
-        with pytest.raises(ProducerError, match=rf"'{victim}' is no lease queue of"):
+        with pytest.raises(ProducerError, match=rf"'{victim}' is no holding queue of"):
             place.carry_out(lease, settlement)
 
     # Then the other queue has what it had

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,15 +11,15 @@ from typing import Any
 
 import pika
 
-from airflow_broadway.producers.rabbitmq.bundle import Held, unpack, unpack_messages
+from airflow_broadway.producers.rabbitmq.bundle import unpack
 from tests.living.brokers import DEAD, Left
 from tests.living.publisher import body_of, number_of
 from tests.rabbitmq_server import RabbitServer
 
 __all__ = ["LivingRabbit", "MortalRabbit"]
 
-#: In which place the messages of a queue with this prefix are; bundles in the first two.
-_PLACES = {"returns": "returns", "lease": "leased", "delay": "delay", "dead": DEAD}
+#: In which place the messages of a queue with this prefix are; bundles in the first.
+_PLACES = {"held": "leased", "delay": "delay", "dead": DEAD}
 
 
 class _Sender:
@@ -85,21 +84,14 @@ class _Sender:
 
 
 class LivingRabbit:
-    """A queue of its own at a server.
-
-    :param folder: The staging folder of the runs, for references of staged custody.
-    """
+    """A queue of its own at a server."""
 
     kind = "rabbitmq"
     connections: Mapping[str, Mapping[str, Any]] = {}
 
-    def __init__(
-        self, server: RabbitServer, folder: Path, *, custody: str = "broker", queue: str = "classic"
-    ) -> None:
+    def __init__(self, server: RabbitServer, folder: Path, *, queue: str = "classic") -> None:
         self._server = server
-        self._folder = folder
         self._name = f"living-{uuid.uuid4().hex}"
-        self._custody = custody
         self._died = False
         self.reached_by(server.address[1])
         server.declare(self._name, **{"x-queue-type": queue})
@@ -111,11 +103,7 @@ class LivingRabbit:
     def reached_by(self, port: int) -> None:
         """Let runs go through a proxy at this port."""
         uri = f"amqp://{self._server.address[0]}:{port}"
-        self.options: Mapping[str, Any] = {
-            "queue": self._name,
-            "uri": uri,
-            "custody": self._custody,
-        }
+        self.options: Mapping[str, Any] = {"queue": self._name, "uri": uri}
 
     def free(self) -> bool:
         return True
@@ -154,9 +142,9 @@ class LivingRabbit:
             if method is None and place == "delay":
                 return  # its delay is over
             assert method is not None, f"{queue} does not send what it has"
-            if place in ("returns", "leased"):
-                # Each comes again by a lapse or a release: whoever unpacks it marks it.
-                for held in self._unpacked(body):
+            if place == "leased":
+                # Each comes again by a sweep, which marks it.
+                for held in unpack(body)[1]:
                     yield Left(number_of(held.body), place, True)
             else:
                 ours = any(name.startswith("x-broadway") for name in properties.headers or {})
@@ -165,15 +153,6 @@ class LivingRabbit:
                 channel.cancel()
                 channel.basic_ack(method.delivery_tag, multiple=True)
                 return
-
-    def _unpacked(self, body: bytes) -> list[Held]:
-        header, messages = unpack(body)
-        if header.staged is None:
-            return messages
-        [path] = self._folder.rglob(header.staged["path"].rpartition("/")[2])
-        data = path.read_bytes()
-        assert hashlib.sha256(data).hexdigest() == header.staged["sha256"]
-        return list(unpack_messages(data))
 
 
 class MortalRabbit(LivingRabbit):

@@ -44,9 +44,7 @@ def _rabbitmq(folder: Path) -> Iterator[Mapping[str, Make]]:
     with RabbitServer.start(folder / "server") as server:
         yield {
             "living": lambda place: MortalRabbit(server, place),
-            "living_staged": lambda place: MortalRabbit(
-                server, place, custody="staged", queue="quorum"
-            ),
+            "living_quorum": lambda place: MortalRabbit(server, place, queue="quorum"),
         }
 
 
@@ -110,7 +108,7 @@ class _Kind:
 _KINDS = {
     "sqlite": _Kind(_sqlite, {"living": LivingSqlite}, (20.0, 100.0, 1_000.0)),
     "rabbitmq": _Kind(
-        _rabbitmq, {"living": MortalRabbit, "living_staged": MortalRabbit}, (20.0, 100.0, 2_000.0)
+        _rabbitmq, {"living": MortalRabbit, "living_quorum": MortalRabbit}, (20.0, 100.0, 2_000.0)
     ),
     "kafka": _Kind(
         _kafka,

@@ -28,12 +28,11 @@ BUDGET = {"max_seconds": 2.0, "wait_seconds": 60.0, "idle_seconds": 60.0}
 def broker_of(kind: str, folder: Path) -> LivingBroker:
     if kind == "sqlite":
         return LivingSqlite(folder)
-    custody = "staged" if kind.endswith("staged") else "broker"
-    return LivingRabbit(wanted_server(), folder, custody=custody)
+    return LivingRabbit(wanted_server(), folder)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["sqlite", "rabbitmq", "rabbitmq staged"])
+@pytest.mark.parametrize("kind", ["sqlite", "rabbitmq"])
 def test_runs_of_a_dag_in_traffic_lose_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,11 +72,11 @@ def test_runs_of_rabbitmq_in_traffic_lose_nothing(tmp_path: Path) -> None:
     assert found.handled > 100
 
 
-def test_runs_of_rabbitmq_with_staged_custody_in_traffic_lose_nothing(tmp_path: Path) -> None:
+def test_runs_of_a_quorum_queue_of_rabbitmq_in_traffic_lose_nothing(tmp_path: Path) -> None:
     server = wanted_server()
 
     found = played(
-        lambda folder: LivingRabbit(server, folder, custody="staged", queue="quorum"),
+        lambda folder: LivingRabbit(server, folder, queue="quorum"),
         tmp_path,
         runs=6,
     )

@@ -1,21 +1,21 @@
-"""Custody by parking in a lease queue: RabbitMQ.  A bundle holds one message here.
+"""Custody in holding queues: RabbitMQ.  A bundle holds one message here.
 
-A message may be in several places at once, as copies.  What a process has in hand goes back when
-its connection is gone: that ends a process here, as a kill does; to go on with another connection
-is what the next one does anyway::
+A message may be in several places, as copies.  What a process has in hand goes back when its
+connection is gone: that ends a process here, as a kill does; to go on with another connection is
+what the next one does anyway::
 
-    receive   LeaseQueues.open · QueueJournal.note_opened
-              a delivery, or ReturnsReader: what does the journal say? · Bundler.publish
-              once it is confirmed: acknowledge the delivery
-    settle    QueueJournal.settled · the lease queue's depth, and then
-      by staging, while the lease is held and all is known:
+    sweep     HoldingQueues.claim · HoldingQueue.fence · QueueJournal.note_swept: create
+              for each open message: Outbox.carry_out · HoldingQueue.free
+    receive   HoldingQueues.claim · QueueJournal.note_opened · is_over? · bind · the opening bundle
+              a delivery · Bundler.publish · once it is confirmed: acknowledge the delivery
+    settle    without a manifest: QueueJournal.note_closed
+              opened?
+              HoldingQueues.claim · QueueJournal.settled · HoldingQueue.fence
+      by staging, while all is known:
               for each failure: QueueJournal.note_turn, first: write, look · Outbox.carry_out
-              QueueJournal.note_settled: all · LeaseQueues.delete
+              QueueJournal.note_settled: create · HoldingQueue.purge
       by bundles:
-              LeaseQueues.fence, without a manifest · get
-              for each failure as above · for each release: Outbox.release
-              for what is not there: from staging · QueueJournal.note_settled: these
-              acknowledge · if that was all: note_settled: all · LeaseQueues.delete
+              get · for each that is not to be acked: as above · note_settled · HoldingQueue.free
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ __all__ = ["Bundles"]
 class Copy(NamedTuple):
     """Where a message is, once.
 
-    :param place: ``queue``; ``taken`` from it; ``lease`` queue; ``got`` from that by a settler;
-        ``returns`` queue; ``back``, taken from there; ``dead``.
-    :param gen: Whose lease queue it is in, or came from.
-    :param marked: Whether it is marked as a repetition; a returned one: whether it was released.
-    :param hand: Who has it in hand: the number of a generation, or a thread's name.
+    :param place: ``queue``; ``taken`` from it; ``held`` in a holding queue; ``dead``.
+    :param gen: The generation in whose holding queue it is.
+    :param marked: Whether it is marked as a repetition.
+    :param hand: The number of the generation that has it in hand.
     """
 
     place: str
@@ -47,87 +46,97 @@ class Copy(NamedTuple):
 
 
 class Journal(NamedTuple):
-    """What is noted of a generation, and its lease queue.
+    """What is noted of a generation, and its holding queue.
 
-    :param queue: Whether the lease queue is there.
-    :param bound: Whether bundles can be published to it.
-    :param opened: Whether it is noted.
+    :param opened: Whether its holding queue is noted.
+    :param closed: Whether it may not begin.
+    :param bound: Whether bundles can be published to the queue.
+    :param opening: Whether the bundle that opens the queue is in it.
+    :param claim: The thread whose connection has the claim; empty if none has.
     :param turns: How many settlements have published failures.
-    :param settled: The messages whose bundles are settled; ``None``: no settlement has ended.
-    :param whole: Whether it is true of all bundles.
-    :param alone: The messages that were settled without their bundles.
+    :param settled: ``""``, ``swept``, or ``settled``.
+    :param bundles: The messages whose bundles that covers; ``None``: all.
     """
 
-    queue: bool = False
-    bound: bool = False
     opened: bool = False
+    closed: bool = False
+    bound: bool = False
+    opening: bool = False
+    claim: str = ""
     turns: int = 0
-    settled: tuple[int, ...] | None = None
-    whole: bool = False
-    alone: tuple[int, ...] = ()
+    settled: str = ""
+    bundles: tuple[int, ...] | None = ()
     report: tuple[str, ...] = ()
 
 
 class Work(NamedTuple):
-    """What a settlement has in hand.
+    """What a settlement or sweep has in hand.
 
-    :param bundles: Whether it reads them.
+    :param gen: The generation whose holding queue it has claimed.
+    :param reads: Whether it reads the bundles.
     :param todo: The messages and what is to be published, one after another.
     :param read: The messages whose bundles it got.
-    :param alone: Those that it settles without their bundles.
-    :param looked: Whether it asked for what is not there.
     :param turn: ``""``, ``"noted"``, or whether what it publishes may be a repetition.
+    :param sweeps: Whether it is a sweep.
     """
 
-    bundles: bool
+    gen: int
+    reads: bool
     todo: tuple[tuple[int, str], ...] = ()
     read: tuple[int, ...] = ()
-    alone: tuple[int, ...] = ()
-    looked: bool = False
     turn: str = ""
+    sweeps: bool = False
 
 
 class Bundles:
-    """Copies of messages, and the journals of those who held them."""
+    """Copies of messages, and the journals of the generations that held them."""
 
     code: Mapping[str, str] = {
         "receive": "producers.rabbitmq.receive.source.RabbitSource.receive",
-        "declare": "producers.rabbitmq.broker.lease_queues.LeaseQueues.open",
+        "sweep fence": "producers.rabbitmq.broker.holding_queues.HoldingQueue.fence",
+        "note swept": "producers.rabbitmq.journal.QueueJournal.note_swept",
         "note opened": "producers.rabbitmq.journal.QueueJournal.note_opened",
+        "is over": "producers.rabbitmq.journal.QueueJournal.is_over",
+        "bind": "producers.rabbitmq.broker.holding_queues.HoldingQueues.open",
         "bundle": "producers.rabbitmq.receive.bundler.Bundler.publish",
         "confirmed": "producers.rabbitmq.amqp.confirms.ConfirmChannel",
-        "settle": "producers.rabbitmq.journal.QueueJournal.settled",
-        "depth": "producers.rabbitmq.broker.queue_calls.depth",
-        "fence": "producers.rabbitmq.broker.lease_queues.LeaseQueues.fence",
-        "get": "producers.rabbitmq.amqp.get.Getter.get",
+        "settle": "producers.rabbitmq.journal.QueueJournal.opened",
+        "note closed": "producers.rabbitmq.journal.QueueJournal.note_closed",
+        "opened": "producers.rabbitmq.journal.QueueJournal.opened",
+        "claim": "producers.rabbitmq.broker.holding_queues.HoldingQueues.claim",
+        "settled": "producers.rabbitmq.journal.QueueJournal.settled",
+        "fence": "producers.rabbitmq.broker.holding_queues.HoldingQueue.fence",
+        "get": "producers.rabbitmq.broker.holding_queues.HoldingQueue.bundles",
         "turn": "producers.rabbitmq.journal.QueueJournal.note_turn",
         "turns": "producers.rabbitmq.journal.QueueJournal.note_turn",
         "carry out": "producers.rabbitmq.settle.outbox.Outbox.carry_out",
         "note": "producers.rabbitmq.journal.QueueJournal.note_settled",
-        "done": "producers.rabbitmq.amqp.get.Getter.ack",
-        "note all": "producers.rabbitmq.journal.QueueJournal.note_settled",
-        "delete": "producers.rabbitmq.broker.lease_queues.LeaseQueues.delete",
+        "free": "producers.rabbitmq.broker.holding_queues.HoldingQueue.free",
     }
 
     def __init__(self, protocol: Run) -> None:
         self.protocol = protocol
         self._steps: dict[str, Callable[[State, Thread], Iterator[tuple[str, State]]]] = {
             "receive": self._receive,
-            "declare": self._declare,
+            "sweep fence": self._sweep_fence,
+            "note swept": self._note_swept,
             "note opened": self._note_opened,
+            "is over": self._is_over,
+            "bind": self._bind,
             "bundle": self._bundle,
             "confirmed": self._confirmed,
             "settle": self._settle,
-            "depth": self._depth,
+            "note closed": self._note_closed,
+            "opened": self._look_at_opened,
+            "claim": self._claim,
+            "settled": self._look_at_settled,
             "fence": self._fence,
             "get": self._get,
             "turn": self._note_turn,
             "turns": self._look_at_turns,
             "carry out": self._carry_out,
             "note": self._note,
-            "done": self._done,
-            "note all": self._note_all,
-            "delete": self._delete,
+            "free": self._free,
         }
 
     # -- the broker ----------------------------------------------------------------------------
@@ -145,36 +154,25 @@ class Bundles:
     def is_private(self, state: State, thread: Thread) -> bool:
         if thread.at in ("bundle", "confirmed"):  # a zombie's connection may go meanwhile
             return thread.chain and not state.gens[thread.gen].late
-        return thread.at in ("declare", "note opened", "settle", "fence", "turn", "turns")
+        return thread.at in ("settle", "note closed", "opened", "settled", "turn", "turns")
 
     def events(self, state: State) -> Iterator[Step[State]]:
         alive = {each.name for each in state.threads if each.chain}
         gens = {str(each.gen) for each in state.threads if each.chain}
         for number, copies in enumerate(state.broker):
             for copy in copies or ():
-                if copy.place in ("queue", "dead", "returns"):
-                    continue
-                if copy.place in ("taken", "back") and copy.hand not in gens:
-                    was = copy._replace(place="returns", hand="")
-                    was = Copy("queue", -1, True) if copy.place == "taken" else was
+                if copy.place == "taken" and copy.hand not in gens:
+                    made = _moved(copies, copy, Copy("queue", -1, True))
                     note = f"the connection of generation {copy.hand} is gone: message {number}"
-                elif copy.place == "got" and copy.hand not in alive:
-                    was = copy._replace(place="lease", hand="")
-                    note = f"the connection of {copy.hand} is gone: bundle {number}"
-                elif copy.place == "lease" and state.gens[copy.gen].late:
-                    was = Copy("returns", copy.gen)
-                    note = f"bundle {number} of generation {copy.gen} lapses"
-                else:
-                    continue
-                made = set_message(state, number, _moved(copies, copy, was))
-                yield Step(f"RabbitMQ: {note}", made)
+                    yield Step(f"RabbitMQ: {note}", set_message(state, number, made))
+        for number in range(len(state.gens)):
+            claim = self._journal(state, number).claim
+            if claim and claim not in alive:
+                note = f"the connection of {claim} is gone: the claim of generation {number}"
+                yield Step(f"RabbitMQ: {note}", self._change(state, number, claim=""))
 
     def holds(self, state: State, gen: int) -> bool:
-        return any(
-            copy.gen == gen and copy.place in ("lease", "got")
-            for copies in state.broker
-            for copy in copies or ()
-        )
+        return any(copy.gen == gen for copies in state.broker for copy in copies or ())
 
     def lapse(self, state: State) -> State:
         gens = [gen._replace(late=True) for gen in state.gens]
@@ -184,7 +182,7 @@ class Bundles:
         return state
 
     def ended(self, state: State, gen: int) -> bool:
-        return self._journal(state, gen).settled is not None
+        return self._journal(state, gen).settled != ""
 
     @staticmethod
     def _journal(state: State, gen: int) -> Journal:
@@ -192,6 +190,19 @@ class Bundles:
 
     def _change(self, state: State, gen: int, **changes: Any) -> State:
         return set_gen(state, gen, custody=self._journal(state, gen)._replace(**changes))
+
+    def _held(self, state: State, gen: int) -> list[int]:
+        """The messages in the holding queue of a generation, each as often as it is there."""
+        return [
+            number
+            for number, copies in enumerate(state.broker)
+            for copy in copies or ()
+            if copy.place == "held" and copy.gen == gen
+        ]
+
+    def _is_cut(self, state: State, thread: Thread) -> bool:
+        """Whether the connection is gone by which a holding queue was claimed."""
+        return self._journal(state, thread.memo.gen).claim != thread.name
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -204,62 +215,72 @@ class Bundles:
         if journal.opened and state.gens[own].late:
             yield "its lease is about to end: it gives back", run.give_back(state, thread)
             return
+        if not journal.opened:
+            for number, gen in enumerate(state.gens):
+                other = self._journal(state, number)
+                if other.opening and not other.claim and (gen.late or other.settled):
+                    made = self._change(state, number, claim=thread.name)
+                    work = Work(number, True, sweeps=True)
+                    made = set_thread(made, thread, at="sweep fence", memo=work)
+                    yield f"the holding queue of generation {number} is claimed", made
+                    return
         nothing = True
         for number, copies in enumerate(state.broker):
-            found = [each for each in copies or () if each.place == "returns"]
-            found = found or [each for each in copies or () if each.place == "queue"]
-            if not found:
+            queued = [each for each in copies or () if each.place == "queue"]
+            if not queued:
                 continue
-            copy, nothing = found[0], False
-            if copy.place == "returns" and self._is_done(state, number, copy):
-                if run.drop != "examine":
-                    made = set_message(state, number, _moved(copies, copy))
-                    yield f"returned bundle {number} is done with: dropped", made
-                    return
-                state = state._replace(broken="what is settled comes to no callback again")
+            nothing = False
             if not journal.opened:
-                yield "messages are there", set_thread(state, thread, at="declare")
+                made = self._change(state, own, claim=thread.name)
+                yield "messages are there", set_thread(made, thread, at="note opened")
                 return
-            taken = copy._replace(place="taken" if copy.place == "queue" else "back", hand=str(own))
-            made = set_message(state, number, _moved(copies, copy, taken))
+            taken = queued[0]._replace(place="taken", hand=str(own))
+            made = set_message(state, number, _moved(copies, queued[0], taken))
             at = "confirmed" if run.drop == "confirm" else "bundle"
             made = set_thread(made, thread, at=at, memo=(number, taken))
-            yield f"message {number} out of the {copy.place}", made
+            yield f"message {number} out of the queue", made
             break
         if nothing or any(state.gens[own].got):
             yield run.enough(state, thread)
 
-    def _is_done(self, state: State, number: int, copy: Copy) -> bool:
-        """Whether the journal says that a returned bundle needs no handling."""
-        journal = self._journal(state, copy.gen)
-        if journal.settled is None:
-            return False
-        of_bundle = journal.whole or number in journal.settled
-        return (of_bundle and not copy.marked) or number in journal.alone
-
-    def _declare(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        state = self._change(state, thread.gen, queue=True, bound=True)
-        yield "a lease queue", set_thread(state, thread, at="note opened")
-
     def _note_opened(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         state = self._change(state, thread.gen, opened=True)
-        yield "it is noted", set_thread(state, thread, at="receive")
+        at = "bind" if self.protocol.drop == "is over" else "is over"
+        yield "it is noted", set_thread(state, thread, at=at)
+
+    def _is_over(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        journal = self._journal(state, thread.gen)
+        if journal.closed or journal.settled:
+            made = self._change(state, thread.gen, claim="")
+            made = self.protocol.give_back(made, thread)
+            yield "it was released before its first message", made
+            return
+        yield "it may begin", set_thread(state, thread, at="bind")
+
+    def _bind(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        if self._journal(state, thread.gen).claim != thread.name:
+            return
+        if state.gens[thread.gen].report:
+            state = state._replace(broken="nothing is received for what is settled")
+        state = self._change(state, thread.gen, bound=True, opening=True, claim="")
+        yield "it is bound, and opened", set_thread(state, thread, at="receive", memo=())
 
     def _bundle(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, copy = thread.memo
         own, journal = thread.gen, self._journal(state, thread.gen)
         if self.protocol.drop != "confirm" and copy not in state.broker[number]:
             return
-        if not (journal.queue and journal.bound):
+        if not journal.bound and self.protocol.drop != "fence":
             made = self.protocol.give_back(state, thread)
-            yield "the bundle comes back: no lease queue takes it", made
-        else:
-            copies = _moved(state.broker[number], None, Copy("lease", own))
-            made = set_message(state, number, copies)
-            if self.protocol.drop == "confirm":
-                yield f"bundle {number}", set_thread(made, thread, at="receive", memo=())
-                return
-            yield f"bundle {number}", set_thread(made, thread, at="confirmed")
+            yield "the bundle is returned: it is unbound", made
+            return
+        made = set_message(state, number, _moved(state.broker[number], None, Copy("held", own)))
+        if self.protocol.drop == "fence" and not journal.opening:
+            made = state  # into a queue that is being purged
+        if self.protocol.drop == "confirm":
+            yield f"bundle {number}", set_thread(made, thread, at="receive", memo=())
+            return
+        yield f"bundle {number}", set_thread(made, thread, at="confirmed")
 
     def _confirmed(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, copy = thread.memo
@@ -267,74 +288,129 @@ class Bundles:
         if copy not in copies:
             return
         state = set_message(state, number, _moved(copies, copy))
-        marked = copy.place == "back" or copy.marked
-        marks = gen.marked if gen.got[number] else put(gen.marked, number, marked)
+        marks = gen.marked if gen.got[number] else put(gen.marked, number, copy.marked)
         state = set_gen(state, thread.gen, got=put(gen.got, number, True), marked=marks)
         at = "bundle" if self.protocol.drop == "confirm" else "receive"
         memo = thread.memo if self.protocol.drop == "confirm" else ()
         yield f"delivery {number} is acknowledged", set_thread(state, thread, at=at, memo=memo)
 
+    # -- sweeping ------------------------------------------------------------------------------
+
+    def _sweep_fence(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        if self._is_cut(state, thread):
+            return
+        state = self._change(state, thread.memo.gen, bound=False)
+        yield "it is unbound", set_thread(state, thread, at="note swept")
+
+    def _note_swept(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        work = thread.memo
+        journal = self._journal(state, work.gen)
+        if not journal.settled:
+            state = self._change(state, work.gen, settled="swept", bundles=())
+        note = f"it is {journal.settled or 'swept'}"
+        yield note, set_thread(state, thread, at="get")
+
     # -- settling ------------------------------------------------------------------------------
 
     def _settle(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        number, _ = thread.settling[0]
-        journal = self._journal(state, number)
-        if journal.settled is None:
-            yield "no settlement has ended", set_thread(state, thread, at="depth", memo=())
-            return
-        at = "delete" if journal.whole and journal.queue else "journal"
-        yield "it is settled", set_thread(state, thread, at=at, report=journal.report, memo=())
-
-    def _depth(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        number, _ = thread.settling[0]
-        gen, journal, decision = state.gens[number], self._journal(state, number), thread.decision
+        number, decision = thread.settling[0][0], thread.decision
         assert decision is not None
-        if not (journal.queue and journal.opened):
-            if journal.settled is not None:
-                made = set_thread(state, thread, at="journal", report=journal.report)
-                yield "another has deleted the lease queue", made
-                return
-            # Not declared, or deleted by nobody who noted it: nothing is published.
-            report = tuple("lapsed" if each else "" for each in gen.got)
-            work = Work(True)
-            made = set_thread(state, thread, at="note", report=report, memo=work)
-            yield "there is no lease queue", made
+        if not decision.published:
+            yield "no manifest", set_thread(state, thread, at="note closed", report=self._none())
             return
-        depth = sum(
-            copy.place == "lease" and copy.gen == number
-            for copies in state.broker
-            for copy in copies or ()
-        )
-        counted = sum(gen.got)
-        if not gen.late and decision.complete and depth == counted:
-            todo = [(m, v) for m, v in enumerate(decision.verdicts) if v in ("retry", "dead")]
-            note, work = f"all {counted} bundles are there", Work(False, tuple(todo))
-            yield note, self._publishes(state, thread, work, report=decision.verdicts)
+        opened = self._journal(state, number).opened
+        note = "it has a holding queue" if opened else "it has none"
+        at = "claim" if opened else "journal"
+        yield note, set_thread(state, thread, at=at, report=self._none())
+
+    def _none(self) -> tuple[str, ...]:
+        return ("",) * self.protocol.messages
+
+    def _note_closed(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        state = self._change(state, thread.settling[0][0], closed=True)
+        yield "it may not begin", set_thread(state, thread, at="opened")
+
+    def _look_at_opened(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        opened = self._journal(state, thread.settling[0][0]).opened
+        note = "it has begun meanwhile" if opened else "it has not begun"
+        yield note, set_thread(state, thread, at="claim" if opened else "journal")
+
+    def _claim(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        number = thread.settling[0][0]
+        if self._journal(state, number).claim:
             return
-        at = "get" if decision.published else "fence"
-        yield f"{depth} bundles: they are read", set_thread(state, thread, at=at, memo=Work(True))
+        state = self._change(state, number, claim=thread.name)
+        yield "the claim", set_thread(state, thread, at="settled", memo=Work(number, True))
+
+    def _look_at_settled(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        number, decision = thread.settling[0][0], thread.decision
+        assert decision is not None
+        gen, journal = state.gens[number], self._journal(state, number)
+        lapsed = tuple("lapsed" if each else "" for each in gen.got)
+        if journal.settled == "settled":
+            at = "free" if journal.opening else "journal"
+            read = self._held(state, number)
+            if journal.bundles is not None:
+                read = [each for each in read if each in journal.bundles]
+            made = set_thread(
+                state,
+                thread,
+                at=at,
+                report=journal.report,
+                memo=Work(number, True, read=tuple(read)) if at == "free" else (),
+            )
+            yield "it is settled", made if at == "free" else self._unclaimed(made, number, thread)
+            return
+        if journal.settled == "swept" or not journal.opening:
+            made = self._unclaimed(state, number, thread)
+            made = set_thread(made, thread, at="journal", report=lapsed, memo=())
+            yield "another run has what it held", made
+            return
+        yield "it is not settled", set_thread(state, thread, at="fence")
+
+    def _unclaimed(self, state: State, number: int, thread: Thread) -> State:
+        if self._journal(state, number).claim != thread.name:
+            return state
+        return self._change(state, number, claim="")
 
     def _fence(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        state = self._change(state, thread.settling[0][0], bound=False)
-        yield "nobody can publish to it any more", set_thread(state, thread, at="get")
+        number, decision = thread.settling[0][0], thread.decision
+        assert decision is not None
+        if self._is_cut(state, thread):
+            return
+        state = self._change(state, number, bound=False)
+        counted = sum(state.gens[number].got)
+        if decision.complete and len(self._held(state, number)) == counted:
+            todo = [(m, v) for m, v in enumerate(decision.verdicts) if v in ("retry", "dead")]
+            work = Work(number, False, tuple(todo))
+            made = self._publishes(state, thread, work, report=decision.verdicts)
+            yield f"it is unbound, and all {counted} bundles are there", made
+            return
+        yield "it is unbound", set_thread(state, thread, at="get")
 
     def _get(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        number, _ = thread.settling[0]
+        work = thread.memo
+        if self._is_cut(state, thread):
+            return
+        read, journal = self._held(state, work.gen), self._journal(state, work.gen)
+        if work.sweeps:
+            covered = journal.bundles if journal.settled == "settled" else ()
+            todo = [(m, "release") for m in read if covered is not None and m not in covered]
+            if self.protocol.drop == "covers" and len(todo) < len(read):
+                todo = [(m, "release") for m in read]
+                state = state._replace(broken="what is settled comes to no callback again")
+            made = self._publishes(state, thread, work._replace(todo=tuple(todo), read=tuple(read)))
+            yield f"bundles {read}", made
+            return
         decision, report = thread.decision, [""] * self.protocol.messages
         assert decision is not None
-        todo, read = [], []
-        for message, copies in enumerate(state.broker):
-            for copy in copies or ():
-                if copy.place == "lease" and copy.gen == number:
-                    got = copy._replace(place="got", hand=thread.name)
-                    state = set_message(state, message, _moved(copies, copy, got))
-                    verdict = report[message] = decision.verdicts[message] or "release"
-                    read.append(message)
-                    if verdict != "ack":
-                        todo.append((message, verdict))
-                    break
-        work = Work(True, tuple(todo), tuple(read))
-        yield f"bundles {read}", self._publishes(state, thread, work, report=tuple(report))
+        todo = []
+        for message in read:
+            verdict = report[message] = decision.verdicts[message] or "release"
+            if verdict != "ack":
+                todo.append((message, verdict))
+        made = work._replace(todo=tuple(todo), read=tuple(read))
+        yield f"bundles {read}", self._publishes(state, thread, made, report=tuple(report))
 
     def _publishes(self, state: State, thread: Thread, work: Work, **changes: Any) -> State:
         """Go on with the next message to publish, or with what comes after the last."""
@@ -342,22 +418,10 @@ class Bundles:
             failure = work.todo[0][1] in ("retry", "dead")
             at = "turn" if failure and not work.turn else "carry out"
         else:
-            at = "note" if work.bundles else "note all"
-        if self.protocol.drop == "publish failures" and not work.bundles and work.todo:
-            at = "delete"
+            at = "free" if work.sweeps else "note"
+        if self.protocol.drop == "publish failures" and not work.reads and work.todo:
+            at = "free"
         return set_thread(state, thread, at=at, memo=work, **changes)
-
-    def _is_cut(self, state: State, thread: Thread) -> bool:
-        """Whether the connection of a settler is gone, and with it what he had in hand."""
-        number, _ = thread.settling[0]
-        work = thread.memo
-        return work.bundles and any(
-            not any(
-                copy.place == "got" and copy.hand == thread.name and copy.gen == number
-                for copy in state.broker[message]
-            )
-            for message in work.read
-        )
 
     def _note_turn(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, work = thread.settling[0][0], thread.memo
@@ -381,97 +445,63 @@ class Bundles:
         yield "others settle it, too" if repeats else "it is the first", made
 
     def _carry_out(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        run, (number, _), work = self.protocol, thread.settling[0], thread.memo
-        if self._is_cut(state, thread):
+        run, work = self.protocol, thread.memo
+        if self._is_cut(state, thread) and run.drop != "turn":
             return
         message, verdict = work.todo[0]
-        broken = run.carried(state, thread, message, verdict)
-        again = work.turn == "again" or message in work.alone or state.gens[number].marked[message]
-        copy = {
-            "retry": Copy("queue", -1, True),
-            "dead": Copy("dead", -1, again),
-            "release": Copy("returns", number, True),
-        }[verdict]
+        broken = "" if work.sweeps else run.carried(state, thread, message, verdict)
+        again = work.turn == "again" or state.gens[work.gen].marked[message]
+        copy = Copy("dead", -1, again) if verdict == "dead" else Copy("queue", -1, True)
         state = set_message(state, message, _moved(state.broker[message], None, copy))
         made = self._publishes(state, thread, work._replace(todo=work.todo[1:]))
         yield f"message {message}: {verdict}", made._replace(broken=broken)
 
     def _note(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        """By bundles: what is not there, then the note of what is done."""
-        number, work, decision = thread.settling[0][0], thread.memo, thread.decision
+        """Created once: the first note stands."""
+        work, decision = thread.memo, thread.decision
         assert decision is not None
-        gen, journal = state.gens[number], self._journal(state, number)
-        report, other = thread.report, journal.settled
-        if decision.published and not gen.late and other is None and not work.looked and work.read:
-            alone = tuple(
-                message
-                for message, verdict in enumerate(decision.verdicts)
-                if verdict not in ("", "release") and message not in work.read
-            )
-            todo = tuple((m, decision.verdicts[m]) for m in alone if decision.verdicts[m] != "ack")
-            for message in alone:
-                report = put(report, message, decision.verdicts[message])
-            work = work._replace(todo=todo, alone=alone, looked=True)
-            made = self._publishes(state, thread, work, report=report)
-            yield f"from staging: {list(alone)}", made
+        gen, journal = state.gens[work.gen], self._journal(state, work.gen)
+        if journal.settled and self.protocol.drop != "first note":
+            report = journal.report
+            if journal.settled == "swept":
+                report = tuple("lapsed" if each else "" for each in gen.got)
+            made = self._unclaimed(state, work.gen, thread)
+            made = set_thread(made, thread, at="journal", report=report, memo=())
+            yield f"it is {journal.settled} by another", made
             return
-        done = tuple(sorted({*work.read, *(other or ())}))
+        bundles = work.read if work.reads else None
         state = self._change(
-            state,
-            number,
-            settled=done,
-            whole=journal.whole,
-            alone=journal.alone if other is not None else work.alone,
-            report=report,
+            state, work.gen, settled="settled", bundles=bundles, report=thread.report
         )
-        broken = ""
-        for message in (*work.read, *work.alone):
-            broken = broken or self.protocol.carried(
-                state, thread, message, decision.verdicts[message] or "release"
-            )
-        state = set_thread(state, thread, at="done" if work.read else "journal", report=report)
-        yield f"bundles {list(done)} are settled", state._replace(broken=broken)
+        broken, done = "", work.read
+        if not work.reads:
+            done = tuple(m for m, verdict in enumerate(decision.verdicts) if verdict)
+        for message in done:
+            verdict = decision.verdicts[message] or "release"
+            broken = broken or self.protocol.carried(state, thread, message, verdict)
+        made = work if work.reads else work._replace(read=tuple(self._held(state, work.gen)))
+        state = set_thread(state, thread, at="free", memo=made)
+        yield "it is settled", state._replace(broken=broken)
 
-    def _done(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        number, work, decision = thread.settling[0][0], thread.memo, thread.decision
-        assert decision is not None
+    def _free(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        """Remove what is done with, then the bundle that opens the queue."""
+        work = thread.memo
         if self._is_cut(state, thread):
             return
-        for message in work.read:
+        read = work.read
+        if self.protocol.drop == "publish failures" and not work.reads and work.todo:
+            read = tuple(self._held(state, work.gen))
+        for message in read:
             copies = state.broker[message]
-            mine = next(c for c in copies if c.place == "got" and c.hand == thread.name)
-            state = set_message(state, message, _moved(copies, mine))
-        gen, journal = state.gens[number], self._journal(state, number)
-        done = journal.settled or ()
-        whole = decision.published and not gen.late and len(done) == sum(gen.got)
-        at = "note all" if whole else "journal"
-        yield f"bundles {list(work.read)}", set_thread(state, thread, at=at)
-
-    def _note_all(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        number, work = thread.settling[0][0], thread.memo
-        if not work.bundles and state.gens[number].late:
-            made = set_thread(state, thread, at="get", memo=Work(True))
-            yield "the lease has come to its end: bundles are read", made
+            copy = next(c for c in copies if c.place == "held" and c.gen == work.gen)
+            state = set_message(state, message, _moved(copies, copy))
+        state = self._change(state, work.gen, opening=False)
+        if self.protocol.drop == "publish failures" and not work.reads and work.todo:
+            yield "it is purged", set_thread(state, thread, at="turn")
             return
-        done = self._journal(state, number).settled or ()
-        state = self._change(state, number, settled=done, whole=True, report=thread.report)
-        yield "all bundles are settled", set_thread(state, thread, at="delete")
-
-    def _delete(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        number = thread.settling[0][0]
-        broken, decision = "", thread.decision
-        for message, copies in enumerate(state.broker):
-            for copy in copies or ():
-                if copy.place in ("lease", "got") and copy.gen == number:
-                    state = set_message(state, message, _moved(state.broker[message], copy))
-                    if decision is not None and decision.verdicts[message] == "ack":
-                        broken = broken or self.protocol.carried(state, thread, message, "ack")
-        state = self._change(state, number, queue=False, bound=False)
-        if self.protocol.drop == "publish failures" and thread.memo and thread.memo.todo:
-            state = set_thread(state, thread, at="turn")
-        else:
-            state = set_thread(state, thread, at="journal", memo=())
-        yield "the lease queue", state._replace(broken=broken)
+        state = self._change(state, work.gen, claim="")
+        at = "receive" if work.sweeps else "journal"
+        yield "the holding queue is free", set_thread(state, thread, at=at, memo=())
 
     # -- promises ------------------------------------------------------------------------------
 
@@ -484,12 +514,19 @@ class Bundles:
             letters = [copy.marked for copy in copies if copy.place == "dead"]
             if letters.count(False) > 1:
                 return "a repetition is marked"
+        for number in range(len(state.gens)):
+            journal = self._journal(state, number)
+            if self._held(state, number) and not (journal.opening or journal.bound):
+                return "what is held is in a holding queue that says whose it is"
         return ""
 
     def left(self, state: State) -> str:
         for number, copies in enumerate(state.broker):
             if any(copy.place != "dead" for copy in copies or ()):
                 return f"message {number} is left over"
+        for number in range(len(state.gens)):
+            if self._journal(state, number).opening:
+                return f"the holding queue of generation {number} is not free"
         return ""
 
 

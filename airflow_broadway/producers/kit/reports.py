@@ -44,7 +44,7 @@ def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
 def about_set_aside(lease: Lease) -> tuple[str, ...]:
     """What people should know of messages that the source took and no callback saw."""
     words = {
-        "bundle": "bundles: move them into the returns queue",
+        "bundle": "bundles: move them back into their holding queue",
         "oversized": "too large",
     }
     return tuple(

@@ -3,7 +3,7 @@
 ``options`` are declared, ``producer`` opens the two halves: ``receive``, which secures messages in
 bundles before it hands them out, and ``settle``, which carries out verdicts.  Both see to their
 queues by ``broker``, and talk to RabbitMQ by ``amqp``.  What is written down and read again has a
-module each: ``bundle``, ``staged_bundle``, ``marks``, ``journal``.
+module each: ``bundle``, ``marks``, ``journal``.
 ``docs/rabbitmq.md`` is the guide.
 """
 

@@ -1,4 +1,4 @@
-"""The format in which messages lie in a lease queue: many in one body, nothing executable.
+"""The format of messages in a holding queue: many in one body, nothing executable.
 
 ::
 
@@ -11,6 +11,9 @@ Numbers are big-endian and unsigned.  ``route`` and ``properties`` are bytes of 
 exchange and routing key as short strings; its content header from the property flags on.  The flag
 1 is ``redelivered``.
 
+The first bundle of a generation has no messages: it opens the holding queue, and says whose it is
+and until when.
+
 ``version`` is raised when an old reader could misread a bundle.  A reader that does not know a
 bundle's version leaves the bundle where it is.
 """
@@ -18,30 +21,16 @@ bundle's version leaves the bundle where it is.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 
-__all__ = [
-    "MAGIC",
-    "MAX_BYTES",
-    "MAX_MESSAGES",
-    "VERSION",
-    "BundleError",
-    "Header",
-    "Held",
-    "contents",
-    "grouped",
-    "pack",
-    "read_header",
-    "unpack",
-]
-
-VERSION = 2
+VERSION = 3
 #: The most messages in a bundle.
 MAX_MESSAGES = 500
 #: Bytes of messages at which a bundle is closed; a single larger message is a bundle of its own.
@@ -78,39 +67,28 @@ class Header:
     """What the messages of a bundle share.
 
     :param bundle: The bundle's id; unique.
-    :param generation: Who holds it; for a bundle that was given back, who held it.
+    :param generation: The generation that holds it.
     :param queue: The source queue.
     :param count: Messages in it.
-    :param released: Whether it was given back on purpose: no journal speaks of it.
+    :param until: When the generation's lease lapses; seconds since the epoch.
+    :param remainder: Whether it holds what a settlement could not publish: the journal does not
+        cover it.
     :param owner: For people: dag_id, run_id, task_id, map_index, try_number.
-    :param staged: Staged custody: ``{"path", "bytes", "sha256"}`` of the messages, which then are
-        not in this body.
     """
 
     bundle: str
     generation: str
     queue: str
     count: int
-    released: bool = False
+    until: float
+    remainder: bool = False
     owner: dict[str, Any] = field(default_factory=dict)
-    staged: dict[str, Any] | None = None
-
-    def released_part(self, name: str, count: int) -> Header:
-        """The header of ``count`` messages of this bundle that are given back as a new one."""
-        return replace(self, bundle=name, count=count, released=True, staged=None)
 
 
 def pack(header: Header, messages: Iterable[Held]) -> bytes:
     """The bundle's body."""
     head = json.dumps(asdict(header), separators=(",", ":")).encode()
     parts = [MAGIC, struct.pack(">BI", VERSION, len(head)), head]
-    parts.append(pack_messages(messages))
-    return b"".join(parts)
-
-
-def pack_messages(messages: Iterable[Held]) -> bytes:
-    """The part of the body after the header."""
-    parts: list[bytes] = []
     add, make = parts.append, _MESSAGE.pack
     for message_id, attempt, redelivered, route, properties, body in messages:
         key = message_id.encode()
@@ -157,7 +135,7 @@ def read_header(data: bytes) -> tuple[Header, int]:
     :raises BundleError: If this release cannot read the bundle.
     """
     if data[:4] != MAGIC or len(data) < 9:
-        raise BundleError("a message that is no bundle lies in a queue for bundles alone")
+        raise BundleError("a message in a holding queue is no bundle")
     version, length = struct.unpack_from(">BI", data, 4)
     if version != VERSION:
         raise BundleError(
@@ -190,42 +168,33 @@ def contents(data: bytes) -> str:
     return f"a bundle of {many(header.count, 'message')} from the queue {header.queue!r}"
 
 
-def _is_reference(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("path"), str)
-        and isinstance(value.get("sha256"), str)
-        and isinstance(value.get("bytes"), int)
-    )
-
-
 #: What a header's values must be: anybody who may publish can have written it.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "bundle": lambda value: isinstance(value, str) and value != "",
     "generation": lambda value: isinstance(value, str) and value != "",
     "queue": lambda value: isinstance(value, str),
     "count": lambda value: isinstance(value, int) and value >= 0,
-    "released": lambda value: isinstance(value, bool),
+    "until": lambda value: isinstance(value, int | float) and math.isfinite(value),
+    "remainder": lambda value: isinstance(value, bool),
     "owner": lambda value: isinstance(value, dict),
-    "staged": lambda value: value is None or _is_reference(value),
 }
 
 
 def unpack(data: bytes) -> tuple[Header, list[Held]]:
-    """The header and the messages, in order; none for a bundle of staged custody.
+    """The header and the messages, in order.
 
     :raises BundleError: If this release cannot read the bundle, or it is damaged.
     """
     header, at = read_header(data)
     messages = list(unpack_messages(data, at))
-    if header.staged is None and len(messages) != header.count:
+    if len(messages) != header.count:
         raise BundleError(
             f"a bundle is damaged: it holds {len(messages)} of {many(header.count, 'message')}"
         )
     return header, messages
 
 
-def unpack_messages(data: bytes, at: int = 0) -> Iterator[Held]:
+def unpack_messages(data: bytes, at: int) -> Iterator[Held]:
     """The messages from ``at`` on.
 
     :raises BundleError: If they are damaged.

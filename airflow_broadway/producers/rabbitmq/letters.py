@@ -52,8 +52,6 @@ from airflow_broadway.producers.rabbitmq.marks import (
 )
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["RabbitDeadLetters"]
-
 #: The header in which a quorum queue counts how often it delivered a message before.
 _COUNT: Final = b"x-delivery-count"
 #: Who is said to have released a letter that bears no mark.

@@ -31,18 +31,6 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import (
 )
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 
-__all__ = [
-    "MARK",
-    "ORIGINAL",
-    "Mark",
-    "TooLarge",
-    "dead_lettered",
-    "mark_of",
-    "publication_key",
-    "republished",
-    "restored",
-]
-
 #: The header of a message that was published again: see :class:`Mark`.
 MARK = "x-broadway"
 _MARK = MARK.encode()

@@ -170,17 +170,6 @@ class RabbitMQOptions(Producer):
         rule=SECONDS,
         doc="Seconds for which a run may hold messages: a fixed bound, from pulling to settling.",
     )
-    custody: str = option(
-        default="broker",
-        rule=one_of("broker", "staged"),
-        doc="Where payloads are while a run holds them: in the broker, or in the staging folder"
-        " with a reference in the broker.",
-    )
-    queue_type: str = option(
-        default="quorum",
-        rule=one_of("quorum", "classic"),
-        doc="The type of this package's own queues; ``classic`` with ``custody='staged'`` alone.",
-    )
     qos: Qos = option(
         default=Qos(),
         rule=Rule("a Qos", lambda v: isinstance(v, Qos)),
@@ -273,12 +262,6 @@ class RabbitMQOptions(Producer):
             raise OptionsError.missing(
                 "RabbitMQProducer.conn_id",
                 'RabbitMQProducer(conn_id="rabbitmq_default", …), or an address as uri',
-            )
-        if self.queue_type == "classic" and self.custody == "broker":
-            raise OptionsError(
-                "RabbitMQProducer.queue_type",
-                "'quorum' with custody='broker': a classic queue may lose what lapses",
-                self.queue_type,
             )
         if not any(isinstance(v, str) for v in (self.backoff_min, self.backoff_max)):
             backoff_bounds(self.backoff_min, self.backoff_max)

@@ -13,8 +13,6 @@ from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["RabbitMQProducer"]
-
 log = logging.getLogger(__name__)
 
 
@@ -31,6 +29,7 @@ class RabbitMQProducer(RabbitMQOptions):
 
     def source(self, env: ProducerEnv) -> Source:
         from airflow_broadway.producers.rabbitmq.receive.source import RabbitSource
+        from airflow_broadway.producers.rabbitmq.settle.sweep import Sweep
 
         own = self.merged(env.index)
         if "on_failure" in getattr(own, "_auto", ()):
@@ -39,7 +38,13 @@ class RabbitMQProducer(RabbitMQOptions):
                 " 'reject_and_requeue', a message that always fails comes again in every run; most"
                 " pipelines want 'retry'."
             )
-        return RabbitSource(own, env)
+        return RabbitSource(
+            own,
+            env,
+            lambda connection, topology, journal: Sweep(
+                connection, topology, journal, env.clock, env.stopping
+            ).run(),
+        )
 
     def custodian(self, env: ProducerEnv) -> Custodian:
         from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian

@@ -50,14 +50,14 @@ def the_broker_is_killed_in_transfer_from_a_quorum_queue(place: Place, name: str
 
 
 @case(mortal=True)
-def the_broker_is_killed_while_the_lease_queue_is_young(place: Place, name: str) -> Found:
+def the_broker_is_killed_while_the_holding_queue_is_young(place: Place, name: str) -> Found:
     # RabbitMQ 3.10 may leave a quorum queue of that age without a leader, for ever.
     place.producer = place.producer_of(lease=60.0, reconnect_timeout=60.0)
     place.fill(1_000)
     held: list[tuple[Lease, list[Message]]] = []
     thread = threading.Thread(target=lambda: held.append(place.hold("g1")))
     thread.start()
-    while not place.lease_queues():
+    while not place.holding_queues():
         time.sleep(0.02)
     time.sleep(0.3)
     _restart(place)
@@ -85,7 +85,6 @@ def the_broker_is_killed_while_messages_are_leased(place: Place, name: str) -> F
     custodian.close()
     report = place.settle_all(lease, messages)
     assert report == SettleReport(acked=3_000), report
-    # A lease queue that is deleted before it has a leader may leave a broker that takes no other.
     place.send(range(3_000, 3_010))
     assert place.rest() == list(range(3_000, 3_010))
     found = place.found(name, 3_010)

@@ -72,10 +72,6 @@ class Place:
         with self.channel() as channel:
             channel.queue_delete(queue)
 
-    def delete_spares(self) -> None:
-        """Delete the queue of lease queues that are declared for runs to come."""
-        self.delete(self.queues.spares(self.producer.lease))
-
     def set_policy(self, queue: str, definition: Mapping[str, object] | None) -> None:
         """Set a policy for one queue, or remove it."""
         path = f"policies/%2F/{queue[-40:]}"
@@ -94,15 +90,15 @@ class Place:
     def source(self, generation: str) -> Source:
         return self.producer.source(self.env(generation))
 
-    def lease_queue(self, generation: str) -> str:
+    def holding_queue(self, generation: str) -> str:
         """Its name, once the generation has one."""
         opened = QueueJournal(f"file://{self.folder}", self.queue).opened(generation)
         assert opened is not None
         return opened
 
-    def lease_queues(self) -> list[str]:
-        """All lease queues of the queue, empty ones too."""
-        return self.server.queue_names(f"broadway.lease.{self.queue}")
+    def holding_queues(self) -> list[str]:
+        """All holding queues of the queue, empty ones too."""
+        return self.server.queue_names(f"broadway.held.{self.queue}")
 
     def take(self, source: Source, most: int = 100_000) -> list[Message]:
         """Receive until the queue is quiet, or so many."""
@@ -189,7 +185,7 @@ class Place:
     def look_for_rest(self, found: Found) -> None:
         """Add what queues hold that must be empty, and how often which dead letter is there."""
         delays = [self.queues.delay(step) for step in LADDER]
-        for name in (self.queue, self.queues.returns, *delays, *self.lease_queues()):
+        for name in (self.queue, *delays, *self.holding_queues()):
             if left := self.count(name):
                 found.mistakes.append(f"{left} messages are left in {name}")
         copies: dict[int, list[bool]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Queues that vanish or refuse: the lease queue, the returns queue, the source."""
+"""Queues that vanish or refuse: the holding queue, the source."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.broker import lease_queues
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.names import KEEPING
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case
@@ -20,16 +19,16 @@ from tests.faults.rabbitmq_cases.registry import case
 _AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
 
 
-# -- the lease queue -------------------------------------------------------------------------------
+# -- the holding queue -----------------------------------------------------------------------------
 
 
 @case(slow=False)
-def the_lease_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
+def the_holding_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
     place.fill(4_000)
     source = place.source("g1")
     try:
         first = place.take(source, 1_000)
-        place.delete(place.lease_queue("g1"))
+        place.delete(place.holding_queue("g1"))
         with pytest.raises(LeaseLapsed, match="takes no more messages"):
             place.take(source)
         lease = source.lease
@@ -40,7 +39,7 @@ def the_lease_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
     # lost, counted and told.  All else is still the source's.
     report = place.settle(lease, Settlement(rest=RELEASE))
     assert report.lapsed == lease.state["messages"], (report, lease.state)
-    assert "was deleted" in report.errors[0]
+    assert "emptied or deleted by hand" in report.errors[0]
     taken = {int(message.data) for message in first}
     kept = set(place.rest())
     assert kept >= set(range(4_000)) - taken
@@ -54,10 +53,10 @@ def the_lease_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
 
 
 @case()
-def the_lease_queue_is_deleted_after_the_manifest(place: Place, name: str) -> Found:
+def the_holding_queue_is_deleted_after_the_manifest(place: Place, name: str) -> Found:
     place.fill(900)
     lease, messages = place.hold("g1")
-    place.delete(place.lease_queue("g1"))
+    place.delete(place.holding_queue("g1"))
 
     released = dict.fromkeys((message.message_id for message in messages[:100]), RELEASE)
     report = place.settle_all(lease, messages, released)
@@ -68,97 +67,40 @@ def the_lease_queue_is_deleted_after_the_manifest(place: Place, name: str) -> Fo
 
 
 @case()
-def the_lease_queue_refuses(place: Place, name: str) -> Found:
+def the_holding_queue_refuses(place: Place, name: str) -> Found:
     place.fill(4_000)
     handed = 0
-
-    def small(queues: QueueNames, seconds: float, *, quorum: bool = True) -> dict[str, object]:
-        return {**lease_arguments(queues, seconds, quorum=quorum), "x-max-length": 2}
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease_queues, "lease_arguments", small)
+        patch.setitem(KEEPING, "x-max-length", 3)
         source = place.source("g1")
         with pytest.raises(BroadwayError, match="takes no more messages"):  # noqa: PT012
             while True:
                 handed += len(place.receive(source))
         lease = source.lease
         source.close()
-    assert handed < 4_000
-    place.delete_spares()  # declared with the same bound
-
-    place.settle(lease, Settlement(rest=RELEASE))
+        assert handed < 4_000
+        place.settle(lease, Settlement(rest=RELEASE))
+    for queue in (place.queues.held(0), place.queues.dead):
+        place.delete(queue)  # declared with that bound, and empty
 
     assert place.rest() == list(range(4_000))
     return place.found(name, 4_000)
 
 
-# -- the returns queue -----------------------------------------------------------------------------
-
-
-@case()  # the broker's dead-letter worker tries again after a while: see RabbitServer
-def the_returns_queue_is_missing_when_a_lease_lapses(place: Place, name: str) -> Found:
+@case()
+def the_holding_queue_is_deleted_after_a_death(place: Place, name: str) -> Found:
+    """An operator deletes it once it is empty: the next run declares it again."""
     place.producer = place.producer_of(lease=3.0)
     place.fill(1_000)
     place.hold("g1")
-    place.delete(place.queues.returns)
-    time.sleep(4.0)
-    # The dead-letter worker has them, and no count shows them.  The next run makes the queue.
-    place.settle(place.release_lease("g1"), Settlement(rest=RELEASE))
+    time.sleep(3.0)
     place.producer = place.producer_of(lease=30.0)
-
-    end = time.monotonic() + 240
-    back: list[int] = []
-    while len(back) < 1_000 and time.monotonic() < end:
-        back += place.rest()
-        time.sleep(1.0)
-    assert sorted(back) == list(range(1_000))
-    return place.found(name, 1_000)
-
-
-@case()
-def the_returns_queue_is_full(place: Place, name: str) -> Found:
-    place.fill(2_000)
-    first, _ = place.hold("g1", 1_000)
-    second, _ = place.hold("g2")
-    place.settle(first, Settlement(rest=RELEASE))
-    full = {"max-length": 1, "overflow": "reject-publish"}
-    place.set_policy(place.queues.returns, full)
-
-    with pytest.raises(ProducerError, match="takes nothing"):
-        place.settle(second, Settlement(rest=RELEASE))
-
-    place.set_policy(place.queues.returns, None)
-    place.settle(second, Settlement(rest=RELEASE))
-    assert place.rest() == list(range(2_000))
-    return place.found(name, 2_000)
-
-
-@case()
-def the_returns_queue_is_full_when_a_lease_lapses(place: Place, name: str) -> Found:
-    place.producer = place.producer_of(lease=4.0)
-    place.fill(2_000)
-    lease, _ = place.hold("g1", 1_000)
-    place.settle(lease, Settlement(rest=RELEASE))
-    place.set_policy(place.queues.returns, {"max-length": 1, "overflow": "reject-publish"})
-    place.producer = place.producer_of(lease=4.0)
-    source = place.source("g2")  # takes from the source alone: what has come back is one bundle
-    place.take(source)
+    source = place.source("sweeps")
     source.close()
-    time.sleep(5.0)
+    place.delete(place.queues.held(0))
 
-    # Raised, not removed: RabbitMQ 3.10 tells a dead-letter worker that there is room again only
-    # when the depth falls below a bound, so without one the worker waits until the next restart.
-    room = {"max-length": 100_000, "overflow": "reject-publish"}
-    place.set_policy(place.queues.returns, room)
-    place.producer = place.producer_of(lease=30.0)
-    end = time.monotonic() + 240
-    back: set[int] = set()
-    while len(back) < 2_000 and time.monotonic() < end:
-        back |= set(place.rest())
-        time.sleep(1.0)
-    assert back == set(range(2_000)), len(back)
-    place.set_policy(place.queues.returns, None)
-    return place.found(name, 2_000)
+    assert place.rest() == list(range(1_000))
+    return place.found(name, 1_000)
 
 
 # -- the source queue ------------------------------------------------------------------------------
@@ -197,7 +139,7 @@ def the_source_queue_is_full_when_messages_go_back(place: Place, name: str) -> F
 
     report = place.settle_all(lease, messages, verdicts)
 
-    # What the queue refuses comes back by the returns queue: failed to settle, not lost.
+    # What the queue refuses stays in the holding queue: failed to settle, not lost.
     assert (report.acked, report.requeued + report.failed) == (15, 5), report
     assert report.failed > 0
     back = place.rest()

@@ -17,8 +17,6 @@ from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["Address", "address_for", "address_of", "address_of_uri"]
-
 #: The most bytes of a frame that RabbitMQ agrees to by default.
 _FRAME_MAX = 131072
 #: What the extra ``tls`` says when it is an object.

@@ -11,8 +11,6 @@ from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions, backoff_bounds
 
-__all__ = ["Attempts", "Backoff", "keep_trying"]
-
 log = logging.getLogger(__name__)
 
 _Made = TypeVar("_Made")

@@ -4,8 +4,7 @@ A publication may be relied on when the broker has confirmed it and has not retu
 comes before the confirm and cancels it; a nack is a refusal; confirms come in any order.
 
 A delivery may be acknowledged when all that was made of it, and of the deliveries before it, may be
-relied on.  Their order is that of :meth:`ConfirmWindow.reserve`, not that of publishing: a bundle
-that is staged first is published late.
+relied on.
 """
 
 from __future__ import annotations
@@ -14,23 +13,20 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ConfirmWindow", "Place"]
-
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of one publication in the order of the deliveries; see :meth:`.reserve`."""
+    """The place of one publication in the order of the deliveries."""
 
     key: str
     tag: int | None
     load: Any
-    sent: bool = False
     confirmed: bool = False
     refused: bool = False
 
 
 class ConfirmWindow:
-    """What was published on one channel, or is about to be, and is not yet relied on."""
+    """What was published on one channel and is not yet relied on."""
 
     def __init__(self) -> None:
         #: Key → why, of all that the broker returned or refused.
@@ -52,34 +48,20 @@ class ConfirmWindow:
     @property
     def uncertain(self) -> bool:
         """Whether the broker may have taken something that is not relied on."""
-        return any(place.sent and not place.refused for place in self._order)
+        return any(not place.refused for place in self._order)
 
-    @property
-    def unpublished(self) -> bool:
-        """Whether the first place is not published yet: all wait for it.  For any thread."""
-        return any(not place.sent for place in list(self._order)[:1])
-
-    def reserve(self, key: str, tag: int | None = None, load: Any = None) -> Place:
-        """Note what is going to be published: nothing after it is relied on before it is.
+    def publish(self, key: str, tag: int | None = None, load: Any = None) -> None:
+        """Note a publication, which is made next.
 
         :param key: Names it in a return.
         :param tag: The delivery that is done with once all up to here is relied on.
         :param load: What :meth:`relied_on` is to give back.
         """
         place = Place(key, tag, load)
-        self._order.append(place)
-        return place
-
-    def send(self, place: Place) -> None:
-        """Note that what has a place is published now."""
         self._last += 1
-        place.sent = True
+        self._order.append(place)
         self._open[self._last] = place
-        self._keys[place.key] = place
-
-    def publish(self, key: str, tag: int | None = None, load: Any = None) -> None:
-        """Note a publication that is made at once."""
-        self.send(self.reserve(key, tag, load))
+        self._keys[key] = place
 
     def extend(self, tag: int) -> bool:
         """Let ``tag`` be done with when the last place is; ``False`` if there is none."""

@@ -11,12 +11,9 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow, Place
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, raw_properties
 from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
-
-__all__ = ["ConfirmChannel", "KeyOf", "select_confirms"]
-
 
 #: Names a publication by its properties, as the key under which it was published.
 KeyOf = Callable[[bytes], str | None]
@@ -80,24 +77,6 @@ class ConfirmChannel:
         channel.on_lost(self.fail)
         select_confirms(channel, self._confirmed, self._returned, key_of)
 
-    def reserve(self, key: str, *, tag: int | None = None, load: Any = None) -> Place:
-        """A place in the order of the deliveries, for what :meth:`send` is to publish later.
-
-        ``tag`` is acknowledged, and ``load`` handed over, when this and all before is confirmed.
-        """
-        return self.window.reserve(key, tag, load)
-
-    def send(
-        self, place: Place, exchange: str, routing_key: str, properties: bytes, body: bytes
-    ) -> None:
-        """Publish what has a place."""
-        if self.failure is not None:
-            return
-        self.window.send(place)
-        self.channel.raw.basic_publish(
-            exchange, routing_key, body, raw_properties(properties), mandatory=True
-        )
-
     def publish(
         self,
         exchange: str,
@@ -108,12 +87,22 @@ class ConfirmChannel:
         key: str,
         tag: int | None = None,
         load: Any = None,
+        elsewhere: bool = False,
     ) -> None:
-        """Publish at once, to a queue that is no lease queue."""
-        if self.failure is None:
+        """Publish what was made of deliveries.
+
+        ``tag`` is acknowledged, and ``load`` handed over, when this and all before is confirmed.
+
+        :param elsewhere: Whether the queue is no holding queue, for errors.
+        """
+        if self.failure is not None:
+            return
+        if elsewhere:
             self._elsewhere[key] = routing_key or exchange
-            place = self.reserve(key, tag=tag, load=load)
-            self.send(place, exchange, routing_key, properties, body)
+        self.window.publish(key, tag, load)
+        self.channel.raw.basic_publish(
+            exchange, routing_key, body, raw_properties(properties), mandatory=True
+        )
 
     def ack(self, tag: int) -> None:
         """Acknowledge one delivery that needs no securing."""

@@ -21,13 +21,6 @@ from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, translate
 from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
 
-__all__ = [
-    "Channel",
-    "ConnectionThread",
-    "Reply",
-    "raw_properties",
-]
-
 log = logging.getLogger(__name__)
 
 #: Seconds that the broker may take to answer one request.

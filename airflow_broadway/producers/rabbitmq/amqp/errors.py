@@ -9,15 +9,6 @@ import ssl
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 
-__all__ = [
-    "Blocked",
-    "Refused",
-    "acknowledged_too_late",
-    "explained",
-    "too_large",
-    "translate",
-]
-
 #: AMQP's codes of a connection that another may replace: closed in order, closed by force (an
 #: operator, or the broker stops), an internal error of the broker.
 _MAY_COME_BACK = (200, 320, 541)

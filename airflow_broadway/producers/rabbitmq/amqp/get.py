@@ -15,8 +15,6 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 
-__all__ = ["ACKS_AT_ONCE", "Getter"]
-
 #: Acknowledgements at a time.  A quorum queue is sent the first 32 of a channel that it has not yet
 #: carried out; the others the broker keeps back, and forgets if the channel is closed before they
 #: are due (probed with RabbitMQ 3.10.8).

@@ -16,22 +16,6 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
 
-__all__ = [
-    "FIELDS",
-    "decode",
-    "decode_entry",
-    "encode",
-    "encode_entry",
-    "entries_of",
-    "fields_of",
-    "join_entries",
-    "join_fields",
-    "json_value",
-    "message_id_of",
-    "staged_delivery",
-    "staged_text",
-]
-
 #: Names of properties by their bit, from the highest.
 FIELDS = (
     "content_type",

@@ -15,8 +15,6 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
 )
 from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
 
-__all__ = ["Publisher"]
-
 #: Publications that may wait for their confirm, and how many are handed over at a time.
 _MAX_UNCONFIRMED, _PORTION = 2000, 100
 #: The same in bytes, which is what memory they take.
@@ -65,6 +63,10 @@ class Publisher:
         self._wait(lambda: not self._posted and not len(self._window))
         with self._changed:
             return self._window.forget()
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
 
     def _send(self) -> None:
         items, size = self._items, self._bytes

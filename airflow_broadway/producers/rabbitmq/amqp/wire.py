@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pika import SelectConnection
     from pika.connection import Parameters
 
-__all__ = ["Delivered", "FrameReader", "Parser", "connection_class", "join_route", "split_route"]
-
 
 class Delivered(NamedTuple):
     """One delivery.

@@ -8,10 +8,9 @@ management API shows them; where it does not answer, that is a warning, and noth
 queue           an error                       a warning
 ==============  =============================  =============================================
 source          a stream                       all else: it is not ours
-lease           expires, message-ttl           max-length, delivery-limit: it refuses, gives back
-returns, dead,  expires, message-ttl,          max-length: they are declared to refuse
-quarantine      delivery-limit
-delay, spares   expires                        max-length, message-ttl, delivery-limit
+held, dead      expires, message-ttl,          max-length: they are declared to refuse
+                delivery-limit
+delay           expires                        max-length, message-ttl, delivery-limit
 ==============  =============================  =============================================
 
 A queue of the user's own for dead letters has warnings only.
@@ -28,29 +27,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.findings import Level
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.broker.policies import Setting, effective, matched
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.amqp.address import Address
     from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-
-__all__ = [
-    "ERROR",
-    "NOTE",
-    "WARNING",
-    "Finding",
-    "LossCheck",
-    "Role",
-    "act_on",
-    "check_queues",
-    "judge",
-    "refuse_losses",
-    "refuse_version",
-    "roles_of",
-]
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +48,7 @@ NOTE: Final = "note"
 #: flag is needed for that.
 _NEEDED, _WITHOUT_FLAGS = (3, 10), (3, 12)
 #: Roles of queues from which nothing is to leave by itself.
-_LASTING = ("returns", "quarantine", "dead", "sink")
+_LASTING = ("held", "dead", "sink")
 #: The first release in which a quorum queue gives up a message after 20 returns by default.
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
@@ -94,8 +79,8 @@ class Finding(NamedTuple):
 class Role:
     """A queue, and what it is for.
 
-    :param name: ``source``, ``lease``, ``spares``, ``returns``, ``quarantine``, ``delay``,
-        ``dead``; ``sink`` for dead letters in a queue of the user's own.
+    :param name: ``source``, ``held``, ``delay``, ``dead``; ``sink`` for dead letters in a queue of
+        the user's own.
     :param arguments: What it is declared with; ``None`` if others declare it.
     """
 
@@ -104,31 +89,18 @@ class Role:
     arguments: Mapping[str, Any] | None = None
 
 
-def roles_of(options: RabbitMQOptions, *, lease: str = "") -> list[Role]:
+def roles_of(options: RabbitMQOptions, held: Iterable[str] = ()) -> list[Role]:
     """Every queue that a run may use.
 
-    :param lease: The lease queue, if it is known; else one like it.
+    :param held: The holding queues that exist; the first of all by default.
     """
-    queues, quorum = QueueNames(options.queue), options.queue_type == "quorum"
-    plain = queues.returns_arguments(quorum=quorum)
-    found = [
-        Role("source", queues.source),
-        Role(
-            "lease",
-            lease or queues.lease("any"),
-            lease_arguments(queues, options.lease, quorum=quorum),
-        ),
-        Role("spares", queues.spares(options.lease), plain),
-        Role("returns", queues.returns, plain),
-        Role("quarantine", queues.quarantine, plain),
-    ]
-    found += [
-        Role("delay", queues.delay(step), queues.delay_arguments(step, quorum=quorum))
-        for step in LADDER
-    ]
+    queues = QueueNames(options.queue)
+    found = [Role("source", queues.source)]
+    found += [Role("held", name, KEEPING) for name in held or [queues.held(0)]]
+    found += [Role("delay", queues.delay(step), queues.delay_arguments(step)) for step in LADDER]
     place = options.dead_letter
     if place is None:
-        found.append(Role("dead", queues.dead, plain))
+        found.append(Role("dead", queues.dead, KEEPING))
     elif isinstance(place, str):
         found.append(Role("sink", place))
     elif not place.get("exchange"):
@@ -142,11 +114,12 @@ def refuse_losses(connection: ConnectionThread, options: RabbitMQOptions) -> Non
     :raises ProducerError: If messages would be lost.
     """
     address = connection.address
-    refuse_version(connection.version, options, address.shown)
+    refuse_version(connection.version, address.shown)
     if address.management_url == "":
         log.info("Policies are not checked: the connection's extra 'management_url' is false.")
     else:
-        act_on(check_queues(options, address, version=connection.version))
+        held = [name for name, _ in HoldingQueues(QueueNames(options.queue)).present(connection)]
+        act_on(check_queues(options, address, version=connection.version, held=held))
 
 
 class LossCheck:
@@ -158,7 +131,6 @@ class LossCheck:
 
     def __init__(self, options: RabbitMQOptions) -> None:
         self._roles = [role for role in roles_of(options) if role.arguments is not None]
-        self._kind = options.queue_type
         self._losses: dict[str, str] = {}
         self._checked_at = -math.inf
 
@@ -180,25 +152,24 @@ class LossCheck:
             for role in self._roles
             for finding in judge(
                 role,
-                self._kind,
-                effective(role.queue, self._kind, role.arguments or {}, policies),
+                "quorum",
+                effective(role.queue, "quorum", role.arguments or {}, policies),
             )
             if finding.level == ERROR
         }
 
 
-def refuse_version(version: str, options: RabbitMQOptions, where: str) -> None:
+def refuse_version(version: str, where: str) -> None:
     """Refuse a broker whose quorum queues lose what lapses.
 
     :param version: As the broker says; empty if it does not.
-    :raises ProducerError: If it is too old for the custody that is wanted.
+    :raises ProducerError: If it is too old.
     """
     known = _numbers(version)
-    if known and known < _NEEDED and options.queue_type == "quorum":
+    if known and known < _NEEDED:
         raise ProducerError(
-            f"RabbitMQ at {where} is {version}: its quorum queues lose messages that lapse, which"
-            " 3.10 and later do not; upgrade it, or use custody='staged' with"
-            " queue_type='classic'"
+            f"RabbitMQ at {where} is {version}: its quorum queues lose retries that wait, which"
+            " 3.10 and later do not; upgrade it"
         )
 
 
@@ -214,19 +185,19 @@ def check_queues(
     address: Address,
     *,
     version: str = "",
-    lease: str = "",
+    held: Iterable[str] = (),
     there: bool = True,
 ) -> list[Finding]:
     """Look at every queue of a run by the management API.
 
     :param version: The broker's, as it says itself.
-    :param lease: The lease queue, if it is known.
+    :param held: The holding queues that exist.
     :param there: Whether the source queue is known to be there; else a run is to declare it.
     """
     try:
         management = Management(address)
-        found = list(_look(options, management, version, lease, there))
-        if options.queue_type == "quorum" and not _numbers(version) >= _WITHOUT_FLAGS:
+        found = list(_look(options, management, version, held, there))
+        if not _numbers(version) >= _WITHOUT_FLAGS:
             found += _flags(management)
     except Unseen as error:
         return [_unseen(str(error))]
@@ -240,12 +211,16 @@ def _unseen(why: str) -> Finding:
 
 
 def _look(
-    options: RabbitMQOptions, management: Management, version: str, lease: str, there: bool
+    options: RabbitMQOptions,
+    management: Management,
+    version: str,
+    held: Iterable[str],
+    there: bool,
 ) -> Iterator[Finding]:
-    roles = roles_of(options, lease=lease)
+    roles = roles_of(options, held)
     policies = matched(management.policies(), [role.queue for role in roles])
     for role in roles:
-        kind, arguments = options.queue_type, role.arguments
+        kind, arguments = "quorum", role.arguments
         if arguments is None:
             known = management.queue(role.queue)
             if known is None and role.name == "source" and not there:
@@ -295,7 +270,7 @@ def _flags(management: Management) -> Iterator[Finding]:
             yield Finding(
                 ERROR,
                 "",
-                f"the feature flag {name} is {flags[name]}: without it a bundle that lapses may be"
+                f"the feature flag {name} is {flags[name]}: without it a retry that waits may be"
                 f" lost; run: rabbitmqctl enable_feature_flag {name}",
             )
 
@@ -340,7 +315,7 @@ def _of_source(kind: str, settings: Mapping[str, Setting]) -> Iterator[_Found]:
     yield from _full(
         settings,
         drops=(WARNING, f"the oldest message {gone} when the queue is full, a retry too"),
-        refuses=(WARNING, "what a run gives back to the full queue waits in the returns queue"),
+        refuses=(WARNING, "what a run releases into the full queue stays in its holding queue"),
     )
 
 
@@ -353,12 +328,8 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
     if ttl is not None and ttl.value != own.get("x-message-ttl"):
         level: Level = ERROR
         text = "what waits longer in it is lost"
-        if name == "lease":
-            text = "bundles leave it before the lease ends, and are handled twice"
-        elif name == "delay":
+        if name == "delay":
             text, level = "retries come earlier than they should", WARNING
-        elif name == "spares":
-            text, level = "the next run waits for a lease queue of its own", WARNING
         yield _finding(level, "message-ttl", ttl, text)
     limit = settings.get("delivery-limit")
     if limit is not None and limit.value != own.get("x-delivery-limit"):

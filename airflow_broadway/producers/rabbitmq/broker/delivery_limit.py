@@ -12,8 +12,6 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 
-__all__ = ["DEFAULT_LIMIT", "delivery_limit"]
-
 #: The limit of RabbitMQ 4 where nothing sets one.
 DEFAULT_LIMIT: Final = 20
 

@@ -7,8 +7,6 @@ followed and no proxy used: the password goes to no host but the one that the co
 
 from __future__ import annotations
 
-import base64
-import http.client
 import json
 import ssl
 from collections.abc import Iterable
@@ -19,8 +17,6 @@ from airflow_broadway.core.errors import ConnectionMissing
 from airflow_broadway.producers.kit.checks import is_loopback, warn_of_plain_http
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker.policies import Policy
-
-__all__ = ["Management", "Unseen"]
 
 #: Seconds that one answer may take.
 ANSWER_TIMEOUT = 2.0
@@ -58,10 +54,10 @@ class Management:
         url = given or f"{'https' if secure else 'http'}://{_bracketed(address.host)}:{port}"
         try:
             parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port
+            named = bool(parts.hostname) and parts.port != 0
         except ValueError:
-            parts, self._host = urlsplit(""), ""
-        if parts.scheme not in ("http", "https") or not self._host or parts.username:
+            parts, named = urlsplit(""), False
+        if parts.scheme not in ("http", "https") or not named or parts.username:
             raise Unseen(
                 "the connection's extra 'management_url' must be http(s)://host:port, without a"
                 " password"
@@ -72,12 +68,9 @@ class Management:
                 " the certificate"
             )
         self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
-        self._path = parts.path.rstrip("/")
-        self._secure = parts.scheme == "https"
         warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
         self._address = address
         self._timeout = timeout
-        self._login = base64.b64encode(f"{address.login}:{address.password}".encode()).decode()
 
     def queue(self, name: str) -> dict[str, Any] | None:
         """What is known of a queue; ``None`` if there is none of that name.
@@ -120,44 +113,47 @@ class Management:
 
         :raises Unseen: If there is none that can be used.
         """
-        connection = self._connection()
+        import httpx
+
         try:
-            connection.request(
-                "GET",
-                f"{self._path}/api/{path}",
-                headers={"Authorization": f"Basic {self._login}", "Accept": "application/json"},
-            )
-            answer = connection.getresponse()
-            if answer.status == 404:
-                return None
-            if answer.status in (401, 403):
-                raise Unseen(
-                    f"the management API at {self.shown} refuses user {self._address.login!r},"
-                    " who needs the tag 'management'"
-                )
-            if answer.status != 200:
-                raise Unseen(
-                    f"the management API at {self.shown} answers with status {answer.status}"
-                )
-            return json.loads(answer.read(_MAX_ANSWER_BYTES))
-        except (OSError, http.client.HTTPException) as error:
+            context: ssl.SSLContext | bool = False  # of no effect without TLS
+            if self.shown.startswith("https:"):
+                context = self._address.ssl_context() or ssl.create_default_context()
+            # No proxy and no netrc of the environment: the password is for one host alone.
+            with (
+                httpx.Client(verify=context, timeout=self._timeout, trust_env=False) as client,
+                client.stream(
+                    "GET",
+                    f"{self.shown}/api/{path}",
+                    auth=(self._address.login, self._address.password),
+                    headers={"Accept": "application/json"},
+                ) as answer,
+            ):
+                if answer.status_code == 404:
+                    return None
+                if answer.status_code in (401, 403):
+                    raise Unseen(
+                        f"the management API at {self.shown} refuses user {self._address.login!r},"
+                        " who needs the tag 'management'"
+                    )
+                if answer.status_code != 200:
+                    raise Unseen(
+                        f"the management API at {self.shown} answers with status"
+                        f" {answer.status_code}"
+                    )
+                body = b""
+                for part in answer.iter_bytes():
+                    body += part
+                    if len(body) > _MAX_ANSWER_BYTES:
+                        raise Unseen(f"the answer of {self.shown} is too long")
+            return json.loads(body)
+        except ConnectionMissing as error:
+            raise Unseen(str(error)) from None
+        except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise Unseen(f"the management API at {self.shown} cannot be reached: {why}") from None
         except ValueError:
             raise Unseen(f"what answers at {self.shown} is no management API") from None
-        finally:
-            connection.close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        if not self._secure:
-            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
-        try:
-            context = self._address.ssl_context() or ssl.create_default_context()
-        except ConnectionMissing as error:
-            raise Unseen(str(error)) from None
-        return http.client.HTTPSConnection(
-            self._host, self._port, timeout=self._timeout, context=context
-        )
 
 
 def _bracketed(host: str) -> str:

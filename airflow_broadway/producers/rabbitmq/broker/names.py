@@ -1,18 +1,15 @@
-"""The queues of our own that stand beside a source queue, and what each is declared with.
+"""The queues of our own beside a source queue, and the arguments that each is declared with.
 
 ================================  =================================================================
-``broadway.lease.<q>.<hash>``     what one generation holds; messages leave it when the lease lapses
-``broadway.returns.<q>``          bundles whose lease lapsed or was given up, for the next run
-``broadway.quarantine.<q>``       what lay in the returns queue and is no bundle that can be read
+``broadway.held.<q>.<n>``         the bundles of one live generation, until their outcomes are known
+``broadway.held.<q>.<n>.claim``   exclusive to the connection that opens, settles or sweeps number n
 ``broadway.delay.<s>.<q>``        retries that wait; one queue per step of the ladder
-``broadway.spares.<q>.<ms>``      names of lease queues that are declared for runs to come, by lease
 ``broadway.dead.<q>``             dead letters, unless ``dead_letter`` names another place
-``broadway.leases``               the exchange by which bundles reach their lease queue
+``broadway.held``                 the direct exchange from a generation's id to its holding queue
 ================================  =================================================================
 
-Bundles reach a lease queue through an exchange.  So unbinding the queue fences its holder off: a
-process that was taken for dead and goes on publishing gets its bundles returned, and acknowledges
-nothing.
+The binding of a holding queue to a generation's id is the fence: a process that was taken for dead
+and goes on publishing gets its bundles returned after the unbind, and acknowledges nothing.
 """
 
 from __future__ import annotations
@@ -24,27 +21,21 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
 
-__all__ = ["EXCHANGE", "LADDER", "QueueNames", "lease_arguments", "rung"]
-
-#: The exchange that routes bundles: direct, by the lease queue's name.
-EXCHANGE = "broadway.leases"
+#: The exchange that routes bundles: direct, by the generation's id.
+EXCHANGE = "broadway.held"
 #: Seconds of the steps of the delay ladder.
 LADDER = (1, 5, 15, 60, 300, 900, 3600, 21600)
-#: AMQP's limit for a queue's name, in bytes.
+#: AMQP's limit for a queue's name and for a routing key, in bytes.
 _MAX_NAME_BYTES = 255
-#: Hexadecimal digits at the end of a lease queue's name.
-_DIGEST_DIGITS = 20
 #: A retry may come this part of its delay early: as much as the retry policy's own jitter.
 _EARLY_PART = 0.1
 
-_QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
-_CLASSIC: dict[str, Any] = {"x-queue-type": "classic"}
-#: Returns of a message after which its queue gives it up: never.  RabbitMQ 4's default is 20, and
-#: its -1 for "no limit" makes RabbitMQ 3 give a message up at its first return.
-_NO_LIMIT: dict[str, Any] = {"x-delivery-limit": 1_000_000_000}
-#: A dead-letter worker that waits for the target's confirm; needs ``reject-publish``.
-_SAFE_DEAD_LETTERING: dict[str, Any] = {
-    "x-dead-letter-strategy": "at-least-once",
+#: A quorum queue that never gives a message up by itself.  RabbitMQ 4 gives one up after 20 returns
+#: by default, and its -1 for "no limit" makes RabbitMQ 3 give one up at the first return.  A bound
+#: that a policy sets makes runs fail, and drops nothing.
+KEEPING: dict[str, Any] = {
+    "x-queue-type": "quorum",
+    "x-delivery-limit": 1_000_000_000,
     "x-overflow": "reject-publish",
 }
 
@@ -65,92 +56,59 @@ class QueueNames:
 
     source: str
 
-    def lease(self, generation: str) -> str:
-        """The lease queue of a generation."""
-        digest = hashlib.sha256(f"{self.source}\0{generation}".encode()).hexdigest()
-        return self._name("broadway.lease", f".{digest[:_DIGEST_DIGITS]}")
+    def held(self, number: int) -> str:
+        """A holding queue."""
+        return self._name("broadway.held", f".{number}")
 
-    def own_lease(self, name: object) -> str:
-        """``name``, if it is that of a lease queue of this source.
+    def own_held(self, name: object) -> str:
+        """Returns ``name`` if it is that of a holding queue of this source.
 
-        Every such name that was read is to be checked: strangers may write to queues and to the
-        staging folder, and lease queues are emptied and deleted.
+        To be called on every such name that was read: strangers may write to the staging folder,
+        and holding queues are emptied.
 
         :raises ProducerError: If it is not.
         """
-        digest = str(name)[-_DIGEST_DIGITS:]
-        if re.fullmatch(f"[0-9a-f]{{{_DIGEST_DIGITS}}}", digest) and name == self._name(
-            "broadway.lease", f".{digest}"
-        ):
+        number = re.fullmatch(r"(.*)\.(\d{1,6})", str(name), re.DOTALL)
+        if number is not None and name == self.held(int(number[2])):
             return str(name)
         raise ProducerError(
-            f"{str(name)[:_MAX_NAME_BYTES]!r} is no lease queue of {self.source!r}, and is left as"
-            " it is: its name was written by somebody else"
+            f"{str(name)[:_MAX_NAME_BYTES]!r} is no holding queue of {self.source!r}, and is left"
+            " as it is: another program wrote its name"
         )
 
-    @property
-    def returns(self) -> str:
-        """Where bundles go whose lease has ended."""
-        return self._name("broadway.returns", "")
-
-    @property
-    def quarantine(self) -> str:
-        """Where that goes which lay in the returns queue and is no bundle that can be read."""
-        return self._name("broadway.quarantine", "")
+    def key(self, generation: str) -> str:
+        """The routing key of a generation's bundles: of this source alone."""
+        key = f"{self.source}.{generation}"
+        if len(key.encode()) <= _MAX_NAME_BYTES:
+            return key
+        return hashlib.sha256(key.encode()).hexdigest()
 
     @property
     def dead(self) -> str:
-        """Where dead letters go."""
+        """The queue of dead letters."""
         return self._name("broadway.dead", "")
 
-    def spares(self, lease: float) -> str:
-        """Where the names of lease queues lie that are declared and not yet used.
-
-        :param lease: Seconds for which they are made: the queues of another lease are of no use.
-        """
-        return self._name("broadway.spares", f".{_milliseconds(lease)}")
-
     def delay(self, step: int) -> str:
-        """Where retries wait for a step of the ladder."""
+        """The queue in which retries wait for a step of the ladder."""
         return self._name(f"broadway.delay.{step}", "")
 
+    def delay_arguments(self, step: int) -> dict[str, Any]:
+        """The arguments of a step of the ladder.
+
+        Its dead-letter worker waits for the source queue's confirm, which needs ``reject-publish``.
+        """
+        return {
+            **KEEPING,
+            "x-dead-letter-strategy": "at-least-once",
+            "x-message-ttl": step * 1000,
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": self.source,
+        }
+
     def _name(self, prefix: str, suffix: str) -> str:
+        # A claim's name is the longest of all.
         name = f"{prefix}.{self.source}{suffix}"
-        if len(name.encode()) <= _MAX_NAME_BYTES:
+        if len(name.encode()) <= _MAX_NAME_BYTES - len(".claim"):
             return name
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:32]
         return f"{prefix}.{digest}{suffix}"
-
-    def returns_arguments(self, *, quorum: bool = True) -> dict[str, Any]:
-        """What queues are declared with from which nothing leaves by itself."""
-        if not quorum:
-            return dict(_CLASSIC)
-        # Refusing, so that a bound set by a policy makes runs fail rather than lose what is here.
-        return {**_QUORUM, **_NO_LIMIT, "x-overflow": "reject-publish"}
-
-    def delay_arguments(self, step: int, *, quorum: bool = True) -> dict[str, Any]:
-        """What a step of the ladder is declared with."""
-        return _timed_arguments(step, self.source, quorum=quorum)
-
-
-def lease_arguments(queues: QueueNames, seconds: float, *, quorum: bool = True) -> dict[str, Any]:
-    """What a lease queue is declared with.
-
-    No ``x-expires``: a publisher does not keep a queue from expiring.
-    """
-    return _timed_arguments(seconds, queues.returns, quorum=quorum)
-
-
-def _timed_arguments(seconds: float, target: str, *, quorum: bool) -> dict[str, Any]:
-    """What a queue is declared with that holds a message for ``seconds`` and passes it on."""
-    kind = {**_QUORUM, **_SAFE_DEAD_LETTERING, **_NO_LIMIT} if quorum else _CLASSIC
-    return {
-        **kind,
-        "x-message-ttl": _milliseconds(seconds),
-        "x-dead-letter-exchange": "",
-        "x-dead-letter-routing-key": target,
-    }
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, int(seconds * 1000))

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Policy", "Setting", "effective", "matched"]
-
 #: The limits, of which the lower one counts: milliseconds, messages, bytes, returns.
 LIMITS = ("expires", "max-length", "max-length-bytes", "message-ttl", "delivery-limit")
 #: The types of queues that a policy may be for, beside all.

@@ -10,8 +10,6 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 
-__all__ = ["await_age", "declare", "delete", "depth", "empty_and_delete", "is_empty"]
-
 #: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
 #: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
 _RELIABLE_AGE = 2.0
@@ -65,24 +63,13 @@ def declare(connection: ConnectionThread, name: str, arguments: dict[str, Any]) 
     channel.close()
 
 
-def delete(connection: ConnectionThread, name: str) -> int:
-    """Delete a queue; how many messages were ready in it."""
-    return _end(connection, name, "queue_delete")
-
-
-def empty_and_delete(connection: ConnectionThread, name: str) -> int:
-    """Delete a queue if it can be emptied first; how many messages were ready in it."""
-    return _end(connection, name, "queue_purge", "queue_delete")
-
-
-def _end(connection: ConnectionThread, name: str, *methods: str) -> int:
-    channel, count = connection.channel(), 0
+def delete(connection: ConnectionThread, name: str) -> None:
+    """Delete a queue."""
+    channel = connection.channel()
     try:
-        for method in methods:
-            count += int(channel.call(method, queue=name).method.message_count)
+        channel.call("queue_delete", queue=name)
     except Refused as error:
         if error.code == 404:
-            return count
+            return
         raise explained(error, f"the queue {name!r}") from None
     channel.close()
-    return count

@@ -12,8 +12,6 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["prepare", "refuse_stream"]
-
 
 def prepare(options: RabbitMQOptions, channel: Channel) -> int:
     """Do what the options ask for, and see that the source queue is there; its depth.

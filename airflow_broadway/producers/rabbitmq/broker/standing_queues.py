@@ -1,4 +1,4 @@
-"""The queues of our own that stay: returned bundles, dead letters, retries that wait, and the like.
+"""The queues of our own that stay: holding queues, dead letters, retries that wait.
 
 Each is declared when it is first needed, and relied on when it is old enough and has answered.
 """
@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
+from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, QueueNames
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-
-__all__ = ["StandingQueues"]
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +33,6 @@ class StandingQueues:
     def __init__(self, options: RabbitMQOptions, journal: QueueJournal, names: QueueNames) -> None:
         self._journal = journal
         self._names = names
-        self._quorum = options.queue_type == "quorum"
         self._owns_dead = options.dead_letter is None
         #: The connection, and what was declared on it.
         self._connection: ConnectionThread | None = None
@@ -45,33 +42,22 @@ class StandingQueues:
         #: Queues to be made anew.  Kept over connections: asking such a queue may end one.
         self._silent: set[str] = set()
 
-    def ensure_returns(self, connection: ConnectionThread, *, rely: bool = True) -> None:
-        """Declare the returns queue.
+    def ensure_held(self, connection: ConnectionThread, name: str) -> None:
+        """Declare a holding queue."""
+        self._ensure(connection, name, KEEPING)
+
+    def ensure_dead(self, connection: ConnectionThread, *, rely: bool = True) -> None:
+        """Declare the dead-letter queue, if it is ours.
 
         :param rely: Whether something is published to it next, so that it must be old enough.
         """
-        self._ensure(connection, self._names.returns, self._kept(), rely=rely)
-
-    def ensure_quarantine(self, connection: ConnectionThread) -> None:
-        """Declare the quarantine queue."""
-        self._ensure(connection, self._names.quarantine, self._kept())
-
-    def ensure_dead(self, connection: ConnectionThread, *, rely: bool = True) -> None:
-        """Declare the dead-letter queue, if it is ours."""
         if self._owns_dead:
-            self._ensure(connection, self._names.dead, self._kept(), rely=rely)
+            self._ensure(connection, self._names.dead, KEEPING, rely=rely)
 
     def ensure_delay(self, connection: ConnectionThread, step: int) -> str:
         """Declare a step of the delay ladder; its name."""
         name = self._names.delay(step)
-        self._ensure(connection, name, self._names.delay_arguments(step, quorum=self._quorum))
-        return name
-
-    def ensure_spares(self, connection: ConnectionThread, lease: float) -> str:
-        """Declare the queue of names of lease queues; its name."""
-        name = self._names.spares(lease)
-        # What is lost with it is a name: the next run waits for a queue of its own.
-        self._ensure(connection, name, self._kept(), rely=False)
+        self._ensure(connection, name, self._names.delay_arguments(step))
         return name
 
     def rely(self, connection: ConnectionThread) -> None:
@@ -86,9 +72,6 @@ class StandingQueues:
                     self._make_anew(connection, name, arguments)
                 self._journal.note_relied(name)
             del self._young[name]
-
-    def _kept(self) -> dict[str, Any]:
-        return self._names.returns_arguments(quorum=self._quorum)
 
     def _ensure(
         self,
@@ -106,8 +89,7 @@ class StandingQueues:
                 self._journal.note_declared(name)
             queue_calls.declare(connection, name, arguments)
             self._made.add(name)
-            if self._quorum:
-                self._young[name] = arguments, time.monotonic()
+            self._young[name] = arguments, time.monotonic()
         if rely:
             self.rely(connection)
 

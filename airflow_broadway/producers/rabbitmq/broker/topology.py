@@ -10,7 +10,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.broker.checks import LossCheck
-from airflow_broadway.producers.rabbitmq.broker.lease_queues import LeaseQueues
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
@@ -18,14 +18,11 @@ from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["Topology"]
-
 
 class Topology:
     """Those queues; calls answer when the broker has.
 
-    :param journal: Where it is noted which of them are old enough to be relied on, and whose each
-        lease queue is.
+    :param journal: Where it is noted which of them are old enough to be relied on.
     """
 
     def __init__(self, options: RabbitMQOptions, journal: QueueJournal) -> None:
@@ -35,7 +32,7 @@ class Topology:
         self._losses = LossCheck(options)
         self.queues = QueueNames(options.queue)
         self.standing = StandingQueues(options, journal, self.queues)
-        self.leases = LeaseQueues(options, journal, self.queues, self.standing)
+        self.holding = HoldingQueues(self.queues)
 
     @property
     def dead(self) -> tuple[str, str]:
@@ -72,17 +69,12 @@ class Topology:
         """Why a policy makes the broker lose what goes into a queue of ours; empty if none does."""
         return self._losses.reason(connection.address, queue)
 
-    def open_lease(self, connection: ConnectionThread, generation: str) -> str:
-        """A lease queue of the generation's own, and what is to be there with it; its name.
+    def prepare_dead(self, connection: ConnectionThread) -> None:
+        """See that dead letters can be published.
 
-        :raises ProducerUnavailable: If the broker dies meanwhile.
-        :raises ProducerError: If the broker refuses.
+        :raises ProducerError: If they cannot.
         """
-        self.standing.ensure_returns(connection, rely=False)
-        self.standing.ensure_dead(connection, rely=False)
+        self.standing.ensure_dead(connection)
         missing = self.dead[0] and self.missing_exchange(connection, self.dead[0])
         if missing:
             raise ProducerError(missing)
-        name = self.leases.open(connection, generation)
-        self.standing.rely(connection)
-        return name

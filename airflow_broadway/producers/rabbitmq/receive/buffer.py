@@ -11,8 +11,6 @@ from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.receive.quarantine import Aside
 
-__all__ = ["Buffer"]
-
 log = logging.getLogger(__name__)
 
 #: Messages that are named in the log when they are set aside; the others are counted.
@@ -50,11 +48,6 @@ class Buffer:
         """Let so many messages be under way."""
         with self.changed:
             self.credit = count
-
-    def add_under_way(self, count: int) -> None:
-        """Note that so many messages of a returned bundle are under way."""
-        with self.changed:
-            self.under_way += count
 
     def take(self, demand: int) -> list[Held]:
         """Hand out at most ``demand`` messages."""

@@ -1,22 +1,15 @@
-"""Makes bundles of one generation's messages, and publishes them to its lease queue."""
+"""Makes bundles of one generation's messages, and publishes them to its holding queue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.log_context import keep_ids
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Place
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
-
-__all__ = ["Bundler", "OpenBundle"]
 
 #: Seconds from a bundle's first message until it is published unfilled.
 LINGER_SECONDS = 0.02
@@ -28,7 +21,6 @@ class Bundler:
     :param prefix: The bundles' names begin so; unique.
     :param queue: The source queue.
     :param owner: See :class:`~airflow_broadway.producers.rabbitmq.bundle.Header`.
-    :param store: Staged custody: keeps the messages of a bundle and returns the reference to them.
     """
 
     def __init__(
@@ -38,7 +30,6 @@ class Bundler:
         queue: str,
         owner: dict[str, Any],
         lease: OpenLease,
-        store: Callable[[str, bytes], dict[str, Any]] | None = None,
     ) -> None:
         #: Bytes of messages in a bundle: no more than the broker takes.
         self.capacity = bundles.MAX_BYTES
@@ -47,11 +38,10 @@ class Bundler:
         self._generation = generation
         self._prefix = prefix
         self._queue = queue
+        self._key = QueueNames(queue).key(generation)
         self._owner = owner
         self._lease = lease
-        self._store = store
         self._count = 0
-        self._writer: ThreadPoolExecutor | None = None
 
     def fit(self, limit: int, *, refused: bool) -> bool:
         """Make bundles for a broker that takes no message of more than ``limit`` bytes.
@@ -60,7 +50,7 @@ class Bundler:
         :return: Whether that changes anything.
         """
         room = limit - len(bundles.pack(self._header("x" * 48, bundles.MAX_MESSAGES), []))
-        if self._store is not None or room <= 0:
+        if room <= 0:
             return False
         before = self.capacity, self.largest
         self.capacity = min(bundles.MAX_BYTES, room)
@@ -72,62 +62,25 @@ class Bundler:
         """Secure ``messages``; then ``tag`` may be acknowledged.  For the connection's thread."""
         self._count += 1
         name = f"{self._prefix}.{self._count:x}"
-        place = channel.reserve(name, tag=tag, load=messages)
-        if self._store is None:
-            body = bundles.pack(self._header(name, len(messages)), messages)
-            self._send(channel, place, body)
-            return
-        self._writer = self._writer or ThreadPoolExecutor(1, "rabbitmq-staging")
-        store = self._store
-        connection = channel.channel.connection
+        body = bundles.pack(self._header(name, len(messages)), messages)
+        properties = encode(
+            {
+                "content_type": "application/x-broadway-bundle",
+                "delivery_mode": 2,
+                "message_id": name,
+            }
+        )
+        channel.publish(EXCHANGE, self._key, properties, body, key=name, tag=tag, load=messages)
 
-        def done(future: Future[dict[str, Any]]) -> None:
-            connection.post(lambda: self._stored(future, channel, place, len(messages)))
-
-        self._writer.submit(
-            keep_ids(lambda: store(name, bundles.pack_messages(messages)))
-        ).add_done_callback(done)
-
-    def close(self) -> None:
-        """End the thread that writes to the staging folder."""
-        if self._writer is not None:
-            self._writer.shutdown(wait=True, cancel_futures=True)
-
-    def _stored(
-        self, future: Future[dict[str, Any]], channel: ConfirmChannel, place: Place, count: int
-    ) -> None:
-        if future.cancelled():
-            return
-        error = future.exception()
-        if error is not None:
-            channel.fail(
-                error
-                if isinstance(error, ProducerError)
-                else ProducerError(f"a bundle could not be staged: {error}")
-            )
-            return
-        body = bundles.pack(self._header(place.key, count, future.result()), [])
-        self._send(channel, place, body)
-
-    def _header(self, name: str, count: int, staged: dict[str, Any] | None = None) -> Header:
+    def _header(self, name: str, count: int) -> Header:
         return Header(
             bundle=name,
             generation=self._generation,
             queue=self._queue,
             count=count,
+            until=self._lease.deadline.timestamp(),
             owner=self._owner,
-            staged=staged,
         )
-
-    def _send(self, channel: ConfirmChannel, place: Place, body: bytes) -> None:
-        properties = encode(
-            {
-                "content_type": "application/x-broadway-bundle",
-                "delivery_mode": 2,
-                "message_id": place.key,
-            }
-        )
-        channel.send(place, EXCHANGE, self._lease.queue, properties, body)
 
 
 class OpenBundle:

@@ -15,7 +15,6 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
 from airflow_broadway.producers.rabbitmq.marks import Mark, mark_of, publication_key
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
@@ -26,8 +25,6 @@ from airflow_broadway.producers.rabbitmq.receive.marked import MarkedMessages
 from airflow_broadway.producers.rabbitmq.receive.quarantine import Quarantine
 from airflow_broadway.producers.rabbitmq.receive.subscription import Subscription
 
-__all__ = ["Consumer"]
-
 
 class Consumer:
     """The source queue's consumer on one connection.
@@ -36,7 +33,7 @@ class Consumer:
     else is for the connection's.
 
     :param generation: For errors.
-    :param opened: Whether there is a lease queue that bundles can go to.
+    :param opened: Whether there is a holding queue that bundles can go to.
     :param slow: Whether callbacks take so long that nothing may wait here.
     """
 
@@ -60,11 +57,10 @@ class Consumer:
             multiple=True,
             secured=self._secured,
             failed=buffer.fail,
-            what=f"the lease queue of generation {generation}",
+            what=f"the holding queue of generation {generation}",
             key_of=publication_key,
         )
         self._queue = options.queue
-        self._returns = QueueNames(options.queue).returns
         self._max_bytes = options.max_message_bytes
         self._ids = ids
         self._marked = marked
@@ -123,7 +119,7 @@ class Consumer:
     # -- in the connection's thread ------------------------------------------------------------
 
     def open(self) -> None:
-        """Go on, now that there is a lease queue."""
+        """Go on, now that there is a holding queue."""
         self._open = True
         self._pump()
 
@@ -231,7 +227,7 @@ class Consumer:
         """Set a bundle aside that was moved here; it is not unpacked: any sender can make one."""
         bundle = contents(delivered.body)
         if bundle:
-            reason = f"it is {bundle}: move it, as it is, into {self._returns!r}"
+            reason = f"it is {bundle}: move it back into its holding queue, as it is"
             self._bundle.publish()  # first: what follows acknowledges all before it
             self._quarantine.unprocessed(self.confirm_channel, delivered, "bundle", reason)
         return bool(bundle)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.errors import ProducerError, ProducerUnavailable, StagingError
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread, Reply
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
-
-__all__ = ["await_confirms", "confirm_timeout", "end_channels", "in_thread"]
 
 log = logging.getLogger(__name__)
 
@@ -19,64 +17,44 @@ log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT = 5.0
 
 
-def confirm_timeout(
-    connection: ConnectionThread, channels: Sequence[ConfirmChannel], end: float, clock: Clock
-) -> float:
+def confirm_timeout(connection: ConnectionThread, end: float, clock: Clock) -> float:
     """Seconds to wait for confirms that were due at ``end``.
 
     :raises ProducerUnavailable: If they take too long, and nothing explains it.
-    :raises StagingError: If it is the staging folder that takes too long: a bundle is published
-        when its messages are there.
     """
     left = end + connection.address.timeout - clock.monotonic()
     if left > 0:
         return left
     if connection.blocked:  # for how long it may be is the connection's to say
         return 1.0
-    if any(channel.window.unpublished for channel in channels):
-        raise StagingError(
-            "the staging folder takes too long to store what was received, though the connection's"
-            f" timeout ({connection.address.timeout:.0f} s) is over: look at its storage"
-        )
     raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
 
 
 def await_confirms(
-    connection: ConnectionThread, channels: Sequence[ConfirmChannel], buffer: Buffer, clock: Clock
+    connection: ConnectionThread, channel: ConfirmChannel, buffer: Buffer, clock: Clock
 ) -> None:
     """Wait until all that was taken is secured, as long as that may still be."""
     end = clock.monotonic()
     with buffer.changed:
-        while not (
-            all(channel.window.idle for channel in channels) or buffer.error or connection.lost
-        ):
+        while not (channel.window.idle or buffer.error or connection.lost):
             try:
-                left = confirm_timeout(connection, channels, end, clock)
-            except (ProducerUnavailable, StagingError) as error:
+                left = confirm_timeout(connection, end, clock)
+            except ProducerUnavailable as error:
                 log.warning("%s: what is not secured goes back to its queue.", error)
                 return
             if buffer.changed.wait(left):
                 end = clock.monotonic()
 
 
-def end_channels(
-    connection: ConnectionThread, channels: Sequence[ConfirmChannel], clock: Clock
-) -> bool:
+def end_channel(connection: ConnectionThread, channel: ConfirmChannel, clock: Clock) -> bool:
     """See to it that no confirm is heeded, and nothing acknowledged, from now on.
 
-    :return: Whether the lease queue may hold a bundle that is not secured.
+    :return: Whether the holding queue may have a bundle that is not secured.
     """
-
-    def end() -> None:
-        for channel in channels:
-            channel.end()
-
-    in_thread(connection, end)
-    last = clock.monotonic() + _CLOSE_TIMEOUT
-    for channel in channels:
-        if connection.lost is None:
-            channel.channel.await_closed(max(0.0, last - clock.monotonic()))
-    return any(channel.window.uncertain for channel in channels)
+    in_thread(connection, channel.end)
+    if connection.lost is None:
+        channel.channel.await_closed(_CLOSE_TIMEOUT)
+    return channel.window.uncertain
 
 
 def in_thread(connection: ConnectionThread, function: Callable[[], None]) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable
 
-__all__ = ["Ids"]
-
 #: Bytes of an id that are kept when it is given an addition; with it, a mark still takes it.
 _MAX_BASE_BYTES = 160
 #: Ids that are remembered, at 130 bytes each, or 280 with a mark.  Those that come later are given
@@ -57,10 +55,6 @@ class Ids:
                 self._taken[hash(message_id)] = (same, (*given, turn))
                 return None
         return self._unique(message_id, (content, (sys.intern(turn),)))
-
-    def returned(self, message_id: str) -> str:
-        """The id of a message out of a returned bundle."""
-        return self._unique(message_id, None)
 
     def secured(self, loads: Iterable[object]) -> None:
         """Messages are secured: the next connection knows their ids too."""

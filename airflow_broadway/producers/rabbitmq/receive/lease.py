@@ -7,12 +7,10 @@ from datetime import datetime, timedelta
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.sweep import due_at
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.bundle import Header, pack
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-
-__all__ = ["OpenLease"]
 
 #: A generation takes nothing more when this part of its lease is left.
 _LEASE_MARGIN = 0.02
@@ -25,33 +23,59 @@ class OpenLease:
         self, env: ProducerEnv, options: RabbitMQOptions, topology: Topology, journal: QueueJournal
     ) -> None:
         self._generation = env.generation
+        self._owner = dict(env.owner)
         self._clock = env.clock
         self._options = options
         self._seconds = options.lease
         self._topology = topology
         self._journal = journal
         self._lapsed: LeaseLapsed | None = None
-        #: The lease queue; empty until it is declared.
+        #: The holding queue; empty until it is opened.
         self.queue = ""
+        self._earlier = ""
         self.deadline = self._fresh_deadline()
 
     @property
-    def declared(self) -> bool:
-        """Whether there is such a queue: an empty run declares none."""
+    def is_open(self) -> bool:
+        """Whether there is a holding queue: an empty run opens none."""
         return self.queue != ""
 
     def open(self, connection: ConnectionThread) -> None:
-        """Declare the lease queue.
+        """Open a holding queue.
 
+        :raises LeaseLapsed: If the generation was released before it began.
         :raises ProducerError: If it is not to be relied on, or the broker refuses.
         """
-        name = self._topology.open_lease(connection, self._generation)
+        topology, generation = self._topology, self._generation
+        topology.prepare_dead(connection)
         self.deadline = self._fresh_deadline()
-        # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one
-        # that never answers again, and nobody must wait for that one.
-        due, sure = due_at(self.deadline.timestamp(), self._seconds)
-        self._journal.note_opened(self._generation, name, due, sure)
-        self.queue = name
+        header = Header(
+            bundle=f"{generation}.0",
+            generation=generation,
+            queue=self._options.queue,
+            count=0,
+            until=self.deadline.timestamp(),
+            owner=self._owner,
+        )
+        self.queue = topology.holding.open(
+            connection,
+            topology.standing,
+            generation,
+            pack(header, []),
+            earlier=self._earlier,
+            note=self._note,
+        )
+
+    def _note(self, name: str) -> None:
+        """Note the holding queue, before it is bound; then see that nobody has released us."""
+        self._earlier = name
+        self._journal.note_opened(self._generation, name, self.deadline)
+        if self._journal.is_over(self._generation):
+            self._lapsed = LeaseLapsed(
+                "this run's task was released before its first message, by a sweep or by hand:"
+                " clear the task to receive again"
+            )
+            raise self._lapsed
 
     def check_deadline(self) -> None:
         """See that there is time left to receive.
@@ -59,7 +83,7 @@ class OpenLease:
         :raises LeaseLapsed: If there is not; from then on, :meth:`refuse_if_lapsed` raises it too.
         """
         left = (self.deadline - self._clock.now()).total_seconds()
-        if not self.declared:  # what holds nothing cannot lapse
+        if not self.is_open:  # what holds nothing cannot lapse
             self.deadline = self._fresh_deadline()
         elif left < self._seconds * _LEASE_MARGIN:
             self._lapsed = LeaseLapsed(

@@ -9,8 +9,6 @@ from airflow_broadway.producers.rabbitmq.journal import Turns
 from airflow_broadway.producers.rabbitmq.marks import Mark, restored
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 
-__all__ = ["MarkedMessages"]
-
 
 class MarkedMessages:
     """Messages with a mark, as one generation receives them.

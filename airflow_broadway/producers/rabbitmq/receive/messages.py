@@ -21,8 +21,6 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
 
-__all__ = ["MessageMaker"]
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

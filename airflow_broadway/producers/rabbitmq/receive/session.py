@@ -13,7 +13,6 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
-from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import (
     Blocked,
@@ -32,16 +31,13 @@ from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
 from airflow_broadway.producers.rabbitmq.receive.ending import (
     await_confirms,
     confirm_timeout,
-    end_channels,
+    end_channel,
     in_thread,
 )
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
 from airflow_broadway.producers.rabbitmq.receive.marked import MarkedMessages
 from airflow_broadway.producers.rabbitmq.receive.quarantine import Quarantine
-from airflow_broadway.producers.rabbitmq.receive.returned import ReturnsReader
-
-__all__ = ["Session"]
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +66,7 @@ class Session:
         buffer: Buffer,
     ) -> None:
         self.address = address_for(options, env)
-        #: How often the lease queue was left with bundles that may be there, and are not secured.
+        #: How often the holding queue was left with bundles that may be there, and are not secured.
         self.uncertain_bundles = 0
         #: Whether the source queue held messages when this connection was made.
         self.found_messages = False
@@ -84,7 +80,6 @@ class Session:
         self._buffer = buffer
         self._marked = MarkedMessages(env.generation, ids, Turns(journal))
         self._quarantine = Quarantine(env.generation, ids, topology.dead, options.queue, env.clock)
-        self.returned = ReturnsReader(topology, journal, ids, self._quarantine, bundler, buffer)
         self._attempts = Attempts(
             Backoff.of(options), options.reconnect_timeout, env.clock, env.stopping
         )
@@ -103,7 +98,7 @@ class Session:
             return
         self._prepare_to_go_on(error)
         log.warning("%s: what is not secured yet is received again.", error)
-        self._end_channels()
+        self._end_channel()
         self.connection.close()
         self._buffer.forget_unsecured()
         self._ids.reconnect()
@@ -138,11 +133,10 @@ class Session:
                 self._quarantine,
                 self._bundler,
                 self._buffer,
-                opened=self._lease.declared,
+                opened=self._lease.is_open,
                 slow=self._slow,
             )
             self.connection = connection
-            self.returned.open(connection)
         except BaseException:  # a kill too; raised again
             connection.close()
             raise
@@ -176,7 +170,7 @@ class Session:
             raise ProducerError(f"{known}, which is too few even for one alone: raise it")
         log.warning(
             "%s: bundles are made no larger, and a larger message is a dead letter.  To have it"
-            " handled, raise the limit, or use custody='staged'.",
+            " handled, raise the limit.",
             known,
         )
         self._journal.note_limit(limit)
@@ -197,22 +191,17 @@ class Session:
 
     def confirm_timeout(self, end: float) -> float:
         """See :func:`~airflow_broadway.producers.rabbitmq.receive.ending.confirm_timeout`."""
-        return confirm_timeout(self.connection, self._confirm_channels, end, self._clock)
+        return confirm_timeout(self.connection, end, self._clock)
 
     # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Take nothing more; what is under way is secured, or goes back."""
         in_thread(self.connection, self.consumer.stop)
-        await_confirms(self.connection, self._confirm_channels, self._buffer, self._clock)
-        self._end_channels()
+        channel = self.consumer.confirm_channel
+        await_confirms(self.connection, channel, self._buffer, self._clock)
+        self._end_channel()
 
-    @property
-    def _confirm_channels(self) -> list[ConfirmChannel]:
-        returned = self.returned.confirm_channel
-        own = self.consumer.confirm_channel
-        return [own] if returned is None else [own, returned]
-
-    def _end_channels(self) -> None:
-        if end_channels(self.connection, self._confirm_channels, self._clock):
+    def _end_channel(self) -> None:
+        if end_channel(self.connection, self.consumer.confirm_channel, self._clock):
             self.uncertain_bundles += 1

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.checks import refuse_losses
 from airflow_broadway.producers.rabbitmq.broker.source_queue import refuse_stream
-from airflow_broadway.producers.rabbitmq.broker.sweep import counting, sweep
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
@@ -33,9 +33,6 @@ from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
 from airflow_broadway.producers.rabbitmq.receive.messages import MessageMaker
 from airflow_broadway.producers.rabbitmq.receive.session import Session
-from airflow_broadway.producers.rabbitmq.staged_bundle import store_staged
-
-__all__ = ["RabbitSource"]
 
 log = logging.getLogger(__name__)
 
@@ -46,25 +43,31 @@ _QUIET_TIMEOUT = 20.0
 
 
 class RabbitSource:
-    """Receives for one generation."""
+    """Receives for one generation.
 
-    def __init__(self, options: RabbitMQOptions, env: ProducerEnv) -> None:
+    :param sweep: Releases what dead generations hold, before anything is received.
+    """
+
+    def __init__(
+        self,
+        options: RabbitMQOptions,
+        env: ProducerEnv,
+        sweep: Callable[[ConnectionThread, Topology, QueueJournal], None],
+    ) -> None:
         self._options = options
         self._env = env
         self._clock = env.clock
-        self._journal = QueueJournal(env.staging, options.queue)
+        self._journal = QueueJournal(env.staging, options.queue, env.shared)
         self._topology = Topology(options, self._journal)
         self._buffer = Buffer()
         self._lease = OpenLease(env, options, self._topology, self._journal)
         ids = Ids(secrets.token_hex(8))
-        staged = options.custody == "staged"
         self._bundler = Bundler(
             env.generation,
             ids.prefix,
             options.queue,
             dict(env.owner),
             self._lease,
-            store_staged(self._journal, env.generation) if staged else None,
         )
         limit = self._journal.limit()
         if limit is not None:
@@ -87,13 +90,12 @@ class RabbitSource:
         )
         connection = self._session.connection
         try:
-            # An empty run too: the sweep leaves what a dead run holds to a policy's removal.
+            # First, of an empty run too: the sweep moves what a dead run holds.
             refuse_losses(connection, options)
+            sweep(connection, self._topology, self._journal)
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             connection.close()
             raise
-        now, counted = self._clock.now().timestamp(), counting(self._session.address)
-        sweep(connection, self._topology, self._journal, now, counted)
 
     @property
     def lease(self) -> Lease:
@@ -103,9 +105,8 @@ class RabbitSource:
             state = {
                 "queue": self._options.queue,
                 "index": self._env.index,
-                "lease_queue": lease.queue,
+                "holding_queue": lease.queue,
                 "virtual_host": self._session.address.virtual_host,
-                "declared": lease.declared,
                 "bundles": buffer.bundles,
                 "messages": self._handed,
                 # Bundles that may be there beside those counted, and messages never handed out.
@@ -142,9 +143,9 @@ class RabbitSource:
                     self._see_why_nothing_came()
                     return []
                 end = self._clock.monotonic() + _NEXT_TIMEOUT
-            if self._buffer.error is None and self._wants_lease_queue:
+            if self._buffer.error is None and self._wants_to_open:
                 with self._unless_lost():
-                    self._open_lease_queue()
+                    self._open()
         return []
 
     @property
@@ -171,20 +172,10 @@ class RabbitSource:
         return True
 
     def _ask_for(self, demand: int) -> None:
-        """Have up to ``demand`` messages secured: first all that came back, then others.
-
-        Returned bundles are older, and a consumer beside them would leave them no room.
-        """
-        session = self._session
-        session.read_wanted_journal()
-        if self._buffer.empty and session.returned.left > 0:
-            with self._unless_lost():
-                session.returned.read_one(
-                    session.connection, demand, open_lease=self._open_lease_queue
-                )
-        if session.returned.left == 0:
-            self._buffer.demand(demand)
-            session.want(demand)
+        """Have up to ``demand`` messages secured."""
+        self._session.read_wanted_journal()
+        self._buffer.demand(demand)
+        self._session.want(demand)
 
     def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
         """Wait until there is something to do; what is secured, and whether nothing happened."""
@@ -206,14 +197,13 @@ class RabbitSource:
             not buffer.empty
             or buffer.error is not None
             or session.consumer.wants_journal
-            or self._wants_lease_queue
-            or (session.returned.left > 0 and not buffer.under_way)
+            or self._wants_to_open
         )
 
     @property
-    def _wants_lease_queue(self) -> bool:
-        """Whether deliveries wait for a lease queue."""
-        return self._session.consumer.has_backlog and not self._lease.declared
+    def _wants_to_open(self) -> bool:
+        """Whether deliveries wait for a holding queue."""
+        return self._session.consumer.has_backlog and not self._lease.is_open
 
     def _more_to_come(self) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
@@ -245,9 +235,9 @@ class RabbitSource:
         if self._buffer.error is None:
             self._session.worked()
 
-    def _open_lease_queue(self) -> None:
-        """Declare the lease queue: at the first message, so that an empty run declares nothing."""
-        if self._lease.declared:
+    def _open(self) -> None:
+        """Open a holding queue: at the first message, so that an empty run declares nothing."""
+        if self._lease.is_open:
             return
         connection, consumer = self._session.connection, self._session.consumer
         if consumer.may_be_stream:
@@ -291,11 +281,4 @@ class RabbitSource:
             self.stop()
         except BroadwayError as error:  # what it does not confirm is not acknowledged either
             log.warning("The source could not be stopped: %s", error)
-        self._bundler.close()
-        connection = self._session.connection
-        try:
-            if self._lease.declared and connection.lost is None:
-                self._topology.leases.leave_spare(connection)
-        except BroadwayError as error:  # the next run then waits for a queue of its own
-            log.warning("No lease queue could be declared for the next run: %s", error)
-        connection.close()
+        self._session.connection.close()

@@ -10,8 +10,6 @@ from typing import Any
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, Parser
 
-__all__ = ["Subscription"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds without a demand after which deliveries go back that nobody has asked for: the broker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,23 +20,26 @@ from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, 
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
-from airflow_broadway.producers.rabbitmq.settle.reading import unreported
-from airflow_broadway.producers.rabbitmq.settle.settlement import BUNDLES_TIMEOUT, LeaseSettlement
+from airflow_broadway.producers.rabbitmq.settle.settlement import (
+    COUNT_TIMEOUT,
+    LeaseSettlement,
+    empty,
+    outbox_of,
+    unreported,
+)
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["RabbitCustodian"]
-
 log = logging.getLogger(__name__)
 
-#: A lease that ends so soon is not relied on: bundles are read and compared.  A part of the whole
-#: lease, and seconds at most.
-_LEASE_MARGIN, _MAX_LEASE_MARGIN_SECONDS = 0.05, 60.0
+#: Seconds for another process to give up the claim of a holding queue.
+CLAIM_TIMEOUT = 60.0
 #: How often a settlement is begun whose connections break only after a while.
 _MAX_SETTLE_TRIES = 3
 
@@ -51,7 +53,7 @@ class RabbitCustodian:
         self._options = options
         self._env = env
         self._clock = env.clock
-        self._journal = QueueJournal(env.staging, options.queue)
+        self._journal = QueueJournal(env.staging, options.queue, env.shared)
         self._opened: ConnectionThread | None = None
         self._topology = Topology(options, self._journal)
         self._turns: dict[str, Turn] = {}
@@ -65,104 +67,117 @@ class RabbitCustodian:
         return self._until_done(lambda: self._holds(lease))
 
     def _holds(self, lease: Lease) -> bool:
-        if self._clock.now() >= lease.deadline:
+        if self._clock.now() >= lease.deadline or self._journal.is_over(lease.generation):
             return False
-        if self._journal.settled(lease.generation) is not None:
-            return False
-        if not self._was_declared(lease):
-            return True
-        return queue_calls.depth(self._connection, self._queue_of(lease)) is not None
+        name = self._queue_of(lease)
+        return name is None or queue_calls.depth(self._connection, name) is not None
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         lease = self._checked(lease)
-        report = self._until_done(lambda: self._settle_once(lease, settlement))
+        report = self._until_done(lambda: self._settle(lease, settlement))
         return report + SettleReport(errors=about_set_aside(lease))
 
-    def _settle_once(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        noted = self._journal.settled(lease.generation)
-        if noted is not None:
-            if noted.details["bundles"] is None:  # killed before the queue was deleted
-                self._topology.leases.delete(self._connection, self._queue_of(lease))
-            return noted.report
-        report = self._settle(lease, settlement)
-        # Of a run that received nothing there is nothing to note, nor would a sweep remove it.
-        if self._was_declared(lease) and self._journal.settled(lease.generation) is None:
-            self._journal.note_settled(lease.generation, report, ())
-        return report
-
     def _settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        expected = settlement.expected
-        depth = None
-        if self._was_declared(lease):
-            depth = queue_calls.depth(self._connection, self._queue_of(lease))
-        work = self._settlement_of(lease)
-        held = self._is_held(lease)
-        if depth is None:
-            noted = self._journal.settled(lease.generation)
-            if noted is not None:  # another has settled it just now, and deleted the queue
-                return noted.report
-            at_once = self._journal.now(lease.generation)
-            early = unreported(at_once, settlement)
-            early = replace(early, again=ComingAgain.of(at_once, whole=not expected))
-            if expected is None:
-                return self._without_manifest(lease) + early
-            if not expected:
-                return early
-            if not held:
-                return SettleReport(lapsed=max(0, expected - early.total)) + early
-            return work.without_bundles(settlement)
-        if held and work.known(settlement, self._depth_once_back(lease, depth)):
-            report = work.by_staging(settlement)
-            if report is not None:
-                return report
-            held = False
-        return work.by_bundles(settlement, held=held)
+        journal, generation = self._journal, lease.generation
+        if settlement.expected is None:
+            # Noted first, then looked up: of this and the source's opening one sees the other.
+            journal.note_closed(generation, self._clock.now())
+        name = self._queue_of(lease)
+        if name is None:
+            return self._unheld_report(lease, settlement)
+        with self._topology.holding.claim(self._connection, name, CLAIM_TIMEOUT) as queue:
+            if queue is None:
+                raise ProducerUnavailable(
+                    f"the holding queue {name!r} is claimed by another process for more than"
+                    f" {CLAIM_TIMEOUT:.0f} s"
+                )
+            return self._settle_claimed(queue, lease, settlement)
 
-    def _without_manifest(self, lease: Lease) -> SettleReport:
-        """The report of a generation that published no manifest, and has no lease queue."""
-        declared = lease.state.get("declared") or self._journal.opened(lease.generation)
-        if not declared or self._clock.now() >= lease.deadline:
-            return SettleReport()
-        # It was not us: we delete a lease queue once it is settled, which is noted, or has lapsed.
-        handed = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
-        held = many(handed, "message") if handed > 0 else "all of it"
-        error = (
-            f"the lease queue {self._queue_of(lease)!r} was deleted before this run had published"
-            f" what it received: what it held is lost ({held}); lease queues are deleted by this"
-            " package alone"
+    def _settle_claimed(
+        self, queue: HoldingQueue, lease: Lease, settlement: Settlement
+    ) -> SettleReport:
+        journal, generation = self._journal, lease.generation
+        noted = journal.settled(generation)
+        if is_swept(noted):
+            return self._lapsed_report(lease, settlement)
+        expects = lease.state.get("bundles") and noted is None
+        owner = queue.owner(COUNT_TIMEOUT if expects else 0.0)
+        own = owner is not None and owner.generation == generation
+        if noted is not None:
+            if own:  # killed before the queue was emptied
+                empty(queue, journal, generation, noted, None)
+            return noted.report
+        outbox = outbox_of(
+            self._connection, self._topology, journal, lease, self._clock, queue.name
         )
-        log.error("%s", error, extra={"code": "lease_queue_deleted"})
-        return SettleReport(lapsed=max(0, handed), errors=(error,))
+        work = LeaseSettlement(journal, lease, outbox)
+        report = work.run(queue, settlement) if own else None
+        if report is not None:
+            return report
+        if own or self._clock.now() >= lease.deadline:
+            return self._lapsed_report(lease, settlement)
+        if settlement.expected is None:
+            return self._lost_report(lease, queue.name) + self._unheld_report(lease, settlement)
+        if not settlement.expected:
+            return self._unheld_report(lease, settlement)
+        self._topology.standing.ensure_held(self._connection, queue.name)
+        return work.without_bundles(settlement, queue.name)
+
+    def _unheld_report(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        """The report of a generation that holds nothing: what was settled immediately."""
+        now = self._journal.now(lease.generation)
+        whole = not settlement.expected
+        return replace(unreported(now, settlement), again=ComingAgain.of(now, whole=whole))
+
+    def _lapsed_report(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        """The report of a generation whose messages another run has, or will have."""
+        early = self._unheld_report(lease, settlement)
+        return SettleReport(lapsed=max(0, (settlement.expected or 0) - early.total)) + early
+
+    def _lost_report(self, lease: Lease, name: str) -> SettleReport:
+        """The report of a generation that published no manifest, and whose bundles are gone."""
+        count = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
+        if not lease.state.get("bundles"):  # as it was before the first message
+            return SettleReport()
+        held = many(count, "message") if count > 0 else "all of it"
+        error = (
+            f"the holding queue {name!r} was emptied or deleted by hand before this run had"
+            f" published its manifest: what it held is lost ({held}); holding queues are emptied"
+            " by this package alone"
+        )
+        log.error("%s", error, extra={"code": "holding_queue_emptied"})
+        return SettleReport(lapsed=max(0, count), errors=(error,))
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         lease = self._checked(lease)
-        given = list(entries)
+        chosen = list(entries)
         try:
-            return self._until_done(lambda: self._settle_now(lease, given))
+            return self._until_done(lambda: self._settle_now(lease, chosen))
         except BaseException:  # a kill too; raised again
             self._turns.pop(lease.generation, None)  # who tries again may publish twice
             raise
 
-    def _settle_now(self, lease: Lease, given: list[Entry]) -> SettleReport:
-        if not given:
+    def _settle_now(self, lease: Lease, chosen: list[Entry]) -> SettleReport:
+        if not chosen:
             return SettleReport()
         if not self._holds(lease):
             return SettleReport(
-                lapsed=len(given), undone=frozenset(entry.message_id for entry in given)
+                lapsed=len(chosen), undone=frozenset(entry.message_id for entry in chosen)
             )
         done = self._journal.now(lease.generation)
         outbox = Outbox(
             self._connection,
             self._topology,
-            lease,
+            lease.generation,
+            lease.deadline.timestamp(),
             self._clock,
             lambda: self._turn_of(lease.generation),
             self._journal.limit(),
-            returns_refused=False,
+            holding_queue=None,
         )
         actions: Counter[Action] = Counter()
         news: dict[str, Action] = {}
-        for entry in given:
+        for entry in chosen:
             key, action = entry.message_id, entry.verdict.action
             if key in done:
                 actions[done[key]] += 1
@@ -171,7 +186,7 @@ class RabbitCustodian:
                 if not staged(entry):
                     outbox.guard.refuse(key, "its payload was not kept")
                     continue
-                outbox.carry_out(held_of(entry), entry.verdict)
+                action = outbox.carry_out(held_of(entry), entry.verdict)
             news[key] = action
             actions[action] += 1
         for key in outbox.finish():  # it stays with the others
@@ -221,47 +236,13 @@ class RabbitCustodian:
 
     # -- what is known -------------------------------------------------------------------------
 
-    def _queue_of(self, lease: Lease) -> str:
-        queues = self._topology.queues
-        return queues.own_lease(
-            self._journal.opened(lease.generation)
-            or lease.state.get("lease_queue")
-            or queues.lease(lease.generation)
-        )
-
-    def _is_held(self, lease: Lease) -> bool:
-        margin = min(_LEASE_MARGIN * lease.seconds, _MAX_LEASE_MARGIN_SECONDS)
-        return (lease.deadline - self._clock.now()).total_seconds() > margin
-
-    def _was_declared(self, lease: Lease) -> bool:
-        # The lease as it was before the first receive cannot tell; the journal can.
-        return (
-            bool(lease.state.get("declared") or self._journal.opened(lease.generation))
-            or not self._journal.files.durable
-        )
-
-    def _depth_once_back(self, lease: Lease, depth: int) -> int:
-        """The depth, once bundles are back that a process held which has just died."""
-        end = time.monotonic() + BUNDLES_TIMEOUT
-        wanted = int(lease.state.get("bundles", 0))
-        while depth < wanted and time.monotonic() < end:
-            time.sleep(0.1)
-            depth = queue_calls.depth(self._connection, self._queue_of(lease)) or 0
-        return depth
+    def _queue_of(self, lease: Lease) -> str | None:
+        """The generation's holding queue; ``None`` if it never opened one."""
+        name = lease.state.get("holding_queue") or self._journal.opened(lease.generation)
+        return self._topology.queues.own_held(name) if name else None
 
     def _checked(self, lease: Lease) -> Lease:
         return check_lease(lease, self._options.kind, self._options.queue)
-
-    def _settlement_of(self, lease: Lease) -> LeaseSettlement:
-        return LeaseSettlement(
-            self._connection,
-            self._topology,
-            self._journal,
-            lease,
-            self._queue_of(lease),
-            self._clock,
-            lambda: self._journal.note_turn(lease.generation, whole=True),
-        )
 
     @property
     def _connection(self) -> ConnectionThread:

@@ -1,17 +1,17 @@
 """Publishes what follows from verdicts: one message that fails leaves the others alone.
 
-A message that cannot be published, or that the broker refuses, goes back into the returns queue as
-it came.
+A message that cannot be published, or that the broker refuses, stays in the holding queue, in a
+bundle of such messages.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.custody.protocol import Entry, Lease
+from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.guard import MessageGuard
@@ -33,8 +33,6 @@ from airflow_broadway.producers.rabbitmq.marks import (
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
 
-__all__ = ["Outbox", "Turn", "held_of", "staged"]
-
 #: A name for one settling of a generation, and whether it may publish what another did before.
 Turn = tuple[str, bool]
 #: Messages, and bytes of them, after which their confirms are waited for: so memory stays flat.
@@ -45,8 +43,9 @@ _BUNDLE_HEADER_BYTES = 4096
 
 def held_of(entry: Entry) -> Held:
     """A staged message as a bundle would hold it."""
-    route, properties, again = staged_delivery(entry.properties)
-    return Held(entry.message_id, entry.attempt, again, route, properties, entry.payload or b"")
+    route, properties, redelivered = staged_delivery(entry.properties)
+    payload = entry.payload or b""
+    return Held(entry.message_id, entry.attempt, redelivered, route, properties, payload)
 
 
 def staged(entry: Entry) -> bool:
@@ -61,59 +60,62 @@ def staged(entry: Entry) -> bool:
 class Outbox:
     """What one settlement publishes.
 
-    :param turn: Asked before the first message is published; notes it in the journal.
+    :param until: When the lease lapses; seconds since the epoch.
+    :param turn: Called before the first message is published; notes it in the journal.
     :param limit: The most bytes that the broker takes in one message, where that is known.
-    :param returns_refused: Whether what is refused goes into the returns queue; else it stays where
-        it is.
+    :param holding_queue: Where refused messages stay; ``None``: their bundles stay as they are.
     """
 
     def __init__(
         self,
         connection: ConnectionThread,
         topology: Topology,
-        lease: Lease,
+        generation: str,
+        until: float,
         clock: Clock,
         turn: Callable[[], Turn],
         limit: int | None,
         *,
-        returns_refused: bool = True,
+        holding_queue: str | None,
     ) -> None:
         self.guard = MessageGuard()
+        #: The names of the bundles of refused messages.
+        self.remainders: set[str] = set()
         self._connection = connection
         self._topology = topology
-        self._lease = lease
+        self._generation = generation
+        self._until = until
         self._clock = clock
-        self._ask = turn
+        self._next_turn = turn
         self._capacity = min(bundles.MAX_BYTES, (limit or sys.maxsize) - _BUNDLE_HEADER_BYTES)
+        self._holding_queue = holding_queue
         self._turn: Turn | None = None
         self._opened: Publisher | None = None
-        self._returns_refused = returns_refused
         # Since the last checkpoint: what is under way, in case it is refused, and what failed.
         self._sent: dict[str, tuple[Held, Action]] = {}
         self._refused: list[Held] = []
         self._bytes = 0
         self._failed: dict[str, Action] = {}
-        self._number = 0
 
     # -- publishing ----------------------------------------------------------------------------
 
-    def carry_out(self, held: Held, verdict: Verdict, *, again: bool = False) -> None:
+    def carry_out(self, held: Held, verdict: Verdict, *, repeated: bool = False) -> Action:
         """Publish what follows from a verdict other than ``ACK``; :meth:`finish` says what failed.
 
-        :param again: Whether another settlement may publish the same: a dead letter says so.
+        :param repeated: Whether another settlement may publish the same: a dead letter says so.
+        :returns: The action: a message without room for the mark of a retry is a dead letter.
         """
         action, key = verdict.action, held.message_id
-        exchange, routing_key = self._place(held, verdict)
-        if exchange:
-            obstacle = self._topology.missing_exchange(self._connection, exchange)
-        else:
-            obstacle = self._topology.why_lossy(self._connection, routing_key)
         self._bytes += bundles.weight_of(held)
-        if obstacle:
-            self.guard.refuse(key, obstacle)
-        else:
-            with self.guard.each(key):
-                self._publish(held, verdict, again, exchange, routing_key)
+        with self.guard.each(key):
+            try:
+                self._publish(held, verdict, repeated)
+            except TooLarge as error:
+                if action is Action.DEAD_LETTER:
+                    raise
+                action = Action.DEAD_LETTER
+                reason = f"it cannot be delivered again: {error}"
+                self._publish(held, Verdict(action, 0.0, reason, "settle"), repeated)
         if key in self.guard.refused:
             self._fail(held, action)
         if (
@@ -121,25 +123,21 @@ class Outbox:
             or self._bytes > _CHECKPOINT_BYTES
         ):
             self._checkpoint()
+        return action
 
-    def _publish(
-        self, held: Held, verdict: Verdict, again: bool, exchange: str, routing_key: str
-    ) -> None:
-        action, key = verdict.action, held.message_id
-        try:
-            properties = self._properties(held, verdict, again)
-        except TooLarge:
-            if action is Action.DEAD_LETTER:
-                raise
-            # Its attempt is counted all the same: by the bundle around it.
-            attempt = held.attempt + (1 if action is Action.RETRY else 0)
-            self._sent[key] = (held, action)
-            self._in_bundle(held._replace(attempt=attempt), key)
-            return
+    def _publish(self, held: Held, verdict: Verdict, repeated: bool) -> None:
+        exchange, routing_key = self._place(held, verdict)
+        if exchange:
+            obstacle = self._topology.missing_exchange(self._connection, exchange)
+        else:
+            obstacle = self._topology.why_lossy(self._connection, routing_key)
+        if obstacle:
+            raise ProducerError(obstacle)
+        properties = self._properties(held, verdict, repeated)
         if len(routing_key.encode()) > 255:
             raise ProducerError(f"its routing key cannot be published again: {routing_key!r}")
-        self._sent[key] = (held, action)
-        self._publisher.publish(exchange, routing_key, properties, held.body, key=key)
+        self._sent[held.message_id] = (held, verdict.action)
+        self._publisher.publish(exchange, routing_key, properties, held.body, key=held.message_id)
 
     def _place(self, held: Held, verdict: Verdict) -> tuple[str, str]:
         """Exchange and routing key."""
@@ -150,73 +148,28 @@ class Outbox:
         if verdict.action is Action.RETRY:
             delay = verdict.delay
         elif verdict.action is Action.LEAVE:
-            delay = (self._lease.deadline - self._clock.now()).total_seconds()
+            delay = self._until - self._clock.now().timestamp()
         step = rung(delay)
         if step is None:
             return "", self._topology.queues.source
         return "", self._topology.standing.ensure_delay(self._connection, step)
 
-    def _properties(self, held: Held, verdict: Verdict, again: bool) -> bytes:
-        turn, repeats = self._turn = self._turn or self._ask()
+    def _properties(self, held: Held, verdict: Verdict, repeated: bool) -> bytes:
+        turn, repeats = self._turn = self._turn or self._next_turn()
         action, limit = verdict.action, self._connection.max_properties
         attempt = held.attempt + (1 if action is Action.RETRY else 0)
-        mark = Mark(held.message_id, self._lease.generation, attempt, turn)
+        mark = Mark(held.message_id, self._generation, attempt, turn)
         if action is not Action.DEAD_LETTER:
             return republished(held, mark, limit=limit)
         extra: dict[str, Any] = {
             "x-broadway-queue": self._topology.queues.source,
             "x-broadway-dead-at": self._clock.now().isoformat(),
         }
-        if held.redelivered or repeats or again:
+        if held.redelivered or repeats or repeated:
             # Retries need no such mark: what bears our header is received as redelivered.
             extra["x-broadway-redelivered"] = True
         return dead_lettered(
             held, mark, reason=verdict.reason, stage=verdict.stage, extra=extra, limit=limit
-        )
-
-    def release(self, header: Header, messages: Sequence[Held]) -> None:
-        """Put messages back into the returns queue, in bundles made of the one they came in."""
-        for number, part in enumerate(bundles.grouped(messages, self._capacity)):
-            name = f"{header.bundle}.released" + (f".{number}" if number else "")
-            again = header.released_part(name, len(part))
-            self._publish_bundle(again, part, key=name)
-
-    def _in_bundle(self, held: Held, key: str) -> None:
-        self._number += 1
-        header = self._header(f"alone.{self._number}")
-        self._publish_bundle(header.released_part(header.bundle, 1), [held], key=key)
-
-    def ensure_returns(self) -> None:
-        """Declare the returns queue.
-
-        :raises ProducerError: If a policy makes it lose messages: they are safer where they are.
-        """
-        lossy = self._topology.why_lossy(self._connection, self._topology.queues.returns)
-        if lossy:
-            raise ProducerError(
-                f"{lossy}: nothing is released into it, and this lease lapses into it at"
-                f" {self._lease.deadline.isoformat(timespec='seconds')}; let no such policy match"
-                " ^broadway\\. before then, and clear the task"
-            )
-        self._topology.standing.ensure_returns(self._connection)
-
-    def _publish_bundle(self, header: Header, messages: Sequence[Held], *, key: str) -> None:
-        self.ensure_returns()
-        self._publisher.publish(
-            "",
-            self._topology.queues.returns,
-            encode({"delivery_mode": 2, "message_id": key}),
-            bundles.pack(header, [m._replace(redelivered=True) for m in messages]),
-            key=key,
-        )
-
-    def _header(self, name: str) -> Header:
-        return Header(
-            bundle=f"{self._lease.generation}.{name}.{time.time_ns():x}",
-            generation=self._lease.generation,
-            queue=self._topology.queues.source,
-            count=0,
-            owner=self._lease.owner,
         )
 
     @property
@@ -230,35 +183,51 @@ class Outbox:
     def finish(self) -> dict[str, Action]:
         """Wait until all is confirmed; returns what failed: message id → what was to be done.
 
-        :raises ProducerError: If the returns queue takes none of them: then nothing is to be
+        :raises ProducerError: If the holding queue takes none of them: then nothing is to be
             acknowledged.
         """
         self._checkpoint()
-        self._checkpoint()  # what the first has given back
+        self._checkpoint()  # what the first has put back
         return self._failed
 
     def _fail(self, held: Held, action: Action) -> None:
         self._sent.pop(held.message_id, None)
         self._failed[held.message_id] = action
-        if self._returns_refused:
+        if self._holding_queue is not None:
             self._refused.append(held)
 
     def _checkpoint(self) -> None:
-        """Forget what is confirmed, and give back what failed, as it came."""
+        """Forget what is confirmed, and put what failed into the holding queue, as it came."""
         refused = self._publisher.flush() if self._opened is not None else {}
         for key, reason in refused.items():
-            if key not in self._sent:  # a bundle of what is given back
-                raise self._nothing_goes_back(reason)
+            if key in self.remainders:
+                raise ProducerError(
+                    f"the holding queue {self._holding_queue!r} takes nothing ({reason}): nothing"
+                    " was settled; make room and clear the task"
+                )
             self.guard.refuse(key, f"RabbitMQ refused: {reason}")
             self._fail(*self._sent[key])
-        given, self._refused = self._refused, []
+        messages, self._refused = self._refused, []
         self._sent.clear()
         self._bytes = 0
-        if given:
-            self.release(self._header("refused"), given)
+        for part in bundles.grouped(messages, self._capacity):
+            self._put_back(part)
 
-    def _nothing_goes_back(self, reason: str) -> ProducerError:
-        return ProducerError(
-            f"the returns queue {self._topology.queues.returns!r} takes nothing ({reason}): nothing"
-            " was settled; make room and clear the task"
+    def _put_back(self, messages: list[Held]) -> None:
+        name = f"{self._generation}.{time.time_ns():x}.{len(self.remainders)}"
+        header = Header(
+            bundle=name,
+            generation=self._generation,
+            queue=self._topology.queues.source,
+            count=len(messages),
+            until=0.0,
+            remainder=True,
+        )
+        self.remainders.add(name)
+        self._publisher.publish(
+            "",
+            str(self._holding_queue),
+            encode({"delivery_mode": 2, "message_id": name}),
+            bundles.pack(header, [held._replace(redelivered=True) for held in messages]),
+            key=name,
         )

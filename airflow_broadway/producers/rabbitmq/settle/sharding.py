@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["ShardedCustodian"]
-
 
 class ShardedCustodian:
     """A custodian for every producer of a pipeline, told apart by the index that a lease notes."""

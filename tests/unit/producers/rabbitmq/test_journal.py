@@ -1,13 +1,18 @@
-"""The journal of lease queues, when two processes write it at once."""
+"""The journal of generations, when two processes write it together."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
+
+NOW = datetime(2026, 11, 26, tzinfo=UTC)
 
 
 def test_of_two_who_settle_at_once_one_knows_of_the_other(
@@ -15,13 +20,13 @@ def test_of_two_who_settle_at_once_one_knows_of_the_other(
 ) -> None:
     # Given a settlement that another overtakes just before it notes its turn
     one, other = (QueueJournal(f"file://{tmp_path}", "q") for _ in range(2))
-    write, overtaken = one.files.write, []
+    write, overtaken = one._files.write, []
 
     def overtake(name: str, value: Any) -> None:
         overtaken.append(other.note_turn("g", whole=True))
         write(name, value)
 
-    monkeypatch.setattr(one.files, "write", overtake)
+    monkeypatch.setattr(one._files, "write", overtake)
 
     first = one.note_turn("g", whole=True)
 
@@ -40,3 +45,42 @@ def test_a_turn_that_settles_the_whole_knows_those_before(tmp_path: Path) -> Non
     assert journal.note_turn("g", whole=False)[1] is False
     assert journal.note_turn("other", whole=True)[1] is False
     assert len(journal.turns("g")) == 4
+
+
+def test_a_generation_is_over_once_it_is_closed_swept_or_settled(tmp_path: Path) -> None:
+    journal = QueueJournal(f"file://{tmp_path}", "q")
+    journal.note_opened("open", "broadway.held.q.0", NOW)
+    journal.note_closed("closed", NOW)
+    journal.note_swept("swept")
+    journal.note_settled("settled", SettleReport(), None)
+
+    assert is_swept(journal.note_settled("swept", SettleReport(acked=1), None))
+    assert not is_swept(journal.note_swept("settled"))
+    assert journal.opened("open") == "broadway.held.q.0"
+    assert [each for each in ("open", "closed", "swept", "settled") if journal.is_over(each)] == [
+        "closed",
+        "swept",
+        "settled",
+    ]
+
+
+def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path: Path) -> None:
+    shared = f"file://{tmp_path}/shared"
+    one, other = (QueueJournal(f"file://{tmp_path}/{n}", "q", shared) for n in "ab")
+    one.note_now("g", {"m1": Action.ACK})
+    one.note_limit(1000)
+
+    assert other.now("g") == {"m1": Action.ACK}
+    assert other.limit() is None
+
+
+def test_a_log_outlives_its_lease_by_a_week(tmp_path: Path) -> None:
+    journal = QueueJournal(f"file://{tmp_path}", "q")
+    journal.note_opened("g", "broadway.held.q.0", NOW)
+
+    journal.forget(NOW + timedelta(days=7))
+    assert journal.opened("g") == "broadway.held.q.0"
+    journal.forget(NOW + timedelta(days=8))
+
+    assert journal.opened("g") is None
+    assert list(tmp_path.rglob("*.json")) == []

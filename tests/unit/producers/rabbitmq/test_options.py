@@ -27,7 +27,7 @@ from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
         ({"queue": "q", "metadata": ["colour"]}, "metadata"),
         ({"queue": "q", "bindings": [("exchange",)]}, "bindings"),
         ({"queue": "q", "backoff_min": 5.0, "backoff_max": 1.0}, "backoff_min"),
-        ({"queue": "q", "queue_type": "classic"}, "queue_type"),
+        ({"queue": "q", "custody": "staged"}, "custody"),
         ({"queue": "q", "backoff_type": "linear"}, "backoff_type"),
         ({"queue": "q", "prefetch": 5}, "prefetch"),
     ],

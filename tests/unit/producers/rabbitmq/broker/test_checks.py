@@ -140,10 +140,10 @@ def test_a_pattern_matches_as_the_broker_matches_it(pattern: str, matches: bool)
 
 def test_our_own_queues_as_they_are_declared_are_beyond_reproach() -> None:
     assert [each for known in roles_of(ORDERS)[1:] for each in found(known)] == []
-    assert len(roles_of(ORDERS)) == 14
+    assert len(roles_of(ORDERS, ["broadway.held.orders.0", "broadway.held.orders.1"])) == 12
 
 
-@pytest.mark.parametrize("name", ["lease", "spares", "returns", "quarantine", "delay", "dead"])
+@pytest.mark.parametrize("name", ["held", "delay", "dead"])
 def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name: str) -> None:
     [one] = found(role(name), policy(expires=60_000))
 
@@ -154,17 +154,13 @@ def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "definition", "level"),
     [
-        ("lease", {"message_ttl": 60_000}, ERROR),
-        ("returns", {"message_ttl": 60_000}, ERROR),
+        ("held", {"message_ttl": 60_000}, ERROR),
         ("dead", {"message_ttl": 60_000}, ERROR),
         ("delay", {"message_ttl": 500}, WARNING),
-        ("spares", {"message_ttl": 500}, WARNING),
-        ("returns", {"delivery_limit": 20}, ERROR),
+        ("held", {"delivery_limit": 20}, ERROR),
         ("dead", {"delivery_limit": 20}, ERROR),
-        ("lease", {"delivery_limit": 20}, WARNING),
-        ("lease", {"max_length": 20}, WARNING),
         ("delay", {"max_length_bytes": 20}, WARNING),
-        ("returns", {"max_length": 20}, WARNING),
+        ("held", {"max_length": 20}, WARNING),
         ("dead", {"max_length": 20, "overflow": "drop-head"}, WARNING),
     ],
 )
@@ -176,8 +172,8 @@ def test_what_a_policy_does_to_our_queues_is_an_error_if_it_loses_messages(
     assert (one.level, one.queue) == (level, role(name).queue)
 
 
-def test_a_policy_that_gives_more_time_than_the_lease_needs_is_none_of_our_business() -> None:
-    assert found(role("lease"), policy(message_ttl=10**12)) == []
+def test_a_policy_that_lets_retries_wait_longer_than_they_are_to_does_nothing() -> None:
+    assert found(role("delay"), policy(message_ttl=10**12)) == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +184,7 @@ def test_a_policy_that_gives_more_time_than_the_lease_needs_is_none_of_our_busin
         ({"x_message_ttl": 60_000, "x_dead_letter_exchange": "d"}, "goes to its dead-letter"),
         ({"x_delivery_limit": 5}, "also by runs that died"),
         ({"x_max_length": 5}, "the oldest message is dropped"),
-        ({"x_max_length": 5, "x_overflow": "reject-publish"}, "waits in the returns queue"),
+        ({"x_max_length": 5, "x_overflow": "reject-publish"}, "stays in its holding queue"),
     ],
 )
 def test_of_the_source_queue_there_are_warnings_that_say_what_happens(
@@ -304,11 +300,8 @@ def test_errors_are_raised_as_one_and_the_rest_is_logged(caplog: pytest.LogCaptu
     assert caplog.messages == ["the queue 'orders': may be full."]
 
 
-def test_a_broker_whose_quorum_queues_lose_what_lapses_is_refused() -> None:
-    staged = RabbitMQProducer(queue="q", custody="staged", queue_type="classic")
-
+def test_a_broker_whose_quorum_queues_lose_retries_that_wait_is_refused() -> None:
     with pytest.raises(ProducerError, match=r"is 3\.9\.29: its quorum queues lose"):
-        refuse_version("3.9.29", ORDERS, "broker:5672")
+        refuse_version("3.9.29", "broker:5672")
     for version in ("3.10.0", "4.1.2", "", "unknown"):
-        refuse_version(version, ORDERS, "broker:5672")
-    refuse_version("3.8.0", staged, "broker:5672")
+        refuse_version(version, "broker:5672")

@@ -2,15 +2,29 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, rung
 
 
 def test_names_of_queues_stay_within_the_limit() -> None:
     queues = QueueNames("ż" * 120)
 
-    for name in (queues.lease("g"), queues.returns, queues.dead, queues.delay(21600)):
+    claim, key = f"{queues.held(999)}.claim", queues.key("g" * 99)
+    for name in (claim, key, queues.dead, queues.delay(21600)):
         assert len(name.encode()) <= 255
-    assert QueueNames("a").lease("g") != QueueNames("b").lease("g")
+    assert QueueNames("a").key("g") != QueueNames("b").key("g")
+
+
+@pytest.mark.parametrize("source", ["orders", "orders.1", "ż" * 120])
+def test_a_holding_queue_is_known_by_its_name_alone(source: str) -> None:
+    queues = QueueNames(source)
+
+    assert queues.own_held(queues.held(7)) == queues.held(7)
+    for name in ("", None, source, queues.dead, queues.held(7) + "x", QueueNames("b").held(7)):
+        with pytest.raises(ProducerError, match="is no holding queue"):
+            queues.own_held(name)
 
 
 def test_a_delay_may_come_a_tenth_early_and_no_more() -> None:
@@ -20,12 +34,12 @@ def test_a_delay_may_come_a_tenth_early_and_no_more() -> None:
     assert [rung(delay) for delay in (0, 0.5, LADDER[-1] * 100)] == [None, 1, LADDER[-1]]
 
 
-def test_a_name_of_255_bytes_stays_and_a_longer_one_is_hashed() -> None:
-    room = 255 - len("broadway.returns.")
-    assert QueueNames("q" * room).returns == "broadway.returns." + "q" * room
-    hashed = QueueNames("q" * (room + 1)).returns
-    assert len(hashed) == len("broadway.returns.") + 32
-    assert "q" not in hashed.removeprefix("broadway.returns.")
+def test_a_name_with_room_for_a_claim_stays_and_a_longer_one_is_hashed() -> None:
+    room = 255 - len("broadway.dead.") - len(".claim")
+    assert QueueNames("q" * room).dead == "broadway.dead." + "q" * room
+    hashed = QueueNames("q" * (room + 1)).dead
+    assert len(hashed) == len("broadway.dead.") + 32
+    assert "q" not in hashed.removeprefix("broadway.dead.")
     # Bytes, not characters
-    assert "ż" in QueueNames("ż" * (room // 2)).returns
-    assert "ż" not in QueueNames("ż" * (room // 2 + 1)).returns
+    assert "ż" in QueueNames("ż" * (room // 2)).dead
+    assert "ż" not in QueueNames("ż" * (room // 2 + 1)).dead

@@ -59,10 +59,10 @@ class Broker:
 
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
-    """One that died right after it had declared the returns queue."""
+    """One that died right after it had declared the queue of dead letters."""
     made = Broker()
-    made.there.add(NAMES.returns)
-    made.silent.add(NAMES.returns)
+    made.there.add(NAMES.dead)
+    made.silent.add(NAMES.dead)
     for name in ("depth", "is_empty", "declare", "delete"):
         monkeypatch.setattr(queue_calls, name, getattr(made, name))
     monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
@@ -72,13 +72,13 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
 @pytest.fixture
 def journal() -> QueueJournal:
     made = QueueJournal(None, "q")
-    made.note_declared(NAMES.returns)
+    made.note_declared(NAMES.dead)
     return made
 
 
 def ensure(standing: StandingQueues) -> None:
     connection: Any = Connection()
-    standing.ensure_returns(connection)
+    standing.ensure_dead(connection)
 
 
 @pytest.fixture
@@ -95,8 +95,8 @@ def test_one_that_ended_a_connection_is_made_anew_on_the_next_unasked(
 ) -> None:
     ensure(standing)
 
-    assert broker.deleted == [NAMES.returns]
-    assert journal.relied(NAMES.returns)
+    assert broker.deleted == [NAMES.dead]
+    assert journal.relied(NAMES.dead)
 
 
 def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(
@@ -104,7 +104,7 @@ def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(
 ) -> None:
     # Given another run that made the queue anew and relies on it: it may hold something
     broker.silent.clear()
-    journal.note_relied(NAMES.returns)
+    journal.note_relied(NAMES.dead)
 
     ensure(standing)
 

@@ -21,8 +21,8 @@ def load(*message_ids: str) -> list[Held]:
 def test_an_id_that_comes_twice_names_two_messages() -> None:
     ids = Ids("own")
 
-    made = [ids.fresh(), ids.returned("a"), ids.returned("a"), ids.marked("a", 1, "t", ())]
-    made += [ids.returned(f"{made[1]}~{made[0]}"), ids.returned(str(made[0]))]
+    made = [ids.fresh(), *(ids.marked("a", number, "t", ()) for number in range(3))]
+    made += [ids.marked(f"{each}", 1, "t", ()) for each in (f"{made[1]}~{made[0]}", made[0])]
 
     assert made[:2] == ["own-1", "a"]
     assert len(set(made)) == 6
@@ -38,13 +38,13 @@ def test_what_two_turns_published_is_the_same_message() -> None:
 
 def test_what_was_not_secured_comes_again_under_its_id() -> None:
     ids = Ids("own")
-    assert [ids.returned("a"), ids.marked("b", 1, "t", ())] == ["a", "b"]
+    assert [ids.marked("a", 1, "t", ()), ids.marked("b", 1, "t", ())] == ["a", "b"]
     ids.secured([load("a")])
 
     ids.reconnect()
 
     assert ids.marked("b", 1, "t", ()) == "b"
-    assert ids.returned("a") != "a"
+    assert ids.marked("a", 1, "t", ()) != "a"
 
 
 def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,14 +53,13 @@ def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPa
     tracemalloc.start()
     try:
         made = {ids.marked(f"m{n % 600}", n, "t" * (n % 9), ()) for n in range(2_000)}
-        made |= {ids.returned(f"r{n % 600}") for n in range(2_000)}
         apart = len(made)
         made.clear()
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
 
-    assert apart == 4_000
+    assert apart == 2_000
     assert size < 100_000
 
 

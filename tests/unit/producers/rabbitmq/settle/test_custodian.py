@@ -18,7 +18,7 @@ def test_a_lease_has_a_fixed_bound_which_no_renewal_moves() -> None:
         generation="g",
         seconds=600.0,
         deadline=clock.now() + timedelta(seconds=600.0),
-        state={"queue": "q", "lease_queue": QueueNames("q").lease("g"), "index": 0},
+        state={"queue": "q", "holding_queue": QueueNames("q").held(0), "index": 0},
     )
     clock.advance(599.0)
     assert custodian.renew(lease) == lease

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import bundle
@@ -21,6 +20,7 @@ from airflow_broadway.testing.clock import ManualClock
 MIB = 1024 * 1024
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 QUEUES = QueueNames("orders")
+HELD = QUEUES.held(0)
 
 
 class Broker:
@@ -84,8 +84,6 @@ class StandingQueues:
     def ensure_dead(self, connection: Any) -> None:
         pass
 
-    ensure_returns = ensure_dead
-
 
 class Topology:
     """The queues of ``orders``."""
@@ -100,21 +98,19 @@ class Topology:
         return "", QUEUES.dead
 
 
-def outbox(broker: Broker, *, returns_refused: bool = True) -> Outbox:
+def outbox(broker: Broker, *, holding_queue: str | None = HELD) -> Outbox:
     clock = ManualClock()
-    lease = Lease(
-        kind="rabbitmq", generation="g", seconds=60.0, deadline=clock.now(), owner={}, state={}
-    )
     topology: Any = Topology()
     connection: Any = broker
     made = Outbox(
         connection,
         topology,
-        lease,
+        "g",
+        clock.now().timestamp(),
         clock,
         lambda: ("t", False),
         None,
-        returns_refused=returns_refused,
+        holding_queue=holding_queue,
     )
     made._opened = broker.publisher()
     return made
@@ -157,18 +153,18 @@ def test_what_is_refused_goes_back_on_the_way_not_at_the_end() -> None:
         assert sum(len(each.body) for each, _ in box._sent.values()) <= 17 * MIB
         assert sum(len(each.body) for each in box._refused) <= 17 * MIB
 
-    # Then those refused first are in the returns queue before the last is tried
+    # Then those refused first are in the holding queue before the last is tried
     places = [routing_key for routing_key, _ in broker.published]
-    assert 32 <= places.count(QUEUES.returns) < 60
+    assert 32 <= places.count(HELD) < 60
     assert box.finish() == dict.fromkeys((f"m{n}" for n in range(60)), Action.DEAD_LETTER)
-    back = [body for routing_key, body in broker.published if routing_key == QUEUES.returns]
+    back = [body for routing_key, body in broker.published if routing_key == HELD]
     given = [each for body in back for each in bundle.unpack(body)[1]]
     assert [each.message_id for each in given] == [f"m{n}" for n in range(60)]
 
 
 def test_what_is_refused_of_what_a_callback_settles_stays_where_it_is() -> None:
     broker = Broker(refuses=[QUEUES.dead])
-    box = outbox(broker, returns_refused=False)
+    box = outbox(broker, holding_queue=None)
 
     box.carry_out(held(1, 10), DEAD)
 
@@ -177,9 +173,21 @@ def test_what_is_refused_of_what_a_callback_settles_stays_where_it_is() -> None:
 
 
 def test_nothing_is_settled_if_what_is_refused_cannot_go_back() -> None:
-    box = outbox(Broker(refuses=[QUEUES.dead, QUEUES.returns]))
+    box = outbox(Broker(refuses=[QUEUES.dead, HELD]))
 
     box.carry_out(held(1, 10), DEAD)
 
     with pytest.raises(ProducerError, match=r"takes nothing .*: nothing was settled"):
         box.finish()
+
+
+def test_a_message_without_room_for_the_mark_of_a_retry_is_a_dead_letter() -> None:
+    broker = Broker()
+    broker.max_properties = 60
+    box = outbox(broker)
+
+    action = box.carry_out(held(1, 10), Verdict(Action.RETRY, 0.0, "later", "process"))
+
+    assert action is Action.DEAD_LETTER
+    assert box.finish() == {}
+    assert [routing_key for routing_key, _ in broker.published] == [QUEUES.dead]

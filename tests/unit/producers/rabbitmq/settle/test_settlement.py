@@ -1,7 +1,8 @@
-"""How a settlement counts what it read of a lease queue."""
+"""How a settlement counts what it read of a holding queue."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from airflow_broadway.core.custody.protocol import Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action
+from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
-from airflow_broadway.producers.rabbitmq.settle.reading import BundlesRead
-from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement
+from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement, _Read
 from airflow_broadway.testing.clock import ManualClock
+
+QUEUE: Any = SimpleNamespace(name="broadway.held.q.0")
 
 
 def settlement_of(generation: str) -> LeaseSettlement:
@@ -26,17 +29,16 @@ def settlement_of(generation: str) -> LeaseSettlement:
         owner={},
         state={"bundles": 1, "messages": 4, "extra": 1},
     )
-    nothing: Any = None
-    journal = QueueJournal(None, "counted")
-    return LeaseSettlement(nothing, nothing, journal, lease, "q", clock, lambda: ("turn", False))
+    outbox: Any = SimpleNamespace(guard=MessageGuard())
+    return LeaseSettlement(QueueJournal(None, "counted"), lease, outbox)
 
 
-def released(count: int) -> BundlesRead:
-    read = BundlesRead({})
-    read.bundles["b"] = []
+def released(settlement: Settlement, count: int) -> _Read:
+    read = _Read(settlement, {})
+    read.bundles.append("b")
     for number in range(count):
         held = Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", b"")
-        read.note("b", held, Action.RELEASE)
+        read.note(held, Action.RELEASE)
     return read
 
 
@@ -49,16 +51,19 @@ def released(count: int) -> BundlesRead:
         (1, SettleReport(released=1, lapsed=3)),
     ],
 )
-def test_what_is_given_back_and_in_no_manifest_is_in_nobodys_account(
+def test_what_is_released_and_in_no_manifest_is_in_no_account(
     read: int, report: SettleReport
 ) -> None:
-    settling = settlement_of(f"g{read}")
-    given = Settlement(rest=RELEASE, expected=4)
+    settlement = Settlement(rest=RELEASE, expected=4)
 
-    assert settling._report(given, released(read), {}, held=False) == report
+    made = settlement_of(f"g{read}")._report(QUEUE, settlement, released(settlement, read), {})
+
+    assert (made.released, made.lapsed, made.total) == (report.released, report.lapsed, 4)
 
 
-def test_without_a_manifest_all_that_is_given_back_counts() -> None:
-    assert settlement_of("g")._report(
-        Settlement(rest=RELEASE), released(8), {}, held=False
-    ) == SettleReport(released=8)
+def test_without_a_manifest_all_that_is_released_counts() -> None:
+    settlement = Settlement(rest=RELEASE)
+
+    made = settlement_of("g")._report(QUEUE, settlement, released(settlement, 8), {})
+
+    assert made == SettleReport(released=8)

@@ -1,0 +1,281 @@
+"""The holding queues of one source queue: each holds the bundles of one live generation at a time.
+
+A holding queue is declared once and used again, since the name of each new quorum queue costs the
+node an Erlang atom for ever.  It is free when it is empty.  Its first bundle has no messages and
+names the generation, so that its state is known from the broker alone.
+
+Whatever opens, settles or sweeps a holding queue claims it first, by a queue that is exclusive to
+its connection: RabbitMQ deletes that with the connection, however that ends.  (Quorum queues ignore
+exclusive consumers.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
+from airflow_broadway.producers.rabbitmq.amqp.get import Getter
+from airflow_broadway.producers.rabbitmq.amqp.properties import encode
+from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames
+from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
+from airflow_broadway.producers.rabbitmq.bundle import Header, read_header
+
+#: Generations that may hold messages of one source queue at a time.
+_MAX_QUEUES = 1_000
+#: Missing numbers after which no more holding queues are looked for: operators delete queues.
+_MAX_GAP = 3
+#: Seconds to wait for the claim of an empty holding queue: a look at it takes milliseconds.
+_OPEN_TIMEOUT = 1.0
+#: Seconds for the connection that lost a claim to be noticed by the broker.
+REOPEN_TIMEOUT = 5.0
+#: Seconds between two attempts to claim, and between two counts.
+_CLAIM_INTERVAL, _COUNT_INTERVAL = 0.05, 0.02
+
+
+class HoldingQueue:
+    """A holding queue that this connection has claimed."""
+
+    def __init__(self, connection: ConnectionThread, names: QueueNames, name: str) -> None:
+        self.name = name
+        self._names = names
+        self._connection = connection
+        self._getter: Getter | None = None
+        self._first: tuple[int, bytes] | None = None
+
+    @property
+    def getter(self) -> Getter:
+        """The channel that reads it."""
+        if self._getter is None:
+            self._getter = Getter(self._connection, self.name)
+        return self._getter
+
+    def owner(self, seconds: float = 0.0) -> Header | None:
+        """Returns the header of the first bundle, which stays unacknowledged; ``None`` if empty.
+
+        :param seconds: How long to wait for one: that of a process that has just died comes back.
+        :raises BundleError: If this release cannot read it.
+        """
+        give_up_at = time.monotonic() + seconds
+        while self._first is None:
+            if queue_calls.depth(self._connection, self.name) is not None:
+                self._first = self.getter.get()
+            if self._first is None:
+                if time.monotonic() >= give_up_at:
+                    break
+                time.sleep(_COUNT_INTERVAL)
+        return None if self._first is None else read_header(self._first[1])[0]
+
+    def fence(self, generation: str) -> None:
+        """Unbinds the generation: RabbitMQ returns what it publishes from now on."""
+        channel = self._connection.channel()
+        try:
+            channel.call(
+                "queue_unbind",
+                queue=self.name,
+                exchange=EXCHANGE,
+                routing_key=self._names.key(generation),
+            )
+        except Refused as error:
+            if error.code != 404:  # no exchange, no binding
+                raise explained(error, f"the holding queue {self.name!r}") from None
+            return
+        channel.close()
+
+    def count(self, expected: int | None, seconds: float) -> int:
+        """Returns the bundles behind the first one; repeated until they are as many as expected.
+
+        The broker's count lags behind the confirms, and bundles that a process held which has just
+        died are back after a moment.
+        """
+        give_up_at = time.monotonic() + seconds
+        while True:
+            ready = queue_calls.depth(self._connection, self.name) or 0
+            if expected is None or ready == expected or time.monotonic() > give_up_at:
+                return ready
+            time.sleep(_COUNT_INTERVAL)
+
+    def bundles(self, expected: int | None, seconds: float) -> Iterator[tuple[int, bytes]]:
+        """Gets every bundle, the first one too unless it only opens the queue.
+
+        :param expected: How many bundles there are behind the first one, where that is known.
+        :param seconds: How long to wait for those that are missing.
+        """
+        owner = self.owner()
+        if self._first is not None and owner is not None and owner.count:
+            yield self._first
+        got, give_up_at = 0, time.monotonic() + seconds
+        while True:
+            found = self.getter.get()
+            if found is not None:
+                got += 1
+                yield found
+            elif got >= (expected or 0) or time.monotonic() > give_up_at:
+                return
+            else:
+                time.sleep(_COUNT_INTERVAL)
+
+    def purge(self) -> int:
+        """Removes every bundle but the first; returns how many there were."""
+        channel = self._connection.channel()
+        try:
+            purged = int(channel.call("queue_purge", queue=self.name).method.message_count)
+        except Refused as error:
+            raise explained(error, f"the holding queue {self.name!r}") from None
+        channel.close()
+        return purged
+
+    def free(self) -> None:
+        """Acknowledges what was kept, then the bundle that opens it; the others go back."""
+        self.getter.ack()
+        owner = self.owner()
+        if self._first is not None and owner is not None and not owner.count:
+            self.getter.keep(self._first[0])
+            self.getter.ack()
+        self.close()
+
+    def close(self) -> None:
+        """Puts back what is not acknowledged."""
+        if self._getter is not None:
+            self._getter.give_back()
+            self._getter = self._first = None
+
+
+class HoldingQueues:
+    """Those of one source queue."""
+
+    def __init__(self, names: QueueNames) -> None:
+        self._names = names
+
+    def present(self, connection: ConnectionThread) -> Iterator[tuple[str, int]]:
+        """Yields the name and the depth of each holding queue that exists."""
+        missing = 0
+        for number in count():
+            name = self._names.held(number)
+            depth = queue_calls.depth(connection, name)
+            if depth is not None:
+                missing = 0
+                yield name, depth
+                continue
+            missing += 1
+            if missing == _MAX_GAP:
+                return
+
+    @contextmanager
+    def claim(
+        self, connection: ConnectionThread, name: str, seconds: float = 0.0
+    ) -> Iterator[HoldingQueue | None]:
+        """Claims a holding queue; ``None`` if another connection keeps the claim.
+
+        :param seconds: How long to wait for that connection.
+        """
+        claim = f"{self._names.own_held(name)}.claim"
+        if not _claimed(connection, claim, seconds):
+            yield None
+            return
+        queue = HoldingQueue(connection, self._names, name)
+        try:
+            yield queue
+        finally:
+            if connection.lost is None:
+                try:
+                    queue.close()
+                    queue_calls.delete(connection, claim)
+                except ProducerUnavailable:
+                    if connection.lost is None:  # it deletes the claim when it is closed
+                        connection.close()
+
+    def open(
+        self,
+        connection: ConnectionThread,
+        standing: StandingQueues,
+        generation: str,
+        body: bytes,
+        *,
+        earlier: str,
+        note: Callable[[str], None],
+    ) -> str:
+        """Opens a free holding queue for a generation; returns its name.
+
+        :param standing: Declares the queue.
+        :param body: The bundle that opens it.
+        :param earlier: The queue that an earlier connection may have opened; empty if none did.
+        :param note: Called with the name before the queue is bound; raises to refuse.
+        :raises ProducerUnavailable: If the broker dies meanwhile.
+        :raises ProducerError: If the broker refuses.
+        """
+        opening = (connection, standing, generation, body, note)
+        if earlier and self._open(*opening, earlier, REOPEN_TIMEOUT):
+            return earlier
+        for number in range(_MAX_QUEUES):
+            name = self._names.held(number)
+            if queue_calls.depth(connection, name):
+                continue
+            if self._open(*opening, name, _OPEN_TIMEOUT):
+                return name
+        raise ProducerError(
+            f"all {_MAX_QUEUES:,} holding queues of {self._names.source!r} hold messages: settle"
+            " the runs that hold them, or let their leases lapse"
+        )
+
+    def _open(
+        self,
+        connection: ConnectionThread,
+        standing: StandingQueues,
+        generation: str,
+        body: bytes,
+        note: Callable[[str], None],
+        name: str,
+        seconds: float,
+    ) -> bool:
+        with self.claim(connection, name, seconds) as queue:
+            if queue is None:
+                return False
+            standing.ensure_held(connection, name)
+            owner = queue.owner()
+            if owner is not None and owner.generation != generation:
+                return False
+            note(name)
+            _bind(connection, name, self._names.key(generation))
+            if owner is None:
+                publisher = Publisher(connection)
+                properties = encode({"delivery_mode": 2, "message_id": name})
+                key = self._names.key(generation)
+                publisher.publish(EXCHANGE, key, properties, body, key=name)
+                for reason in publisher.flush().values():
+                    raise ProducerError(f"the holding queue {name!r} takes no message: {reason}")
+                publisher.close()
+        return True
+
+
+def _claimed(connection: ConnectionThread, claim: str, seconds: float) -> bool:
+    give_up_at = time.monotonic() + seconds
+    while True:
+        channel = connection.channel()
+        try:
+            channel.call("queue_declare", queue=claim, exclusive=True)
+        except Refused as error:
+            if error.code != 405:
+                raise explained(error, f"the queue {claim!r}") from None
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(_CLAIM_INTERVAL)
+            continue
+        channel.close()
+        return True
+
+
+def _bind(connection: ConnectionThread, name: str, key: str) -> None:
+    channel = connection.channel()
+    try:
+        channel.call("exchange_declare", exchange=EXCHANGE, exchange_type="direct", durable=True)
+        channel.call("queue_bind", queue=name, exchange=EXCHANGE, routing_key=key)
+    except Refused as error:
+        raise explained(error, f"the holding queue {name!r}") from None
+    channel.close()

@@ -1,0 +1,450 @@
+"""Holding queues at a real broker: opened, fenced off, settled, swept and used again."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pika
+import pytest
+
+from airflow_broadway.core.custody.protocol import Settlement, Source
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
+from airflow_broadway.producers.rabbitmq.broker.names import KEEPING
+from airflow_broadway.producers.rabbitmq.bundle import VERSION, Header, Held, pack, unpack
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
+from airflow_broadway.testing.contract import ids, settlement_of
+from tests.rabbitmq_fixtures import skip_without_own_server
+from tests.rabbitmq_place import Breaker, Place, marked
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.broker
+
+#: The frames by which a bundle is published.
+BUNDLE = b"application/x-broadway-bundle"
+
+
+@pytest.fixture
+def place(place: Place) -> Place:
+    place.declare()
+    return place
+
+
+@contextmanager
+def connected(place: Place) -> Iterator[ConnectionThread]:
+    connection = ConnectionThread.to(address_for(place.producer(), place.env()))
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def die(place: Place, generation: str, count: int, **options: Any) -> list[Message]:
+    """Take messages, as a run that dies before its manifest and whose lease then lapses."""
+    place.send(*[b"%06d" % number for number in range(count)])
+    messages, _ = place.hold(generation, lease=3.0, on_failure="retry", **options)
+    assert len(messages) == count
+    return messages
+
+
+def atoms(place: Place) -> int:
+    """The Erlang atoms of the node.  Each call of ``rabbitmqctl eval`` costs some itself."""
+    text = place.server.evaluate("erlang:system_info(atom_count).")
+    return int(text)
+
+
+# -- used again ------------------------------------------------------------------------------------
+
+
+def test_a_holding_queue_is_used_again_by_one_run_after_another(place: Place) -> None:
+    for turn in range(4):
+        place.send(b"%d" % turn)
+        messages, lease = place.hold(f"g{turn}")
+        assert lease.state["holding_queue"] == place.queues.held(0)
+        assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+        assert place.depth(place.queues.held(0)) == 0
+
+    assert place.depth(place.queues.held(1)) is None
+
+
+def test_each_of_several_generations_has_a_holding_queue_of_its_own(place: Place) -> None:
+    held = []
+    for turn in range(3):
+        place.send(b"%d" % turn)
+        held.append(place.hold(f"g{turn}"))
+
+    used = [lease.state["holding_queue"] for _, lease in held]
+    assert used == [place.queues.held(number) for number in range(3)]
+    for messages, lease in held:
+        assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+    assert place.count(*used) == 0
+
+
+def test_a_holding_queue_that_was_deleted_while_it_was_empty_is_declared_again(
+    place: Place,
+) -> None:
+    place.send(b"1")
+    assert place.settle("g1")[1] == SettleReport(acked=1)
+    with place.channel() as channel:
+        channel.queue_delete(place.queues.held(0))
+    place.send(b"2")
+
+    assert place.settle("g2")[1] == SettleReport(acked=1)
+
+
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("runs", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_runs_leave_the_nodes_atoms_where_they_were(place: Place, runs: int) -> None:
+    skip_without_own_server()
+    holding, body = HoldingQueues(place.queues), b""
+    standing = place.topology().standing
+    with connected(place) as connection:
+
+        def run(generation: str) -> None:
+            """Open, settle and free, as a run does."""
+            nonlocal body
+            header = Header(
+                bundle=f"{generation}.0",
+                generation=generation,
+                queue=place.name,
+                count=0,
+                until=2e9,
+            )
+            body = pack(header, [])
+            name = holding.open(
+                connection, standing, generation, body, earlier="", note=lambda name: None
+            )
+            with holding.claim(connection, name) as queue:
+                assert queue is not None
+                assert queue.owner() is not None
+                queue.fence(generation)
+                assert queue.purge() == 0
+                queue.free()
+
+        for number in range(20):
+            run(f"warm-{number}")
+        atoms(place)
+        before = atoms(place)
+        for number in range(runs):
+            run(f"run-{number}")
+        assert abs(atoms(place) - before) <= 20
+
+
+# -- a dead run ------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_run_held_is_in_one_named_queue_and_is_taken_over_by_the_next(
+    place: Place,
+) -> None:
+    messages = die(place, "dead", 1_200)
+    [(name, bundles)] = [
+        (name, place.depth(name))
+        for name in place.server.queue_names("broadway.held.")
+        if place.name in name and not name.endswith(".claim") and place.depth(name)
+    ]
+    assert (name, bundles) == (place.queues.held(0), 4)
+    eventually(lambda: place.producer().depth(place.env("look")).ready == 3)
+
+    taken, report = place.settle("next")
+
+    assert sorted(ids(taken)) == sorted(ids(messages))
+    assert all(message.redelivered and message.attempt == 1 for message in taken)
+    assert report == SettleReport(acked=1_200)
+    assert place.depth(name) == 0
+
+
+def test_a_run_whose_lease_lasts_is_left_alone(place: Place) -> None:
+    place.send(b"1")
+    messages, lease = place.hold("g1")
+
+    assert place.settle("g2")[0] == []
+    assert place.producer().depth(place.env("look")).ready == 0
+
+    assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+
+
+def test_a_dead_run_of_a_pipeline_of_another_name_is_taken_over(place: Place) -> None:
+    messages = die(place, "dead", 3)
+    eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
+    place.folder = place.folder / "renamed"
+
+    assert sorted(ids(place.settle("next")[0])) == sorted(ids(messages))
+
+
+def test_a_sweep_that_is_killed_is_completed_by_the_next(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
+
+    messages = die(place, "dead", 1_200)
+    eventually(lambda: place.producer().depth(place.env("look")).ready == 3)
+
+    def killed(queue: HoldingQueue) -> None:
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HoldingQueue, "free", killed)
+        with pytest.raises(SystemExit), place.source("killed"):
+            pass
+    taken, _ = place.settle("next")
+
+    assert {message.data for message in taken} == {message.data for message in messages}
+    assert all(message.redelivered for message in taken)
+
+
+def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a source queue that has room for one message, which another takes
+    with place.channel() as channel:
+        channel.queue_delete(place.name)
+    place.declare(**{"x-max-length": 1, "x-overflow": "reject-publish"})
+    place.send(b"1")
+    messages, lease = place.hold("g1")
+    place.send(b"in the way")
+
+    # When the first is released
+    report = place.carry_out(lease, Settlement(rest=RELEASE))
+
+    # Then it could not be settled, and the next run that finds room has it
+    assert (report.released, report.failed) == (0, 1)
+    assert place.depth(lease.state["holding_queue"]) == 1
+    with place.source("in between"):
+        pass
+    assert "In the holding queue" in caplog.text
+    assert place.first(place.name)[1] == b"in the way"
+    assert ids(place.settle("next")[0]) == ids(messages)
+    assert place.depth(lease.state["holding_queue"]) == 0
+
+
+@pytest.mark.parametrize("noted", [False, True], ids=["before", "as it opens its queue"])
+def test_a_generation_that_was_swept_before_its_first_message_may_not_begin(
+    place: Place, noted: bool
+) -> None:
+    with place.source("g1") as source:
+        opened = source.lease
+        if noted:  # and loses its connection
+            journal = QueueJournal(place.env().staging, place.name)
+            journal.note_opened("g1", place.queues.held(0), opened.deadline)
+        assert place.carry_out(opened, Settlement(rest=RELEASE)) == SettleReport()
+        place.send(b"1")
+
+        with pytest.raises(LeaseLapsed, match="released before its first message"):
+            source.receive(10, timeout=5.0)
+
+        assert list(source.stop()) == []
+    assert [message.data for message in place.settle("g2")[0]] == [b"1"]
+    assert place.depth(place.queues.held(0)) == 0
+
+
+def receive_until_lapsed(source: Source) -> LeaseLapsed:
+    """Receive until the lease is said to be over."""
+    for _ in range(200):
+        try:
+            source.receive(1_000, timeout=0.5)
+        except LeaseLapsed as error:
+            return error
+    raise AssertionError("it went on")
+
+
+# -- the fence -------------------------------------------------------------------------------------
+
+
+def test_a_paused_publisher_that_wakes_after_the_unbind_loses_nothing(place: Place) -> None:
+    # Given a process that is paused as it publishes a bundle, and whose run is released
+    with Breaker(place.server.address) as breaker:
+        options: dict[str, Any] = {"uri": breaker.uri, "on_failure": "retry"}
+        place.send(b"1")
+        with place.source("paused", **options) as source:
+            assert len(source.receive(1, timeout=5.0)) == 1
+            breaker.hold(BUNDLE)
+            place.send(b"2", b"3")
+            waking = threading.Thread(target=breaker.release)
+            ended: list[LeaseLapsed] = []
+            receiving = threading.Thread(target=lambda: ended.append(receive_until_lapsed(source)))
+            receiving.start()
+            assert breaker.holds.wait(30)
+            report = place.carry_out(source.lease, Settlement(rest=RELEASE))
+            assert report == SettleReport(released=1)
+
+            # When it wakes
+            waking.start()
+            receiving.join(60)
+            waking.join()
+
+            # Then its bundle is returned to it, and it acknowledges nothing
+            assert len(ended) == 1
+            assert list(source.stop()) == []
+    assert place.depth(place.queues.held(0)) == 0
+    rest, _ = place.settle("next")
+    assert sorted(message.data for message in rest) == [b"1", b"2", b"3"]
+
+
+def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place: Place) -> None:
+    sent = [b"%06d" % number for number in range(5_000)]
+    place.send(*sent)
+    with place.source("fenced", on_failure="retry") as source:
+        assert source.receive(1_000, timeout=5.0)
+        released = threading.Thread(
+            target=lambda: place.carry_out(source.lease, Settlement(rest=RELEASE))
+        )
+        released.start()
+        receive_until_lapsed(source)
+        released.join()
+
+    rest = [*place.settle("next")[0], *place.settle("after")[0]]
+    assert sorted({message.data for message in rest}) == sent
+
+
+def test_a_bundle_of_another_generation_stays_for_the_sweep(place: Place) -> None:
+    """As one that was under way when its generation was fenced off."""
+    place.send(b"1")
+    messages, lease = place.hold("g1")
+    late = Header(bundle="late.1", generation="g0", queue=place.name, count=1, until=1.0)
+    body = pack(late, [Held("m0", 1, False, b"\0\0", b"\0\0", b"late")])
+    with place.channel() as channel:
+        channel.confirm_delivery()
+        channel.basic_publish("", lease.state["holding_queue"], body)
+
+    assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+
+    taken, _ = place.settle("g2")
+    assert [(m.message_id, m.data, m.redelivered) for m in taken] == [("m0", b"late", True)]
+    assert place.depth(place.queues.held(0)) == 0
+
+
+def test_a_claim_ends_with_its_connection(place: Place) -> None:
+    name, holding = place.queues.held(0), HoldingQueues(place.queues)
+    with connected(place) as one, connected(place) as other:
+        with holding.claim(one, name) as claimed, holding.claim(other, name) as refused:
+            assert claimed is not None
+            assert refused is None
+        with holding.claim(one, name):
+            one.close()
+            with holding.claim(other, name, 5.0) as claimed:
+                assert claimed is not None
+
+
+# -- what others put there -------------------------------------------------------------------------
+
+NEWER = b"AFBW\x09\x00\x00\x00\x02{}"
+GARBAGE = [
+    b"",
+    b"garbage",
+    NEWER,
+    b"AFBW" + struct.pack(">BI", VERSION, 4) + b"[[[[",
+    b"x" * 100_000,
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda body: repr(body[:9]))
+def test_a_holding_queue_with_what_cannot_be_read_is_passed_over_and_said(
+    place: Place, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.channel() as channel:
+        channel.queue_declare(place.queues.held(0), durable=True, arguments=KEEPING)
+        channel.confirm_delivery()
+        channel.basic_publish("", place.queues.held(0), garbage)
+    place.send(b"1")
+
+    messages, lease = place.hold("g1")
+
+    assert lease.state["holding_queue"] == place.queues.held(1)
+    assert f"The holding queue '{place.queues.held(0)}' is not used" in caplog.text
+    assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+    assert place.first(place.queues.held(0))[1] == garbage
+
+
+def test_a_bundle_that_cannot_be_read_stays_and_the_others_are_released(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = die(place, "dead", 3)
+    with place.channel() as channel:
+        channel.confirm_delivery()
+        channel.basic_publish("", place.queues.held(0), NEWER)
+    eventually(lambda: place.producer().depth(place.env("look")).ready == 2)
+
+    taken, _ = place.settle("next")
+
+    assert sorted(ids(taken)) == sorted(ids(messages))
+    assert "format version 9" in caplog.text
+    assert place.first(place.queues.held(0))[1] == NEWER
+
+
+def test_a_bundle_in_the_holding_queue_says_whose_it_is(place: Place) -> None:
+    place.send(b"1")
+    place.hold("g1")
+
+    opening, _ = unpack(place.first(place.queues.held(0))[1])
+    bundle, messages = unpack(place.first(place.queues.held(0))[1])
+
+    assert (opening.generation, opening.count, opening.queue) == ("g1", 0, place.name)
+    assert (bundle.generation, bundle.count, bundle.until) == ("g1", 1, opening.until)
+    assert [held.body for held in messages] == [b"1"]
+
+
+# -- released messages -----------------------------------------------------------------------------
+
+
+def test_released_messages_come_though_the_broker_is_far_and_nobody_waits(place: Place) -> None:
+    sent = place.give_back(*[b"%d" % number for number in range(10)])
+
+    with (
+        Breaker(place.server.address, delay=0.03) as breaker,
+        place.source(uri=breaker.uri, on_failure="retry") as source,
+    ):
+        messages = source.receive(100, timeout=0.0)
+
+    assert sorted(m.message_id for m in messages) == sorted(m.message_id for m in sent)
+
+
+def test_an_id_of_a_released_message_is_not_given_to_another_message(place: Place) -> None:
+    # Given a message that was released, and others that bear a copy of its mark
+    copied = pika.BasicProperties(headers=marked(b"same", "copied"))
+    [first] = place.give_back(b"same", properties=copied)
+    place.send(b"same", b"other", b"same", properties=copied)
+
+    # When one run takes them all, and only the first of them succeeds
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+    messages, report = place.settle("g1", {1: retry, 2: retry, 3: retry})
+
+    # Then each is a message of its own, with a verdict of its own
+    assert first.message_id == "copied"
+    assert sorted(message.data for message in messages) == [b"other", b"same", b"same", b"same"]
+    assert len({message.message_id for message in messages}) == 4
+    assert report == SettleReport(acked=1, requeued=3)
+    assert len(place.settle("g2")[0]) == 3
+
+
+def test_two_runs_that_begin_together_sweep_a_dead_run_once(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    messages = die(place, "dead", 600)
+    eventually(lambda: place.producer().depth(place.env("look")).ready == 2)
+    barrier, found = threading.Barrier(2), []
+
+    def run(generation: str) -> None:
+        barrier.wait(30)
+        found.extend(place.settle(generation, on_failure="retry")[0])
+
+    both = [threading.Thread(target=run, args=(f"g{number}",)) for number in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    found += place.settle("rest")[0]
+
+    assert sorted(ids(found)) == sorted(ids(messages))
+    assert caplog.text.count("has ended and left 600 messages") == 1
+    assert QueueJournal(place.env().staging, place.name).is_over("dead")
