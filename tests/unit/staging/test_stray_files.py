@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
@@ -81,14 +82,17 @@ def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
     assert sweep_retention(run.store, "Pipeline", "dag", clock=run.clock) == []
 
 
-def test_strays_do_not_keep_a_lease_queue_from_being_deleted(tmp_path: Path) -> None:
+def test_strays_do_not_disturb_the_journal_of_a_queue(tmp_path: Path) -> None:
     journal = QueueJournal(f"file://{tmp_path}", "flights")
+    turn, _ = journal.note_turn("g", whole=True)
+    journal.note_now("g", {"m1": Action.ACK})
     notes = StateFiles(f"file://{tmp_path}", "x")
     notes.write("y/1.json", {})
     litter(tmp_path)
     assert [name for name in notes.names("y") if name.startswith(".")] == []
     assert notes.names("y/1.json") == []
-    assert journal.due(1e12) == []
+    assert journal.turns("g") == {turn}
+    assert journal.now("g") == {"m1": Action.ACK}
 
 
 def test_a_generation_whose_opening_was_answered_by_silence_is_opened_all_the_same(
