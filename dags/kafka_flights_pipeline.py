@@ -18,6 +18,6 @@ class KafkaFlights(Flights):
         # No flight depends on another: one that is retried holds up nothing.
         order="none",
         concurrency=2,
-        # By the retry policy, and then to the topic flights-dlt.
+        # In the topic flights.retry, by the retry policy; and then to the topic flights-dlt.
         on_failure="retry",
     )

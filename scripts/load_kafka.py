@@ -17,7 +17,7 @@ from scripts.load_flights import flights
 __all__ = ["DEAD", "TOPIC", "load"]
 
 TOPIC = "flights"
-DEAD = "flights-dlt"
+DEAD, RETRY = "flights-dlt", "flights.retry"
 PARTITIONS = 4
 
 
@@ -56,13 +56,13 @@ def load(settings: dict[str, Any], messages: int | None = None, seed: int | None
 
 
 def make_topics(settings: dict[str, Any]) -> None:
-    """Both topics, made if need be."""
+    """Creates the topics that do not exist."""
     from confluent_kafka import KafkaException
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import KafkaError, NewTopic
 
     admin = AdminClient(settings)
-    wanted = [NewTopic(TOPIC, PARTITIONS), NewTopic(DEAD, 1)]
+    wanted = [NewTopic(TOPIC, PARTITIONS), NewTopic(RETRY, 1), NewTopic(DEAD, 1)]
     for made in admin.create_topics(wanted).values():
         try:
             made.result(timeout=30)

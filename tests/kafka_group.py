@@ -15,9 +15,8 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
-from airflow_broadway.producers.kafka.register import Register, group_files
+from airflow_broadway.producers.kafka.claims import Claim, Claims, group_files
 from airflow_broadway.producers.kafka.source import KafkaSource
-from airflow_broadway.producers.kafka.table import Table
 from airflow_broadway.testing.clock import SkippingClock
 from airflow_broadway.testing.harness import settlement_of
 from tests.kafka_server import QUICK, KafkaServer
@@ -28,15 +27,25 @@ __all__ = ["KafkaGroup"]
 class KafkaGroup:
     """One pipeline's group.
 
+    :param retries: Whether it has a retry topic though its own order needs none.
     :param options: Of its producer.
     """
 
     def __init__(
-        self, kafka: KafkaServer, folder: Path, *, partitions: int = 1, **options: Any
+        self,
+        kafka: KafkaServer,
+        folder: Path,
+        *,
+        partitions: int = 1,
+        retries: bool = False,
+        **options: Any,
     ) -> None:
         self.kafka = kafka
         self.topic = kafka.topic(partitions=partitions)
         self.letters = kafka.topic(f"{self.topic}-dlt")
+        self.retries = f"{self.topic}.retry"
+        if retries or options.get("order") == "none":
+            kafka.topic(self.retries)
         self.group = f"group-{uuid.uuid4().hex}"
         self.staging: str | None = f"file://{folder}"
         self.clock = SkippingClock()
@@ -119,15 +128,15 @@ class KafkaGroup:
         self.settle(lease, messages, **options)
         return messages
 
-    def register(self) -> Register:
+    def claims(self) -> Claims:
         with self.kafka.consumer() as consumer:
             cluster = str(consumer.list_topics(timeout=30).cluster_id)
-        return Register(group_files(self.staging, cluster, self.group), self.clock)
+        return Claims(group_files(self.staging, cluster, self.group), self.clock)
 
-    def table(self, partition: int = 0) -> Table:
-        table = self.register().read((self.topic, partition))
-        assert table is not None
-        return table
+    def claim(self, partition: int = 0, topic: str = "") -> Claim:
+        claim = self.claims().read((topic or self.topic, partition))
+        assert claim is not None
+        return claim
 
     def committed(self) -> dict[int, int]:
         """Partition → the offset in Kafka."""

@@ -294,6 +294,14 @@ class KafkaServer(ABC):
             found = consumer.committed(asked, timeout=30)
         return {each.partition: (each.offset, each.metadata) for each in found if each.offset >= 0}
 
+    def lag(self, group: str, topic: str) -> int:
+        """How many offsets a group is behind the ends of a topic."""
+        committed = self.committed(group, topic)
+        return sum(
+            end - committed.get(partition, (low, ""))[0]
+            for partition, (low, end) in self.watermarks(topic).items()
+        )
+
     def commit(
         self, group: str, topic: str, partition: int, offset: int, metadata: str = ""
     ) -> None:

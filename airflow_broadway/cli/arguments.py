@@ -294,34 +294,21 @@ def _queue(given: argparse.Namespace) -> int:
 
 def add_kafka(commands: Any) -> None:
     """The arguments of ``kafka``."""
-    text = "Look at a group of Apache Kafka, and put it right."
+    text = "Look at a consumer group of Apache Kafka."
     kafka = commands.add_parser("kafka", help=text, description=text, allow_abbrev=False)
     actions = kafka.add_subparsers(metavar="ACTION", required=True)
     for name, text in (
-        ("show", "Each partition of the group: what is finished, who holds what, what waits."),
-        ("adopt", "Have this staging folder keep a group that another one keeps."),
-        ("reset", "Have the group begin anew, once, by its offset_reset_policy."),
+        ("show", "Each partition of the group: offsets, lag, runs that hold it, what waits."),
     ):
         made = command(actions, name, text, _kafka)
         made.set_defaults(action=name)
         _add_pipeline(made)
-        if name in ("adopt", "reset"):
-            made.add_argument(
-                "--group", required=True, metavar="NAME", help="the group's name, to confirm it"
-            )
-        if name == "reset":
-            made.add_argument(
-                "--to",
-                metavar="WHERE",
-                help="earliest, latest, or an instant with its time zone; the pipeline's"
-                " offset_reset_policy by default",
-            )
 
 
 def _kafka(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.kafka import kafka
 
-    # What the client logs of its connections stands in the one error, and findings say the rest.
+    # What the client logs of its connections is in the one error, and findings have the rest.
     with logging_at(logging.CRITICAL):
         return kafka(given)
 
@@ -358,7 +345,7 @@ def add_pubsub(commands: Any) -> None:
 def _pubsub(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.pubsub import pubsub
 
-    # What the client logs of its connections stands in the one error, and findings say the rest.
+    # What the client logs of its connections is in the one error, and findings have the rest.
     with logging_at(logging.CRITICAL):
         return pubsub(given)
 

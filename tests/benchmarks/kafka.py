@@ -4,8 +4,8 @@
 ``kafka.source`` is this package's source alone: fetched, claimed, and made messages of.
 ``kafka.process`` is a whole process stage, ``kafka.made_up`` the same one on a source that makes
 the same messages up, ``kafka.settle`` the settlement of all of them, and ``kafka.run`` whole runs
-in a real Airflow, with Spark.  ``.shared`` is with ``order="none"``, which claims what it fetched
-and no more.  Messages have 200 bytes, callbacks are trivial, and there are two batchers.  Tries are
+in a real Airflow, with Spark.  ``.unordered`` is with ``order="none"``.  Messages have 200 bytes,
+callbacks are trivial, and there are two batchers.  Tries are
 interleaved, so that what else the machine does falls on all of them; figures are medians, and so
 are the ratios, each to a figure of the same try.  ``.cpu`` is the client's processor time for a
 message, with all of its threads.
@@ -40,7 +40,7 @@ PARTITIONS = 8
 PIPELINE = "tests.benchmarks.pipelines:OnKafka"
 MADE_UP = "tests.benchmarks.made_up:OnNothing"
 #: What is compared with what.
-OF = {"source": "ceiling", "process": "made_up", "process.shared": "made_up"}
+OF = {"source": "ceiling", "process": "made_up", "process.unordered": "made_up"}
 DAGS = Path(__file__).parent / "dags"
 #: The topic of the Dag.
 TOPIC = "bench"
@@ -78,8 +78,9 @@ def tell(name: str, took: Took) -> None:
 
 
 def new_topic(server: KafkaServer, count: int) -> str:
-    """A topic of its own with so many messages, and one for dead letters."""
+    """A topic of its own with so many messages, and its two for failures."""
     name = server.topic(partitions=PARTITIONS)
+    server.topic(f"{name}.retry")
     server.topic(f"{name}-dlt")
     server.fill(name, repeat(BODY, count))
     return name
@@ -91,7 +92,7 @@ def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Took]]:
     yield "ceiling", apart("ceiling", server.bootstrap, topic, count)
     yield "source", apart("source", server.bootstrap, topic, count)
     yield "made_up", of_stage(count, made_up(count))
-    for name, order in (("process", "partition"), ("process.shared", "none")):
+    for name, order in (("process", "partition"), ("process.unordered", "none")):
         with folder_of_its_own() as folder:
             given = given_for(server, folder, topic, order)
             yield name, of_stage(count, run_stage("process", **given))

@@ -1,9 +1,9 @@
 """The unit cases of the area ``kafka``.
 
 Broadway's acknowledger is a value: offsets that were sent, those that were acknowledged, and the
-last one that may be committed.  Here that value is a partition's table.  What Broadway calls an
-acknowledgement is a message settled at once; what is committed is one more than Broadway's number,
-as Kafka has it, the next offset to read.
+last one that may be committed.  Here that value is a claim, and what callbacks have settled
+immediately under it.  What is committed is one more than Broadway's number, as Kafka has it: the
+next offset to read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from airflow_broadway import Broadway, Message, Processors
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.kafka import KafkaProducer
+from airflow_broadway.producers.kafka.claims import Claim, Decision
 from airflow_broadway.producers.kafka.records import Records
-from airflow_broadway.producers.kafka.settling import Decision, settle_now
-from airflow_broadway.producers.kafka.table import Table, claim
+from airflow_broadway.producers.kafka.settling import Read, Rest, ended
 from tests.conformance.observed import Case
 
 __all__ = ["KAFKA"]
@@ -28,38 +28,40 @@ __all__ = ["KAFKA"]
 _GENERATION = "g"
 
 
-def _held(assigned: int, polled: Iterable[int]) -> Table:
+class _Held:
     """A partition whose messages a run has received; what they leave out are gaps of the log."""
-    offsets = sorted(polled)
-    table, given = claim(
-        Table(base=assigned),
-        _GENERATION,
-        ((assigned, offsets[-1] + 1),),
-        0.0,
-        until=60.0,
-        order="none",
-    )
-    assert given == ((assigned, offsets[-1] + 1),)
-    gaps = set(range(assigned, offsets[-1] + 1)).difference(offsets)
-    return _acked(table, gaps)
 
+    def __init__(self, assigned: int, polled: Iterable[int]) -> None:
+        self._polled = sorted(polled)
+        end = self._polled[-1] + 1
+        self._claim = Claim(start=assigned, generation=_GENERATION, end=end)
+        self._settled: dict[int, Decision] = {}
 
-def _acked(table: Table, offsets: Iterable[int], action: Action = Action.ACK) -> Table:
-    decisions = {offset: Decision(action) for offset in offsets}
-    return settle_now(table, _GENERATION, decisions, order="none")[0]
+    def settle(self, offsets: Iterable[int], action: Action = Action.ACK) -> None:
+        """Settle messages; what nobody holds is ignored, as in Broadway."""
+        held = self._polled
+        self._settled |= {offset: Decision(action) for offset in offsets if offset in held}
+
+    @property
+    def offset(self) -> int:
+        """What would be committed now."""
+        claim, left = self._claim, [o for o in self._polled if o not in self._settled]
+        named = {offset: Decision(Action.RELEASE) for offset in left}
+        rest = Rest(Action.RELEASE, named)
+        read = Read(claim.start, claim.end, len(self._polled))
+        return ended(claim, read, named, self._settled, rest).after.start
 
 
 def contiguous(case: Case) -> None:
     given, expect = case["given"], case["expect"]
-    table = _held(given["assigned_offset"], given["polled_offsets"])
+    held = _Held(given["assigned_offset"], given["polled_offsets"])
     last = given["polled_offsets"][-1]
-    committed, found = table.base, []
+    committed, found = held.offset, []
     for offsets in given["ack_calls"]:
-        # Broadway ignores what is older than the first offset; here nobody holds it.
-        table = _acked(table, offsets)
-        moved = table.base if table.base != committed else None
-        committed = table.base
-        found.append([table.base == last + 1, None if moved is None else moved - 1])
+        held.settle(offsets)
+        moved = held.offset if held.offset != committed else None
+        committed = held.offset
+        found.append([committed == last + 1, None if moved is None else moved - 1])
     assert expect["columns"] == ["drained", "committed_offset"]
     assert found == expect["results"]
 
@@ -70,27 +72,27 @@ def failures(case: Case) -> None:
     producer = KafkaProducer(group_id="g", topics=["t"], on_failure="ack")
     ref = Records(_GENERATION, by_key=False)
     both = [*given["successful_offsets"], *given["failed_offsets"]]
-    table = _held(min(both), both)
+    held = _Held(min(both), both)
     done: list[int] = []
     for name, failed in (("successful_offsets", False), ("failed_offsets", True)):
         for offset in given[name]:
             [message] = _messages(ref, "t", 0, [offset])
             verdict = producer.verdict(message, failed=failed, stage="batch")
             assert verdict.action is Action.ACK
-            table = _acked(table, [offset], verdict.action)
+            held.settle([offset], verdict.action)
             done.append(offset)
     assert sorted(done) == expect["acked_offsets"]
-    assert table.base == max(both) + 1
+    assert held.offset == max(both) + 1
 
 
 def commits(case: Case) -> None:
-    # One commit a run, at its end; the table moves with each batch, as Broadway's commits do.
+    # One commit a run, at its end; what it will be moves with each batch, as Broadway's commits do.
     given, expect = case["given"], case["expect"]
     first, count, size = given["begin_offset"], given["messages_per_partition"], given["batch_size"]
-    table, moved = _held(first, range(first, first + count)), []
+    held, moved = _Held(first, range(first, first + count)), []
     for start in range(first, first + count, size):
-        table = _acked(table, range(start, start + size))
-        moved.append(table.base - 1)
+        held.settle(range(start, start + size))
+        moved.append(held.offset - 1)
     assert moved == expect["acks_per_partition"]
 
 

@@ -15,11 +15,15 @@ pytestmark = pytest.mark.broker
 def harness_of(kafka: KafkaServer, folder: Path, order: str) -> KafkaHarness:
     topic = kafka.topic()
     kafka.topic(f"{topic}-dlt")
+    if order == "none":
+        kafka.topic(f"{topic}.retry")
     return KafkaHarness(kafka.bootstrap, topic, f"file://{folder}", order)
 
 
-class TestShared(CustodyContract):
-    """Two runs may share a partition."""
+class TestUnordered(CustodyContract):
+    """A partition is one run's alone until that is settled; failures go to the retry topic."""
+
+    shares: ClassVar[bool] = False
 
     @pytest.fixture
     def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:

@@ -44,9 +44,9 @@ class _OnKafka(Subject):
     """A pipeline over a topic, whose dead letters go to another."""
 
     kind = "kafka"
-    # A group's tables stay as long as the group: they are its offsets.
+    # The newest claims of a group stay as long as the group.
     stays: ClassVar[str] = (
-        r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|(?:tables|letters)/.+)(?:\.json)?$"
+        r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|(?:claims|letters)/.+)(?:\.json)?$"
     )
 
     def __init__(
@@ -62,6 +62,9 @@ class _OnKafka(Subject):
             fcntl.flock(lock, fcntl.LOCK_EX)
             server.topic(self._topic, self._partitions)
             server.topic(f"{self._topic}-dlt")
+            self._topics = [self._topic]
+            if order == "none":
+                self._topics.append(server.topic(f"{self._topic}.retry", self._partitions))
 
     def boundaries(self) -> list[Boundary]:
         return [Kafka(), *super().boundaries()]
@@ -124,11 +127,7 @@ class _OnKafka(Subject):
 
     def _behind(self) -> int:
         """Also what is finished behind the first that is not: Kafka keeps one number."""
-        committed = self._server.committed(self._topic, self._topic)
-        return sum(
-            end - committed.get(partition, (low, ""))[0]
-            for partition, (low, end) in self._server.watermarks(self._topic).items()
-        )
+        return sum(self._server.lag(self._topic, topic) for topic in self._topics)
 
     def letters(self) -> list[Letter]:
         return [

@@ -15,7 +15,7 @@ from tests.kafka_server import nearest_kafka
 
 __all__ = ["Kafka"]
 
-_TOPIC, _GROUP = "killed", "killed"
+_TOPIC, _GROUP, _RETRIES = "killed", "killed", "killed.retry"
 _PARTITIONS = 4
 
 
@@ -28,6 +28,7 @@ class Kafka:
         self.server = nearest_kafka().start(folder / "kafka")
         self.server.topic(_TOPIC, _PARTITIONS)
         self.server.topic(f"{_TOPIC}-dlt")
+        self.server.topic(_RETRIES)
 
     def variables(self) -> Mapping[str, str]:
         return {"AIRFLOW_CONN_KILLED_KAFKA": json.dumps(self.server.connection())}
@@ -37,11 +38,7 @@ class Kafka:
 
     def waiting(self) -> int:
         """Also what is finished behind the first that is not: Kafka keeps one number."""
-        committed = self.server.committed(_GROUP, _TOPIC)
-        return sum(
-            end - committed.get(partition, (low, ""))[0]
-            for partition, (low, end) in self.server.watermarks(_TOPIC).items()
-        )
+        return sum(self.server.lag(_GROUP, topic) for topic in (_TOPIC, _RETRIES))
 
     def leased(self) -> int:
         """Whoever holds a message holds up the group's offset: nobody, where nothing waits."""

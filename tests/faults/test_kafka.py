@@ -56,6 +56,8 @@ class Topic:
         """Messages of one key go to one partition, in order."""
         name = kafka.topic(partitions=PARTITIONS)
         kafka.topic(f"{name}-dlt")
+        if order == "none":
+            kafka.topic(f"{name}.retry")
         producer = kafka.producer({"linger.ms": 5, "queue.buffering.max.messages": 200_000})
         for number in range(count):
             key = number // KEYED
@@ -171,6 +173,8 @@ class Topic:
         ends = {partition: end for partition, (_, end) in self.kafka.watermarks(self.name).items()}
         committed = self.kafka.committed(GROUP, self.name)
         assert {partition: offset for partition, (offset, _) in committed.items()} == ends
+        if self.order == "none":
+            assert self.kafka.lag(GROUP, f"{self.name}.retry") == 0
         self._check_dead_letters()
         self._check_order()
 

@@ -70,7 +70,7 @@ def test_exactly_the_interval_is_read_and_the_group_is_not_touched(
 
     assert sorted(group.bodies()) == ["10", "12", "15", "19.99"]
     assert group.committed() == {}
-    assert group.register().read((group.topic, 0)) is None
+    assert group.claims().read((group.topic, 0)) is None
 
 
 @on_apache_kafka

@@ -8,8 +8,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.verdicts import Action, Verdict
-from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.group import adopt, look
+from airflow_broadway.producers.kafka.inspect import look
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import KafkaServer
@@ -26,6 +25,7 @@ def depth(group: KafkaGroup) -> QueueDepth:
 
 
 def test_a_depth_counts_what_waits_by_what_became_of_it(kafka: KafkaServer, tmp_path: Path) -> None:
+    # Given a partition that is finished but for one message that is retried, and one that is held
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     group.fill(20)
     lease, messages = group.hold(most=20)
@@ -33,12 +33,31 @@ def test_a_depth_counts_what_waits_by_what_became_of_it(kafka: KafkaServer, tmp_
     group.fill(6, partition=1)
     group.hold("holder", most=2)
 
-    one, two = look(group.producer(), group.env("")).partitions
+    one, two, retried = look(group.producer(), group.env("")).partitions
 
-    assert (one.start, one.base, one.end, one.committed) == (0, 3, 10, 3)
-    assert (one.held, one.done, one.lag, one.claimed) == (1, 6, 7, 0)
-    assert (two.base, two.end, two.claimed, two.lag) == (10, 16, 2, 6)
-    assert depth(group)[:4] == (4, 1, 2, 0)
+    assert (one.committed, one.end, one.lag, one.claimed, one.holder) == (10, 10, 0, 0, "")
+    assert (two.committed, two.end, two.lag, two.claimed) == (10, 16, 6, 6)
+    assert two.holder == "flights manual"
+    assert (retried.topic, retried.lag) == (group.retries, 1)
+    assert depth(group)[:4] == (0, 1, 6, 0)
+    group.clock.sleep(61.0)
+    assert depth(group)[:4] == (1, 0, 6, 0)
+
+
+def test_a_depth_counts_what_is_behind_a_message_that_waits_as_delayed(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(10)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {f"{group.topic}-0-3": RETRY})
+
+    [found] = look(group.producer(), group.env("")).partitions
+
+    assert (found.committed, found.lag, found.failed, found.done) == (3, 7, 1, 0)
+    assert depth(group)[:4] == (0, 7, 0, 0)
+    group.clock.sleep(61.0)
+    assert depth(group)[:4] == (7, 0, 0, 0)
 
 
 def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka: KafkaServer, tmp_path: Path) -> None:
@@ -95,41 +114,3 @@ def test_a_group_of_nobody_is_counted_as_it_will_be_read_and_not_touched(
 
     assert depth(group).ready == 1 + 2
     assert not list(tmp_path.iterdir())
-
-
-def test_a_depth_without_the_tables_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
-    group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(5)
-    lease, messages = group.hold()
-    group.settle(lease, messages, {f"{group.topic}-0-0": RETRY})
-    assert depth(group)[:2] == (0, 1)
-
-    group.staging = None
-
-    with pytest.raises(ProducerError, match="kept by another staging folder"):
-        depth(group)
-
-
-def test_a_group_is_adopted_and_given_back(kafka: KafkaServer, tmp_path: Path) -> None:
-    group = KafkaGroup(kafka, tmp_path / "one", order="none")
-    group.fill(6)
-    lease, messages = group.hold()
-    group.settle(lease, messages, {messages[2].message_id: Verdict(Action.RETRY)})
-    group.staging = f"file://{tmp_path}/two"
-    [finding] = [
-        each for each in look(group.producer(), group.env("")).findings if each.level == "error"
-    ]
-    assert "is kept by another staging folder" in finding.text
-
-    assert adopt(group.producer(), group.env("")) == [(group.topic, 0)]
-
-    again = group.drain()
-    assert [m.metadata["offset"] for m in again] == [2, 3, 4, 5]
-    assert all(message.redelivered for message in again)
-    # Back again: what the first folder knew is out of date, and goes by Kafka's offset too
-    group.fill(1)
-    group.staging = f"file://{tmp_path}/one"
-    with pytest.raises(ProducerError, match="kept by another staging folder"):
-        group.drain()
-    adopt(group.producer(), group.env(""))
-    assert [m.metadata["offset"] for m in group.drain()] == [6]

@@ -17,9 +17,9 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.admin import Admin
-from airflow_broadway.producers.kafka.register import Register
+from airflow_broadway.producers.kafka.claims import Claim
+from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.source import KafkaSource
-from airflow_broadway.producers.kafka.table import Table
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka
@@ -126,7 +126,7 @@ def test_a_plain_consumers_group_is_taken_over_where_it_is(
     assert not any(message.redelivered for message in messages)
 
 
-def test_idle_partitions_are_committed_too(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_idle_partitions_are_committed_once_too(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path, partitions=3)
     group.fill(2, partition=1)
 
@@ -134,9 +134,7 @@ def test_idle_partitions_are_committed_too(kafka: KafkaServer, tmp_path: Path) -
 
     assert group.committed() == {0: 0, 1: 2, 2: 0}
     found = kafka.committed(group.group, group.topic)
-    mark = json.loads(found[1][1] or "")
-    assert mark.pop("s") in (3, 4)  # versions: as many as portions came
-    assert mark == {"b": 1, "o": group.register().owner(), "h": 2}
+    assert json.loads(found[1][1] or "") == {"b": 2, "o": group.claims().owner(), "h": 2}
     assert all(len(metadata or "") <= 90 for _, metadata in found.values())
 
 
@@ -158,16 +156,22 @@ def test_an_offset_that_expired_is_no_loss(
     assert group.committed() == {0: 6}
 
 
-def test_a_stale_mirror_is_written_again(kafka: KafkaServer, tmp_path: Path) -> None:
-    # Given a settler that died before it committed
+def test_a_late_commit_of_an_earlier_run_brings_messages_again_marked(
+    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a settler that slept between its last look and its commit, until others had gone on
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
-    lease, messages = group.hold()
-    offset, mark = kafka.committed(group.group, group.topic)[0]
+    lease, messages = group.hold(most=2)
     group.settle(lease, messages)
+    offset, mark = kafka.committed(group.group, group.topic)[0]
+    group.drain()
     kafka.commit(group.group, group.topic, 0, offset, mark or "")
 
-    assert group.drain() == []
+    again = group.drain()
+
+    assert (offsets(again), {m.redelivered for m in again}) == ([2, 3, 4], {True})
+    assert "was reset from 5 to 2 by another program" in caplog.text
     assert group.committed() == {0: 5}
 
 
@@ -188,27 +192,35 @@ def test_an_operators_reset_is_honoured(
     assert all(message.redelivered for message in back)
     assert offsets(forward) == [5, 6]
     assert [message.redelivered for message in forward] == [True, False]
-    assert "was reset from 6 to 2 by somebody else: it is honoured" in caplog.text
+    assert "was reset from 6 to 2 by another program: it is honoured" in caplog.text
 
 
-def test_an_operators_reset_waits_for_runs_that_hold_messages(
+def test_a_reset_while_a_run_holds_messages_counts_and_what_it_held_has_lapsed(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
     group = KafkaGroup(kafka, tmp_path)
     group.fill(6)
+    group.drain()
+    group.fill(4)
     lease, messages = group.hold("holder")
     kafka.commit(group.group, group.topic, 0, 2)
+    assert group.drain() == []  # the run holds the partition
 
-    with pytest.raises(ProducerError, match=r"offsets were reset to 2 at .*-0, while") as raised:
-        group.drain()
+    report = group.settle(lease, messages)
 
-    assert "generation holder" in str(raised.value)
-    assert lease.deadline.isoformat(timespec="seconds")[:16] in str(raised.value)
-    group.settle(lease, messages)
-    assert group.committed() == {0: 6}
+    assert (report.acked, report.lapsed) == (0, 4)
+    assert (
+        "was reset from 6 to 2 while a run held its messages: the reset counts"
+        in (report.errors[0])
+    )
+    again = group.drain()
+    assert (offsets(again), {m.redelivered for m in again}) == ([*range(2, 10)], {True})
+    assert group.committed() == {0: 10}
 
 
-def test_a_new_beginning_is_made_once_asked_for(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_each_run_begins_by_the_policy_where_that_is_asked_for(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     group.drain()
@@ -219,7 +231,7 @@ def test_a_new_beginning_is_made_once_asked_for(kafka: KafkaServer, tmp_path: Pa
     assert all(message.redelivered for message in again)
     assert group.drain() == []
     lease, _ = group.hold("holder", begin_offset="reset")
-    with pytest.raises(ProducerError, match=r"begin_offset='reset' at .* while generation holder"):
+    with pytest.raises(ProducerError, match=r"begin_offset='reset' at .* while another run holds"):
         group.hold(begin_offset="reset")
     group.carry_out(lease, Settlement(rest=RELEASE))
 
@@ -263,40 +275,135 @@ def test_a_group_with_members_is_refused(kafka: KafkaServer, tmp_path: Path) -> 
         group.drain()
 
 
-def test_a_group_of_another_staging_folder_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_another_staging_folder_goes_on_where_the_group_is(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
     group = KafkaGroup(kafka, tmp_path / "one")
     group.fill(3)
     group.drain()
+    group.fill(2)
     group.staging = f"file://{tmp_path}/two"
 
-    with pytest.raises(ProducerError, match=r"kept by another staging folder.*kafka adopt"):
-        group.drain()
-    # Nor is one taken whose staging was lost
-    shutil.rmtree(tmp_path / "one")
+    messages = group.drain()
+
+    assert offsets(messages) == [3, 4]
+    assert not any(message.redelivered for message in messages)
+
+
+def test_what_a_run_with_another_staging_folder_holds_is_left_alone_until_its_lease_is_over(
+    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = KafkaGroup(kafka, tmp_path / "one", lease=100.0)
+    group.fill(3)
+    lease, held = group.hold()
+    group.staging = f"file://{tmp_path}/two"
+
+    assert group.drain() == []
+
+    assert "is held until" in caplog.text
+    assert "by a run with another staging folder" in caplog.text
+    group.clock.sleep(101.0)
+    again = group.drain()
+    assert (offsets(again), {m.redelivered for m in again}) == ([0, 1, 2], {True})
+    # The first run settles nothing of what the other has finished
     group.staging = f"file://{tmp_path}/one"
-    with pytest.raises(ProducerError, match=r"kept by another staging folder.*kafka adopt"):
-        group.drain()
+    report = group.settle(lease, held)
+    assert report.lapsed == 3
+    assert "has taken over" in report.errors[0]
+    assert group.committed() == {0: 3}
 
 
-def test_a_run_without_staging_leaves_a_group_that_staging_takes_over(
+def test_two_staging_folders_that_begin_a_group_together_handle_each_message_once(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:
-    group = KafkaGroup(kafka, tmp_path, order="none")
+    # Given two that have opened before either has claimed anything
+    one = KafkaGroup(kafka, tmp_path / "one")
+    one.fill(300)
+    two = KafkaGroup(kafka, tmp_path / "two")
+    two.topic, two.letters, two.group = one.topic, one.letters, one.group
+    with one.source("first") as first, two.source("second") as second:
+        # When both receive
+        found = [one.take(first), two.take(second)]
+        first.stop()
+        second.stop()
+        reports = [one.settle(first.lease, found[0]), two.settle(second.lease, found[1])]
+
+    # Then the group's offset, which both commit with their marks, has decided
+    assert [len(messages) for messages in found] == [300, 0]
+    assert [report.acked for report in reports] == [300, 0]
+    assert two.drain() == []
+
+
+def test_of_two_staging_folders_that_claim_in_the_same_moment_the_last_commit_counts(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = KafkaGroup(kafka, tmp_path / "one")
+    one.fill(30)
+    one.drain()
+    one.fill(30)
+    two = KafkaGroup(kafka, tmp_path / "two")
+    two.topic, two.letters, two.group = one.topic, one.letters, one.group
+    with one.source("first") as first, two.source("second") as second:
+        # Given one that commits its claim when the other has looked, and not committed yet
+        committed = Cluster.commit
+        taken: list[Any] = []
+
+        def late(self: Cluster, offsets: Any) -> None:
+            if self is first._cluster and not taken:
+                taken.extend(two.take(second))
+            committed(self, offsets)
+
+        monkeypatch.setattr(Cluster, "commit", late)
+        found = one.take(first)
+        monkeypatch.undo()
+        first.stop()
+        second.stop()
+        reports = [one.settle(first.lease, found), two.settle(second.lease, taken)]
+
+    # Then both have handled the messages; one of the two says so
+    assert (len(found), len(taken)) == (30, 30)
+    assert [(report.acked, report.lapsed) for report in reports] == [(30, 0), (0, 30)]
+    assert "a run with another staging folder" in reports[1].errors[0]
+    assert one.committed() == {0: 60}
+
+
+def test_a_staging_folder_that_was_restored_from_an_older_copy_loses_and_repeats_nothing(
+    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a copy of the staging folder, and runs after it; of the last nobody has settled anything
+    group = KafkaGroup(kafka, tmp_path / "staging", lease=100.0)
+    group.fill(50)
+    group.drain()
+    shutil.copytree(tmp_path / "staging", tmp_path / "copy")
+    group.fill(50, start=50)
+    group.drain()
+    group.fill(100, start=100)
+    group.hold("dies")
+
+    shutil.rmtree(tmp_path / "staging")
+    shutil.copytree(tmp_path / "copy", tmp_path / "staging")
+    group.fill(10, start=200)
+    group.clock.sleep(200.0)
+    again = group.drain()
+
+    # Then the offset in Kafka counts, and its mark tells what was handed out
+    assert offsets(again) == list(range(100, 210))
+    assert [m.redelivered for m in again] == [True] * 100 + [False] * 10
+    assert "staging knows of 50: it is older, or was restored" in caplog.text
+
+
+def test_what_a_run_without_staging_has_finished_stands(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
     staging, group.staging = group.staging, None
     group.fill(4)
     lease, messages = group.hold()
     group.settle(lease, messages, {messages[1].message_id: RETRY})
     group.staging = staging
 
-    # What was finished behind a hole is known to the table alone, and comes marked
     again = group.drain()
 
     assert offsets(again) == [1, 2, 3]
     assert all(message.redelivered for message in again)
-    # The other way round it is refused
-    group.staging = None
-    with pytest.raises(ProducerError, match="kept by another staging folder"):
-        group.drain()
 
 
 def test_a_topic_that_was_made_anew_is_refused(apache_kafka: ApacheKafka, tmp_path: Path) -> None:
@@ -309,11 +416,15 @@ def test_a_topic_that_was_made_anew_is_refused(apache_kafka: ApacheKafka, tmp_pa
     group.fill(4)
 
     with pytest.raises(
-        ProducerError, match=r"offset 10 of .*-0 is beyond the end 4: the topic was"
+        ProducerError, match=r"was made anew since the group .* read it: .*--reset-offsets"
     ):
         group.drain()
 
-    assert offsets(group.drain(begin_offset="reset")) == [0, 1, 2, 3]
+    apache_kafka.consumer_groups(
+        *("--group", group.group, "--topic", group.topic),
+        *("--reset-offsets", "--to-earliest", "--execute"),
+    )
+    assert offsets(group.drain()) == [0, 1, 2, 3]
     assert group.drain() == []
 
 
@@ -341,14 +452,15 @@ def test_a_topic_with_another_id_was_made_anew(
     ids = {group.topic: "first"}
     monkeypatch.setattr(Admin, "topic_ids", lambda self, topics: ids)
     assert len(group.drain()) == 3
-    assert group.table().topic_id == "first"
+    assert group.claim().topic_id == "first"
     group.fill(1)
 
     ids[group.topic] = "second"
     with pytest.raises(ProducerError, match=r"was made anew since the group .* read it"):
         group.drain()
 
-    assert len(group.drain(begin_offset="reset")) == 4
+    kafka.commit(group.group, group.topic, 0, 0)  # kafka-consumer-groups --reset-offsets
+    assert len(group.drain()) == 4
     assert group.drain() == []
     ids.clear()  # not told any more: nothing to compare
     assert group.drain() == []
@@ -358,22 +470,22 @@ def test_a_topic_with_another_id_was_made_anew(
 def test_what_retention_removed_is_told_and_left_behind(
     kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = KafkaGroup(kafka, tmp_path, order="none")
+    group = KafkaGroup(kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold(most=4)
     group.settle(lease, messages, {messages[2].message_id: RETRY})
     kafka.delete_before(group.topic, 0, 7)
 
     with pytest.raises(
-        ProducerError, match=r"4 messages of .*-0 \(2–6\) were removed by retention"
+        ProducerError, match=r"5 messages of .*-0 \(2–6\) were removed by retention"
     ):
         group.drain(on_expired="fail")
     with caplog.at_level(logging.ERROR), group.source() as source:
         assert offsets(group.take(source)) == [7, 8, 9]
-        assert source.lease.state["set_aside"] == {"expired": 4}
+        assert source.lease.state["set_aside"] == {"expired": 5}
 
-    assert "4 messages of" in caplog.text
-    assert group.table().base == 7
+    assert "5 messages of" in caplog.text
+    assert f"{group.topic}-0-2 was to be retried, and is gone" in caplog.text
 
 
 def test_a_group_that_may_not_be_written_is_refused(kafka_mock: MockKafka, tmp_path: Path) -> None:
@@ -404,54 +516,56 @@ def test_others_take_what_a_dead_run_held_half_a_minute_after_its_lease(
     assert group.committed() == {0: 3}
 
 
-def test_versions_that_were_superseded_are_removed_after_an_hour(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_superseded_versions_of_a_claim_are_removed(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
-    folder = next(iter(_tables(group)), None)
-    assert folder is None
-    for _ in range(3):
+    for _ in range(8):
         group.fill(1)
         group.drain()
-    [folder] = _tables(group)
-    many = len(list(folder.iterdir()))
-    group.clock.sleep(3700.0)
-    group.fill(1)
-    group.drain()
-    group.clock.sleep(3700.0)
-    group.drain()
 
-    assert many >= 7
-    assert len(list(folder.iterdir())) <= 3
-    assert group.drain() == []
+    [folder] = tmp_path.glob("kafka/*/claims/*/0")
+    assert len(list(folder.iterdir())) <= 11
 
 
-def _tables(group: KafkaGroup) -> list[Path]:
-    assert group.staging is not None
-    return list(Path(group.staging.removeprefix("file://")).glob("kafka/*/tables/*/0"))
-
-
-def test_a_writer_that_slept_reads_again(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_writer_that_slept_finds_that_others_went_on(kafka: KafkaServer, tmp_path: Path) -> None:
+    # Given a process that has read a claim, and slept until all versions that it knew were removed
     group = KafkaGroup(kafka, tmp_path)
     group.fill(2)
     group.drain()
     place = (group.topic, 0)
-    slept: Register = group.register()
+    slept = group.claims()
     slept.read(place)
-    group.fill(1)
-    group.drain()
-    [folder] = _tables(group)
-    newest = max(folder.iterdir())
-    for path in folder.iterdir():
-        if path != newest:
-            path.unlink()
+    for _ in range(6):
+        group.fill(1)
+        group.drain()
 
-    group.clock.sleep(700.0)
+    seen: list[int] = []
 
-    def changed(table: Table | None) -> tuple[Table, None]:
-        assert table is not None
-        return dataclasses.replace(table, epoch=7), None
+    def changed(known: Claim | None) -> Claim:
+        assert known is not None
+        seen.append(known.start)
+        return dataclasses.replace(known, epoch=7)
 
-    slept.change(place, changed)
+    slept.change(place, changed, fresh=False)
 
-    assert (group.table().base, group.table().epoch) == (3, 7)
+    assert seen == [2, 8]
+    assert (group.claim().start, group.claim().epoch) == (8, 7)
+
+
+def test_a_process_that_dies_as_it_begins_a_group_holds_nobody_up(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given one that is killed when it has claimed where the group begins, and not committed it
+    group = KafkaGroup(kafka, tmp_path, lease=3600.0)
+    group.fill(3)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Cluster, "commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            group.hold()
+
+    group.clock.sleep(31.0)
+
+    assert offsets(group.drain()) == [0, 1, 2]

@@ -17,7 +17,6 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.kafka import partition as partition_module
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.runs.unstaged import UnstagedTask
@@ -102,20 +101,17 @@ def test_a_run_takes_all_that_is_there_though_it_waits_for_nothing(
     assert len({message.message_id for message in taken}) == 9_000
 
 
-def test_two_writes_to_a_table_claim_ten_thousand_messages(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_few_claims_hold_ten_thousand_messages(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10_000)
 
     with group.source() as source:
         assert len(group.take(source)) == 10_000
-        assert group.register().version((group.topic, 0)) == 0  # not read yet
-        register = group.register()
-        register.read((group.topic, 0))
 
-    # the first version, then claims of 2,000, 4,000 and the rest: of one portion, or two
-    assert register.version((group.topic, 0)) in (4, 5)
+    [folder] = tmp_path.glob("kafka/*/claims/*/0")
+    # Where the group begins, twice; then 2,000, 6,000 and 10,000: of one portion, or two
+    assert len(list(folder.iterdir())) <= 6
+    assert group.claim().end == 10_000
 
 
 def test_what_is_claimed_ahead_does_not_reach_beyond_the_log(
@@ -158,11 +154,11 @@ def test_what_was_aborted_is_never_read_and_the_lag_comes_to_nothing(
     assert len(messages) == 350
     retried = messages[100]
     verdicts = {retried.message_id: Verdict(Action.RETRY, 0.0, "again", "process")}
-    report = group.settle(lease, messages, verdicts, order="none")
+    report = group.settle(lease, messages, verdicts)
 
-    assert (report.acked, report.requeued) == (349, 1)
+    assert (report.acked, report.requeued, report.released) == (100, 1, 249)
     assert group.committed() == {0: retried.metadata["offset"]}
-    assert offsets(group.drain()) == [retried.metadata["offset"]]
+    assert len(group.drain()) == 250
     assert group.committed() == {0: end}
     assert group.producer().depth(group.env("")).ready == 0  # type: ignore[union-attr]
 
@@ -181,7 +177,6 @@ def test_aborted_messages_alone_are_left_behind_too(kafka: KafkaServer, tmp_path
     assert group.drain() == []
 
     [(_, end)] = kafka.watermarks(group.topic).values()
-    assert group.table().base == end
     assert group.committed() == {0: end}
 
 
@@ -214,12 +209,15 @@ def test_what_comes_as_a_run_ends_is_not_called_an_open_transaction(
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     with caplog.at_level(logging.WARNING), group.source() as source:
-        assert len(group.take(source)) == 3
+        messages = group.take(source)
+        assert len(messages) == 3
         group.fill(2)
         # The client hears of them, and the run asks no more.
         place = (group.topic, 0)
         eventually(lambda: source._cluster.known_end(place) == 5)
         source.stop()
+
+        group.settle(source.lease, messages)
 
     assert "a transaction" not in caplog.text
     assert offsets(group.drain()) == [3, 4]
@@ -316,20 +314,19 @@ def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(4)
     with group.source("g") as source:
-        register = group.register()
-        files = register.generation("g")
-        change = source._register.change
+        files = group.claims().generation("g")
+        create = source._create
 
-        def ended_meanwhile(place: Any, compute: Any) -> Any:
+        def ended_meanwhile(*given: Any) -> Any:
             files.end()
-            return change(place, compute)
+            return create(*given)
 
-        source._register.change = ended_meanwhile  # type: ignore[method-assign]
+        source._create = ended_meanwhile  # type: ignore[method-assign, assignment]
         with pytest.raises(LeaseLapsed, match="generation g was settled while it still received"):
             source.receive(4, timeout=0.0)
-        source._register.change = change  # type: ignore[method-assign]
+        source._create = create  # type: ignore[method-assign]
 
-    assert group.table().claims == {}
+    assert group.claim().generation == ""
     assert not any(message.redelivered for message in group.drain())
 
 
@@ -387,17 +384,17 @@ def test_what_retention_removes_while_a_run_reads_may_fail_it(
 def test_a_message_that_waits_and_expires_is_superseded(
     kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = KafkaGroup(kafka, tmp_path, order="none")
+    group = KafkaGroup(kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     group.settle(lease, messages, {messages[3].message_id: retry})
     kafka.delete_before(group.topic, 0, 8)
 
-    assert group.drain() == []
-    assert group.table().held == {}
+    assert offsets(group.drain()) == [8, 9]
+    assert group.claim().failed == {}
     assert group.committed() == {0: 10}
-    assert f"{group.topic}-0-3 was to be tried again, and is gone" in caplog.text
+    assert f"{group.topic}-0-3 was to be retried, and is gone" in caplog.text
 
 
 def test_an_interrupted_fetch_loses_nothing(
@@ -438,6 +435,19 @@ def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(
     assert [m.redelivered for m in group.drain()] == [True, True, True]
 
 
+def test_a_claim_that_is_not_committed_loses_nothing(kafka_mock: MockKafka, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path)
+    group.fill(5)
+    with group.source() as source:
+        kafka_mock.tell("push_request_errors_array", 8, [30])
+        with pytest.raises(ProducerError, match="the group is not allowed"):
+            source.receive(5, timeout=0.0)
+
+        messages = group.take(source)
+
+    assert (offsets(messages), any(m.redelivered for m in messages)) == ([0, 1, 2, 3, 4], False)
+
+
 def test_an_instant_of_the_log_is_utc(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     before = datetime.now(UTC).timestamp() - 60
@@ -464,24 +474,3 @@ def test_a_task_that_is_not_mapped_reads_all_partitions(
     done = kind(run, pipeline, task, Ports(), index=index, budget=Budget()).run()
 
     assert done.reference["received"] == {None: 9, 0: 6, 1: 3}[index]
-
-
-def test_a_partition_with_ten_thousand_holes_gets_no_new_ones(
-    kafka_mock: MockKafka,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(partition_module, "_MOST_HOLES", 10)
-    group = KafkaGroup(kafka_mock, tmp_path, order="none")
-    group.fill(40)
-    lease, messages = group.hold(most=30)
-    retry = Verdict(Action.RETRY, 60.0, "again", "process")
-    group.settle(lease, messages, {m.message_id: retry for m in messages[::2]})
-
-    assert group.drain() == []
-    assert f"{group.topic}-0 has 15 holes" in caplog.text
-    group.clock.sleep(61.0)
-    again: list[Any] = group.drain()
-    assert [m.metadata["offset"] for m in again] == list(range(0, 30, 2))
-    assert len(group.drain()) == 10

@@ -17,8 +17,9 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.kafka import custodian as custodian_module
-from airflow_broadway.producers.kafka.register import Register
+from airflow_broadway.producers.kafka.claims import GenerationFiles
+from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kit.generation_log import GenerationLog
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.staging.run_folder import StagedRun
@@ -120,7 +121,7 @@ def test_a_settler_that_died_behind_its_letters_sends_them_again_marked(
     group.fill(3)
     lease, messages = group.hold()
     with monkeypatch.context() as patched:
-        patched.setattr(Register, "change", _killed)
+        patched.setattr(GenerationLog, "begin", _killed)
         with pytest.raises(KeyboardInterrupt):
             group.settle(lease, messages, {messages[0].message_id: DEAD})
 
@@ -142,7 +143,7 @@ def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_ag
     lease, messages = group.hold()
     custodian = group.producer().custodian(group.env("c"))
     with monkeypatch.context() as patched:
-        patched.setattr(Register, "change", _killed)
+        patched.setattr(GenerationFiles, "note_now", _killed)
         with pytest.raises(KeyboardInterrupt):
             custodian.settle_now(lease, [entry_of(messages[0], DEAD)])
     custodian.close()
@@ -205,8 +206,8 @@ def test_letters_without_a_topic_stay_where_they_are(kafka: KafkaServer, tmp_pat
     assert kafka.partitions("nowhere-to-go") == []
 
 
-# ------------------------------------------------------------------------------- the mirror
-def test_a_mirror_that_is_refused_is_told_and_the_tables_stand(
+# ------------------------------------------------------------------------------- the offsets
+def test_offsets_that_are_refused_settle_nothing_until_they_are_taken(
     kafka_mock: MockKafka, tmp_path: Path
 ) -> None:
     group = KafkaGroup(kafka_mock, tmp_path)
@@ -214,13 +215,35 @@ def test_a_mirror_that_is_refused_is_told_and_the_tables_stand(
     lease, messages = group.hold()
     kafka_mock.tell("push_request_errors_array", 8, [30])
 
-    report = group.settle(lease, messages)
+    with pytest.raises(ProducerError, match="the group is not allowed"):
+        group.settle(lease, messages, rest=ACK)
 
-    assert report.acked == 3
-    assert "settled, but the group's offsets in Kafka are behind" in report.errors[0]
-    assert (group.committed(), group.table().base) == ({0: 0}, 3)
+    assert group.committed() == {0: 0}
     assert group.drain() == []
+    # Whoever settles next carries out what was decided
+    assert group.settle(lease, messages, rest=RELEASE) == SettleReport(acked=3)
     assert group.committed() == {0: 3}
+
+
+def test_a_settlement_that_was_decided_stands_though_others_take_over(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    # Given a settler that dies when it has decided, and before it has committed
+    group = KafkaGroup(kafka_mock, tmp_path, lease=100.0)
+    group.fill(6)
+    lease, messages = group.hold()
+    kafka_mock.tell("push_request_errors_array", 8, [30])
+    with pytest.raises(ProducerError):
+        group.settle(lease, messages, {messages[4].message_id: DEAD, messages[5].message_id: RETRY})
+
+    group.clock.sleep(200.0)
+    [again] = group.drain()
+
+    assert (again.metadata["offset"], again.attempt, again.redelivered) == (5, 2, True)
+    assert len(letters(group)) == 1
+    assert group.committed() == {0: 6}
+    report = group.settle(lease, messages)
+    assert report == SettleReport(acked=4, dead_lettered=1, requeued=1)
 
 
 def test_a_million_are_settled_by_counts_alone(kafka: KafkaServer, tmp_path: Path) -> None:
@@ -288,35 +311,24 @@ def test_a_settler_killed_at_any_write_reports_the_same(
 
     assert first == SettleReport(acked=28, requeued=1, dead_lettered=1)
     assert group.settle(lease, messages, verdicts) == first
-    assert [m.message_id for m in group.drain()] == [messages[0].message_id]
+    assert {m.message_id for m in group.drain()} == {messages[0].message_id}
 
 
-def test_of_two_settlers_with_different_verdicts_each_partition_has_one(
+def test_of_two_settlers_with_different_verdicts_the_first_that_has_decided_counts(
     kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(10)
     lease, messages = group.hold()
-    settle_place = custodian_module.KafkaCustodian._settle_place
-    seen: list[Any] = []
-
-    def dies_at_the_second(
-        self: Any, register: Any, work: Any, place: Any, *rest: Any, **k: Any
-    ) -> Any:
-        seen.append(place)
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        return settle_place(self, register, work, place, *rest, **k)
-
     with monkeypatch.context() as patched:
-        patched.setattr(custodian_module.KafkaCustodian, "_settle_place", dies_at_the_second)
+        patched.setattr(Cluster, "commit", _killed)
         with pytest.raises(KeyboardInterrupt):
             group.settle(lease, messages)
 
     report = group.settle(lease, messages, rest=RELEASE)
 
-    assert report == SettleReport(acked=5, released=5)
-    assert len(group.drain()) == 5
+    assert report == SettleReport(acked=10)
+    assert group.drain() == []
 
 
 # ------------------------------------------------------------------------------- order and halts
@@ -409,6 +421,7 @@ def test_a_per_message_verdict_wins(kafka: KafkaServer, tmp_path: Path) -> None:
 
     settled = report.settled
     assert (settled.acked, settled.requeued, settled.dead_lettered, settled.left) == (1, 1, 1, 1)
+    assert [record.value() for record in letters(group, group.retries)] == [b"retry"]
     assert [letter.value() for letter in letters(group)] == [b"dead_letter"]
 
 

@@ -1,18 +1,20 @@
-"""Kafka: what a delivery report names is confirmed; what is left is what no table calls finished.
+"""Kafka: what a delivery report names is confirmed; what is left is what nothing calls finished.
 
-Nothing can be taken out of a log, so what lies in a partition is read with librdkafka alone, and
-which of it is finished from the tables in staging, whose format is ours: there is no other word on
-it.  Kafka's own, the committed offset, must never be ahead of them.
+Nothing can be taken out of a log, so what is in a partition is read with librdkafka alone.  Below
+the group's committed offset it is finished; beyond it, the newest claim in staging tells, whose
+format is ours, and the notes of the generation that has it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.kafka_proxy import KafkaProxy
 from tests.kafka_server import KafkaServer
@@ -106,7 +108,7 @@ _SENDERS: Mapping[str, type[_Sender]] = {
 class LivingKafka:
     """A topic of its own at a server, and one for its dead letters.
 
-    :param folder: Whose ``staging`` has the tables.
+    :param folder: Whose ``staging`` has the claims.
     :param order: The producer's option.
     :param traffic: How messages come: ``plain``, in ``transactions``, or to a topic that is
         ``growing``.
@@ -127,9 +129,12 @@ class LivingKafka:
         self._folder = folder
         self._topic = server.topic(f"living-{uuid.uuid4().hex[:12]}", _PARTITIONS)
         self._dead = server.topic(f"{self._topic}-dlt", 1)
+        self._retries = f"{self._topic}.retry"
+        if order == "none":
+            server.topic(self._retries, 2)
         self._proxy: KafkaProxy | None = None
-        #: Partition → offsets that :meth:`drain` has found.
-        self._drained: dict[int, set[int]] = {}
+        #: Topic and partition → offsets that :meth:`drain` has found.
+        self._drained: dict[tuple[str, int], set[int]] = defaultdict(set)
         self.options: Mapping[str, Any] = {
             "topics": [self._topic],
             "group_id": _GROUP,
@@ -159,31 +164,32 @@ class LivingKafka:
         if self._proxy is not None:
             self._proxy.__exit__()
             self._proxy = None
-        return [*self._left(), *self._dead_letters()]
+        topics = [each for each in (self._topic, self._retries) if self._server.partitions(each)]
+        left = [each for topic in topics for each in self._left(topic)]
+        return [*left, *self._dead_letters()]
 
-    def _left(self) -> Iterator[Left]:
-        tables = {number: self._table(number) for number in self._server.partitions(self._topic)}
-        for partition, (offset, _) in self._server.committed(_GROUP, self._topic).items():
-            assert offset <= tables[partition].get("base", 0), "the mirror is ahead of the table"
-        for message in self._server.read(self._topic):
+    def _left(self, topic: str) -> Iterator[Left]:
+        committed = self._server.committed(_GROUP, topic)
+        places = {
+            number: _Place.of(self._folder, topic, number, committed.get(number, (0, ""))[0])
+            for number in self._server.partitions(topic)
+        }
+        for message in self._server.read(topic):
             partition, offset = message.partition() or 0, message.offset() or 0
-            found = self._drained.setdefault(partition, set())
-            table = tables[partition]
-            if offset in found or _is_done(table, offset):
+            found, place = self._drained[topic, partition], places[partition]
+            if offset in found or place.is_done(offset):
                 continue
             found.add(offset)
             number = number_of(message.value() or b"")
-            yield Left(number, *_place(table, offset))
-
-    def _table(self, partition: int) -> dict[str, Any]:
-        """The newest version; nothing where nobody has opened the partition."""
-        pattern = f"staging/**/tables/{self._topic}/{partition}/*.json"
-        versions = sorted(self._folder.glob(pattern), key=lambda path: path.name)
-        found: dict[str, Any] = json.loads(versions[-1].read_bytes()) if versions else {}
-        return found
+            if topic == self._topic:
+                yield Left(number, *place.where(offset))
+            else:
+                headers: dict[str, Any] = dict(message.headers() or [])
+                due = int(headers["broadway.not-before"]) / 1000 <= time.time()
+                yield Left(number, "returns" if due else "delay", True)
 
     def _dead_letters(self) -> Iterator[Left]:
-        found = self._drained.setdefault(-1, set())
+        found = self._drained[self._dead, 0]
         for message in self._server.read(self._dead):
             offset = message.offset() or 0
             if offset in found:
@@ -194,20 +200,58 @@ class LivingKafka:
             yield Left(number_of(message.value() or b""), DEAD, again)
 
 
-def _is_done(table: Mapping[str, Any], offset: int) -> bool:
-    return bool(table) and (offset < table["base"] or _within(table.get("done", ()), offset))
+class _Place(NamedTuple):
+    """One partition, by its offset in Kafka and the newest claim.
 
+    :param at_once: Offsets that callbacks of the generation that has the claim have finished.
+    """
 
-def _place(table: Mapping[str, Any], offset: int) -> tuple[str, bool]:
-    """Where a message is, and whether it comes marked."""
-    for ranges, *_ in table.get("claims", {}).values():
-        if _within(ranges, offset):
+    committed: int
+    claim: Mapping[str, Any]
+    at_once: frozenset[int]
+
+    @classmethod
+    def of(cls, folder: Path, topic: str, partition: int, committed: int) -> _Place:
+        """Read the newest claim; nothing where nobody has opened the partition."""
+        pattern = f"staging/**/claims/{topic}/{partition}/*.json"
+        versions = sorted(folder.glob(pattern), key=lambda path: path.name)
+        if not versions:
+            return cls(committed, {}, frozenset())
+        claim: dict[str, Any] = json.loads(versions[-1].read_bytes())
+        if not claim.get("generation"):
+            return cls(committed, claim, frozenset())
+        name = hashlib.sha256(claim["generation"].encode()).hexdigest()[:20]
+        log = versions[-1].parents[3] / name
+        if (log / "begun.json").exists():  # its settlement was decided, and stands
+            for row in json.loads((log / "begun.json").read_bytes())["plan"]["places"]:
+                if row[:2] == [topic, partition]:
+                    marked = max(claim.get("marked", 0), claim["end"])
+                    planned = {**row[3], "marked": marked}
+                    return cls(max(committed, planned.get("start", 0)), planned, frozenset())
+        rows = [row for path in log.glob("now-*.json") for row in json.loads(path.read_bytes())]
+        final = {
+            row[2]
+            for row in rows
+            if row[:2] == [topic, partition] and (row[3] in ("ack", "dead_letter") or row[8])
+        }
+        return cls(committed, claim, frozenset(final))
+
+    def is_done(self, offset: int) -> bool:
+        """Whether it is finished."""
+        done = self.claim.get("done", ())
+        return offset < self.committed or offset in self.at_once or _within(done, offset)
+
+    def where(self, offset: int) -> tuple[str, bool]:
+        """Where a message is, and whether it comes marked."""
+        claim = self.claim
+        end = claim.get("end", 0)
+        if claim.get("generation") and offset < end:
             return "leased", True
-    held = table.get("held", {}).get(str(offset))
-    if held is not None and held[1] > time.time():
-        return "delay", True
-    again = held is not None or _within(table.get("marks", ()), offset)
-    return ("returns", True) if again else ("source", False)
+        failed = claim.get("failed", {}).get(str(offset))
+        if failed is not None and failed[1] > time.time():
+            return "delay", True
+        again = offset < max(claim.get("marked", 0), end)
+        return ("returns", True) if again else ("source", False)
 
 
 def _within(ranges: Sequence[Sequence[int]], offset: int) -> bool:

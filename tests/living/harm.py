@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from airflow_broadway.producers.kafka import opening, register
+from airflow_broadway.producers.kafka import claims
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
@@ -117,6 +117,5 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
         if harm.get("young_queues"):
             change(queue_calls, "_RELIABLE_AGE", 0.0)
         if harm.get("no_grace"):
-            for place in (opening, register):
-                change(place, "GRACE_SECONDS", 0.0)
+            change(claims, "GRACE_SECONDS", 0.0)
         yield writes

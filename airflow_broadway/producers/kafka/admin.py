@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-__all__ = ["Admin"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds that an answer may take.
@@ -28,6 +26,7 @@ class Admin:
         self._kafka = kafka
         self._make = make
         self._made: Any = None  # it must outlive what it promises
+        self._answers_at_all = False
 
     def topic_ids(self, topics: Collection[str]) -> dict[str, str]:
         """The id of each topic that has one: another, once the topic is made anew."""
@@ -59,8 +58,9 @@ class Admin:
         try:
             if self._made is None:
                 self._made = self._make()
-            about = self._made.list_topics(timeout=_TIMEOUT)
-            if about.controller_id not in about.brokers:  # nobody would answer
+                about = self._made.list_topics(timeout=_TIMEOUT)
+                self._answers_at_all = about.controller_id in about.brokers
+            if not self._answers_at_all:
                 return {}
             asked = ask(self._made)
         except (self._kafka.KafkaException, ImportError, AttributeError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""A backfill: the messages of an interval, read from the log, beside live runs.
+"""A backfill: the messages of an interval, read from the log, next to live runs.
 
-It has tables of its own, of which each has a beginning and an end; the group, its offsets and its
-tables are not touched.  Messages stand in the log in order of their arrival, and the instants that
-their senders gave them need not be in that order: so it reads on for ``lateness`` behind the
-interval, and hands out those messages whose instant is in it.
+It has claims of its own, whose offsets are those of the run; the group is not touched.  Messages
+are in the log in order of their arrival, and the timestamps that their senders gave them need not
+be in that order: so it reads on for ``lateness`` behind the interval, and hands out those messages
+whose timestamp is in it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from datetime import datetime
 from typing import Final
 
 from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.client import Cluster, Place
+from airflow_broadway.producers.kafka.claims import Claim, Claims, Place
+from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.opening import View, last_of
 from airflow_broadway.producers.kafka.options import KafkaOptions
-from airflow_broadway.producers.kafka.register import Register
-from airflow_broadway.producers.kafka.table import Table
 from airflow_broadway.producers.kit.state_files import digest
-
-__all__ = ["BackfillOpening", "bounds_of", "check_over", "folder_of", "milliseconds"]
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +28,18 @@ _FOLDER: Final = "backfill"
 
 
 def folder_of(run_id: str) -> str:
-    """Where the tables of a backfill are."""
+    """Returns the folder of a backfill's claims."""
     return f"{_FOLDER}/{digest(run_id)}"
 
 
 def milliseconds(interval: tuple[datetime, datetime]) -> tuple[int, int]:
-    """An interval as Kafka counts."""
+    """Returns an interval in Kafka's unit."""
     start, end = interval
     return round(start.timestamp() * 1000), round(end.timestamp() * 1000)
 
 
 def check_over(interval: tuple[datetime, datetime], clock: Clock) -> None:
-    """Refuse an interval that is not over yet.
+    """Refuses an interval that is not over yet.
 
     :raises ProducerError: Saying so.
     """
@@ -57,12 +56,12 @@ def bounds_of(
     cluster: Cluster,
     places: Sequence[Place],
     interval: tuple[datetime, datetime],
-) -> dict[Place, Table]:
-    """The tables of partitions of which nothing was read: where the interval begins and ends."""
+) -> dict[Place, Claim]:
+    """Returns where the interval begins and ends in partitions of which nothing was read."""
     start, end = interval
     first = cluster.at_instants(places, start.timestamp())
     last = cluster.at_instants(places, end.timestamp() + producer.lateness)
-    made: dict[Place, Table] = {}
+    made: dict[Place, Claim] = {}
     for place in places:
         low, high = cluster.ends(place)
         # -1: no message is as late as that.
@@ -75,50 +74,62 @@ def bounds_of(
                 *place,
                 low,
             )
-        made[place] = Table(base=base, limit=max(base, limit))
+        made[place] = Claim(start=base, limit=max(base, limit))
     return made
 
 
 class BackfillOpening:
-    """Opens the partitions of one source of a backfill.
+    """Finds where the partitions of a backfill begin: the counterpart of a live run's opening."""
 
-    :param places: Those of this source.
-    """
-
-    #: As of a live opening: nothing is known of what retention removed.
-    expired = 0
+    owner = ""
+    losses: frozenset[str] = frozenset()
 
     def __init__(
         self,
         producer: KafkaOptions,
         cluster: Cluster,
-        register: Register,
+        claims: Claims,
         clock: Clock,
-        places: Sequence[Place],
         interval: tuple[datetime, datetime],
     ) -> None:
         self._producer = producer
         self._cluster = cluster
-        self._register = register
+        self._claims = claims
         self._clock = clock
-        self._places = places
         self._interval = interval
+        self.findings: list[Finding] = []
 
-    def open(self) -> None:
-        """See that each partition has a table: where the interval begins, and where it ends.
-
-        What it is once stands, so that a run that is cleared reads the same.
-
-        :raises ProducerError: If the interval is not over yet.
-        """
+    def check(self) -> list[Finding]:
+        """Refuses an interval that is not over yet."""
         check_over(self._interval, self._clock)
-        unknown = [place for place in self._places if self._register.read(place) is None]
-        if not unknown:
-            return
-        bounds = bounds_of(self._producer, self._cluster, unknown, self._interval)
-        for place, made in bounds.items():
+        return []
 
-            def begun(table: Table | None, made: Table = made) -> tuple[Table, None]:
-                return table or made, None
+    def look(self, places: Sequence[Place]) -> dict[Place, View]:
+        """Finds partitions as they are now.
 
-            self._register.change(place, begun)
+        Where an interval begins and ends once stands, so that a run that is cleared reads the same.
+        """
+        unknown = [place for place in places if self._claims.read(place) is None]
+        if unknown:
+            bounds = bounds_of(self._producer, self._cluster, unknown, self._interval)
+            for place, made in bounds.items():
+                self._claims.change(place, lambda known, made=made: known or made)  # type: ignore[misc]
+        return {place: self._look(place) for place in places}
+
+    def _look(self, place: Place) -> View:
+        claim = self._claims.read(place)
+        assert claim is not None
+        holder = self._claims.holder(claim, self._clock.now().timestamp())
+        if holder is not None:
+            return View(claim.start, claim.high, claim.limit, claim, held_until=holder[1])
+        last = last_of(self._claims, claim, place)
+        return View(
+            last.start,
+            claim.high,
+            claim.limit,
+            claim,
+            settled=last.settled,
+            done=last.done,
+            failed=last.failed,
+            limit=claim.limit,
+        )

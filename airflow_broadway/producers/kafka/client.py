@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.kafka.admin import Admin
-from airflow_broadway.producers.kafka.errors import translated
+from airflow_broadway.producers.kafka.claims import Place
+from airflow_broadway.producers.kafka.errors import Denied, translated
 from airflow_broadway.producers.kafka.options import DEFAULT_CONNECTION, KafkaOptions
 
 if TYPE_CHECKING:
     import confluent_kafka
 
-__all__ = ["Cluster", "Committed", "Place", "library", "settings_of"]
-
 log = logging.getLogger(__name__)
-
-#: A topic and a partition.
-Place = tuple[str, int]
 
 #: What the client says about its connections goes here; it is chatty while brokers restart.
 _client_log = logging.getLogger(f"{__name__}.librdkafka")
@@ -191,7 +187,7 @@ class Cluster:
     # -- what there is -------------------------------------------------------------------------
 
     def metadata(self) -> tuple[str, dict[str, list[int]]]:
-        """The cluster's id, and the partitions of each topic of the producer that is there.
+        """Returns the cluster's id, and the partitions of each topic that exists, retry topics too.
 
         :raises ProducerUnavailable: If nobody answers.
         """
@@ -201,6 +197,11 @@ class Cluster:
             cluster, numbers = self._topic(topic)
             if numbers:
                 found[topic] = numbers
+        for topic in sorted(set(map(self._producer.retry_of, self._producer.topics))):
+            with suppress(Denied):  # it may not exist: that is the same to a user without rights
+                numbers = self.partitions(topic)
+                if numbers:
+                    found[topic] = numbers
         return cluster, found
 
     def _topic(self, topic: str) -> tuple[str, list[int]]:

@@ -1,4 +1,9 @@
-"""The half that renews and settles, from any process: knows the lease, changes the tables."""
+"""The half that renews and settles, from any process: knows the lease, moves the group's offsets.
+
+A settlement first sends copies to the retry topic and to the topic for dead letters, and waits
+until they are confirmed.  Then it records its plan, which stands for every later settlement,
+commits the offsets, records the report, and ends the claims.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +15,22 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.report import ComingAgain, SettleReport
-from airflow_broadway.core.custody.verdicts import Action
-from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka import dead_letters
-from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
-from airflow_broadway.producers.kafka.dead_letters import Why
-from airflow_broadway.producers.kafka.opening import mark_of
-from airflow_broadway.producers.kafka.options import place_of
-from airflow_broadway.producers.kafka.ranges import contains
-from airflow_broadway.producers.kafka.register import GenerationFiles, Register, group_files
-from airflow_broadway.producers.kafka.settling import (
-    AT_ONCE,
+from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain, SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action
+from airflow_broadway.producers.kafka import outbox
+from airflow_broadway.producers.kafka.claims import (
+    Claim,
+    Claims,
     Decision,
-    decided,
-    settle,
-    settle_now,
-    settled_at_once,
+    GenerationFiles,
+    Place,
+    group_files,
 )
-from airflow_broadway.producers.kafka.table import Table
-from airflow_broadway.producers.kafka.work import Work, coming_again, decision_of, read_of
+from airflow_broadway.producers.kafka.client import Cluster, Committed
+from airflow_broadway.producers.kafka.opening import commit_of, name_of, read_mark
+from airflow_broadway.producers.kafka.outbox import Why
+from airflow_broadway.producers.kafka.settling import ended, in_order
+from airflow_broadway.producers.kafka.work import Sorted, Work, decision_of, read_of, sort
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
 
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.kafka.options import KafkaOptions
 
-__all__ = ["KafkaCustodian"]
-
 log = logging.getLogger(__name__)
 
 _UNREAD: Final = "the interval was not read to its end: clear the run to go on"
+#: Generations whose settlement a claim remembers.
+_KEPT_SETTLED: Final = 5
 
 
 class KafkaCustodian:
@@ -49,298 +50,321 @@ class KafkaCustodian:
 
     def __init__(self, producer: KafkaOptions, env: ProducerEnv) -> None:
         self._producer, self._env, self._clock = producer, env, env.clock
-        self._registers: dict[tuple[str, str], Register] = {}
         self._opened: Cluster | None = None
 
     # -- holding -------------------------------------------------------------------------------
 
     def renew(self, lease: Lease) -> Lease | None:
-        register = self._register(lease)
-        files = register.generation(lease.generation)
+        claims = self._claims(lease)
+        files = claims.generation(lease.generation)
         now = self._now()
         if files.ended() or now >= _until(lease, files):
             return None
         deadline = now + lease.seconds
         files.hold(deadline, lease.owner)
-        # Only now, lest somebody took it before this was written.
+        # Only now, lest it was taken over before this was written.
         for place in read_of(lease):
-            table = register.read(place)
-            if table is None or lease.generation not in table.claims:
+            claim = claims.read(place)
+            if claim is None or claim.generation != lease.generation:
                 return None
         return replace(lease, deadline=datetime.fromtimestamp(deadline, timezone.utc))
 
     def holds(self, lease: Lease) -> bool:
-        files = self._register(lease).generation(lease.generation)
+        files = self._claims(lease).generation(lease.generation)
         return not files.ended() and self._now() < _until(lease, files)
 
     # -- settling ------------------------------------------------------------------------------
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        register = self._register(lease)
-        files = register.generation(lease.generation)
+        claims = self._claims(lease)
+        files = claims.generation(lease.generation)
         if lease.state.get("stopped") and not lease.state.get("read"):
             if files.deadline() is not None:  # it was about to hold something
                 files.forget_soon()
             # It never held anything.
             return SettleReport(lapsed=settlement.expected or 0, again=ComingAgain(all_but=True))
-        settled = files.log.settled()
-        if settled is not None:
-            files.forget_soon()  # whoever settled it may have died before it said so
-            return settled.report
-        files.end()
-        work = Work(self._producer, lease, settlement, self._now())
-        report = self._settled(work, register, files)
-        report = files.log.end(report).report
-        files.forget_soon()
-        return report
+        settled, plan = files.log.settled(), files.plan()
+        if settled is None:
+            files.end()
+            work = Work(self._producer, lease, settlement, files.now(), self._now())
+            late = self._now() >= _until(lease, files)
+            if not late:
+                files.hold(self._now() + lease.seconds, lease.owner)
+            if plan is None:
+                held, errors = self._held(work, claims, lease.seconds if late else 0.0)
+                plan = files.log.begin(self._planned(work, held, files, errors))
+            settled = files.log.end(self._carried_out(work, claims, plan))
+        for topic, partition, _, after, *_ in (plan or {}).get("places", ()):
+            claims.end((topic, partition), lease.generation, Claim.from_json(after))
+        files.forget_soon()  # an earlier settler may have died before it said so
+        return settled.report
 
-    def _settled(self, work: Work, register: Register, files: GenerationFiles) -> SettleReport:
-        generation, order = work.generation, self._producer.order
-        refused: dict[tuple[Place, int], str] = {}
-        letters: dict[Place, dict[int, Why]] = {}
+    def _held(
+        self, work: Work, claims: Claims, again_for: float
+    ) -> tuple[dict[Place, Claim], list[str]]:
+        """Returns the claims that the generation still has, and sentences on what others changed.
+
+        :param again_for: Seconds for which to hold them from now on: their lease is over, and
+            another run may take them over at any moment.
+        """
+        found: dict[Place, Claim] = {}
+        until = self._now() + again_for
+
+        def mine(claim: Claim | None) -> Claim | None:
+            if claim is None or claim.generation != work.generation:
+                return None
+            return replace(claim, until=until) if again_for else claim
+
+        for place in work.places:
+            claim = claims.change(place, mine)
+            if claim is not None:
+                found[place] = claim
+        errors = []
+        for place, each in self._committed(work, found).items():
+            error = self._conflict(place, claims, each, found[place], found[place].start)
+            if error:
+                errors.append(error)
+                del found[place]
+        return found, errors
+
+    def _planned(
+        self,
+        work: Work,
+        held: Mapping[Place, Claim],
+        files: GenerationFiles,
+        errors: Iterable[str],
+    ) -> dict[str, Any]:
+        """Decides what becomes of each partition, and sends copies of messages."""
         work.read_entries()
-        for place in work.places:
-            table = register.read(place)
-            if table is None or generation not in table.claims:
-                continue
-            if work.needs_names(place, table):
-                work.read_names()
-            made = decided(table, generation, work.decisions(place), work.rest(place), order=order)
-            dead = [offset for offset, each in made.items() if each.action is Action.DEAD_LETTER]
-            if dead:
-                letters[place] = {offset: self._why(work, place, offset, table) for offset in dead}
-        if letters:
-            refused = self._send(register, letters, generation, files)
-        if refused and order != "none":  # these stay, and with them what is behind them
-            work.read_names()
-        counts: Counter[str] = Counter()
-        at_once: Counter[str] = Counter()
-        lapsed = 0
-        changed: list[Place] = []
-        for place in work.places:
-            failed = [offset for (where, offset) in refused if where == place]
-            found = self._settle_place(register, work, place, failed)
-            if found is None:
-                table = register.known(place)
-                before = settled_at_once(table, generation) if table is not None else {}
-                at_once.update(before)
-                lapsed += max(0, work.messages(place) - sum(before.values()))
-                continue
-            changed.append(place)
-            for name, number in found.items():
-                if name.startswith(AT_ONCE):
-                    at_once[name.removeprefix(AT_ONCE)] += number
+        made = {place: work.decided(place, claim) for place, claim in held.items()}
+        refused = self._send(work, work.entries, made, held, files)
+        places = []
+        for place, claim in held.items():
+            stay = {offset for where, offset in refused if where == place}
+            if stay and self._producer.order != "none":  # and with them what is behind them
+                made[place] = work.decided(place, claim, stay)
+            decisions = work.carried_out(made[place], stay)
+            end = ended(
+                claim, work.read(place, claim), decisions, work.at_once(place), work.rest(place)
+            )
+            counts = Counter(end.counts)
+            for offset in stay:
+                counts[CLASS_OF[decisions[offset].action]] -= 1
+            counts["failed"] = len(stay)
+            settled = (*end.after.settled, work.generation)[-_KEPT_SETTLED:]
+            after = replace(end.after, settled=settled).to_json()
+            again, final = end.again, end.final
+            told = [None, sorted(final)] if again is None else [sorted(again), []]
+            places.append([*place, claim.start, after, dict(counts), *told])
+        return {"places": places, "errors": [*errors, *dict.fromkeys(refused.values())]}
+
+    def _carried_out(self, work: Work, claims: Claims, plan: Mapping[str, Any]) -> SettleReport:
+        """Commits the offsets of a plan, and returns its report."""
+        found = self._committed(work, [(row[0], row[1]) for row in plan["places"]])
+        owner = claims.owner()
+        counts, at_once = Counter[str](), Counter[str]()
+        errors: list[str] = [*plan["errors"]]
+        offsets: dict[Place, Committed] = {}
+        done: dict[Place, list[Any]] = {}
+        for topic, partition, start, value, *about in plan["places"]:
+            place, after = (topic, partition), Claim.from_json(value)
+            claim = claims.read(place)
+            if claim is not None and claim.generation == work.generation:
+                each = found.get(place)
+                own = start, after.start
+                error = "" if each is None else self._conflict(place, claims, each, claim, *own)
+                if error:
+                    errors.append(error)
+                    continue
+                if each is None and not work.backfill and self._replaced({place: claim}):
+                    errors.append(
+                        f"the topic {topic!r} was made anew while a run held messages of"
+                        f" {name_of(place)}: they are settled, and no offset is committed"
+                    )
                 else:
-                    counts[name] += number
-        counts["left"] -= len(refused)
-        errors = [*dict.fromkeys(refused.values())]
+                    offsets[place] = commit_of(after, owner)
+            elif claim is None or work.generation not in claim.settled:
+                continue
+            done[place] = about
+            counts.update(about[0])
+        lost = [place for place in work.places if place not in done]
+        for place in work.places:
+            at_once.update(CLASS_OF[each.action] for each in work.at_once(place).values())
         halted = counts["left"]
-        if work.backfill:  # nobody comes for them by himself
+        if work.backfill:  # a backfill that is not cleared does not take them up
             halted += counts["requeued"] + work.unread
             errors += [_UNREAD] * work.unread
         else:
-            errors += self._mirror(register, changed)
-        made_report = SettleReport.from_json(
-            {
-                **counts,
-                "lapsed": lapsed,
-                "failed": len(refused),
-                "halted": halted,
-                "errors": errors,
-            }
-        )
-        made_report += beyond(SettleReport.from_json(dict(at_once)), work.settlement)
-        return replace(made_report, again=coming_again(work, register))
+            self._cluster.commit(offsets)
+        lapsed = sum(map(work.messages, lost))
+        about = {**counts, "lapsed": lapsed, "halted": halted, "errors": errors}
+        report = SettleReport.from_json(about)
+        report += beyond(SettleReport.from_json(dict(at_once)), work.settlement)
+        return replace(report, again=_coming_again(work, done, lost))
 
-    def _settle_place(
-        self, register: Register, work: Work, place: Place, failed: list[int]
-    ) -> Mapping[str, int] | None:
-        """End the claim on one partition; what it came to, ``None`` if others have it."""
-        decisions = work.decisions(place)
-        # Of what no letter could be sent, that stays where it is.
-        decisions |= {offset: Decision(Action.LEAVE) for offset in failed}
+    def _committed(self, work: Work, places: Iterable[Place]) -> dict[Place, Committed]:
+        """Reads the group's offsets; a backfill has none in Kafka."""
+        return {} if work.backfill else self._cluster.committed(list(places))
 
-        def settled(table: Table | None) -> tuple[Any, Mapping[str, int] | None]:
-            if table is None:
-                raise ProducerError(
-                    f"the table of {place[0]}-{place[1]} is gone from staging: nothing of it can be"
-                    " settled"
-                )
-            generation = work.generation
-            if generation in table.claims:
-                return settle(
-                    table,
-                    generation,
-                    decisions,
-                    work.rest(place),
-                    order=self._producer.order,
-                )
-            past = table.past.get(generation)
-            if past is not None or place in work.read:
-                return table, past
-            return table, {}  # it never held anything there
+    def _conflict(
+        self, place: Place, claims: Claims, committed: Committed, claim: Claim, *own: int
+    ) -> str:
+        """Gives up a claim if its offset was changed by others.
 
-        return register.change(place, settled)
+        :param own: The offsets that are the claim's.
+        :returns: A sentence on what was changed; ``""``: nothing.
+        """
+        group, mark = self._producer.group_id, read_mark(committed.metadata)
+        if mark is not None and mark.owner != claims.owner():
+            error = (
+                f"a run with another staging folder (mark {mark.owner!r}) has taken over"
+                f" {name_of(place)} in the group {group!r}: nothing of it is committed"
+            )
+        elif committed.offset not in own:
+            error = (
+                f"the offset of {name_of(place)} in the group {group!r} was reset from {own[0]} to"
+                f" {committed.offset} while a run held its messages: the reset counts, and nothing"
+                " is committed"
+            )
+        else:
+            return ""
+        free = replace(claim, generation="", end=0, until=0.0, marked=claim.high)
+        claims.end(place, claim.generation, free)
+        return error
 
-    def _why(self, work: Work, place: Place, offset: int, table: Table) -> Why:
-        entry = work.entries[place][offset]
-        again = offset in table.held or contains(table.marks, offset)
-        return Why(entry.verdict.reason, entry.verdict.stage, entry.attempt, again)
+    # -- copies --------------------------------------------------------------------------------
 
     def _send(
         self,
-        register: Register,
-        letters: dict[Place, dict[int, Why]],
-        generation: str,
+        work: Work,
+        entries: Sorted,
+        made: Mapping[Place, Mapping[int, Decision]],
+        held: Mapping[Place, Claim],
         files: GenerationFiles,
     ) -> dict[tuple[Place, int], str]:
-        """Send dead letters; those that may have been sent before say so.
+        """Sends messages to the retry topic and to the topic for dead letters.
 
         Which are sent is written down first, for whoever settles after a kill, and only then is
-        looked what others have written: of two that settle at once, one at least sees the other.
+        looked what others have written: of two that settle together, one at least sees the other.
         """
-        log_of = files.log
-        own = log_of.append(
-            "letters", [[*place, offset] for place, whys in letters.items() for offset in whys]
+        retried = {self._producer.retry_of(topic) for topic in self._producer.topics}
+        wanted: dict[Place, dict[int, Why]] = {}
+        for place, decisions in made.items():
+            claim = held[place]
+            for offset, each in decisions.items():
+                moves = work.moves(each)
+                if not moves and each.action is not Action.DEAD_LETTER:
+                    continue
+                verdict = entries[place][offset].verdict
+                again = offset < claim.marked or offset in claim.failed or place[0] in retried
+                wanted.setdefault(place, {})[offset] = Why(
+                    each.message_id,
+                    verdict.reason,
+                    verdict.stage,
+                    each.attempt,
+                    again,
+                    each.not_before if moves else None,
+                )
+        if not wanted:
+            return {}
+        own = files.log.append(
+            "letters", [[*place, offset] for place, whys in wanted.items() for offset in whys]
         )
         sent = {
             tuple(each)
-            for name in log_of.names()
+            for name in files.log.names()
             if name.startswith("letters-") and name != own
-            for each in log_of.read(name)
+            for each in files.log.read(name)
         }
         marked = {
             place: {
                 offset: why._replace(again=why.again or (*place, offset) in sent)
                 for offset, why in whys.items()
             }
-            for place, whys in letters.items()
+            for place, whys in wanted.items()
         }
-        return dead_letters.send(
+        return outbox.send(
             self._cluster,
             self._producer,
             marked,
             pipeline=self._env.pipeline,
-            generation=generation,
-            tables={place: table for place in letters if (table := register.known(place))},
+            generation=work.generation,
+            replaced=self._replaced({place: held[place] for place in wanted}),
         )
 
-    def _mirror(self, register: Register, places: Iterable[Place]) -> list[str]:
-        """Commit to Kafka what the tables say; why it could not be done, if so."""
-        offsets: dict[Place, Committed] = {}
-        owner = register.owner()
-        for place in places:
-            table = register.known(place)
-            if table is not None:
-                offsets[place] = mark_of(table, owner, register.version(place))
-        if not offsets:
-            return []
-        try:
-            # A commit that nobody answers takes much longer to say so.
-            self._cluster.metadata()
-            self._cluster.commit(offsets)
-        except ProducerError as error:
-            text = f"settled, but the group's offsets in Kafka are behind: {error}"
-            log.warning("%s", text)
-            return [text]
-        return []
+    def _replaced(self, held: Mapping[Place, Claim]) -> set[Place]:
+        """Returns where the log is not the one that was read, as far as it can be told."""
+        known = {topic: claim.topic_id for (topic, _), claim in held.items() if claim.topic_id}
+        ids = self._cluster.admin.topic_ids(known) if known else {}
+        other = {topic for topic, found in ids.items() if found != known[topic]}
+        return {
+            place
+            for place, claim in held.items()
+            if place[0] in other or self._cluster.ends(place)[1] < claim.end
+        }
+
+    # -- immediately ---------------------------------------------------------------------------
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         given = {entry.message_id: entry for entry in entries}
         if not given:
             return SettleReport()
-        register = self._register(lease)
-        files = register.generation(lease.generation)
+        claims = self._claims(lease)
+        files = claims.generation(lease.generation)
         if files.ended():
             return SettleReport(lapsed=len(given), undone=frozenset(given))
-        by_place: dict[Place, dict[int, Entry]] = {}
-        for message_id, entry in given.items():
-            try:
-                topic, partition, offset = place_of(message_id)
-            except ValueError:  # none of ours
-                continue
-            by_place.setdefault((topic, partition), {})[offset] = entry
-        refused: dict[tuple[Place, int], str] = {}
-        letters = self._letters_now(register, lease, by_place)
-        if letters:
-            refused = self._send(register, letters, lease.generation, files)
+        before, now = files.now(), self._now()
+        work = Work(self._producer, lease, _NOTHING, before, now)
+        found = sort(entry for entry in given.values() if _is_ours(entry))
         done: dict[str, Action] = {}
-        changed: list[Place] = []
-        for place, found in by_place.items():
-            if register.known(place) is None:
+        made: dict[Place, dict[int, Decision]] = {}
+        held: dict[Place, Claim] = {}
+        for place, each in found.items():
+            claim = claims.read(place)
+            if claim is None or claim.generation != lease.generation:
                 continue
+            earlier = before.get(place, {})
+            done |= {d.message_id: d.action for o, d in earlier.items() if o in each}
             decisions = {
-                offset: decision_of(entry, self._now())
-                for offset, entry in found.items()
+                offset: decision_of(entry, now)
+                for offset, entry in each.items()
+                if claim.start <= offset < claim.end and offset not in earlier
+            }
+            held[place] = claim
+            made[place] = in_order(decisions, earlier, self._producer.order)
+        refused = self._send(work, found, made, held, files)
+        carried_out = {
+            place: {
+                offset: decision
+                for offset, decision in work.carried_out(decisions, ()).items()
                 if (place, offset) not in refused
             }
-
-            def settled(
-                table: Table | None, decisions: Mapping[int, Decision] = decisions
-            ) -> tuple[Any, dict[int, Action]]:
-                assert table is not None
-                return settle_now(table, lease.generation, decisions, order=self._producer.order)
-
-            carried_out = register.change(place, settled)
-            changed.append(place)
-            done |= {found[offset].message_id: action for offset, action in carried_out.items()}
-        if not register.durable and not lease.state.get("backfill"):
-            # What is settled at once must outlive this process.
-            for error in self._mirror(register, changed):
-                log.warning("%s", error)
+            for place, decisions in made.items()
+        }
+        files.note_now(carried_out)
+        for decisions in carried_out.values():
+            done |= {each.message_id: each.action for each in decisions.values()}
         undone = frozenset(given.keys() - done.keys())
         report = report_of(done.values(), failed=len(refused), errors=refused.values())
         return report + SettleReport(
             lapsed=len(undone) - len(refused), undone=undone, halted=report.left
         )
 
-    def _letters_now(
-        self, register: Register, lease: Lease, by_place: Mapping[Place, Mapping[int, Entry]]
-    ) -> dict[Place, dict[int, Why]]:
-        letters: dict[Place, dict[int, Why]] = {}
-        for place, found in by_place.items():
-            dead = {
-                offset: entry
-                for offset, entry in found.items()
-                if entry.verdict.action is Action.DEAD_LETTER
-            }
-            table = register.read(place) if dead else None
-            claim = None if table is None else table.claims.get(lease.generation)
-            if table is None or claim is None:
-                continue
-            whys = {
-                offset: Why(
-                    entry.verdict.reason,
-                    entry.verdict.stage,
-                    entry.attempt,
-                    offset in table.held or contains(table.marks, offset),
-                )
-                for offset, entry in dead.items()
-                if contains(claim.ranges, offset)
-            }
-            if whys:
-                letters[place] = whys
-        return letters
+    # -- what it works with --------------------------------------------------------------------
 
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
-    # -- what it works with --------------------------------------------------------------------
-
     def _now(self) -> float:
         return self._clock.now().timestamp()
 
-    def _register(self, lease: Lease) -> Register:
+    def _claims(self, lease: Lease) -> Claims:
         check_lease(lease, self._producer.kind, self._producer.place)
         cluster = str(lease.state.get("cluster", ""))
-        folder = str(lease.state.get("backfill") or "tables")
-        register = self._registers.get((cluster, folder))
-        if register is None:
-            files = group_files(self._env.staging, cluster, self._producer.group_id)
-            register = self._registers[cluster, folder] = Register(files, self._clock, folder)
-        return register
+        files = group_files(self._env.staging, cluster, self._producer.group_id)
+        return Claims(files, self._clock, str(lease.state.get("backfill") or "claims"))
 
     @property
     def _cluster(self) -> Cluster:
@@ -349,6 +373,32 @@ class KafkaCustodian:
         return self._opened
 
 
+_NOTHING: Final = Settlement(rest=RELEASE)
+
+
 def _until(lease: Lease, files: GenerationFiles) -> float:
-    """Until when a generation holds, by whichever note is the latest."""
+    """Returns the end of a lease, by whichever note is the latest."""
     return max(lease.deadline.timestamp(), files.deadline() or 0.0)
+
+
+def _is_ours(entry: Entry) -> bool:
+    try:
+        sort([entry])
+    except ValueError:
+        return False
+    return True
+
+
+def _coming_again(work: Work, done: Mapping[Place, list[Any]], lost: list[Place]) -> ComingAgain:
+    """Returns which messages of a settled generation come again."""
+    at_once = [each for place in work.places for each in work.at_once(place).values()]
+    final = {each.message_id for each in at_once if each.action not in COMES_AGAIN}
+    again = {each.message_id for each in at_once} - final
+    explicit = all(about[1] is not None for about in done.values())
+    names = work.names() if lost and explicit else {}
+    if explicit and names is not None:
+        again.update(*(about[1] for about in done.values()))
+        again.update(each.message_id for place in lost for each in names.get(place, {}).values())
+        return ComingAgain(frozenset(again - final))
+    final.update(*(about[2] for about in done.values()))
+    return ComingAgain(frozenset(final), all_but=True)

@@ -11,8 +11,6 @@ from typing import Any
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.text import cut
 
-__all__ = ["Denied", "Truncated", "translated"]
-
 _UNREACHABLE = frozenset(
     {"_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_WAIT_COORD"}
 )
@@ -87,8 +85,8 @@ def translated(error: Any, action: str, where: str, seen: Sequence[Any] = ()) ->
     if name == "_LOG_TRUNCATION":
         return Truncated(
             f"{action} {where}: the log has lost its tail, by an election of an unclean leader:"
-            " what was finished there may not be what is there now; begin_offset='reset' once"
-            " starts over"
+            " what was finished there may not be what is there now; kafka-consumer-groups"
+            " --reset-offsets starts over"
         )
     if name in _DAMAGED:
         return ProducerError(

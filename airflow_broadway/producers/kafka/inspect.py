@@ -1,52 +1,157 @@
-"""How much of a group's topics waits; all else that people ask is in ``group``."""
+"""A group as people look at it: its partitions, how much waits, and what the next run would say.
+
+Nothing is changed, and nothing is taken.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.backfill import bounds_of, check_over
-from airflow_broadway.producers.kafka.client import Cluster, Place
-from airflow_broadway.producers.kafka.group import rehearsed
-from airflow_broadway.producers.kafka.opening import missing_topics, own_places
-from airflow_broadway.producers.kafka.options import FetchConfig
-from airflow_broadway.producers.kafka.ranges import (
+from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
+from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.offsets import (
     Ranges,
+    clip,
     contains,
     count,
     minus,
-    normal,
     of_offsets,
 )
+from airflow_broadway.producers.kafka.opening import (
+    Opening,
+    View,
+    missing_topics,
+    own_places,
+)
+from airflow_broadway.producers.kafka.options import FetchConfig
+from airflow_broadway.producers.kafka.records import origin_of
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.kafka.options import KafkaOptions
 
-__all__ = ["count_interval", "depth"]
-
 log = logging.getLogger(__name__)
 
-#: Seconds that the first messages may take, of which only their instants are wanted.
+#: Seconds that the first messages may take, of which only their timestamps are wanted.
 _FETCH_TIMEOUT: Final = 5.0
 #: Bytes of a partition that are enough for its first message: a larger one comes all the same.
 _FETCH_BYTES: Final = 64 * 1024
-#: Messages of one answer, at most.
+#: Messages of one fetch, at most.
 _FETCH_MOST: Final = 1_000
 
 
+class Partition(NamedTuple):
+    """One partition; all numbers are offsets, or how many of them.
+
+    :param committed: The group's offset; ``None``: it has none.
+    :param end: The offset behind the last.
+    :param lag: From the first that is not finished to the end.
+    :param claimed: Held by a run.
+    :param failed: Failed, and waiting in the log to be retried.
+    :param done: Finished beyond the group's offset.
+    :param holder: The run that holds it; ``""``: none.
+    :param until: The end of its lease, ISO 8601.
+    """
+
+    topic: str
+    partition: int
+    committed: int | None
+    end: int
+    lag: int
+    claimed: int
+    failed: int
+    done: int
+    holder: str
+    until: str
+
+
+class Group(NamedTuple):
+    """A group, by Kafka's offsets and the claims in staging."""
+
+    group: str
+    brokers: str
+    cluster: str
+    partitions: list[Partition]
+    findings: list[Finding]
+
+
+class _Looked(NamedTuple):
+    cluster: Cluster
+    cluster_id: str
+    claims: Claims
+    opening: Opening
+    views: dict[Place, View]
+
+
+@contextmanager
+def _looked(producer: KafkaOptions, env: ProducerEnv) -> Iterator[_Looked]:
+    """Finds a group as the next run would find it."""
+    cluster = Cluster(producer, env)
+    try:
+        cluster_id, partitions = cluster.metadata()
+        claims = Claims(group_files(env.staging, cluster_id, producer.group_id), env.clock)
+        opening = Opening(producer, cluster, claims, env.clock, partitions, write=False)
+        views = opening.look(own_places(partitions, 0, 1))
+        yield _Looked(cluster, cluster_id, claims, opening, views)
+    finally:
+        cluster.close()
+
+
+def look(producer: KafkaOptions, env: ProducerEnv) -> Group:
+    """Reports a group, and what the next run would say.
+
+    :raises ProducerError: If the cluster cannot be asked.
+    """
+    with _looked(producer, env) as (cluster, cluster_id, claims, opening, views):
+        committed = cluster.committed(list(views))
+        shown = []
+        for place, view in views.items():
+            claim = view.claim
+            offset = committed[place].offset if place in committed else None
+            holder = ""
+            if view.held_until and claim is not None:
+                owner = claims.generation(claim.generation).owner()
+                names = [str(owner[name]) for name in ("dag_id", "run_id") if owner.get(name)]
+                holder = " ".join(names) or claim.generation
+            elif view.held_until:
+                holder = "a run with another staging folder"
+            held = claim.end - claim.start if claim is not None and view.held_until else 0
+            until = datetime.fromtimestamp(view.held_until, timezone.utc)
+            shown.append(
+                Partition(
+                    *place,
+                    committed=offset,
+                    end=view.end,
+                    lag=max(0, view.end - view.base),
+                    claimed=held,
+                    failed=len(view.failed),
+                    done=count(view.done),
+                    holder=holder,
+                    until=until.isoformat(timespec="seconds") if view.held_until else "",
+                )
+            )
+        findings = [*opening.check(), *opening.findings]
+        where = cluster.where.removeprefix("on ")
+        return Group(producer.group_id, where, cluster_id, shown, findings)
+
+
 def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
-    """How much of the topics waits, by the tables as the next run would find them.
+    """Counts what waits, as the next run would find it.
 
-    Kafka counts offsets: what was aborted or compacted away is counted too.
+    Kafka counts offsets: what was aborted or compacted away is counted too.  A retry topic whose
+    first message is not due waits as a whole.
 
-    :raises ProducerError: If that run would be refused, as where another staging folder keeps the
-        group: what is finished nobody can tell here.
+    :raises ProducerError: If that run would be refused.
     """
     once = replace(
         producer,
@@ -54,31 +159,47 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
         fetch_config=FetchConfig(max_bytes=_FETCH_BYTES, max_wait_time=0.1),
         settings={**(producer.settings or {}), "queued.min.messages": 1},
     )
-    with rehearsed(once, env) as (cluster, register, places):
+    with _looked(once, env) as (cluster, _, _, opening, views):
+        missing = missing_topics(producer, cluster, {topic: [0] for topic, _ in views})
+        refused = [*missing, *(each.text for each in opening.findings if each.level == "error")]
+        if refused:
+            raise ProducerError(refused[0])
         now = env.clock.now().timestamp()
         waits: dict[Place, Ranges] = {}
         leased = delayed = 0
-        for place in places:
-            table = register.known(place)
-            assert table is not None
-            later = [offset for offset, held in table.held.items() if held.not_before > now]
-            claimed = [each for claim in table.claims.values() for each in claim.ranges]
-            log_end = cluster.ends(place)[1]
-            taken = normal([*table.done, *claimed, *of_offsets(later)])
-            waits[place] = minus(normal([(table.base, log_end)]), taken)
-            leased += count(normal(claimed))
-            delayed += len(later)
+        for place, view in views.items():
+            later = [offset for offset, each in view.failed.items() if each.not_before > now]
+            open_ = minus(((view.base, view.end),) if view.base < view.end else (), view.done)
+            if view.held_until and view.claim is not None:
+                leased += count(minus(clip(open_, 0, view.claim.end), view.claim.done))
+                open_ = clip(open_, view.claim.end, view.end)
+            behind = clip(open_, min(later), view.end) if later else ()
+            # A partition whose order counts stops at the first that waits.
+            waiting = behind if producer.order == "partition" else of_offsets(later)
+            delayed += count(waiting)
+            waits[place] = minus(open_, waiting)
+        first, all_told = _first_messages(cluster, env.clock, waits)
+        ages: list[float] = []
+        for place, record in first.items():
+            origin = origin_of(record, producer.group_id)
+            kind, timestamp = record.timestamp()
+            if origin is not None and origin.not_before > now:
+                delayed += count(waits.pop(place))
+            elif origin is not None and origin.timestamp is not None:
+                ages.append(now - origin.timestamp / 1000)
+            elif kind:
+                ages.append(now - timestamp / 1000)
         return QueueDepth(
             ready=sum(map(count, waits.values())),
             delayed=delayed,
             leased=leased,
             dead=_dead(producer, cluster),
-            oldest_age=_oldest_age(cluster, env.clock, waits),
+            oldest_age=max(0.0, *ages) if ages and all_told else None,
         )
 
 
 def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
-    """How many offsets a backfill of the environment's interval reads.
+    """Counts the offsets that a backfill of the environment's interval reads.
 
     :raises ProducerError: If that backfill would be refused.
     """
@@ -89,9 +210,9 @@ def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
         _, partitions = cluster.metadata()
         for text in missing_topics(producer, cluster, partitions):
             raise ProducerError(text)
-        places = own_places(partitions, 0, 1)
-        bounds = bounds_of(producer, cluster, places, env.interval)
-        return sum((table.limit or 0) - table.base for table in bounds.values())
+        own = {topic: found for topic, found in partitions.items() if topic in producer.topics}
+        bounds = bounds_of(producer, cluster, own_places(own, 0, 1), env.interval)
+        return sum(claim.limit - claim.start for claim in bounds.values())
     finally:
         cluster.close()
 
@@ -105,16 +226,17 @@ def _dead(producer: KafkaOptions, cluster: Cluster) -> int:
     return found
 
 
-def _oldest_age(cluster: Cluster, clock: Clock, waits: Mapping[Place, Ranges]) -> float | None:
-    """Seconds since the oldest of the first messages that wait was sent.
+def _first_messages(
+    cluster: Cluster, clock: Clock, waits: Mapping[Place, Ranges]
+) -> tuple[dict[Place, Any], bool]:
+    """Fetches the first message of each partition that waits.
 
-    :returns: ``None`` if none waits, and where one fetch does not tell: it takes too long, or the
-        first messages have no instant, or none of them is among the first that wait.
+    :returns: The messages that one fetch has, and whether each partition answered in time.
     """
     left = {place: ranges for place, ranges in waits.items() if ranges}
+    found: dict[Place, Any] = {}
     if not left:
-        return None
-    instants: list[float] = []
+        return found, True
     cluster.assign({place: ranges[0][0] for place, ranges in left.items()})
     until = clock.monotonic() + _FETCH_TIMEOUT
     while left and clock.monotonic() < until:
@@ -124,13 +246,10 @@ def _oldest_age(cluster: Cluster, clock: Clock, waits: Mapping[Place, Ranges]) -
                 continue
             if record.error() is None:
                 if not contains(left[place], record.offset()):
-                    continue  # somebody has it, or is done with it
-                kind, instant = record.timestamp()
-                if kind:
-                    instants.append(instant / 1000)
+                    continue  # it is finished, or held
+                found[place] = record
             cluster.leave([place])
             del left[place]
     if left:
         log.info("The age of the oldest message is not known: its partition did not answer in time")
-        return None
-    return max(0.0, clock.now().timestamp() - min(instants)) if instants else None
+    return found, not left

@@ -1,10 +1,10 @@
 """The dead letters of a Kafka producer, for people.
 
 A topic of dead letters is a log: nobody takes anything out of it.  So which letters are finished,
-because they were sent back or deleted, is kept beside the group's own tables in staging, as a
-:class:`~airflow_broadway.producers.kafka.table.Table` for each partition: its ``base`` and ``done``
-say it.  A letter is finished once the topic that it came from has its message, confirmed: whoever
-is killed between the two sends it twice, and what was sent back is received as redelivered.  See
+because they were sent back or deleted, is kept next to the group's claims in staging, as a
+:class:`~airflow_broadway.producers.kafka.claims.Claim` of nobody for each partition.  A letter is
+finished once the topic that it came from has its message, confirmed: a process that is killed
+between the two sends it twice, and what was sent back is received as redelivered.  See
 ``docs/adr/0013-dead-letters-of-a-log.md``.
 """
 
@@ -24,18 +24,22 @@ from airflow_broadway.core.custody.dead_letters import (
     destination_of,
 )
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.client import Cluster, Place
-from airflow_broadway.producers.kafka.dead_letters import is_ours
-from airflow_broadway.producers.kafka.ranges import Range, contains, count, intersection, normal
-from airflow_broadway.producers.kafka.records import REQUEUED, as_text
-from airflow_broadway.producers.kafka.register import Register, group_files
-from airflow_broadway.producers.kafka.table import Table, skip
+from airflow_broadway.producers.kafka.claims import Claim, Claims, Place, group_files
+from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.offsets import (
+    FOREVER,
+    Range,
+    clip,
+    contains,
+    count,
+    normal,
+)
+from airflow_broadway.producers.kafka.outbox import produce
+from airflow_broadway.producers.kafka.records import REQUEUED, as_text, is_ours
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.kafka.options import KafkaOptions
-
-__all__ = ["KafkaDeadLetters"]
 
 #: Letters that are sent back, or deleted, at a time.
 _WAVE: Final = 200
@@ -79,7 +83,7 @@ class KafkaDeadLetters:
             self._cluster.close()
             raise
         files = group_files(env.staging, cluster_id, producer.group_id)
-        self._register = Register(files, env.clock, "letters")
+        self._claims = Claims(files, env.clock, "letters")
 
     @property
     def place(self) -> str:
@@ -89,8 +93,8 @@ class KafkaDeadLetters:
         """By their offsets: what was compacted away is counted too, until something is moved."""
         total = 0
         for place, (start, end) in self._unread().items():
-            table = self._register.read(place)
-            done = () if table is None else intersection(table.done, ((start, end),))
+            claim = self._claims.read(place)
+            done = () if claim is None else clip(claim.done, start, end)
             total += end - start - count(done)
         return total
 
@@ -117,10 +121,10 @@ class KafkaDeadLetters:
             for number in self._cluster.partitions(topic):
                 place = topic, number
                 low, end = self._cluster.ends(place)
-                table = self._register.read(place)
-                base = low if table is None else max(low, table.base)
+                claim = self._claims.read(place)
+                base = low if claim is None else max(low, claim.start)
                 if base > end:  # the topic was made anew: nothing of it is finished
-                    self._register.change(place, _beginning(Table(base=low)))
+                    self._claims.change(place, lambda _, low=low: Claim(start=low))  # type: ignore[misc]
                     base = low
                 if base < end:
                     found[place] = base, end
@@ -147,8 +151,8 @@ class KafkaDeadLetters:
                     del left[place]
                     cluster.leave([place])
                 elif record.error() is None:
-                    table = self._register.known(place)
-                    if table is None or not contains(table.done, record.offset()):
+                    claim = self._claims.known(place)
+                    if claim is None or not contains(claim.done, record.offset()):
                         yield _Found(place, record.offset(), record, self._letter(place, record))
 
     def _is_end(self, record: Any, wanted: Range) -> bool:
@@ -206,7 +210,7 @@ class KafkaDeadLetters:
 
         :raises ProducerError: If nobody would know of it afterwards.
         """
-        if not self._register.durable:
+        if not self._claims.durable:
             raise ProducerError(
                 "which letters of a topic are finished is kept in the pipeline's staging folder,"
                 " and there is none: name it, or nobody would know of it afterwards"
@@ -235,13 +239,15 @@ class KafkaDeadLetters:
                 moving.refused[letter.message_id] = why
         wave.clear()
         for place, ranges in done.items():
-            finished = normal([*ranges, *gaps.of(place)])
+            finished = [*ranges, *gaps.of(place)]
 
-            def without(table: Table | None) -> tuple[Table, None]:
-                return skip(table or Table(base=gaps.start(place)), finished), None  # noqa: B023
+            def without(claim: Claim | None) -> Claim:
+                known = claim or Claim(start=gaps.start(place))  # noqa: B023
+                every = normal([(0, known.start), *known.done, *finished])  # noqa: B023
+                start = every[0][1] if every and every[0][0] <= 0 else known.start
+                return Claim(start=start, done=clip(every, start, FOREVER))
 
-            self._register.change(place, without)
-            self._register.prune(place)
+            self._claims.change(place, without)
 
     def _send(self, wave: Sequence[_Found], to: str | None) -> Mapping[tuple[Place, int], str]:
         """Send them back, and wait until each is confirmed; those that were not, and why.
@@ -290,14 +296,7 @@ class KafkaDeadLetters:
         partition = letter.properties["partition"]
         if partition in self._partitions.get(topic, ()):  # else by its key
             about["partition"] = partition
-        while True:
-            try:
-                sender.produce(topic, record.value(), record.key(), on_delivery=told, **about)
-            except BufferError:  # the client's own queue is full
-                sender.poll(0.1)
-            else:
-                sender.poll(0)
-                return
+        produce(sender, topic, value=record.value(), key=record.key(), on_delivery=told, **about)
 
 
 class _Gaps:
@@ -322,10 +321,6 @@ class _Gaps:
     def start(self, place: Place) -> int:
         """Where the reading of a partition began."""
         return self._starts[place]
-
-
-def _beginning(table: Table) -> Callable[[Table | None], tuple[Table, None]]:
-    return lambda _: (table, None)
 
 
 def _instant(milliseconds: Any) -> datetime | None:

@@ -1,75 +1,122 @@
-"""What a run finds before it receives: each partition's table, or why there is none to go by.
+"""What a run finds before it receives: where it begins in each partition, or why it may not.
 
-Kafka's offset is a mirror of the table, and says whose mirror it is by the metadata beside it: the
-*mark*.  Tables and offsets may disagree, because somebody died between writing the two, because an
-operator's tool reset the group, because offsets or messages expired, because the topic was made
-anew.  Each of these is told from the others here, and either mended or refused.
+The group's offset in Kafka is the truth.  The newest claim in staging tells what else is known: a
+run that holds the partition, messages that were handed out before, messages that wait to be
+retried.  The two may disagree, because a settlement died half-way, an operator reset the group,
+offsets or messages expired, or the topic was deleted and created again.  Each of these is
+recognized here, and either honoured or refused.
+
+Beside the offset stands a *mark*: the staging folder that committed it, the offset behind the last
+message that was claimed, and until when a run holds the partition.  Another staging folder goes by
+it, and so does one that was lost or restored.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from airflow_broadway.core.custody.findings import Finding, Level
 from airflow_broadway.core.custody.verdicts import Action
-from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
+from airflow_broadway.producers.kafka.claims import (
+    Claim,
+    Claims,
+    Failed,
+    Place,
+)
+from airflow_broadway.producers.kafka.client import Cluster, Committed
+from airflow_broadway.producers.kafka.offsets import Ranges, count, minus
 from airflow_broadway.producers.kafka.options import KafkaOptions, reset_instant
-from airflow_broadway.producers.kafka.ranges import Ranges, count, minus
-from airflow_broadway.producers.kafka.register import GRACE_SECONDS, Register
-from airflow_broadway.producers.kafka.table import Table, drop, skip
+from airflow_broadway.producers.kafka.settling import taken_over
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
 
-__all__ = [
-    "Mark",
-    "Opening",
-    "expired_text",
-    "live_claims",
-    "mark_of",
-    "missing_topics",
-    "own_places",
-    "read_mark",
-    "reset_table",
-]
-
-log = logging.getLogger(__name__)
-
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 
 class Mark(NamedTuple):
-    """What stands beside an offset that this package committed.
+    """Describes what stands beside an offset that this package committed.
 
-    :param owner: Whose it is; ``""``: of a run without a staging folder.
-    :param version: The table's.
-    :param highest: The offset behind the last that was handed out.
+    :param owner: The staging folder.
+    :param high: The offset behind the last that was claimed.
+    :param until: The end of the claim's lease; 0: nobody holds the partition.
     """
 
     owner: str
-    version: int
-    highest: int
+    high: int
+    until: float
 
 
-def mark_of(table: Table, owner: str, version: int) -> Committed:
-    """What is committed for a table."""
-    about = {"b": _VERSION, "o": owner, "s": version, "h": table.highest}
-    return Committed(table.base, json.dumps(about, separators=(",", ":")))
+class View(NamedTuple):
+    """A partition as a run finds it.
+
+    :param base: The first offset that is not finished.
+    :param marked: Messages below it were handed out before.
+    :param claim: The newest claim; ``None``: there was none.
+    :param settled: The generations whose settlement is in it.
+    :param done: Offsets beyond the base that are finished.
+    :param failed: Offsets that wait to be retried.
+    :param held_until: The end of the lease of the run that holds it; 0: none does.
+    :param expired: Messages that retention removed before they were read.
+    :param limit: The end of a backfill; -1: none.
+    :param committed: What the group has committed; ``None``: nothing.
+    :param begins: Whether the group has no such offset yet, or the claim does not know of it.
+    """
+
+    base: int
+    marked: int
+    end: int
+    claim: Claim | None
+    topic_id: str = ""
+    settled: tuple[str, ...] = ()
+    done: Ranges = ()
+    failed: Mapping[int, Failed] = MappingProxyType({})
+    held_until: float = 0.0
+    expired: int = 0
+    limit: int = -1
+    committed: Committed | None = None
+    begins: bool = False
+
+
+def last_of(claims: Claims, claim: Claim, place: Place) -> Claim:
+    """Returns what a claim has come to that nobody holds any more.
+
+    A settlement that was decided counts, though it died before it had ended the claim; so does what
+    callbacks had settled immediately.
+    """
+    if not claim.generation:
+        return claim
+    dead = claims.generation(claim.generation)
+    planned = dead.planned(place)
+    if planned is not None:
+        return planned
+    done, failed = taken_over(claim, dead.now().get(place, {}))
+    return replace(claim, done=done, failed=failed)
+
+
+def commit_of(claim: Claim, owner: str, *, durable: bool = True) -> Committed:
+    """Returns the commit of a claim's start, with its mark."""
+    about = {"b": _VERSION, "o": owner, "h": claim.high}
+    if claim.generation and durable:
+        about["u"] = round(claim.until)
+    return Committed(claim.start, json.dumps(about, separators=(",", ":")))
 
 
 def read_mark(metadata: str) -> Mark | None:
-    """The mark in an offset's metadata; ``None`` if somebody else committed it."""
+    """Reads the mark in an offset's metadata; ``None`` if another program committed it."""
     if not metadata.startswith("{"):
         return None
     try:
         value = json.loads(metadata)
-        return Mark(str(value["o"]), int(value["s"]), int(value["h"])) if value["b"] else None
+        if value["b"] != _VERSION:
+            return None
+        return Mark(str(value["o"]), int(value["h"]), float(value.get("u", 0)))
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -77,7 +124,7 @@ def read_mark(metadata: str) -> Mark | None:
 def own_places(
     partitions: Mapping[str, Sequence[int]], index: int, concurrency: int
 ) -> list[Place]:
-    """The partitions of one of several sources: every so-manieth."""
+    """Returns the partitions of one of several sources: every n-th."""
     places = sorted((topic, number) for topic, found in partitions.items() for number in found)
     return places[index::concurrency]
 
@@ -85,7 +132,7 @@ def own_places(
 def missing_topics(
     producer: KafkaOptions, cluster: Cluster, partitions: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """What people are told of each topic that is not there."""
+    """Returns a sentence for each topic that does not exist."""
     return [
         f"the topic {topic!r} does not exist {cluster.where}, or Describe on it is not allowed:"
         " create it, or check the option topics"
@@ -94,28 +141,14 @@ def missing_topics(
     ]
 
 
-def live_claims(register: Register, table: Table, now: float, *, but: str = "") -> dict[str, float]:
-    """Who has a claim on a partition, and until when; without those whose time is over."""
-    found: dict[str, float] = {}
-    for generation, claim in table.claims.items():
-        if generation == but:
-            continue
-        until = claim.until
-        if now >= until + GRACE_SECONDS:
-            until = max(until, register.generation(generation).deadline() or 0.0)
-        if now < until + GRACE_SECONDS:
-            found[generation] = until
-    return found
-
-
 def expired_text(place: Place, gone: Ranges) -> tuple[str, int]:
-    """What people are told of messages that retention has removed; and how many they are."""
+    """Returns a sentence on messages that retention has removed, and their number."""
     lost = count(gone)
     if not lost:
         return "", 0
     one = lost == 1
     text = (
-        f"{many(lost, 'message')} of {_name(place)} ({gone[0][0]}–{gone[-1][1] - 1})"
+        f"{many(lost, 'message')} of {name_of(place)} ({gone[0][0]}–{gone[-1][1] - 1})"
         f" {'was' if one else 'were'} removed by retention before"
         f" {'it was' if one else 'they were'} read: let runs come more often, or the topic keep"
         " messages for longer; on_expired='continue' goes on behind them"
@@ -123,298 +156,276 @@ def expired_text(place: Place, gone: Ranges) -> tuple[str, int]:
     return text, lost
 
 
-class Opening:
-    """Opens the partitions of one source.
+def truncated_text(place: Place, offset: int, end: int) -> str:
+    """Returns a sentence on an offset that the log does not have yet, or not any more."""
+    return (
+        f"offset {offset} of {name_of(place)} is beyond the end {end}: the topic was made anew, or"
+        " lost its tail; kafka-consumer-groups --reset-offsets starts over"
+    )
 
-    :param places: Those of this source.
+
+class Opening:
+    """Finds where the partitions of a group begin.
+
+    :param partitions: Topic → partitions, of all topics of the producer and their retry topics.
+    :param write: Whether to write down where a new group begins; else nothing is changed.
     """
 
     def __init__(
         self,
         producer: KafkaOptions,
         cluster: Cluster,
-        register: Register,
+        claims: Claims,
         clock: Clock,
         partitions: Mapping[str, Sequence[int]],
-        places: Sequence[Place],
+        *,
+        write: bool = True,
     ) -> None:
         self._producer = producer
         self._cluster = cluster
-        self._register = register
+        self._claims = claims
         self._clock = clock
+        self._partitions = partitions
         self._all = own_places(partitions, 0, 1)
-        self._places = places
-        self._owner = register.owner()
-        #: Topic → its id, where the cluster gives one.
-        self._ids: Mapping[str, str] = {}
-        #: Messages that retention removed before anybody read them.
-        self.expired = 0
+        self._write = write
+        self._ids: Mapping[str, str] | None = None
+        self._retry_topics = {producer.retry_of(topic) for topic in producer.topics}
+        #: Where this run begins with ``begin_offset="reset"``.
+        self._begun: dict[Place, int] = {}
+        self.owner = claims.owner(write=write)
+        #: What was found since they were last taken.
+        self.findings: list[Finding] = []
+        #: The texts of those that tell of messages that are gone: errors in a run's log.
+        self.losses: set[str] = set()
 
-    def open(self) -> None:
-        """See that each partition has a table, by which its mirror is right.
+    # -- the group -----------------------------------------------------------------------------
 
-        :raises ProducerError: If nothing may be received: the sentence says why, and the way out.
+    def check(self) -> list[Finding]:
+        """Checks the topics and the group."""
+        found = [*missing_topics(self._producer, self._cluster, self._partitions)]
+        found += self._check_topics()
+        members = self._cluster.admin.members(self._producer.group_id)
+        if members:
+            shown = ", ".join(members[:3]) + (", …" if len(members) > 3 else "")
+            found.append(
+                f"the group {self._producer.group_id!r} has {many(len(members), 'member')}"
+                f" ({shown}): the group has members, which consume beside this pipeline; stop them,"
+                " or give this pipeline a group_id of its own"
+            )
+        unknown = "whether the group has members could not be asked"
+        notes = [Finding("note", unknown)] if members is None else []
+        return [*(Finding("error", text) for text in found), *notes]
+
+    def _check_topics(self) -> list[str]:
+        producer, found = self._producer, []
+        outcomes, where = producer.outcomes(), self._cluster.where
+        if Action.RETRY in outcomes and producer.order == "none":
+            found += [
+                f"the retry topic {topic!r} does not exist {where}, or Describe on it is not"
+                " allowed: create it, name another by retry_topic=…, or give the producer"
+                " order='partition' or another on_failure"
+                for topic in sorted(self._retry_topics)
+                if topic not in self._partitions
+            ]
+        if Action.DEAD_LETTER not in outcomes:
+            return found
+        letters = sorted({producer.dead_letter_of(each) for each in producer.topics})
+        found += [
+            f"the dead-letter topic {topic!r} does not exist {where}: create it, name another by"
+            " dead_letter=…, or give the producer RetryPolicy(dead_letter=False)"
+            for topic in letters
+            if not self._cluster.has_topic(topic)
+        ]
+        found += [
+            f"the dead-letter topic {topic!r} {where} is compacted (cleanup.policy={policy}): of"
+            " all letters with one key it would keep the last; set its cleanup.policy to delete, or"
+            " name another by dead_letter=…"
+            for topic, policy in self._cluster.admin.cleanup_policies(letters).items()
+            if "compact" in policy
+        ]
+        return found
+
+    # -- partitions ----------------------------------------------------------------------------
+
+    def look(self, places: Sequence[Place]) -> dict[Place, View]:
+        """Finds partitions as they are now.
+
+        What people should know is in :attr:`findings`; with an error among them no run begins.
         """
-        self._check_dead_letters()
-        self._ids = self._cluster.admin.topic_ids(self._producer.topics)
+        if self._ids is None:
+            self._ids = self._cluster.admin.topic_ids(list(self._partitions))
         found = self._cluster.committed(self._all)
-        now = self._clock.now().timestamp()
-        for place in self._places:
-            self._drop_dead(place, now)
-            self._open(place, found)
-            self._register.prune(place)
-        # Of the idle ones too: this proves that the group has no members, and may be written; and
-        # it keeps the offsets of an idle partition from expiring.
-        self._cluster.commit({place: self._mark(place) for place in self._places})
+        return {place: self._look(place, found) for place in places}
 
-    def _mark(self, place: Place) -> Committed:
-        table = self._table(place)
-        return mark_of(table, self._owner, self._register.version(place))
-
-    def _table(self, place: Place) -> Table:
-        table = self._register.known(place)
-        assert table is not None
-        return table
-
-    def _check_dead_letters(self) -> None:
-        producer = self._producer
-        actions = {producer.actions[producer.on_success], producer.actions[producer.on_failure]}
-        if Action.RETRY in actions and producer.retry.dead_letter:
-            actions.add(Action.DEAD_LETTER)
-        if Action.DEAD_LETTER not in actions:
-            return
-        topics = sorted({producer.dead_letter_of(each) for each in producer.topics})
-        for topic in topics:
-            if not self._cluster.has_topic(topic):
-                raise ProducerError(
-                    f"the dead-letter topic {topic!r} does not exist {self._cluster.where}: create"
-                    " it, name another by dead_letter=…, or give the producer"
-                    " RetryPolicy(dead_letter=False)"
-                )
-        for topic, policy in self._cluster.admin.cleanup_policies(topics).items():
-            if "compact" in policy:
-                raise ProducerError(
-                    f"the dead-letter topic {topic!r} {self._cluster.where} is compacted"
-                    f" (cleanup.policy={policy}): of all letters with one key it would keep the"
-                    " last; set its cleanup.policy to delete, or name another by dead_letter=…"
-                )
-
-    # -- one partition -------------------------------------------------------------------------
-
-    def _open(self, place: Place, found: Mapping[Place, Committed]) -> None:
-        now = self._clock.now().timestamp()
-        low, end = self._cluster.ends(place)
-        table = self._register.known(place)
+    def _look(self, place: Place, found: Mapping[Place, Committed]) -> View:
+        claim = self._claims.read(place)
         committed = found.get(place)
         mark = None if committed is None else read_mark(committed.metadata)
-        if mark is not None and mark.owner not in ("", self._owner):
-            raise ProducerError(
-                f"the group {self._producer.group_id!r} is kept by another staging folder or"
-                f" another pipeline (mark {mark.owner!r} at {_name(place)}, and here it is"
-                f" {self._owner or 'none'!r}): use that staging, another group_id, or"
-                " `airflow-broadway kafka adopt`"
-            )
-        if self._producer.begin_offset == "reset":
-            self._begin_anew(place, table, now, low, end)
-            table = None
-        elif table is None:
-            self._begin(place, committed, mark, found, low, end)
-        elif committed is None:
-            log.warning(
-                "The group %r has no offset for %s any more (it expired, or somebody deleted it):"
-                " the table in staging stands, at %d.",
-                self._producer.group_id,
-                _name(place),
-                table.base,
-            )
-        elif mark is not None:
-            if committed.offset != table.base:
-                log.info(
-                    "The offset of %s in Kafka is %d, and the table's %d: written again.",
-                    _name(place),
-                    committed.offset,
-                    table.base,
+        low, end = self._cluster.ends(place)
+        resets = self._producer.begin_offset == "reset" and place[0] not in self._retry_topics
+        held_until = self._held_until(place, claim, mark)
+        seen = committed
+        marked = max(0 if claim is None else claim.high, 0 if mark is None else mark.high)
+        if held_until:
+            if resets:
+                self._refuse(
+                    f"begin_offset='reset' at {name_of(place)}, while another run holds messages of"
+                    f" it until {_at(held_until)}: let that run end, or wait until then"
                 )
-        elif committed.offset not in (table.base, table.mirrored):
-            self._honour_reset(place, table, committed.offset, now)
-        self._check_ends(place, low, end)
-        self._check_id(place, fresh=table is None)
-
-    def _check_id(self, place: Place, *, fresh: bool) -> None:
-        """See that the topic is the one that was read before, where that can be told.
-
-        :param fresh: Whether the partition is begun in this run.
-        """
-        given = self._ids.get(place[0], "")
-        known = self._table(place).topic_id
-        if not given or given == known:
-            return
-        if known and not fresh:
-            raise ProducerError(
-                f"the topic {place[0]!r} was made anew since the group"
-                f" {self._producer.group_id!r} read it: what was finished there says nothing of"
-                " what is there now; begin_offset='reset' once starts over"
+            start = committed.offset if committed is not None else 0
+            return View(start, marked, end, claim, held_until=held_until, committed=seen)
+        last = None if claim is None else last_of(self._claims, claim, place)
+        if claim is not None and claim.end > claim.start and last is not None:
+            self._say(
+                "note" if claim.generation in last.settled else "warning",
+                f"Generation {claim.generation} held messages of {name_of(place)} and its lease is"
+                " over: what it has not finished comes again, marked.",
             )
+        if last and claim and committed and committed.offset == claim.start:
+            committed = committed._replace(offset=last.start)
+        if resets:
+            if place not in self._begun:
+                self._begun |= self._by_policy([place])
+            base, reset = self._begun[place], True
+        else:
+            base, reset = self._base(place, last, committed, mark, found, low)
+        view = View(
+            base,
+            marked,
+            end,
+            claim,
+            topic_id=(self._ids or {}).get(place[0], ""),
+            committed=seen,
+            begins=seen is None or reset,
+        )
+        if last is not None and not reset:
+            view = view._replace(done=last.done, failed=last.failed, settled=last.settled)
+        return self._checked(place, view, low, reset=reset)
 
-        def named(table: Table | None) -> tuple[Table, None]:
-            assert table is not None
-            return replace(table, topic_id=given), None
+    def _held_until(self, place: Place, claim: Claim | None, mark: Mark | None) -> float:
+        now = self._clock.now().timestamp()
+        holder = self._claims.holder(claim, now)
+        if holder is not None:
+            return holder[1]
+        if mark is None or mark.owner == self.owner or now >= mark.until:
+            return 0.0
+        self._say(
+            "warning",
+            f"{name_of(place)} is held until {_at(mark.until)} by a run with another staging folder"
+            f" (mark {mark.owner!r}), which reads in the group {self._producer.group_id!r} too: a"
+            " group_id of its own for each pipeline keeps them apart",
+        )
+        return mark.until
 
-        self._register.change(place, named)
-
-    def _drop_dead(self, place: Place, now: float) -> None:
-        """Take what generations hold whose time is over: it comes again, marked."""
-        table = self._register.read(place)
-        if table is None:
-            return
-        dead = table.claims.keys() - live_claims(self._register, table, now).keys()
-        if not dead:
-            return
-
-        def dropped(table: Table | None) -> tuple[Table, None]:
-            assert table is not None
-            live = live_claims(self._register, table, now)
-            for generation in dead - live.keys():
-                table = drop(table, generation)
-            return table, None
-
-        self._register.change(place, dropped)
-        for generation in sorted(dead):
-            log.warning(
-                "Generation %s held messages of %s and its lease is over: they come again, marked.",
-                generation,
-                _name(place),
-            )
-
-    def _begin(
+    def _base(
         self,
         place: Place,
+        claim: Claim | None,
         committed: Committed | None,
         mark: Mark | None,
         found: Mapping[Place, Committed],
         low: int,
-        end: int,
-    ) -> None:
-        """The first table of a partition."""
-        if committed is None:
+    ) -> tuple[int, bool]:
+        """Returns the first offset that is not finished, and whether the group was reset to it."""
+        group = self._producer.group_id
+        if claim is None:
+            if committed is not None:
+                return committed.offset, False
             start = self._start(place, found)
-            base = low if start is None else start
-            log.info("%s is read from %d on.", _name(place), base)
-            made = Table(base=base)
-        else:
-            base = committed.offset
-            highest = base if mark is None else max(base, min(mark.highest, end))
-            log.info(
-                "%s is read from %d on, where the group %r is.",
-                _name(place),
-                base,
-                self._producer.group_id,
+            return (low if start is None else start), False
+        if committed is None:
+            self._say(
+                "warning",
+                f"The group {group!r} has no offset for {name_of(place)} any more (it expired, or"
+                f" was deleted): the claim in staging stands, at {claim.start}.",
             )
-            made = Table(base=base, marks=((base, highest),) if base < highest else ())
-        self._register.change(place, lambda table: (table or made, None))
+            return claim.start, False
+        if committed.offset == claim.start:
+            return claim.start, False
+        if mark is not None and mark.owner == self.owner and committed.offset > claim.start:
+            self._say(
+                "warning",
+                f"The offset of {name_of(place)} in Kafka is {committed.offset}, and staging knows"
+                f" of {claim.start}: it is older, or was restored.  The offset in Kafka counts.",
+            )
+            return committed.offset, True
+        self._say(
+            "warning",
+            f"The offset of {name_of(place)} in the group {group!r} was reset from {claim.start} to"
+            f" {committed.offset} by another program: it is honoured.",
+        )
+        return committed.offset, True
 
     def _start(self, place: Place, found: Mapping[Place, Committed]) -> int | None:
-        """Where a new group begins in a partition; ``None``: the partition alone is new.
+        """Returns where a new group begins in a partition; ``None``: the partition alone is new.
 
-        Of several sources that begin at once, one decides for all partitions.
+        Of several sources that begin together, one decides for all partitions.
         """
-        register = self._register
-        starts = register.starts()
+        starts = self._claims.starts()
         if starts is None:
-            if found or any(register.read(each) is not None for each in self._all):
+            if found or any(self._claims.read(each) is not None for each in self._all):
                 return None
-            starts = register.start_at(self._by_policy(self._all))
+            starts = self._by_policy(self._all)
+            if self._write:
+                starts = self._claims.start_at(starts)
         return starts.get(place)
 
     def _by_policy(self, places: Sequence[Place]) -> dict[Place, int]:
-        """Where ``offset_reset_policy`` begins."""
+        """Returns where ``offset_reset_policy`` begins; a retry topic begins at its beginning."""
         policy = self._producer.offset_reset_policy
         instant = reset_instant(policy)
         ends = {place: self._cluster.ends(place) for place in places}
+        earliest = {place: low for place, (low, _) in ends.items()}
+        retried = {place: low for place, low in earliest.items() if place[0] in self._retry_topics}
+        if policy == "earliest":
+            return earliest
         if instant is None:
-            side = 0 if policy == "earliest" else 1
-            return {place: both[side] for place, both in ends.items()}
+            return {place: end for place, (_, end) in ends.items()} | retried
         at = self._cluster.at_instants(places, instant.timestamp())
         # Behind all messages it begins at the end, as Broadway does.
-        return {place: offset if offset >= 0 else ends[place][1] for place, offset in at.items()}
+        found = {place: offset if offset >= 0 else ends[place][1] for place, offset in at.items()}
+        return found | retried
 
-    def _begin_anew(
-        self, place: Place, table: Table | None, now: float, low: int, end: int
-    ) -> None:
-        """Begin by the policy, whatever was finished."""
-        if table is not None:
-            self._refuse_held(place, table, now, "begin_offset='reset'")
-        start = self._by_policy([place])[place]
-        self._register.change(place, lambda known: (reset_table(known, start, end), None))
-        log.warning("%s is read from %d on: begin_offset='reset'.", _name(place), start)
-
-    def _honour_reset(self, place: Place, table: Table, offset: int, now: float) -> None:
-        """Go by an offset that somebody else committed."""
-        self._refuse_held(place, table, now, f"offsets were reset to {offset}")
-        log.warning(
-            "The offset of %s in the group %r was reset from %d to %d by somebody else: it is"
-            " honoured.",
-            _name(place),
-            self._producer.group_id,
-            table.base,
-            offset,
-        )
-        self._register.change(place, lambda known: (reset_table(known, offset), None))
-
-    def _refuse_held(self, place: Place, table: Table, now: float, what: str) -> None:
-        for generation, until in live_claims(self._register, table, now).items():
-            if not table.claims[generation].ranges:
-                continue
-            at = datetime.fromtimestamp(until, timezone.utc).isoformat(timespec="seconds")
-            raise ProducerError(
-                f"{what} at {_name(place)}, while generation {generation} holds messages of it"
-                f" until {at}: let that run end, or wait until then"
+    def _checked(self, place: Place, view: View, low: int, *, reset: bool) -> View:
+        known = "" if view.claim is None or reset else view.claim.topic_id
+        if known and view.topic_id and known != view.topic_id:
+            self._refuse(
+                f"the topic {place[0]!r} was made anew since the group"
+                f" {self._producer.group_id!r} read it: what was finished there says nothing of"
+                " what is there now; kafka-consumer-groups --reset-offsets starts over"
             )
-
-    def _check_ends(self, place: Place, low: int, end: int) -> None:
-        table = self._table(place)
-        if end < table.highest:
-            raise ProducerError(
-                f"offset {max(table.base, table.highest)} of {_name(place)} is beyond the end"
-                f" {end}: the topic was made anew, or lost its tail; begin_offset='reset' once"
-                " starts over"
-            )
-        if low > table.base:
-            self._expired(place, table, low)
-
-    def _expired(self, place: Place, table: Table, low: int) -> None:
-        text, lost = expired_text(place, minus(((table.base, low),), table.done))
+        elif view.base > view.end or (view.marked > view.end and not reset):
+            self._refuse(truncated_text(place, max(view.base, view.marked), view.end))
+        view = view._replace(marked=min(view.marked, view.end))
+        if low <= view.base:
+            return view
+        text, lost = expired_text(place, minus(((view.base, low),), view.done))
         if lost and self._producer.on_expired == "fail":
-            raise ProducerError(text)
-        if lost:
-            log.error("%s", text)
-            self.expired += lost
-
-        def without(known: Table | None) -> tuple[Table, None]:
-            assert known is not None
-            return skip(known, ((known.base, low),)), None
-
-        for offset in table.held:
+            self._refuse(text)
+        elif lost:
+            self._lost(text)
+        for offset in view.failed:
             if offset < low:
-                log.error("%s-%d was to be tried again, and is gone.", _name(place), offset)
+                self._lost(f"{name_of(place)}-{offset} was to be retried, and is gone.")
+        return view._replace(base=low, expired=lost)
 
-        self._register.change(place, without)
+    def _refuse(self, text: str) -> None:
+        self._say("error", text)
 
+    def _lost(self, text: str) -> None:
+        self.losses.add(text)
+        self._say("warning", text)
 
-def reset_table(table: Table | None, offset: int, end: int | None = None) -> Table:
-    """The table of a group that begins at an offset: what was handed out behind it comes marked."""
-    if table is None:
-        return Table(base=offset)
-    highest = table.highest if end is None else min(end, table.highest)
-    return replace(
-        table,
-        base=offset,
-        done=(),
-        held={},
-        marks=((offset, highest),) if offset < highest else (),
-        claims={},
-    )
+    def _say(self, level: Level, text: str) -> None:
+        finding = Finding(level, text)
+        if finding not in self.findings:
+            self.findings.append(finding)
 
 
-def _name(place: Place) -> str:
+def name_of(place: Place) -> str:
+    """Returns a partition's name, for people."""
     return f"{place[0]}-{place[1]}"
+
+
+def _at(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -25,19 +25,6 @@ from airflow_broadway.core.model.rules import (
     one_of,
 )
 
-__all__ = [
-    "DEFAULT_CONNECTION",
-    "OWNED",
-    "ClientConfig",
-    "FetchConfig",
-    "KafkaOptions",
-    "is_secret",
-    "key_group",
-    "partition_of",
-    "place_of",
-    "reset_instant",
-]
-
 #: The connection of the cluster where none is named: that of Airflow's Kafka provider.
 DEFAULT_CONNECTION: Final = "kafka_default"
 
@@ -299,14 +286,21 @@ class KafkaOptions(Producer):
     order: str = option(
         default="partition",
         rule=one_of("partition", "key", "none"),
-        doc="What stays in order: a ``partition``, which a message that comes again then holds up;"
-        " the messages of a ``key`` in it; or ``none``, so that two runs may share a partition.",
+        doc="What stays in order: a ``partition``, which stops at a message that is to be retried;"
+        " the messages of a ``key`` in it; or ``none``: what is to be retried is sent to"
+        " ``retry_topic``, and holds up nothing.",
     )
     on_expired: str = option(
         default="continue",
         rule=one_of("continue", "fail"),
         doc="What a run does when retention has removed messages that nobody had read:"
         " ``continue`` with an error in the log, or ``fail``.",
+    )
+    retry_topic: str | None = option(
+        default=None,
+        rule=_A_TOPIC.or_none(),
+        doc="The topic for messages that are to be retried, with ``order='none'``; ``None``: the"
+        " topic's own name and ``.retry``.",
     )
     dead_letter: str | None = option(
         default=None,
@@ -348,12 +342,17 @@ class KafkaOptions(Producer):
                 raise OptionsError(path, f"nothing: {OWNED[name]}", value)
         if isinstance(self.topics, (list, tuple)):
             letters = {self.dead_letter_of(topic) for topic in self.topics}
-            if letters & set(self.topics):
-                raise OptionsError(
-                    "KafkaProducer.dead_letter",
-                    "none of the topics: dead letters would be received again",
-                    sorted(letters & set(self.topics)),
-                )
+            retried = {self.retry_of(topic) for topic in self.topics}
+            for name, what, found in (
+                ("dead_letter", "dead letters", letters & {*self.topics, *retried}),
+                ("retry_topic", "messages to be retried", retried & {*self.topics}),
+            ):
+                if found:
+                    raise OptionsError(
+                        f"KafkaProducer.{name}",
+                        f"none of the topics: {what} would be received again",
+                        sorted(found),
+                    )
 
     def unsafe_options(self) -> Sequence[str]:
         names = sorted(self.settings or {})
@@ -392,8 +391,19 @@ class KafkaOptions(Producer):
         return f"{self.group_id}: {', '.join(sorted(self.topics))}"
 
     def dead_letter_of(self, topic: str) -> str:
-        """Where the dead letters of a topic go."""
+        """Returns the topic for a topic's dead letters."""
         return self.dead_letter or f"{topic}-dlt"
+
+    def retry_of(self, topic: str) -> str:
+        """Returns the topic for a topic's messages that are to be retried."""
+        return self.retry_topic or f"{topic}.retry"
+
+    def outcomes(self) -> set[Action]:
+        """Returns what may become of messages, as far as the options tell."""
+        made = {self.actions[self.on_success], self.actions[self.on_failure]}
+        if Action.RETRY in made and self.retry.dead_letter:
+            made.add(Action.DEAD_LETTER)
+        return made
 
     @property
     def keeps_order(self) -> bool:

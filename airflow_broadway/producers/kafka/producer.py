@@ -10,8 +10,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.kafka.options import KafkaOptions
 
-__all__ = ["KafkaProducer"]
-
 
 @options
 class KafkaProducer(KafkaOptions):
@@ -34,7 +32,7 @@ class KafkaProducer(KafkaOptions):
         return KafkaCustodian(self, env)
 
     def check(self, env: ProducerEnv) -> list[Finding]:
-        from airflow_broadway.producers.kafka.group import look
+        from airflow_broadway.producers.kafka.inspect import look
 
         return look(self, env).findings
 

@@ -1,7 +1,10 @@
-"""From what Kafka hands out to messages: metadata as Broadway has it, bytes as text.
+"""Makes messages of Kafka's records: metadata as Broadway has it, bytes as text.
 
-Keys and headers are bytes.  As text they are what UTF-8 makes of them, else ``base64:`` and their
-Base64: so metadata is JSON, and nothing in it is lost.
+Keys and headers are bytes.  As text they are UTF-8, else ``base64:`` and their Base64: so metadata
+is JSON, and nothing in it is lost.
+
+A record of a retry topic is a copy of a message that failed, with headers of ours.  Its message has
+the id, the place and the timestamp that it had in its own topic.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.model.acks import AckRef
@@ -17,17 +20,29 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.schema.json_text import BASE64
 from airflow_broadway.producers.kafka.options import key_group
 
-__all__ = ["REQUEUED", "Records", "as_text"]
-
+#: The prefixes of a dead letter's headers, which say why it is one.
+_OURS: Final = ("__connect.errors.", "broadway.")
 #: The header of a message that was a dead letter and was sent back: its id at that time.
 REQUEUED: Final = "broadway.requeued"
+#: The header of a message in a retry topic: milliseconds since 1970 before which it is not read.
+NOT_BEFORE: Final = "broadway.not-before"
 
-#: The kind of an instant that is none.
+#: The kind of a timestamp that is none.
 _NO_TIME: Final = 0
 
 
+def is_ours(name: str) -> bool:
+    """Whether a header says why a message is a dead letter, or was one."""
+    return name.startswith(_OURS)
+
+
+def is_of_retry(name: str) -> bool:
+    """Whether a header says why a message is in a retry topic."""
+    return name.startswith("broadway.") and name != REQUEUED
+
+
 def as_text(value: Any) -> str | None:
-    """The text of a key or a header's value; ``None`` for none."""
+    """Returns the text of a key or a header's value; ``None`` for none."""
     if value is None or type(value) is str:
         return value
     try:
@@ -36,10 +51,57 @@ def as_text(value: Any) -> str | None:
         return BASE64 + base64.b64encode(value).decode("ascii")
 
 
-class Records:
-    """Makes messages for one generation.
+class Origin(NamedTuple):
+    """Describes the message of which a record in a retry topic is a copy.
 
-    :param by_key: Whether the messages of a key stay in order: then each carries its key's name to
+    :param attempts: Recorded failures.
+    :param not_before: Seconds since 1970 before which it is not read.
+    :param timestamp: Milliseconds since 1970; ``None``: it has none.
+    :param generation: The generation that failed on it.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    attempts: int
+    not_before: float
+    timestamp: int | None
+    generation: str
+
+    @property
+    def message_id(self) -> str:
+        """The message's id: its place in its own topic."""
+        return f"{self.topic}-{self.partition}-{self.offset}"
+
+
+def origin_of(record: Any, group: str) -> Origin | None:
+    """Returns the origin of a record in a retry topic.
+
+    :param group: The consumer group; copies of other groups are not of interest.
+    :returns: ``None`` if it is no such copy.
+    """
+    said = {n: as_text(value) or "" for n, value in record.headers() or () if is_of_retry(n)}
+    if said.get("broadway.group") != group or NOT_BEFORE not in said:
+        return None
+    try:
+        timestamp = said.get("broadway.timestamp")
+        return Origin(
+            said["broadway.topic"],
+            int(said["broadway.partition"]),
+            int(said["broadway.offset"]),
+            int(said["broadway.attempt"]),
+            int(said[NOT_BEFORE]) / 1000,
+            int(timestamp) if timestamp else None,
+            said["broadway.generation"],
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+class Records:
+    """Makes the messages of one generation.
+
+    :param by_key: Whether the messages of a key stay in order: then each carries its key's group to
         where it is settled.
     """
 
@@ -57,7 +119,7 @@ class Records:
         at: datetime,
         position: int,
     ) -> list[Message]:
-        """The messages of records of one partition.
+        """Makes the messages of records of one partition.
 
         :param marks: The attempt of each, and whether it is redelivered; ``None``: all are new.
         :param position: The first message's; the others count on from it.
@@ -70,7 +132,7 @@ class Records:
         for record in records:
             offset, value = record.offset(), record.value()
             key, headers = record.key(), record.headers()
-            kind, instant = record.timestamp()
+            kind, timestamp = record.timestamp()
             if key is not None:
                 key = key_of(key)
             if known is not None:
@@ -88,7 +150,7 @@ class Records:
                         "partition": partition,
                         "offset": offset,
                         "key": key,
-                        "ts": instant if kind != _NO_TIME else None,
+                        "ts": timestamp if kind != _NO_TIME else None,
                         "headers": [[n, key_of(v)] for n, v in headers] if headers else [],
                     },
                     acknowledger=ref,
@@ -103,3 +165,44 @@ class Records:
             )
             position += 1
         return made
+
+    def retried(
+        self,
+        place: tuple[str, int],
+        record: Any,
+        origin: Origin,
+        attempt: int,
+        at: datetime,
+        position: int,
+    ) -> Message:
+        """Makes the message of a record of a retry topic.
+
+        :param place: Of the record.
+        :param attempt: The attempt at least, as known of the record.
+        """
+        key, value = as_text(record.key()), record.value()
+        group = key_group(key) if self._by_key else ""
+        receipt = f"{group}@{place[0]}-{place[1]}-{record.offset()}"
+        return Message(
+            value,
+            metadata={
+                "topic": origin.topic,
+                "partition": origin.partition,
+                "offset": origin.offset,
+                "key": key,
+                "ts": origin.timestamp,
+                "headers": [
+                    [name, as_text(each)]
+                    for name, each in record.headers() or ()
+                    if not is_of_retry(name)
+                ],
+            },
+            acknowledger=AckRef(None, self._generation, Delivery(receipt=receipt)),
+            message_id=origin.message_id,
+            batch_key=(origin.topic, origin.partition),
+            attempt=max(origin.attempts + 1, attempt),
+            redelivered=True,
+            received_at=at,
+            position=position,
+            size=0 if value is None else len(value),
+        )

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.kafka.client import Cluster, Place
+from airflow_broadway.producers.kafka.claims import Place
+from airflow_broadway.producers.kafka.client import Cluster
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
-
-__all__ = ["Silence", "silence_error"]
 
 #: Seconds without a word, where one was due, after which a partition counts as out of reach.
 _TIMEOUT: Final = 20.0

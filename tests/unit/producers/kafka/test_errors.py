@@ -18,7 +18,11 @@ from airflow_broadway.producers.kafka.errors import Denied, Truncated, translate
         (KafkaError.GROUP_AUTHORIZATION_FAILED, Denied, "Read on the group"),
         (KafkaError.UNKNOWN_TOPIC_OR_PART, ProducerError, "no such topic or partition"),
         (KafkaError.UNKNOWN_MEMBER_ID, ProducerError, "give the pipeline a group_id of its own"),
-        (KafkaError._LOG_TRUNCATION, Truncated, "begin_offset='reset' once starts over"),
+        (
+            KafkaError._LOG_TRUNCATION,
+            Truncated,
+            "kafka-consumer-groups --reset-offsets starts over",
+        ),
         (KafkaError._BAD_MSG, ProducerError, "a batch of messages is damaged, or compressed"),
         (KafkaError._BAD_COMPRESSION, ProducerError, "nothing behind it can be received"),
         (KafkaError._AUTHENTICATION, ProducerError, "does not accept the credentials"),

@@ -54,6 +54,11 @@ def settings(made: KafkaProducer, **connection: Any) -> dict[str, Any]:
         ({"order": "total"}, "expected one of ['key', 'none', 'partition'], got: 'total'"),
         ({"on_failure": "noop"}, "one of ['ack', 'dead_letter', 'halt', 'retry'], got: 'noop'"),
         ({"dead_letter": "flights"}, "none of the topics: dead letters would be received again"),
+        ({"dead_letter": "flights.retry"}, "dead letters would be received again"),
+        (
+            {"retry_topic": "flights"},
+            "none of the topics: messages to be retried would be received",
+        ),
         ({"dead_letter": "a letter"}, "a topic's name"),
         ({"settings": {"group.id": "x"}}, "expected nothing: the option group_id"),
         ({"settings": {"enable.auto.commit": True}}, "expected nothing: offsets are committed by"),

@@ -4,66 +4,38 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-
-__all__ = [
-    "FOREVER",
-    "Range",
-    "Ranges",
-    "contains",
-    "count",
-    "intersection",
-    "minus",
-    "normal",
-    "of_offsets",
-    "union",
-]
+from typing import Final
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 
 #: Beyond every offset: the largest that Kafka can have, and one more.
-FOREVER = 1 << 63
+FOREVER: Final = 1 << 63
 
 
 def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Ranges in any order, touching and overlapping ones too, as they are kept."""
+    """Sorts ranges, and merges those that touch or overlap."""
     made: list[Range] = []
     for low, high in sorted((low, high) for low, high in ranges if low < high):
         if made and low <= made[-1][1]:
-            if high > made[-1][1]:
-                made[-1] = (made[-1][0], high)
+            made[-1] = (made[-1][0], max(high, made[-1][1]))
         else:
             made.append((low, high))
     return tuple(made)
 
 
 def of_offsets(offsets: Iterable[int]) -> Ranges:
-    """Single offsets, in any order."""
-    made: list[Range] = []
-    low = high = -1
-    for offset in sorted(offsets):
-        if offset <= high:
-            high = max(high, offset + 1)
-            continue
-        if low >= 0:
-            made.append((low, high))
-        low, high = offset, offset + 1
-    if low >= 0:
-        made.append((low, high))
-    return tuple(made)
+    """Returns the ranges of single offsets."""
+    return normal((offset, offset + 1) for offset in offsets)
 
 
 def union(one: Ranges, other: Ranges) -> Ranges:
-    """What is in either."""
-    if not one or not other:
-        return one or other
-    return normal((*one, *other))
+    """Returns the offsets that are in either."""
+    return normal((*one, *other)) if one and other else one or other
 
 
 def minus(one: Ranges, other: Ranges) -> Ranges:
-    """What is in the first alone."""
-    if not one or not other:
-        return one
+    """Returns the offsets that are in the first alone."""
     made: list[Range] = []
     place, last = 0, len(other)
     for low, high in one:
@@ -80,18 +52,9 @@ def minus(one: Ranges, other: Ranges) -> Ranges:
     return tuple(made)
 
 
-def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """What is in both."""
-    made: list[Range] = []
-    at, last = 0, len(other)
-    for low, high in one:
-        while at < last and other[at][1] <= low:
-            at += 1
-        place = at
-        while place < last and other[place][0] < high:
-            made.append((max(low, other[place][0]), min(high, other[place][1])))
-            place += 1
-    return tuple(made)
+def clip(ranges: Ranges, low: int, high: int) -> Ranges:
+    """Returns the offsets from ``low`` to before ``high``."""
+    return normal((max(low, a), min(high, b)) for a, b in ranges)
 
 
 def contains(ranges: Ranges, offset: int) -> bool:
@@ -101,5 +64,5 @@ def contains(ranges: Ranges, offset: int) -> bool:
 
 
 def count(ranges: Ranges) -> int:
-    """How many offsets there are."""
+    """Counts offsets."""
     return sum(high - low for low, high in ranges)

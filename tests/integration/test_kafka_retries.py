@@ -1,0 +1,284 @@
+"""What is to be retried without order goes to a retry topic, and is read there when it is due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.generation_log import GenerationLog
+from tests.kafka_fixtures import on_apache_kafka
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import ApacheKafka, KafkaServer
+
+pytestmark = pytest.mark.broker
+
+RETRY = Verdict(Action.RETRY, 60.0, "ValueError: not yet", "batch")
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: no", "process")
+
+
+def headers(record: Any) -> dict[str, str]:
+    return {name: (value or b"").decode("utf-8", "replace") for name, value in record.headers()}
+
+
+def offsets(messages: Any) -> list[int]:
+    return [message.metadata["offset"] for message in messages]
+
+
+def test_a_retry_topic_that_is_not_there_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none", retry_topic="no-such-retries")
+    group.fill(1)
+
+    with pytest.raises(ProducerError, match="the retry topic 'no-such-retries' does not exist"):
+        group.drain()
+
+    assert kafka.partitions("no-such-retries") == []
+    assert len(group.drain(order="partition")) == 1
+    group.fill(1)
+    assert len(group.drain(on_failure="ack")) == 1
+
+
+def test_a_message_that_is_retried_is_the_same_message(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    producer, at = kafka.producer(), round(group.clock.now().timestamp() * 1000) - 60_000
+    own: list[Any] = [("trace", b"\xff"), ("broadway.requeued", b"t-0-1"), ("none", None)]
+    producer.produce(group.topic, b"\x00body\xff", b"\xfekey", headers=own, timestamp=at)
+    producer.produce(group.topic, None, b"tombstone")
+    producer.flush(30)
+    lease, messages = group.hold("generation one")
+
+    report = group.settle(lease, messages, {m.message_id: RETRY for m in messages})
+
+    # Then the group is finished with its topic, and the copy tells where it was and why
+    assert report == SettleReport(requeued=2)
+    assert group.committed() == {0: 2}
+    record, _ = kafka.read(group.retries)
+    assert (record.value(), record.key()) == (b"\x00body\xff", b"\xfekey")
+    assert record.timestamp()[1] > at
+    not_before = int(headers(record)["broadway.not-before"])
+    assert abs(not_before - at - 120_000) < 30_000
+    assert headers(record) | {"trace": "", "broadway.not-before": ""} == {
+        "trace": "",
+        "broadway.requeued": "t-0-1",
+        "none": "",
+        "broadway.topic": group.topic,
+        "broadway.partition": "0",
+        "broadway.offset": "0",
+        "broadway.stage": "batch",
+        "broadway.reason": "ValueError: not yet",
+        "broadway.group": group.group,
+        "broadway.attempt": "1",
+        "broadway.generation": "generation one",
+        "broadway.timestamp": str(at),
+        "broadway.not-before": "",
+    }
+    # And it comes again as it was, when it is due
+    assert group.drain() == []
+    group.clock.sleep(61.0)
+    lease, again = group.hold()
+    for one, other in zip(messages, again, strict=True):
+        assert (one.message_id, one.data, dict(one.metadata), one.batch_key) == (
+            *(other.message_id, other.data, dict(other.metadata), other.batch_key),
+        )
+        assert (other.attempt, other.redelivered) == (2, True)
+    # A third attempt goes through the same topic; then it is a dead letter of its own topic
+    group.settle(lease, again, {again[0].message_id: RETRY})
+    group.clock.sleep(61.0)
+    lease, [third] = group.hold()
+    assert (third.attempt, third.metadata) == (3, messages[0].metadata)
+    group.settle(lease, [third], {third.message_id: DEAD})
+    [letter] = kafka.read(group.letters)
+    found = headers(letter)
+    assert letter.value() == b"\x00body\xff"
+    assert found["__connect.errors.topic"] == group.topic
+    assert found["__connect.errors.offset"] == "0"
+    assert (found["broadway.attempt"], found["broadway.timestamp"]) == ("3", str(at))
+    assert "broadway.not-before" not in found
+    assert group.drain() == []
+
+
+def test_a_message_that_is_not_due_holds_up_nothing_but_its_retry_topic(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(6)
+    lease, messages = group.hold()
+    later = RETRY._replace(delay=600.0)
+    group.settle(lease, messages, {messages[1].message_id: later, messages[3].message_id: RETRY})
+    group.fill(2, start=6)
+
+    assert offsets(group.drain()) == [6, 7]
+    group.clock.sleep(61.0)
+    assert group.drain() == []  # the first in the retry topic waits for longer
+    group.clock.sleep(540.0)
+    assert offsets(group.drain()) == [1, 3]
+    assert group.drain() == []
+
+
+def test_a_run_that_waits_takes_what_becomes_due(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(2)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {messages[1].message_id: RETRY})
+    with group.source() as source:
+        assert source.receive(10, timeout=0.0) == []
+        group.clock.sleep(61.0)
+
+        assert offsets(source.receive(10, timeout=0.0)) == [1]
+
+
+def test_what_is_released_among_others_stays_in_its_topic_and_the_others_never_come_back(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(10)
+    lease, messages = group.hold()
+    verdicts = {messages[2].message_id: RELEASE, messages[7].message_id: RELEASE}
+
+    assert group.settle(lease, messages, verdicts) == SettleReport(acked=8, released=2)
+
+    assert group.committed() == {0: 2}
+    assert kafka.read(group.retries) == []
+    assert offsets(group.drain()) == [2, 7]
+    assert group.committed() == {0: 10}
+
+
+def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(3)
+    lease, messages = group.hold()
+    verdicts = {messages[1].message_id: RETRY._replace(delay=0.0)}
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GenerationLog, "begin", killed)
+        with pytest.raises(KeyboardInterrupt):
+            group.settle(lease, messages, verdicts)
+
+    assert group.settle(lease, messages, verdicts) == SettleReport(acked=2, requeued=1)
+    assert len(kafka.read(group.retries)) == 2
+    assert offsets(group.drain()) == [1]
+    assert group.drain() == []
+
+
+def test_a_run_that_takes_over_handles_a_message_and_its_copy_once(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a settler that died when it had sent a copy, and nobody who settles again
+    group = KafkaGroup(kafka, tmp_path, order="none", lease=100.0)
+    group.fill(3)
+    lease, messages = group.hold()
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GenerationLog, "begin", killed)
+        with pytest.raises(KeyboardInterrupt):
+            group.settle(lease, messages, {messages[1].message_id: RETRY._replace(delay=0.0)})
+
+    group.clock.sleep(200.0)
+    again = group.drain()
+
+    assert sorted(offsets(again)) == [0, 1, 2]
+    assert all(message.redelivered for message in again)
+    assert group.drain() == []
+
+
+def test_what_a_run_has_sent_to_the_retry_topic_it_leaves_to_the_next(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(3)
+    custodian = group.producer().custodian(group.env("c"))
+    with group.source() as source:
+        messages = group.take(source)
+        now = custodian.settle_now(source.lease, [entry_of(messages[1], RETRY._replace(delay=0.0))])
+        assert now == SettleReport(requeued=1)
+        assert group.take(source) == []
+        source.stop()
+        assert group.settle(source.lease, [messages[0], messages[2]]).acked == 2
+    custodian.close()
+
+    assert offsets(group.drain()) == [1]
+
+
+def test_copies_of_other_groups_and_what_is_none_are_not_read(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    other = KafkaGroup(kafka, tmp_path / "other", order="none")
+    other.topic, other.retries, other.letters = group.topic, group.retries, group.letters
+    group.fill(2)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {messages[0].message_id: RETRY._replace(delay=0.0)})
+    kafka.fill(group.retries, [b"of nobody"])
+
+    assert offsets(other.drain()) == [0, 1]
+    assert offsets(group.drain()) == [0]
+    assert kafka.committed(other.group, other.retries)[0][0] == 2
+
+
+def test_a_retry_topic_is_read_whatever_the_order_by_now(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(3)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {m.message_id: RETRY._replace(delay=0.0) for m in messages})
+
+    lease, again = group.hold(order="partition")
+    verdicts = {again[1].message_id: RETRY._replace(delay=0.0)}
+    report = group.settle(lease, again, verdicts, order="partition")
+
+    assert report == SettleReport(acked=1, requeued=1, released=1)
+    [one, two] = group.drain(order="partition")
+    assert [(m.metadata["offset"], m.attempt) for m in (one, two)] == [(1, 3), (2, 2)]
+
+
+def test_a_copy_that_is_too_large_stays_in_its_topic(
+    apache_kafka: ApacheKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path, order="none")
+    apache_kafka.fill(group.topic, [b"x" * 200_000, b"small"])
+    lease, messages = group.hold()
+    settings = {"message.max.bytes": 100_000}
+    verdicts = {m.message_id: RETRY._replace(delay=0.0) for m in messages}
+
+    report = group.settle(lease, messages, verdicts, settings=settings)
+
+    assert (report.requeued, report.failed) == (1, 1)
+    assert (
+        "a message to be retried cannot be sent" in report.errors[0]
+        or "MSG_SIZE" in (report.errors[0])
+    )
+    again = group.drain()
+    assert sorted((m.metadata["offset"], m.attempt) for m in again) == [(0, 2), (1, 2)]
+    assert group.drain() == []
+
+
+@on_apache_kafka
+def test_each_partition_has_its_retries_in_a_partition_of_their_own(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, partitions=4, order="none")
+    kafka.add_partitions(group.retries, 2)
+    group.fill(8)
+    lease, messages = group.hold()
+
+    group.settle(lease, messages, {m.message_id: RETRY._replace(delay=0.0) for m in messages})
+
+    found = {
+        (r.partition(), int(headers(r)["broadway.partition"])) for r in kafka.read(group.retries)
+    }
+    assert found == {(0, 0), (1, 1), (0, 2), (1, 3)}
+    assert len(group.drain()) == 8

@@ -1,0 +1,155 @@
+"""What Kafka's own tools show of a group, during runs and after them, and what they change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kafka.opening import read_mark
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import ApacheKafka
+
+pytestmark = pytest.mark.broker
+
+RETRY = Verdict(Action.RETRY, 60.0, "again", "process")
+
+
+class Row(NamedTuple):
+    """What ``kafka-consumer-groups --describe`` shows of a partition."""
+
+    offset: str
+    end: str
+    lag: str
+
+
+def described(group: KafkaGroup) -> dict[tuple[str, int], Row]:
+    kafka = group.kafka
+    assert isinstance(kafka, ApacheKafka)
+    shown = kafka.consumer_groups("--describe", "--group", group.group)
+    rows = [line.split() for line in shown.splitlines() if line.startswith(group.group)]
+    return {(row[1], int(row[2])): Row(*row[3:6]) for row in rows}
+
+
+def reset(group: KafkaGroup, *where: str) -> None:
+    kafka = group.kafka
+    assert isinstance(kafka, ApacheKafka)
+    about = ("--group", group.group, "--topic", group.topic)
+    kafka.consumer_groups(*about, "--reset-offsets", *where, "--execute")
+
+
+def offsets(messages: Any) -> list[int]:
+    return [message.metadata["offset"] for message in messages]
+
+
+def test_describe_shows_offsets_and_lag_during_runs_and_after_them(
+    apache_kafka: ApacheKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path, partitions=2, order="none")
+    group.fill(20)
+    lease, messages = group.hold()
+
+    during = described(group)
+    report = group.settle(lease, messages, {messages[3].message_id: RETRY})
+    after = described(group)
+
+    assert report == SettleReport(acked=19, requeued=1)
+    assert during[group.topic, 0] == during[group.topic, 1] == ("0", "10", "10")
+    assert after[group.topic, 0] == after[group.topic, 1] == ("10", "10", "0")
+    assert after[group.retries, 0] == ("0", "1", "1")
+    group.clock.sleep(61.0)
+    group.drain()
+    assert described(group)[group.retries, 0] == ("1", "1", "0")
+
+
+def test_describe_shows_where_a_partition_in_order_has_stopped(
+    apache_kafka: ApacheKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path)
+    group.fill(10)
+    lease, messages = group.hold()
+
+    group.settle(lease, messages, {messages[4].message_id: RETRY})
+
+    assert described(group) == {(group.topic, 0): ("4", "10", "6")}
+
+
+def test_reset_offsets_between_runs_does_what_it_says(
+    apache_kafka: ApacheKafka, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path)
+    group.fill(10)
+    group.drain()
+
+    reset(group, "--to-offset", "4")
+    assert described(group)[group.topic, 0] == ("4", "10", "6")
+    back = group.drain()
+    assert (offsets(back), {m.redelivered for m in back}) == ([*range(4, 10)], {True})
+    assert "was reset from 10 to 4 by another program: it is honoured" in caplog.text
+
+    group.fill(6, start=10)
+    reset(group, "--to-latest")
+    assert group.drain() == []
+    reset(group, "--shift-by", "-2")
+    assert [(m.metadata["offset"], m.redelivered) for m in group.drain()] == [
+        *((14, False), (15, False)),
+    ]
+    reset(group, "--to-earliest")
+    assert offsets(group.drain()) == list(range(16))
+
+
+def test_attempts_begin_at_the_first_after_a_reset(
+    apache_kafka: ApacheKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path)
+    group.fill(4)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {messages[2].message_id: RETRY})
+
+    reset(group, "--to-earliest")
+
+    assert [(m.metadata["offset"], m.attempt) for m in group.drain()] == [
+        *((0, 1), (1, 1), (2, 1), (3, 1)),
+    ]
+
+
+def test_a_foreign_consumer_that_joins_the_group_in_mid_run_is_told_when_the_run_is_settled(
+    apache_kafka: ApacheKafka, tmp_path: Path
+) -> None:
+    # Given a run that holds messages, and a consumer that joins its group: the group rebalances
+    group = KafkaGroup(apache_kafka, tmp_path, lease=100.0)
+    group.fill(5)
+    lease, messages = group.hold()
+    with apache_kafka.member(group.group, group.topic):
+        with pytest.raises(ProducerError, match="the group has members, which consume beside"):
+            group.settle(lease, messages)
+        # Nor does another run begin
+        with pytest.raises(ProducerError, match=r"has 1 member \("):
+            group.drain()
+        assert group.committed() == {0: 0}
+
+    # Then what was decided is carried out once it has left
+    assert group.settle(lease, messages) == SettleReport(acked=5)
+    assert group.committed() == {0: 5}
+
+
+def test_a_mark_is_small_and_names_no_secret(apache_kafka: ApacheKafka, tmp_path: Path) -> None:
+    group = KafkaGroup(apache_kafka, tmp_path)
+    group.fill(5)
+    lease, messages = group.hold()
+
+    [(offset, held)] = apache_kafka.committed(group.group, group.topic).values()
+    group.settle(lease, messages)
+    [(after, free)] = apache_kafka.committed(group.group, group.topic).values()
+
+    assert (offset, after) == (0, 5)
+    mark = read_mark(held or "")
+    assert mark is not None
+    assert (mark.high, mark.until > 0) == (5, True)
+    assert json.loads(free or "").keys() == {"b", "o", "h"}
+    assert len(held or "") <= 90

@@ -1,0 +1,118 @@
+"""Claims in files, as several processes make them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.kafka.claims import Claim, Claims, Decision, Place
+from airflow_broadway.producers.kit.state_files import MemoryFiles
+from airflow_broadway.testing import ManualClock
+
+PLACE: Place = ("topic", 0)
+
+
+def claim(claims: Claims, generation: str) -> Claim | None:
+    """Claims a partition that nobody holds."""
+
+    def claimed(known: Claim | None) -> Claim | None:
+        if known is not None and known.generation:
+            return None
+        return Claim(start=0, generation=generation, end=5, until=100.0)
+
+    return claims.change(PLACE, claimed, fresh=False)
+
+
+def test_of_two_that_claim_together_one_does() -> None:
+    files, clock = MemoryFiles(), ManualClock()
+    one, other = Claims(files, clock), Claims(files, clock)
+    assert one.read(PLACE) is other.read(PLACE) is None
+
+    assert claim(one, "one") is not None
+    assert claim(other, "other") is None
+
+    found = other.read(PLACE)
+    assert found is not None
+    assert found.generation == "one"
+
+
+def test_a_claim_is_ended_by_its_own_generation_alone() -> None:
+    files, clock = MemoryFiles(), ManualClock()
+    claims = Claims(files, clock)
+    claim(claims, "one")
+
+    claims.end(PLACE, "other", Claim(start=3))
+    assert claims.read(PLACE) == Claim(start=0, generation="one", end=5, until=100.0)
+    claims.end(PLACE, "one", Claim(start=3))
+    assert claims.read(PLACE) == Claim(start=3)
+
+
+def test_a_partition_is_held_until_half_a_minute_after_the_lease() -> None:
+    files, clock = MemoryFiles(), ManualClock()
+    claims = Claims(files, clock)
+    held = claim(claims, "one")
+
+    assert claims.holder(held, 129.0) == ("one", 100.0)
+    assert claims.holder(held, 129.0, but="one") is None
+    assert claims.holder(held, 131.0) is None
+    claims.generation("one").hold(400.0, {"run_id": "r"})
+    assert claims.holder(held, 131.0) == ("one", 400.0)
+    assert claims.holder(held, 430.0) is None
+
+
+def test_a_version_that_was_removed_is_not_created_again() -> None:
+    # Given one that has read the first version, when others have made many more
+    files, clock = MemoryFiles(), ManualClock()
+    slept, other = Claims(files, clock), Claims(files, clock)
+    claim(other, "one")
+    slept.read(PLACE)
+    for number in range(20):
+        other.change(PLACE, lambda c, n=number: replace(c, epoch=n))  # type: ignore[misc]
+    assert len(files.names("claims/topic/0")) <= 11
+    seen: list[int] = []
+
+    def changed(known: Claim | None) -> Claim:
+        assert known is not None
+        seen.append(known.epoch)
+        return replace(known, start=9)
+
+    slept.change(PLACE, changed, fresh=False)
+
+    assert seen == [-1, 19]
+    assert other.read(PLACE) == slept.read(PLACE)
+
+
+def test_nothing_is_written_where_nothing_changes() -> None:
+    files, clock = MemoryFiles(), ManualClock()
+    claims = Claims(files, clock)
+    claim(claims, "one")
+    before = files.names("claims/topic/0")
+
+    claims.change(PLACE, lambda known: known)
+    claims.change(PLACE, lambda _: None)
+
+    assert files.names("claims/topic/0") == before
+
+
+def test_what_callbacks_settled_is_read_as_it_was_written() -> None:
+    files = MemoryFiles()
+    one = Claims(files, ManualClock()).generation("g")
+    decisions = {PLACE: {3: Decision(Action.RETRY, 9.5, 2, "k", "topic-0-3", moved=True)}}
+
+    one.note_now(decisions)
+    one.note_now({("other", 1): {0: Decision(Action.ACK, message_id="other-1-0")}})
+    one.note_now({})
+
+    again = Claims(files, ManualClock()).generation("g").now()
+    assert again == {**decisions, ("other", 1): {0: Decision(Action.ACK, message_id="other-1-0")}}
+
+
+def test_a_claim_that_is_no_claim_is_one_sentence() -> None:
+    files = MemoryFiles()
+    files.write("claims/topic/0/000000000001.json", {"v": 99})
+
+    with pytest.raises(StagingError, match=r"the claim of topic-0 in staging cannot be read .*99"):
+        Claims(files, ManualClock()).read(PLACE)

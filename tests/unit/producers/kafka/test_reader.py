@@ -1,0 +1,147 @@
+"""What a source wants of one partition, without a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow_broadway.producers.kafka.claims import Claim, Failed
+from airflow_broadway.producers.kafka.opening import View
+from airflow_broadway.producers.kafka.options import key_group
+from airflow_broadway.producers.kafka.reader import PartitionReader
+
+NOW = 1_000.0
+
+
+class Record:
+    """A message of the client's."""
+
+    def __init__(self, offset: int, key: bytes | None = None, /, **headers: object) -> None:
+        self._offset, self._key = offset, key
+        self._headers = [
+            (f"broadway.{name.replace('_', '-')}", str(value).encode())
+            for name, value in headers.items()
+        ]
+
+    def offset(self) -> int:
+        return self._offset
+
+    def key(self) -> bytes | None:
+        return self._key
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        return self._headers
+
+    def leader_epoch(self) -> int | None:
+        return None
+
+
+def reader(order: str = "partition", group: str = "", **about: Any) -> PartitionReader:
+    view = View(base=0, marked=about.pop("marked", 0), end=100, claim=None, **about)
+    return PartitionReader(
+        ("t", 0), view, NOW, generation="own", order=order, group=group, interval=None
+    )
+
+
+def offsets(records: Any) -> list[int]:
+    return [record.offset() for record in records]
+
+
+def copied(offset: int, *, due: float, group: str = "g", generation: str = "other") -> Record:
+    return Record(
+        offset,
+        group=group,
+        generation=generation,
+        topic="t",
+        partition=0,
+        offset=offset,
+        attempt=1,
+        not_before=round(due * 1000),
+    )
+
+
+def test_a_message_that_waits_stops_a_partition_in_order_until_it_is_due() -> None:
+    one = reader(failed={3: Failed(1, NOW + 50.0)})
+
+    assert offsets(one.wanted([Record(n) for n in range(6)], NOW)) == [0, 1, 2]
+    assert (one.finished, one.position, one.look_again) == (True, 3, NOW + 50.0)
+
+    one.go_on(NOW + 50.0)
+    taken = one.take(one.wanted([Record(n) for n in range(3, 6)], NOW + 50.0))
+    assert offsets(taken) == [3, 4, 5]
+    assert one.marks(taken) == [(2, True), (1, False), (1, False)]
+
+
+def test_by_key_what_waits_is_left_with_all_of_its_key() -> None:
+    one = reader("key", failed={0: Failed(1, NOW + 50.0, key_group("a"))})
+
+    taken = one.take(one.wanted([Record(n, b"ab"[n % 2 : n % 2 + 1]) for n in range(6)], NOW))
+
+    assert offsets(taken) == [1, 3, 5]
+    assert one.left == ((0, 1), (2, 3), (4, 5))
+
+
+def test_without_a_key_a_message_waits_alone() -> None:
+    one = reader("key", failed={1: Failed(1, NOW + 50.0)})
+
+    assert offsets(one.take(one.wanted([Record(n) for n in range(3)], NOW))) == [0, 2]
+    assert one.left == ((1, 2),)
+
+
+def test_a_copy_that_is_not_due_stops_the_reading_of_a_retry_topic() -> None:
+    one = reader("none", group="g")
+    records = [copied(0, due=NOW), copied(1, due=NOW + 9.0), copied(2, due=NOW)]
+
+    assert offsets(one.wanted(records, NOW)) == [0]
+    assert (one.finished, one.look_again) == (True, NOW + 9.0)
+
+
+def test_a_copy_of_its_own_stops_the_reading_for_good() -> None:
+    one = reader("none", group="g")
+
+    assert offsets(one.wanted([copied(0, due=0.0), copied(1, due=0.0, generation="own")], NOW)) == [
+        0
+    ]
+    assert (one.finished, one.look_again) == (True, None)
+
+
+def test_copies_of_other_groups_are_not_handed_out_and_stop_nothing() -> None:
+    one = reader("none", group="g")
+    records = [copied(0, due=NOW + 9.0, group="other"), Record(1), copied(2, due=NOW)]
+
+    taken = one.take(one.wanted(records, NOW))
+
+    assert [origin.offset for _, origin in one.origins(taken)] == [2]
+
+
+def test_what_is_finished_beyond_the_offset_is_not_handed_out() -> None:
+    one = reader("none", done=((1, 3),), marked=4)
+
+    taken = one.take(one.wanted([Record(n) for n in range(5)], NOW))
+
+    assert offsets(taken) == [0, 3, 4]
+    assert one.marks(taken) == [(1, True), (1, True), (1, False)]
+
+
+def test_a_claim_reaches_ahead_and_never_beyond_the_log() -> None:
+    one = reader()
+    one.wanted([Record(0)], NOW)
+
+    assert one.ahead(10) == 10
+    assert one.ahead(1_000_000) == 4_000
+
+
+def test_a_message_that_waits_and_was_compacted_away_is_superseded() -> None:
+    one = reader(failed={2: Failed(1, 0.0), 4: Failed(1, 0.0), 9: Failed(1, 0.0)})
+
+    assert one.superseded(0, [Record(1), Record(4), Record(5)]) == [2]
+
+
+def test_a_partition_that_another_run_holds_is_looked_at_again() -> None:
+    claim = Claim(start=0, generation="another", end=5)
+    view = View(base=0, marked=5, end=100, claim=claim, held_until=NOW + 100.0)
+    one = PartitionReader(
+        ("t", 0), view, NOW, generation="own", order="none", group="", interval=None
+    )
+
+    assert one.quiet
+    assert one.look_again == NOW + 10.0
