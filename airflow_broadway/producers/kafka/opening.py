@@ -209,8 +209,8 @@ class Opening:
             shown = ", ".join(members[:3]) + (", …" if len(members) > 3 else "")
             found.append(
                 f"the group {self._producer.group_id!r} has {many(len(members), 'member')}"
-                f" ({shown}), which consume beside this pipeline: stop them, or give this pipeline a"
-                " group_id of its own"
+                f" ({shown}), which consume beside this pipeline: stop them, or give this pipeline"
+                " a group_id of its own"
             )
         unknown = "whether the group has members could not be asked"
         notes = [Finding("note", unknown)] if members is None else []
