@@ -33,8 +33,12 @@ _client_log = logging.getLogger(f"{__name__}.librdkafka")
 _QUEUED_KILOBYTES: Final = 16_384
 #: Seconds between two tries of a request while a partition or a group has no leader.
 _RETRY_INTERVAL: Final = 0.2
-#: Errors of a broker that goes away, which the client calls final.
-_PASSING: Final = ("_TRANSPORT", "_DESTROY_BROKER")
+#: Errors of a broker that goes away, or of a group whose coordinator did, which the client calls
+#: final.
+_PASSING: Final = (
+    *("_TRANSPORT", "_DESTROY_BROKER", "NOT_COORDINATOR"),
+    *("COORDINATOR_NOT_AVAILABLE", "COORDINATOR_LOAD_IN_PROGRESS"),
+)
 
 
 class Committed(NamedTuple):
