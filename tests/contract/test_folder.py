@@ -70,7 +70,7 @@ def test_a_pipeline_of_it_runs_in_one_process(tmp_path: Path) -> None:
 
 def test_a_pipeline_of_it_runs_in_the_tasks_of_a_dag(tmp_path: Path) -> None:
     # Given the steps of a run, each of which opens the queue anew
-    run = Run(tmp_path, pipeline=FolderSums)
+    run = Run(tmp_path, pipeline=FolderSums, create=False)
     folder = Folder(str(tmp_path / "queue.db"))
     folder.send([b"%d" % number for number in range(1, 41)], datetime.now(UTC))
 

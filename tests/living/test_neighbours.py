@@ -155,8 +155,6 @@ def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
     assert not others & set(mine)
 
 
-# Kafka's group refuses the other name, and says how to adopt it.
-@pytest.mark.parametrize("broker", ["sqlite", "rabbitmq", "sqs", "pubsub"], indirect=True)
 def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
     broker: LivingBroker, series: Series, tmp_path: Path
 ) -> None:

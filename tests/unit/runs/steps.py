@@ -109,6 +109,7 @@ class Run:
     :param clock: What its batches go by.
     :param finished: Ids of runs that are over.
     :param airflow: The name of its Airflow deployment.
+    :param create: Whether to create the embedded queue.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Run:
         clock: Clock | None = None,
         ports: Ports | None = None,
         airflow: str = "",
+        create: bool = True,
         **options: Any,
     ) -> None:
         self.folder = folder
@@ -139,8 +141,9 @@ class Run:
         self.staged = StagedRun(
             store, pipeline="Sums", dag_id="sums", run_id=run_id, airflow=airflow
         )
-        with self.queue() as queue:
-            queue.create()
+        if create:
+            with self.queue() as queue:
+                queue.create()
 
     def queue(self) -> SqliteQueue:
         """The queue, opened anew."""

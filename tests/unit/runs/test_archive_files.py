@@ -208,8 +208,8 @@ def test_what_is_exported_can_be_imported(world: World, run: Command, tmp_path: 
     assert "is there already" in run("export", str(lines), *NINE_TO_TEN)[1]
     assert "to end in .parquet or .jsonl" in run("export", "x.csv", *NINE_TO_TEN)[1]
 
-    other = World(tmp_path / "other")
     (tmp_path / "other").mkdir()
+    other = World(tmp_path / "other")
     run.world = other
     columns = ("--time", "time", "--payload", "payload", "--id", "message_id")
     run.json("import", str(parquet), *columns)

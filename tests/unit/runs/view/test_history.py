@@ -173,6 +173,7 @@ def test_what_is_held_is_counted_until_it_is_settled(shop: Shop) -> None:
 
 
 def test_an_execution_that_receives_counts_as_it_last_said(shop: Shop) -> None:
+    shop.queue.create()
     run = shop.run("at work")
     lease = shop.load().producer.source(_env()).lease
     run.open_generation(task_id="process", map_index=0, try_number=1, lease=lease)
