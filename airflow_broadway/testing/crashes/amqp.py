@@ -83,6 +83,8 @@ class Amqp:
         self._plain = plain
         # Which queue a channel reads, by connection and number.
         self._reads: dict[tuple[int, int], str] = {}
+        # Which queue a connection has declared passively since it sent anything else.
+        self._counted: dict[int, str] = {}
         # Connections that are silent, by their places in memory.
         self._silent: dict[int, _Line] = {}
 
@@ -101,7 +103,7 @@ class Amqp:
             line = self._silent.get(id(connection))
             if line is not None:
                 line.on_its_way.append(sent())
-                return
+                return None
 
             def hung() -> Exception:
                 _flush(connection)
@@ -120,6 +122,8 @@ class Amqp:
                 _flush(connection)
                 connection._transport._sock.send(data[: len(data) // 2])
 
+            if self._counts_again(connection, method):
+                return whole()
             looks = name.startswith(_LOOKS) or getattr(method, "passive", False)
             try:
                 self._interceptor.call(
@@ -140,6 +144,19 @@ class Amqp:
                         sock.shutdown(socket.SHUT_RDWR)
 
         return send
+
+    def _counts_again(self, connection: Any, method: Any) -> bool:
+        """Whether a queue is counted again with nothing sent since: no other point.
+
+        How often a process does so depends on how soon the broker's count is right.
+        """
+        name, key = method.NAME, id(connection)
+        if name == "Queue.Declare" and method.passive:
+            before, self._counted[key] = self._counted.get(key), method.queue
+            return bool(before == method.queue)
+        if not name.startswith("Channel."):
+            self._counted.pop(key, None)
+        return False
 
     def _target(self, connection: Any, channel: int, method: Any) -> str:
         queue: Any = getattr(method, "queue", None) or getattr(method, "routing_key", None)
