@@ -147,7 +147,7 @@ def add_dead_letters(commands: Any) -> None:
 def _dead_letters(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.dead_letters import dead_letters
 
-    # What a broker's client logs stands in the one error.
+    # The error has what the broker's client logs.
     with logging_at(logging.CRITICAL):
         return dead_letters(given)
 
@@ -183,7 +183,7 @@ def add_check(commands: Any) -> None:
 def _check(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.check import check
 
-    # What a broker's client logs of its connections stands in the one error.
+    # The findings and the error have what the broker's client logs.
     with logging_at(logging.CRITICAL):
         return check(given)
 
@@ -218,7 +218,7 @@ def add_depth(commands: Any) -> None:
 def _depth(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.depth import depth
 
-    # What a broker's client logs stands in what is said of its pipeline.
+    # The result of each pipeline has what its broker's client logs.
     with logging_at(logging.CRITICAL):
         return depth(given)
 
@@ -308,7 +308,7 @@ def add_kafka(commands: Any) -> None:
 def _kafka(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.kafka import kafka
 
-    # What the client logs of its connections is in the one error, and findings have the rest.
+    # The findings and the error have what the broker's client logs.
     with logging_at(logging.CRITICAL):
         return kafka(given)
 
@@ -345,7 +345,7 @@ def add_pubsub(commands: Any) -> None:
 def _pubsub(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.pubsub import pubsub
 
-    # What the client logs of its connections is in the one error, and findings have the rest.
+    # The findings and the error have what the broker's client logs.
     with logging_at(logging.CRITICAL):
         return pubsub(given)
 

@@ -142,7 +142,7 @@ class Process:
                     if self._pipeline.batchers:
                         prepare_sink(self._run, self._pipeline, self._env)
                     manifest = self._publish(lease, written, stager, receiving, started)
-            except BaseException:  # a kill and a time-out too; raised again
+            except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
                 # Nothing of this execution counts: give back now what would else wait for the
                 # lease to lapse.
                 try:

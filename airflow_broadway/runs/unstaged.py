@@ -119,7 +119,7 @@ class UnstagedTask:
         started = run.clock.now()
         try:
             report = local.pull(self._budget, on_lease=self._open)
-        except BaseException:  # a kill too; raised again
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             if local.report is not None:  # it had settled before it broke
                 try:
                     self._record(local.report, started, failed=True)

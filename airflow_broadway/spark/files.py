@@ -195,7 +195,7 @@ class HadoopFiles:
             if self._renames:  # a real file system: the close alone says nothing of the disk
                 writer.flush()
                 stream.hsync()
-        except BaseException:  # a kill too; raised again
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             self._abandon(stream)
             raise
         writer.close()

@@ -245,7 +245,7 @@ class ParquetFile:
                     memory_map=False,
                     page_checksum_verification=True,
                 )
-        except BaseException:  # a kill too; raised again
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             self._source.close()
             raise
         self.groups: int = self._file.num_row_groups

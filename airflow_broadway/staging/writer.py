@@ -105,7 +105,7 @@ class ProcessWriter:
                 for files in self._batchers.values():
                     files.close()
                 self._entries.close()
-            except BaseException:  # a kill too; raised again
+            except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
                 self.abort()
                 raise
             self._written = self._summary()

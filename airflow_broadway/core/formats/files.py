@@ -248,7 +248,7 @@ def _written(path: str) -> Iterator[IO[bytes]]:
         yield file
         sync_file(file)
         file.close()
-    except BaseException:  # a kill too; raised again
+    except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
         drop_file(file, path)
         raise
 

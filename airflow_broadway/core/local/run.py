@@ -319,7 +319,7 @@ class LocalRun:
         try:
             self._stop.bound(budget.max_seconds)
             engine.run(_settling(receiving, settler))
-        except BaseException:  # raised again; before that the source takes nothing more
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             with suppress(BroadwayError):  # the first error is the one to show
                 receiving.stop()
             raise

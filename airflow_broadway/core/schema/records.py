@@ -194,6 +194,6 @@ def _pairs(kind: Map, nullable: bool, path: str, dropped: Counter[str]) -> Conve
 def _step(key: object) -> str:
     try:
         text = repr(key)
-    except Exception:  # whatever a user's __repr__ raises; no kill is one
+    except Exception:  # of a user's __repr__; not KeyboardInterrupt, SystemExit
         text = "?"
     return (text[:40] + "…" if len(text) > 40 else text).encode(errors="replace").decode()

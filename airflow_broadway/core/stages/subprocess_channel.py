@@ -80,7 +80,7 @@ class PipeChannel:
         try:
             # Written by our own child or parent, over a pipe that nobody else holds: ADR 7.
             return pickle.loads(body)  # noqa: S301
-        except Exception as error:  # whatever a user's class raises; no kill is one
+        except Exception as error:  # of a user's class; not SystemExit
             raise UnreadableValue(
                 f"a value that cannot be read here ({type(error).__name__}: {error})"
             ) from error
@@ -201,7 +201,7 @@ def pickles(value: Any) -> bool:
     """
     try:
         pickle.loads(_pickled(value))  # noqa: S301 - what was just pickled
-    except Exception:  # whatever a user's __reduce__ or constructor raises; no kill is one
+    except Exception:  # of a user's class; not KeyboardInterrupt, SystemExit
         return False
     return True
 

@@ -17,7 +17,7 @@ class BrokerProducer(Producer):
 
     def broker(self, env: ProducerEnv) -> Broker[Any]:
         """Makes the adapter; connects to nothing."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no broker")
 
     def source(self, env: ProducerEnv) -> Source:
         from airflow_broadway.producers.engine.source import EngineSource

@@ -159,7 +159,7 @@ class Database:
         connection = self._connect()
         try:
             self._prepare(connection)
-        except BaseException:  # a kill too; raised again
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             connection.close()
             raise
         found = os.stat(self.path)
@@ -302,7 +302,7 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
     try:
         yield
         db.execute("COMMIT")
-    except BaseException:  # a kill too; raised again
+    except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
         if db.in_transaction:  # SQLite itself rolls back on some errors
             db.execute("ROLLBACK")
         raise

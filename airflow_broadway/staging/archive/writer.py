@@ -201,7 +201,7 @@ class _Times:
             else:
                 found = self._function(message)
             return _aware(found)
-        except Exception as error:  # whatever a user's function raises; no kill is one
+        except Exception as error:  # user code's; not KeyboardInterrupt, SystemExit
             self.untimed += 1
             if not self.why:
                 self.why = cut(f"{type(error).__name__}: {error}", _WHY_LENGTH)
