@@ -118,6 +118,7 @@ class Stuck(Plain):
 
     processors = Processors(concurrency=2, max_demand=1)
     stuck_in = "process"
+    begun: threading.Event
     done: threading.Semaphore
     free: threading.Event
 
@@ -131,8 +132,10 @@ class Stuck(Plain):
         if stage != self.stuck_in:
             return message
         if message.data == b"0":
+            self.begun.set()
             self.free.wait(10.0)
             return message.failed("late")
+        self.begun.wait(10.0)  # the thread that got the first message may not have run yet
         self.done.release()
         return message.failed("three") if message.data == b"3" else message
 
@@ -151,7 +154,7 @@ class StuckInABatch(Stuck):
 def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_message_is_named(
     path: str, kind: type[Stuck], caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind.done, kind.free = threading.Semaphore(0), threading.Event()
+    kind.begun, kind.done, kind.free = threading.Event(), threading.Semaphore(0), threading.Event()
     queue = queue_of(path, 10)
     stop = Stop(SystemClock(), shutdown=0.0)
 
