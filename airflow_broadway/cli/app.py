@@ -20,8 +20,6 @@ from airflow_broadway.cli.arguments import (
     add_check,
     add_dead_letters,
     add_depth,
-    add_kafka,
-    add_pubsub,
     add_queue,
     add_staging,
     command,
@@ -100,8 +98,6 @@ def build_parser() -> argparse.ArgumentParser:
     add_dead_letters(commands)
     add_depth(commands)
     add_queue(commands)
-    add_kafka(commands)
-    add_pubsub(commands)
     _add_crash_test(commands)
     return parser
 

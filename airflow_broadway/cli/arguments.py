@@ -14,8 +14,6 @@ __all__ = [
     "add_check",
     "add_dead_letters",
     "add_depth",
-    "add_kafka",
-    "add_pubsub",
     "add_queue",
     "add_staging",
     "command",
@@ -235,48 +233,26 @@ def _seconds(text: str) -> float:
 
 
 def add_queue(commands: Any) -> None:
-    """The arguments of ``queue``."""
-    text = "Serve a queue of the embedded broker."
+    """Adds the arguments of ``queue``."""
+    text = "Create a queue of the embedded broker, and send messages to it."
     queue = commands.add_parser("queue", help=text, description=text, allow_abbrev=False)
     actions = queue.add_subparsers(metavar="ACTION", required=True)
-    made = {}
+    parsers = {}
     for name, text in (
-        ("list", "List the queues of a file, with how full each is."),
         ("create", "Create an empty queue, and its file, unless they exist."),
         ("send", "Send the lines of a file, or of standard input, as messages."),
-        ("depth", "How many messages are ready, delayed, leased and dead."),
-        ("dead", "List dead letters, in order of their death."),
-        ("requeue", "Put dead letters back into the queue, on their first attempt."),
-        ("purge", "Delete messages for good."),
     ):
-        made[name] = command(actions, name, text, _queue)
-        made[name].set_defaults(action=name)
-        file = made[name].add_mutually_exclusive_group(required=True)
+        parsers[name] = command(actions, name, text, _queue)
+        parsers[name].set_defaults(action=name)
+        file = parsers[name].add_mutually_exclusive_group(required=True)
         file.add_argument("--path", metavar="FILE", help="the queue file")
         file.add_argument("--conn-id", metavar="ID", help="the Airflow connection that names it")
-        if name != "list":
-            made[name].add_argument(
-                "--queue", required=True, metavar="NAME", help="the queue's name"
-            )
-    made["send"].add_argument("input", nargs="?", default="-", metavar="INPUT", help="- for stdin")
-    made["dead"].add_argument(
-        "--limit", type=positive, default=100, metavar="N", help="100 by default"
-    )
-    made["dead"].add_argument(
-        "--by-reason", action="store_true", help="how many there are of each reason instead"
-    )
-    what = made["purge"].add_mutually_exclusive_group(required=True)
-    what.add_argument("--dead", action="store_true", help="the dead letters")
-    what.add_argument("--ready", action="store_true", help="all messages that no run holds")
-    for name in ("requeue", "purge"):
-        made[name].add_argument(
-            "--message-id",
-            action="extend",
-            nargs="+",
-            metavar="ID",
-            help="only these dead letters; all of them by default",
+        parsers[name].add_argument(
+            "--queue", required=True, metavar="NAME", help="the queue's name"
         )
-    made["purge"].add_argument("--yes", action="store_true", help="do it")
+    parsers["send"].add_argument(
+        "input", nargs="?", default="-", metavar="INPUT", help="- for stdin"
+    )
 
 
 def positive(text: str) -> int:
@@ -290,75 +266,6 @@ def _queue(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.queue import queue
 
     return queue(given)
-
-
-def add_kafka(commands: Any) -> None:
-    """The arguments of ``kafka``."""
-    text = "Look at a consumer group of Apache Kafka."
-    kafka = commands.add_parser("kafka", help=text, description=text, allow_abbrev=False)
-    actions = kafka.add_subparsers(metavar="ACTION", required=True)
-    for name, text in (
-        ("show", "Each partition of the group: offsets, lag, runs that hold it, what waits."),
-    ):
-        made = command(actions, name, text, _kafka)
-        made.set_defaults(action=name)
-        _add_pipeline(made)
-
-
-def _kafka(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.kafka import kafka
-
-    # The findings and the error have what the broker's client logs.
-    with logging_at(logging.CRITICAL):
-        return kafka(given)
-
-
-def add_pubsub(commands: Any) -> None:
-    """The arguments of ``pubsub``."""
-    text = "Look at a subscription of Google Cloud Pub/Sub, and set it to another time."
-    pubsub = commands.add_parser("pubsub", help=text, description=text, allow_abbrev=False)
-    actions = pubsub.add_subparsers(metavar="ACTION", required=True)
-    for name, text in (
-        ("show", "How the subscription is set up, how much waits, who holds what."),
-        ("seek", "Set the subscription to a time or a snapshot, while no run holds messages."),
-    ):
-        made = command(actions, name, text, _pubsub)
-        made.set_defaults(action=name)
-        _add_pipeline(made)
-        if name == "seek":
-            made.add_argument(
-                "--subscription",
-                required=True,
-                metavar="NAME",
-                help="the subscription's name, to confirm it",
-            )
-            where = made.add_mutually_exclusive_group(required=True)
-            where.add_argument(
-                "--time",
-                metavar="INSTANT",
-                help="with its time zone: what was published since comes again, what was before is"
-                " done with",
-            )
-            where.add_argument("--snapshot", metavar="NAME", help="a snapshot of the subscription")
-
-
-def _pubsub(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.pubsub import pubsub
-
-    # The findings and the error have what the broker's client logs.
-    with logging_at(logging.CRITICAL):
-        return pubsub(given)
-
-
-def _add_pipeline(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--pipeline",
-        required=True,
-        metavar="REF",
-        help="pkg.module:Class, or a reference as JSON",
-    )
-    _add_conn_id(made)
-    add_staging(made)
 
 
 def add_archive(commands: Any) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.dag_folders import add_dag_folders
-from airflow_broadway.adapters.staging import open_existing_store, open_store
 from airflow_broadway.cli.output import CommandError
 from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
@@ -19,7 +17,7 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
 
-__all__ = ["connected", "named_pipeline", "opened", "pipeline_of", "producer_env"]
+__all__ = ["connected", "named_pipeline", "pipeline_of", "producer_env"]
 
 P = TypeVar("P", bound=Producer)
 
@@ -78,40 +76,6 @@ def connected(producer: Producer, reference: str, conn_id: str | None) -> Produc
         raise CommandError(f"{type(producer).__name__} has no connection: leave --conn-id out")
     changed: Producer = replace(producer, conn_id=conn_id)  # type: ignore[call-arg]
     return changed
-
-
-def opened(
-    given: argparse.Namespace,
-    kind: type[P],
-    names: Callable[[P], Iterable[str]],
-    *,
-    options: str,
-    writes: bool,
-) -> tuple[P, ProducerEnv]:
-    """The producer, and where its notes are: by ``--pipeline``, ``--conn-id`` and ``--staging``.
-
-    :param names: What says which queue it is, and must not be a template.
-    :param options: The producer's options that say so, for people.
-    :param writes: Whether the command writes to the staging folder.
-    :raises CommandError: If the pipeline has another kind of producer.
-    """
-    pipeline = pipeline_of(given.pipeline)
-    producer: Any = pipeline.producer
-    if not isinstance(producer, kind):
-        raise CommandError(
-            f"the producer of {given.pipeline} is {type(producer).__name__}, not {kind.__name__}"
-        )
-    for name in names(producer):
-        if "{{" in name:
-            raise CommandError(
-                f"{given.pipeline} has the template {name!r}: give --pipeline as JSON, with"
-                f' {{"class": …, "options": {{"producer": {options}}}}}'
-            )
-    if given.conn_id:
-        options_of: Any = producer  # each broker's options have a conn_id
-        producer = replace(options_of, conn_id=given.conn_id)
-    store = (open_store if writes else open_existing_store)(given.staging)
-    return producer, producer_env(pipeline.name, store.uri)
 
 
 def producer_env(pipeline: str, root: str) -> ProducerEnv:

@@ -1,4 +1,4 @@
-"""``airflow-broadway kafka``: what it shows of a group, what it finds wrong, what it changes."""
+"""``airflow-broadway check`` of a consumer group of Kafka."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.kafka import KafkaProducer
-from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.cli_runs import Ran, ran
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
@@ -26,10 +24,6 @@ class Grouped(Passing):
     producer = KafkaProducer(group_id="{{ params.group }}", topics=["orders"])
 
 
-class Embedded(Passing):
-    producer = SqliteProducer(queue="orders", path="/nowhere/queue.db")
-
-
 class Told:
     """A group, and the command about it.
 
@@ -40,10 +34,6 @@ class Told:
         root.mkdir(exist_ok=True)
         self.root, self.capsys = root, capsys
         self.group = KafkaGroup(kafka, root / "Grouped", **options)
-
-    def ran(self, action: str, *arguments: str) -> Ran:
-        reference, *staging = self._about(None)
-        return ran(self.capsys, "kafka", action, "--pipeline", reference, *staging, *arguments)
 
     def check(self, staging: Path | None = None) -> Ran:
         return ran(self.capsys, "check", *self._about(staging))
@@ -66,44 +56,9 @@ def told(kafka: KafkaServer, tmp_path: Path, capsys: Capsys) -> Told:
     return Told(kafka, tmp_path / "staging", capsys)
 
 
-def test_a_group_is_shown_with_who_holds_what(told: Told) -> None:
-    # Given ten messages, of which the third is to be retried, and a run that holds the partition
-    group = told.group
-    group.fill(10)
-    lease, messages = group.hold("first")
-    retry = Verdict(Action.RETRY, 0.0, "again", "process")
-    group.settle(lease, messages, {messages[2].message_id: retry})
-
-    with group.source("second") as source:
-        assert len(group.take(source, 4)) == 4
-        found = told.ran("show", "--json").json
-        text = told.ran("show").out
-
-    # Then all of it is shown, and by whom
-    [partition] = found["partitions"]
-    until = partition.pop("until")
-    assert partition == {
-        "topic": group.topic,
-        "partition": 0,
-        "committed": 2,
-        "end": 10,
-        "lag": 8,
-        "claimed": 8,
-        "failed": 0,
-        "done": 0,
-        "holder": "flights manual",
-    }
-    assert "lag 8" in text.splitlines()[0]
-    assert f"{group.topic}          0          2   10    8        8         0            0" in text
-    assert f"flights manual  {group.topic}-0  {until}" in text
-
-
-def test_a_group_that_nobody_has_read_is_shown_too(told: Told) -> None:
+def test_a_group_that_nobody_has_read_can_begin(told: Told) -> None:
     told.group.fill(3)
 
-    [partition] = told.ran("show", "--json").json["partitions"]
-
-    assert (partition["committed"], partition["lag"], partition["holder"]) == (None, 3, "")
     assert told.check().code == 0
 
 
@@ -172,12 +127,8 @@ def test_a_check_says_what_a_run_would_warn_of(told: Told) -> None:
     assert f"warning: 3 messages of {group.topic}-0 (5–7) were removed by retention" in done.out
 
 
-def test_errors_are_one_sentence(kafka_mock: MockKafka, tmp_path: Path, capsys: Capsys) -> None:
+def test_a_cluster_that_cannot_be_reached_is_one_sentence(tmp_path: Path, capsys: Capsys) -> None:
     module = __name__
-    asked = ("--staging", f"file://{tmp_path}", "--pipeline")
-
-    embedded = ran(capsys, "kafka", "show", *asked, f"{module}:Embedded").error
-    templated = ran(capsys, "kafka", "show", *asked, f"{module}:Grouped").error
     nobody = {
         "class": f"{module}:Grouped",
         "options": {
@@ -189,8 +140,6 @@ def test_errors_are_one_sentence(kafka_mock: MockKafka, tmp_path: Path, capsys: 
             }
         },
     }
-    unreachable = ran(capsys, "check", *asked[:2], json.dumps(nobody)).error
+    unreachable = ran(capsys, "check", "--staging", f"file://{tmp_path}", json.dumps(nobody)).error
 
-    assert "is SqliteProducer, not KafkaProducer" in embedded
-    assert "has the template '{{ params.group }}': give --pipeline as JSON" in templated
     assert "cannot be reached" in unreachable

@@ -1,4 +1,4 @@
-"""A group as people look at it: its partitions, how much waits, and what the next run would say.
+"""Reports what the next run would say of a group, and how much waits.
 
 Nothing is changed, and nothing is taken.
 """
@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.findings import Finding
@@ -50,41 +49,6 @@ _FETCH_BYTES: Final = 64 * 1024
 _FETCH_MOST: Final = 1_000
 
 
-class Partition(NamedTuple):
-    """One partition; all numbers are offsets, or how many of them.
-
-    :param committed: The group's offset; ``None``: it has none.
-    :param end: The offset behind the last.
-    :param lag: From the first that is not finished to the end.
-    :param claimed: Held by a run.
-    :param failed: Failed, and waiting in the log to be retried.
-    :param done: Finished beyond the group's offset.
-    :param holder: The run that holds it; ``""``: none.
-    :param until: The end of its lease, ISO 8601.
-    """
-
-    topic: str
-    partition: int
-    committed: int | None
-    end: int
-    lag: int
-    claimed: int
-    failed: int
-    done: int
-    holder: str
-    until: str
-
-
-class Group(NamedTuple):
-    """A group, by Kafka's offsets and the claims in staging."""
-
-    group: str
-    brokers: str
-    cluster: str
-    partitions: list[Partition]
-    findings: list[Finding]
-
-
 class _Looked(NamedTuple):
     cluster: Cluster
     cluster_id: str
@@ -107,42 +71,13 @@ def _looked(producer: KafkaOptions, env: ProducerEnv) -> Iterator[_Looked]:
         cluster.close()
 
 
-def look(producer: KafkaOptions, env: ProducerEnv) -> Group:
-    """Reports a group, and what the next run would say.
+def check(producer: KafkaOptions, env: ProducerEnv) -> list[Finding]:
+    """Returns what the next run would refuse or warn of.
 
     :raises ProducerError: If the cluster cannot be asked.
     """
-    with _looked(producer, env) as (cluster, cluster_id, claims, opening, views):
-        committed = cluster.committed(list(views))
-        shown = []
-        for place, view in views.items():
-            claim = view.claim
-            offset = committed[place].offset if place in committed else None
-            holder = ""
-            if view.held_until and claim is not None:
-                owner = claims.generation(claim.generation).owner()
-                names = [str(owner[name]) for name in ("dag_id", "run_id") if owner.get(name)]
-                holder = " ".join(names) or claim.generation
-            elif view.held_until:
-                holder = "a run with another staging folder"
-            held = claim.end - claim.start if claim is not None and view.held_until else 0
-            until = datetime.fromtimestamp(view.held_until, timezone.utc)
-            shown.append(
-                Partition(
-                    *place,
-                    committed=offset,
-                    end=view.end,
-                    lag=max(0, view.end - view.base),
-                    claimed=held,
-                    failed=len(view.failed),
-                    done=count(view.done),
-                    holder=holder,
-                    until=until.isoformat(timespec="seconds") if view.held_until else "",
-                )
-            )
-        findings = [*opening.check(), *opening.findings]
-        where = cluster.where.removeprefix("on ")
-        return Group(producer.group_id, where, cluster_id, shown, findings)
+    with _looked(producer, env) as (_, _, _, opening, _):
+        return [*opening.check(), *opening.findings]
 
 
 def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:

@@ -32,9 +32,9 @@ class KafkaProducer(KafkaOptions):
         return KafkaCustodian(self, env)
 
     def check(self, env: ProducerEnv) -> list[Finding]:
-        from airflow_broadway.producers.kafka.inspect import look
+        from airflow_broadway.producers.kafka.inspect import check
 
-        return look(self, env).findings
+        return check(self, env)
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
         from airflow_broadway.producers.kafka.inspect import depth

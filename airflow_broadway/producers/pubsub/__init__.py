@@ -1,7 +1,7 @@
 """Google Cloud Pub/Sub as a broker of the custody engine: leases are ack deadlines.
 
 ``adapter`` implements the port.  ``admin`` has checks and dead letters, whose format is
-``dead_letters``; ``inspect`` has depth, and what ``airflow-broadway pubsub`` does.  ``client``,
+``dead_letters``; ``inspect`` has depth.  ``client``,
 ``credentials``, ``errors`` and ``limits`` are the way to Google.  ``docs/pubsub.md`` is the guide.
 """
 

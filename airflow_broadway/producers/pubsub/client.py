@@ -157,17 +157,6 @@ class Client:
             ),
         )
 
-    def seek(self, request: Mapping[str, Any]) -> None:
-        """One ``Seek``, to a time or a snapshot."""
-        from google.pubsub_v1.types import SeekRequest
-
-        made = SeekRequest(subscription=self.name, **request)
-        self._asked(
-            "Seek",
-            str(request.get("snapshot") or self.name),  # which of them is not there, Pub/Sub hides
-            lambda: self._subscriber.seek(request=made, retry=None, timeout=self.timeout),
-        )
-
     def publish(self, topic: str, messages: Sequence[Any]) -> Mapping[int, Refusal]:
         """Sends one ``Publish``, of all or none of the messages."""
         from google.pubsub_v1.types import PublishRequest

@@ -17,7 +17,6 @@ PERMISSIONS: Final = {
     "Pull": "pubsub.subscriptions.consume",
     "Acknowledge": "pubsub.subscriptions.consume",
     "ModifyAckDeadline": "pubsub.subscriptions.consume",
-    "Seek": "pubsub.subscriptions.consume",
     "GetTopic": "pubsub.topics.get",
     "Publish": "pubsub.topics.publish",
     "ListTimeSeries": "monitoring.timeSeries.list",

@@ -1,7 +1,4 @@
-"""Reports the depth of a subscription, shows it as it is, and seeks it to a time or a snapshot.
-
-Cloud Monitoring alone knows the depth, some minutes late.
-"""
+"""Reports the depth of a subscription: Cloud Monitoring alone knows it, some minutes late."""
 
 from __future__ import annotations
 
@@ -10,13 +7,9 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import QueueDepth
-from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
 from airflow_broadway.producers.engine.port import Broker
 from airflow_broadway.producers.engine.receipts import HeldBy, ReceiptsFolder
-from airflow_broadway.producers.pubsub.admin import findings_of
 from airflow_broadway.producers.pubsub.client import Client, open_metrics
 from airflow_broadway.producers.pubsub.errors import translated
 
@@ -76,81 +69,6 @@ def _newest(series: Iterable[Any]) -> int | None:
         return None
     newest = max(points, key=lambda point: point.interval.end_time)
     return int(newest.value.int64_value)
-
-
-class Look(NamedTuple):
-    """A subscription as it is.
-
-    :param settings: For people.
-    :param depth: ``None``: not known.
-    """
-
-    settings: dict[str, str]
-    findings: list[Finding]
-    depth: QueueDepth | None
-    held: list[HeldBy]
-
-
-def look(producer: PubSubOptions, broker: Broker[Client]) -> Look:
-    """Reads the subscription as it is; changes nothing.
-
-    :raises ProducerError: If that is denied.
-    """
-    client = broker.client
-    settings = client.settings()
-    return Look(
-        settings=_shown(settings),
-        findings=findings_of(producer, client, settings),
-        depth=depth(producer, broker),
-        held=ReceiptsFolder(producer.kind, broker).held_by_others(broker.env.generation),
-    )
-
-
-def _shown(settings: Any) -> dict[str, str]:
-    policy, backoff = settings.dead_letter_policy, settings.retry_policy
-    letters = "none"
-    if policy.dead_letter_topic:
-        most = many(policy.max_delivery_attempts, "delivery", "deliveries")
-        letters = f"{policy.dead_letter_topic}, after {most}"
-    least = backoff.minimum_backoff
-    return {
-        "subscription": settings.name,
-        "topic": settings.topic,
-        "ack deadline": f"{settings.ack_deadline_seconds} s",
-        "exactly once": "yes" if settings.enable_exactly_once_delivery else "no",
-        "in order": "yes" if settings.enable_message_ordering else "no",
-        "dead letters": letters,
-        "retry policy": f"{least.total_seconds():g} s at least" if least else "at once",
-    }
-
-
-def seek(
-    producer: PubSubOptions,
-    broker: Broker[Client],
-    *,
-    time: datetime | None = None,
-    snapshot: str | None = None,
-) -> str:
-    """Seeks the subscription to a time or a snapshot; returns its name.
-
-    Ack ids from before are void then: messages that runs hold would come again while they are at
-    work.
-
-    :raises ProducerError: If a run holds messages, or there is no such snapshot.
-    """
-    live = _live(producer, broker)
-    if live:
-        raise ProducerError(
-            f"runs hold {many(sum(each.messages for each in live), 'message')} of"
-            f" {producer.subscription!r} until {live[-1].until.isoformat(timespec='seconds')}: a"
-            " seek would hand them out once more while they are at work; stop the pipeline, and let"
-            " them end first"
-        )
-    client = broker.client
-    if snapshot is not None and "/" not in snapshot:
-        snapshot = f"projects/{client.project}/snapshots/{snapshot}"
-    client.seek({"time": time} if snapshot is None else {"snapshot": snapshot})
-    return client.name
 
 
 def depth(producer: PubSubOptions, broker: Broker[Client]) -> QueueDepth | None:

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.cli.app import build_parser
-from airflow_broadway.core.custody.protocol import Entry, Settlement
-from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.version import __version__
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.retention import sweep_retention
@@ -38,15 +36,6 @@ def orders(count: int) -> list[dict[str, object]]:
 @pytest.fixture
 def queue(tmp_path: Path) -> list[str]:
     return ["--path", str(tmp_path / "queue.db"), "--queue", "orders"]
-
-
-def kill(path: Path, count: int) -> list[str]:
-    """Make dead letters of the next messages."""
-    held = SqliteQueue(path, "orders")
-    ids = [message.message_id for message in held.receive("g", count)]
-    held.settle("g", Settlement(rest=Verdict(Action.DEAD_LETTER, 0.0, "out of stock", "batch")))
-    held.close()
-    return ids
 
 
 def test_each_line_of_a_file_becomes_a_message(
@@ -73,124 +62,7 @@ def test_lines_come_from_standard_input_too(
         done = ran(capsys, "queue", "send", *queue, "--json")
 
     assert (done.code, done.json) == (0, {"sent": 12_000})
-    assert ran(capsys, "queue", "depth", *queue, "--json").json["ready"] == 12_000
-
-
-def test_the_depth_of_a_queue_is_one_line(tmp_path: Path, capsys: Capsys, queue: list[str]) -> None:
-    SqliteQueue(tmp_path / "queue.db", "orders").send([b"a", b"b", b"c"])
-    kill(tmp_path / "queue.db", 1)
-
-    done = ran(capsys, "queue", "depth", *queue)
-
-    assert done.code == 0
-    assert done.out.startswith("2 ready, 0 delayed, 0 leased, 1 dead; the oldest ready one arrived")
-
-
-def test_dead_letters_are_listed_requeued_and_purged(
-    tmp_path: Path, capsys: Capsys, queue: list[str]
-) -> None:
-    # Given three dead letters
-    SqliteQueue(tmp_path / "queue.db", "orders").send([b"a", b"\xff", b"c", b"d"])
-    first, second, third = kill(tmp_path / "queue.db", 3)
-
-    # Then a table and JSON list them with their reasons
-    shown = ran(capsys, "queue", "dead", *queue, "--limit", "2").out
-    assert shown.splitlines()[1].split()[:3] == [first, "1", "batch"]
-    assert "out of stock" in shown
-    assert shown.endswith("These are 2 of 3: --limit shows more, --by-reason counts them.\n")
-    listed = ran(capsys, "queue", "dead", *queue, "--json").json
-    assert [each["reason"] for each in listed] == ["out of stock"] * 3
-    assert [each.get("body") for each in listed] == ["a", None, "c"]
-    assert listed[1]["body_base64"] == "/w=="
-
-    # When one is put back, one deleted, then the rest of everything
-    done = ran(capsys, "queue", "requeue", *queue, "--message-id", first)
-    assert (done.code, done.out) == (0, "Put 1 dead letter back into 'orders'.\n")
-    purge = ["queue", "purge", *queue]
-    refused = ran(capsys, *purge, "--dead", "--message-id", second)
-    assert (refused.code, "use --yes to delete 1 dead letter of" in refused.error) == (2, True)
-    assert ran(capsys, *purge, "--dead", "--message-id", second, "--yes").code == 0
-
-    # Then one is dead still, and one is ready beside the message that never was
-    depth = ran(capsys, "queue", "depth", *queue, "--json").json
-    assert (depth["ready"], depth["dead"]) == (2, 1)
-    assert ran(capsys, "queue", "dead", *queue, "--json").json[0]["message_id"] == third
-    refused = ran(capsys, *purge, "--ready")
-    assert "use --yes to delete 2 messages of 'orders' that no run holds" in refused.error
-    assert ran(capsys, *purge, "--ready", "--yes", "--json").json == {"purged": 2}
-    assert ran(capsys, "queue", "requeue", *queue, "--json").json == {"requeued": 1}
-    assert ran(capsys, "queue", "dead", *queue).out == "No dead letters.\n"
-
-
-def test_an_id_that_is_no_dead_letter_shows_in_the_exit_code(
-    tmp_path: Path, capsys: Capsys, queue: list[str]
-) -> None:
-    SqliteQueue(tmp_path / "queue.db", "orders").send([b"a"])
-
-    [dead] = kill(tmp_path / "queue.db", 1)
-
-    done = ran(capsys, "queue", "requeue", *queue, "--message-id", "nobody", dead, "zzz")
-
-    assert (done.code, done.out.splitlines()) == (
-        1,
-        ["Put 1 dead letter back into 'orders'.", "These are no dead letters of it: nobody, zzz."],
-    )
-    told = ran(
-        capsys, "queue", "purge", *queue, "--dead", "--yes", "--message-id", dead, "--json"
-    ).json
-    assert told == {"purged": 0, "unknown": [dead]}
-
-
-def test_dead_letters_are_counted_by_reason(
-    tmp_path: Path, capsys: Capsys, queue: list[str]
-) -> None:
-    with SqliteQueue(tmp_path / "queue.db", "orders") as orders:
-        ids = orders.send([b"a", b"b", b"c"])
-        orders.receive("g", 3)
-        odd = Verdict(Action.DEAD_LETTER, 0.0, "a bad price", "process")
-        orders.settle_now("g", [Entry(ids[0], "", odd)])
-        rest = Verdict(Action.DEAD_LETTER, 0.0, "out of stock", "batch")
-        orders.settle("g", Settlement(rest=rest))
-
-    done = ran(capsys, "queue", "dead", *queue, "--by-reason")
-
-    assert [line.split() for line in done.out.splitlines()] == [
-        ["COUNT", "STAGE", "REASON"],
-        ["2", "batch", "out", "of", "stock"],
-        ["1", "process", "a", "bad", "price"],
-    ]
-    assert ran(capsys, "queue", "dead", *queue, "--by-reason", "--json").json[0]["count"] == 2
-
-
-def test_the_queues_of_a_file_are_listed(
-    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "queue.db"
-    SqliteQueue(path, "orders").send([b"a", b"b"])
-    SqliteQueue(path, "clicks").send([b"c"])
-    monkeypatch.setenv("AIRFLOW_CONN_Q", json.dumps({"conn_type": "sqlite", "host": str(path)}))
-
-    done = ran(capsys, "queue", "list", "--conn-id", "q")
-
-    assert [line.split()[:2] for line in done.out.splitlines()] == [
-        ["QUEUE", "READY"],
-        ["clicks", "1"],
-        ["orders", "2"],
-    ]
-    listed = ran(capsys, "queue", "list", "--path", str(path), "--json").json
-    assert [each["queue"] for each in listed] == ["clicks", "orders"]
-
-
-def test_a_mistyped_queue_is_refused_instead_of_shown_empty(
-    tmp_path: Path, capsys: Capsys, queue: list[str]
-) -> None:
-    path = tmp_path / "queue.db"
-    assert ran(capsys, "queue", "depth", *queue).error.endswith(
-        f"there is no queue file {path}: correct --path"
-    )
-    SqliteQueue(path, "orders").send([b"a"])
-    wrong = ran(capsys, "queue", "depth", "--path", str(path), "--queue", "order")
-    assert wrong.error.endswith(f"the queue file {path} has no queue 'order'; it has ['orders']")
+    assert SqliteQueue(tmp_path / "queue.db", "orders").depth().ready == 12_000
 
 
 def test_a_queue_is_created_once(tmp_path: Path, capsys: Capsys, queue: list[str]) -> None:
@@ -201,7 +73,7 @@ def test_a_queue_is_created_once(tmp_path: Path, capsys: Capsys, queue: list[str
     done = ran(capsys, "queue", "create", *queue)
     assert (done.code, done.out) == (0, "'orders' exists already.\n")
     assert ran(capsys, "queue", "create", *queue, "--json").json == {"created": False}
-    assert ran(capsys, "queue", "depth", *queue, "--json").json["ready"] == 1
+    assert SqliteQueue(tmp_path / "queue.db", "orders").depth().ready == 1
 
 
 def test_a_file_of_lines_that_is_not_there_is_one_line_of_error(
@@ -217,12 +89,12 @@ def test_a_file_of_lines_that_is_not_there_is_one_line_of_error(
     [
         ((), "the following arguments are required: COMMAND"),
         (("replays",), "invalid choice: 'replays'"),
-        (("queue", "purge", "--path", "q", "--queue", "n"), "one of the arguments --dead --ready"),
+        (("queue", "purge"), "invalid choice: 'purge'"),
         (
-            ("queue", "dead", "--path", "q", "--queue", "n", "--limit", "-1"),
+            ("dead-letters", "list", "--pipeline", "m:C", "--limit", "-1"),
             "expected a number of at least 1, got: '-1'",
         ),
-        (("queue", "depth", "--queue", "n"), "one of the arguments --path --conn-id is required"),
+        (("queue", "send", "--queue", "n"), "one of the arguments --path --conn-id is required"),
         (("replay", "--dag-id", "d"), "the following arguments are required: --run-id"),
     ],
 )
@@ -255,14 +127,11 @@ def test_each_command_that_the_guide_shows_is_one(arguments: list[str]) -> None:
 
 
 def test_the_guide_shows_each_command() -> None:
-    nested = ("queue", "kafka", "pubsub")
-    commands = {tuple(each[: 2 if each[0] in nested else 1]) for each in shown()}
+    commands = {tuple(words[: 2 if words[0] == "queue" else 1]) for words in shown()}
 
-    actions = ("create", "list", "send", "depth", "dead", "requeue", "purge")
-    queue = {("queue", action) for action in actions}
+    queue = {("queue", "create"), ("queue", "send")}
     others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("check",)}
-    pubsub = {("pubsub", action) for action in ("show", "seek")}
-    assert commands == queue | {("kafka", "show")} | pubsub | others | {("crash-test",), ("depth",)}
+    assert commands == queue | others | {("crash-test",), ("depth",)}
 
 
 def test_the_queue_commands_start_without_airflow() -> None:
@@ -279,7 +148,7 @@ def test_the_release_is_printed(capsys: Capsys) -> None:
     assert capsys.readouterr().out == f"airflow-broadway {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["depth", "crash-test", "dead-letters list", "kafka show"])
+@pytest.mark.parametrize("command", ["depth", "crash-test", "dead-letters list"])
 def test_a_pipeline_is_an_option_of_one_name(capsys: Capsys, command: str) -> None:
     reference = "shop.orders:Orders"
     found = build_parser().parse_args([*command.split(), "--pipeline", reference])

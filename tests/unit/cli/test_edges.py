@@ -16,8 +16,6 @@ import pytest
 from airflow_broadway.cli import runs as command
 from airflow_broadway.cli.app import build_parser
 from airflow_broadway.cli.output import logging_at, only_results_on_stdout, say
-from airflow_broadway.core.custody.protocol import Settlement
-from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.inspect import list_runs
@@ -189,37 +187,3 @@ def test_a_send_that_fails_midway_says_how_many_were_sent(
     assert "its body has 1001 bytes" in done.error
     with SqliteQueue(tmp_path / "queue.db", "orders") as opened:
         assert opened.depth().ready == sent
-
-
-def test_a_dead_letter_of_many_attempts_comes_back_on_its_first(
-    tmp_path: Path, capsys: Capsys, queue: list[str]
-) -> None:
-    with SqliteQueue(tmp_path / "queue.db", "orders") as opened:
-        opened.send([b"a"])
-        for generation, action in (("g1", Action.RETRY), ("g2", Action.DEAD_LETTER)):
-            opened.receive(generation, 1)
-            opened.settle(generation, Settlement(rest=Verdict(action, 0.0, "why", "batch")))
-        [letter] = opened.dead_letters()
-        assert letter.attempt == 2
-
-        assert ran(capsys, "queue", "requeue", *queue).code == 0
-
-        [message] = opened.receive("g3", 1)
-        assert message.attempt == 1
-
-
-def test_a_purge_of_what_is_ready_leaves_what_a_run_holds(
-    tmp_path: Path, capsys: Capsys, queue: list[str]
-) -> None:
-    # Given three messages: one held, one that waits for its second attempt, one ready
-    with SqliteQueue(tmp_path / "queue.db", "orders") as opened:
-        opened.send([b"a", b"b", b"c"])
-        opened.receive("late", 1)
-        opened.settle("late", Settlement(rest=Verdict(Action.RETRY, 60.0, "why", "batch")))
-        opened.receive("held", 1)
-
-        done = ran(capsys, "queue", "purge", *queue, "--ready", "--yes", "--json")
-
-        assert done.json == {"purged": 2}
-        depth = opened.depth()
-        assert (depth.ready, depth.delayed, depth.leased) == (0, 0, 1)

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, 
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.generation_log import GenerationLog
-from airflow_broadway.producers.pubsub.inspect import seek
 from tests.pubsub_stub.errors import Refused
 from tests.unit.producers.pubsub.kit import Place, place, settlement
 
@@ -575,8 +573,7 @@ def test_what_a_seek_delivers_again_begins_with_the_failures_on_record(tmp_path:
         second = at.begin()
         second.settle(second.take())
         assert at.left() == 0
-        with closing(second.producer.broker(second.env)) as broker:
-            seek(second.producer, broker, time=before)
+        at.server.subscriber.seek(request={"subscription": at.name, "time": before})
         assert redelivery(at.begin().take()) == {"a": (2, True)}
 
 
