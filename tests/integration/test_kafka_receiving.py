@@ -420,6 +420,29 @@ def test_an_interrupted_fetch_loses_nothing(
     assert offsets(taken) == list(range(30))
 
 
+def test_a_look_at_the_logs_end_that_fails_loses_nothing(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a broker that does not answer when messages were fetched that reach beyond the claim
+    group = KafkaGroup(kafka, tmp_path)
+    monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
+    group.fill(30)
+    with group.source() as source:
+        taken = list(source.receive(5, timeout=0.0))
+
+        def unavailable(place: Any) -> Any:
+            raise ProducerUnavailable("nobody answers")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(source._cluster, "ends", unavailable)
+            with pytest.raises(ProducerUnavailable):
+                source.receive(25, timeout=0.0)
+        # When the run tries again, as it may
+        taken += group.take(source)
+
+    assert offsets(taken) == list(range(30))
+
+
 def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:

@@ -186,26 +186,26 @@ class KafkaSource(ClaimingSource):
         before = {place: (reader := self._readers[place], reader.position) for place in fetched}
         wanted: dict[Place, Sequence[Any]] = {}
         ends: dict[Place, int] = {}
-        for place, records in fetched.items():
-            reader = self._readers[place]
-            wanted[place] = reader.wanted(records, now)
-            for offset in reader.superseded(before[place][1], records):
-                log.error(
-                    "%s-%d-%d was to be retried, and is gone (compacted, or removed by retention):"
-                    " it counts as superseded, and comes no more",
-                    *place,
-                    offset,
-                )
-            if wanted[place] and reader.position > reader.claimed:
-                ends[place] = reader.ahead(self._cluster.ends(place)[1])
-        if ends:
+        try:
+            for place, records in fetched.items():
+                reader = self._readers[place]
+                wanted[place] = reader.wanted(records, now)
+                for offset in reader.superseded(before[place][1], records):
+                    log.error(
+                        "%s-%d-%d was to be retried, and is gone (compacted, or removed by"
+                        " retention): it counts as superseded, and comes no more",
+                        *place,
+                        offset,
+                    )
+                if wanted[place] and reader.position > reader.claimed:
+                    ends[place] = reader.ahead(self._cluster.ends(place)[1])
+            held = self._claim(ends) if ends else set()
+        except BaseException:  # what was fetched is fetched again; re-raised
             self._assigned = False
-            try:
-                held = self._claim(ends)
-            except BaseException:  # what was fetched is fetched again; re-raised
-                for reader, position in before.values():
-                    reader.position = position
-                raise
+            for reader, position in before.values():
+                reader.position = position
+            raise
+        if ends:
             # Those that are another's, or have changed, are read again where they are now.
             wanted = {p: each for p, each in wanted.items() if p not in ends or p in held}
             self._assigned = len(held) == len(ends)
