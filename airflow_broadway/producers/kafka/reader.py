@@ -102,10 +102,15 @@ class PartitionReader:
         return 0 if self.claim is None else self.claim.end
 
     def go_on(self, now: float) -> None:
-        """Goes on behind a message that need not wait any longer."""
+        """Goes on behind a message that need not wait any longer.
+
+        What was left comes in a later run, and nothing of its key before it.
+        """
+        blocked = self._blocked if self.left else frozenset()
         self.limit = FOREVER if self.view.limit < 0 else self.view.limit
         self.look_again = None
         self._refresh(now)
+        self._blocked |= blocked
 
     # -- taking --------------------------------------------------------------------------------
 
@@ -157,7 +162,7 @@ class PartitionReader:
         if self._interval is not None:
             low, high = self._interval
             records = [each for each in records if low <= each.timestamp()[1] < high]
-        if self._waiting:
+        if self._waiting or self._blocked:
             records = self._ready(records)
         if records:
             epoch = records[-1].leader_epoch()

@@ -80,6 +80,17 @@ def test_by_key_what_waits_is_left_with_all_of_its_key() -> None:
     assert one.left == ((0, 1), (2, 3), (4, 5))
 
 
+def test_by_key_nothing_overtakes_what_was_left_though_it_is_due_by_now() -> None:
+    one = reader("key", failed={0: Failed(1, NOW + 50.0, key_group("a"))})
+    assert offsets(one.take(one.wanted([Record(0, b"a"), Record(1, b"a")], NOW))) == []
+
+    one.go_on(NOW + 50.0)
+    taken = one.take(one.wanted([Record(2, b"a"), Record(3, b"b")], NOW + 50.0))
+
+    assert offsets(taken) == [3]
+    assert one.left == ((0, 3),)
+
+
 def test_without_a_key_a_message_waits_alone() -> None:
     one = reader("key", failed={1: Failed(1, NOW + 50.0)})
 
