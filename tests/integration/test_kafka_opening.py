@@ -171,7 +171,8 @@ def test_a_late_commit_of_an_earlier_run_brings_messages_again_marked(
     again = group.drain()
 
     assert (offsets(again), {m.redelivered for m in again}) == ([2, 3, 4], {True})
-    assert "was reset from 5 to 2 by another program" in caplog.text
+    assert "went back from 5 to 2 by a commit of an earlier run that came late" in caplog.text
+    assert "another program" not in caplog.text
     assert group.committed() == {0: 5}
 
 
@@ -216,6 +217,27 @@ def test_a_reset_while_a_run_holds_messages_counts_and_what_it_held_has_lapsed(
     again = group.drain()
     assert (offsets(again), {m.redelivered for m in again}) == ([*range(2, 10)], {True})
     assert group.committed() == {0: 10}
+
+
+def test_a_late_commit_while_a_run_holds_messages_is_no_reset(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(5)
+    group.drain()
+    offset, mark = kafka.committed(group.group, group.topic)[0]
+    group.fill(4)
+    group.drain()
+    group.fill(3)
+    lease, messages = group.hold()
+    kafka.commit(group.group, group.topic, 0, offset, mark or "")
+
+    report = group.settle(lease, messages)
+
+    assert (report.acked, report.lapsed) == (0, 3)
+    assert "went from 9 to 5 by a late commit of an earlier run" in report.errors[0]
+    again = group.drain()
+    assert (offsets(again), {m.redelivered for m in again}) == ([*range(5, 12)], {True})
 
 
 def test_each_run_begins_by_the_policy_where_that_is_asked_for(
@@ -428,6 +450,31 @@ def test_a_topic_that_was_made_anew_is_refused(apache_kafka: ApacheKafka, tmp_pa
     assert group.drain() == []
 
 
+def test_a_topic_that_was_made_anew_before_anything_was_finished_starts_over_by_a_reset(
+    apache_kafka: ApacheKafka, tmp_path: Path
+) -> None:
+    # Given a claim that begins where the group is reset to
+    group = KafkaGroup(apache_kafka, tmp_path)
+    group.fill(3)
+    lease, _ = group.hold()
+    group.carry_out(lease, Settlement(rest=RELEASE))
+    assert group.committed() == {0: 0}
+    apache_kafka.delete_topic(group.topic)
+    eventually(lambda: apache_kafka.partitions(group.topic) == [])
+    apache_kafka.topic(group.topic)
+    group.fill(2)
+    with pytest.raises(ProducerError, match=r"was made anew since .*--reset-offsets starts over"):
+        group.drain()
+
+    apache_kafka.consumer_groups(
+        *("--group", group.group, "--topic", group.topic),
+        *("--reset-offsets", "--to-earliest", "--execute"),
+    )
+
+    assert offsets(group.drain()) == [0, 1]
+    assert group.drain() == []
+
+
 @on_apache_kafka
 def test_a_compacted_topic_is_no_place_for_dead_letters(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
@@ -439,6 +486,20 @@ def test_a_compacted_topic_is_no_place_for_dead_letters(kafka: KafkaServer, tmp_
         ProducerError, match=r"-compacted' .* is compacted \(cleanup.policy=compact,delete\)"
     ):
         group.drain(dead_letter=compacted)
+
+    assert offsets(group.drain()) == [0, 1, 2]
+
+
+@on_apache_kafka
+def test_a_compacted_topic_is_no_place_for_retries(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(3)
+    compacted = kafka.topic(f"{group.topic}-compacted", settings={"cleanup.policy": "compact"})
+
+    with pytest.raises(
+        ProducerError, match=r"the retry topic '.*-compacted' .* \(cleanup.policy=compact\): of"
+    ):
+        group.drain(retry_topic=compacted)
 
     assert offsets(group.drain()) == [0, 1, 2]
 

@@ -220,6 +220,12 @@ class KafkaCustodian:
                 f"a run with another staging folder (mark {mark.owner!r}) has taken over"
                 f" {name_of(place)} in the group {group!r}: nothing of it is committed"
             )
+        elif committed.offset not in own and mark is not None:
+            error = (
+                f"the offset of {name_of(place)} in the group {group!r} went from {own[0]} to"
+                f" {committed.offset} by a late commit of an earlier run while this one held its"
+                " messages: nothing is committed, and they come again"
+            )
         elif committed.offset not in own:
             error = (
                 f"the offset of {name_of(place)} in the group {group!r} was reset from {own[0]} to"

@@ -219,6 +219,8 @@ class Opening:
     def _check_topics(self) -> list[str]:
         producer, found = self._producer, []
         outcomes, where = producer.outcomes(), self._cluster.where
+        #: Topics that copies are sent to, with what they hold, and the option that names another.
+        places: dict[str, tuple[str, str]] = {}
         if Action.RETRY in outcomes and producer.order == "none":
             found += [
                 f"the retry topic {topic!r} does not exist {where}, or Describe on it is not"
@@ -227,23 +229,24 @@ class Opening:
                 for topic in sorted(self._retry_topics)
                 if topic not in self._partitions
             ]
-        if Action.DEAD_LETTER not in outcomes:
-            return found
-        letters = sorted({producer.dead_letter_of(each) for each in producer.topics})
-        found += [
-            f"the dead-letter topic {topic!r} does not exist {where}: create it, name another by"
-            " dead_letter=…, or give the producer RetryPolicy(dead_letter=False)"
-            for topic in letters
-            if not self._cluster.has_topic(topic)
-        ]
-        found += [
-            f"the dead-letter topic {topic!r} {where} is compacted (cleanup.policy={policy}): of"
-            " all letters with one key it would keep the last; set its cleanup.policy to delete, or"
-            " name another by dead_letter=…"
-            for topic, policy in self._cluster.admin.cleanup_policies(letters).items()
+            places |= dict.fromkeys(self._retry_topics, ("retry", "retry_topic"))
+        if Action.DEAD_LETTER in outcomes:
+            letters = {producer.dead_letter_of(each) for each in producer.topics}
+            found += [
+                f"the dead-letter topic {topic!r} does not exist {where}: create it, name another"
+                " by dead_letter=…, or give the producer RetryPolicy(dead_letter=False)"
+                for topic in sorted(letters)
+                if not self._cluster.has_topic(topic)
+            ]
+            places |= dict.fromkeys(letters, ("dead-letter", "dead_letter"))
+        policies = self._cluster.admin.cleanup_policies(sorted(places)) if places else {}
+        return found + [
+            f"the {places[topic][0]} topic {topic!r} {where} is compacted (cleanup.policy={policy}):"
+            " of all messages with one key it would keep the last; set its cleanup.policy to"
+            f" delete, or name another by {places[topic][1]}=…"
+            for topic, policy in policies.items()
             if "compact" in policy
         ]
-        return found
 
     # -- partitions ----------------------------------------------------------------------------
 
@@ -281,7 +284,8 @@ class Opening:
                 f"Generation {claim.generation} held messages of {name_of(place)} and its lease is"
                 " over: what it has not finished comes again, marked.",
             )
-        if last and claim and committed and committed.offset == claim.start:
+        anew = claim is not None and mark is None and self._is_anew(place, claim, end)
+        if last and claim and committed and committed.offset == claim.start and not anew:
             committed = committed._replace(offset=last.start)
         if resets:
             if place not in self._begun:
@@ -289,6 +293,8 @@ class Opening:
             base, reset = self._begun[place], True
         else:
             base, reset = self._base(place, last, committed, mark, found, low)
+            # Another program has committed since: a reset, though perhaps to the very same offset.
+            reset = reset or (anew and committed is not None)
         view = View(
             base,
             marked,
@@ -349,10 +355,13 @@ class Opening:
                 f" of {claim.start}: it is older, or was restored.  The offset in Kafka counts.",
             )
             return committed.offset, True
+        how, by = "was reset", "by another program: it is honoured"
+        if mark is not None and mark.owner == self.owner:
+            how, by = "went back", "by a commit of an earlier run that came late: it is honoured"
         self._say(
             "warning",
-            f"The offset of {name_of(place)} in the group {group!r} was reset from {claim.start} to"
-            f" {committed.offset} by another program: it is honoured.",
+            f"The offset of {name_of(place)} in the group {group!r} {how} from {claim.start} to"
+            f" {committed.offset} {by}.",
         )
         return committed.offset, True
 
@@ -385,6 +394,11 @@ class Opening:
         # Behind all messages it begins at the end, as Broadway does.
         found = {place: offset if offset >= 0 else ends[place][1] for place, offset in at.items()}
         return found | retried
+
+    def _is_anew(self, place: Place, claim: Claim, end: int) -> bool:
+        """Whether the log is not the one that was claimed, as far as it can be told."""
+        now = (self._ids or {}).get(place[0], "")
+        return bool(claim.topic_id and now and claim.topic_id != now) or claim.high > end
 
     def _checked(self, place: Place, view: View, low: int, *, reset: bool) -> View:
         known = "" if view.claim is None or reset else view.claim.topic_id
