@@ -241,9 +241,9 @@ class Opening:
             places |= dict.fromkeys(letters, ("dead-letter", "dead_letter"))
         policies = self._cluster.admin.cleanup_policies(sorted(places)) if places else {}
         return found + [
-            f"the {places[topic][0]} topic {topic!r} {where} is compacted (cleanup.policy={policy}):"
-            " of all messages with one key it would keep the last; set its cleanup.policy to"
-            f" delete, or name another by {places[topic][1]}=…"
+            f"the {places[topic][0]} topic {topic!r} {where} is compacted"
+            f" (cleanup.policy={policy}): of all messages with one key it would keep the last; set"
+            f" its cleanup.policy to delete, or name another by {places[topic][1]}=…"
             for topic, policy in policies.items()
             if "compact" in policy
         ]
