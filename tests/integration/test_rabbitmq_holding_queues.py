@@ -7,6 +7,8 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pika
@@ -19,8 +21,8 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
-from airflow_broadway.producers.rabbitmq.broker.names import KEEPING
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue, HoldingQueues
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, KEEPING
 from airflow_broadway.producers.rabbitmq.bundle import VERSION, Header, Held, pack, unpack
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import ids, settlement_of
@@ -184,8 +186,6 @@ def test_a_dead_run_of_a_pipeline_of_another_name_is_taken_over(place: Place) ->
 def test_a_sweep_that_is_killed_is_completed_by_the_next(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
-
     messages = die(place, "dead", 1_200)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 3)
 
@@ -200,6 +200,24 @@ def test_a_sweep_that_is_killed_is_completed_by_the_next(
 
     assert {message.data for message in taken} == {message.data for message in messages}
     assert all(message.redelivered for message in taken)
+
+
+def test_a_run_that_stops_before_it_has_swept_forgets_no_settlement(place: Place) -> None:
+    # Given a settlement of ten days ago that was killed before the queue was emptied
+    place.send(b"1")
+    _, lease = place.hold("old")
+    env = place.env("next")
+    journal = QueueJournal(env.staging, place.name)
+    journal.note_opened("old", place.queues.held(0), lease.deadline - timedelta(days=10))
+    journal.note_settled("old", SettleReport(acked=1), None)
+
+    # When a run stops as it begins
+    place.producer().source(replace(env, stopping=lambda: True)).close()
+
+    # Then a later one knows that nothing of it is to be handled again
+    assert journal.settled("old") is not None
+    assert place.settle("later")[0] == []
+    assert place.depth(place.queues.held(0)) == 0
 
 
 def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(
@@ -225,6 +243,29 @@ def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(
     assert place.first(place.name)[1] == b"in the way"
     assert ids(place.settle("next")[0]) == ids(messages)
     assert place.depth(lease.state["holding_queue"]) == 0
+
+
+def test_what_a_settlement_puts_back_is_not_purged_though_the_brokers_count_lags(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a message that is to be retried, and a source queue that has no room for it
+    with place.channel() as channel:
+        channel.queue_delete(place.name)
+    place.declare(**{"x-max-length": 1, "x-overflow": "reject-publish"})
+    place.send(b"1")
+    messages, lease = place.hold("g1")
+    place.send(b"in the way")
+    monkeypatch.setattr(HoldingQueue, "count", lambda *_: lease.state["bundles"])
+
+    # When the count does not tell yet of what was put back
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+    report = place.carry_out(lease, settlement_of(messages, {messages[0].message_id: retry}))
+    monkeypatch.undo()
+
+    # Then the next run that finds room has it
+    assert report.failed == 1
+    assert place.first(place.name)[1] == b"in the way"
+    assert ids(place.settle("next")[0]) == ids(messages)
 
 
 @pytest.mark.parametrize("noted", [False, True], ids=["before", "as it opens its queue"])
@@ -321,6 +362,35 @@ def test_a_bundle_of_another_generation_stays_for_the_sweep(place: Place) -> Non
     taken, _ = place.settle("g2")
     assert [(m.message_id, m.data, m.redelivered) for m in taken] == [("m0", b"late", True)]
     assert place.depth(place.queues.held(0)) == 0
+
+
+def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(
+    place: Place,
+) -> None:
+    # Given a generation that lost its connection when it was bound, and another in its queue by now
+    holding, standing = HoldingQueues(place.queues), place.topology().standing
+    first, second = place.queues.held(0), place.queues.held(1)
+    with connected(place) as connection, place.channel() as channel:
+
+        def open_queue(generation: str, earlier: str = "") -> str:
+            header = Header(
+                bundle=f"{generation}.0", generation=generation, queue=place.name, count=0, until=2e9
+            )
+            body = pack(header, [])
+            return holding.open(
+                connection, standing, generation, body, earlier=earlier, note=lambda name: None
+            )
+
+        assert open_queue("other") == first
+        channel.queue_bind(first, EXCHANGE, place.queues.key("g1"))
+
+        # When it goes on
+        assert open_queue("g1", earlier=first) == second
+        channel.confirm_delivery()
+        channel.basic_publish(EXCHANGE, place.queues.key("g1"), b"bundle", mandatory=True)
+
+    # Then its bundles are in its own queue alone
+    assert (place.depth(first), place.depth(second)) == (1, 2)
 
 
 def test_a_claim_ends_with_its_connection(place: Place) -> None:

@@ -211,8 +211,11 @@ class HoldingQueues:
         :raises ProducerError: If the broker refuses.
         """
         opening = (connection, standing, generation, body, note)
-        if earlier and self._open(*opening, earlier, REOPEN_TIMEOUT):
-            return earlier
+        if earlier:
+            if self._open(*opening, earlier, REOPEN_TIMEOUT):
+                return earlier
+            # It may be bound there, and what it publishes would be in another's queue too.
+            HoldingQueue(connection, self._names, earlier).fence(generation)
         for number in range(_MAX_QUEUES):
             name = self._names.held(number)
             if queue_calls.depth(connection, name):

@@ -121,7 +121,9 @@ class LeaseSettlement:
         noted = self._journal.note_settled(self._lease.generation, report, None)
         if is_swept(noted):
             return None
-        return empty(queue, self._journal, self._lease.generation, noted, self._counted)
+        # Counts lag: what was put back is not to be purged with the rest.
+        counted = None if self._outbox.remainders else self._counted
+        return empty(queue, self._journal, self._lease.generation, noted, counted)
 
     def without_bundles(self, settlement: Settlement, name: str) -> SettleReport:
         """Settle although the bundles were removed by hand: staging still has every message."""

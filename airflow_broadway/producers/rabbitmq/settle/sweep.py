@@ -52,7 +52,9 @@ class Sweep:
         holding = self._topology.holding
         try:
             for name, depth in holding.present(self._connection):
-                if not depth or self._stopping():
+                if self._stopping():
+                    return
+                if not depth:
                     continue
                 with holding.claim(self._connection, name) as queue:
                     if queue is not None:
