@@ -374,7 +374,11 @@ def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(
 
         def open_queue(generation: str, earlier: str = "") -> str:
             header = Header(
-                bundle=f"{generation}.0", generation=generation, queue=place.name, count=0, until=2e9
+                bundle=f"{generation}.0",
+                generation=generation,
+                queue=place.name,
+                count=0,
+                until=2e9,
             )
             body = pack(header, [])
             return holding.open(
