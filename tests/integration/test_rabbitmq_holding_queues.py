@@ -336,15 +336,18 @@ def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place: Place) -> N
     place.send(*sent)
     with place.source("fenced", on_failure="retry") as source:
         assert source.receive(1_000, timeout=5.0)
-        released = threading.Thread(
-            target=lambda: place.carry_out(source.lease, Settlement(rest=RELEASE))
-        )
+
+        def release() -> None:
+            place.carry_out(source.lease, Settlement(rest=RELEASE))
+            place.send(b"last")  # the publisher may have been done by then
+
+        released = threading.Thread(target=release)
         released.start()
         receive_until_lapsed(source)
         released.join()
 
     rest = [*place.settle("next")[0], *place.settle("after")[0]]
-    assert sorted({message.data for message in rest}) == sent
+    assert sorted({message.data for message in rest}) == [*sent, b"last"]
 
 
 def test_a_bundle_of_another_generation_stays_for_the_sweep(place: Place) -> None:
