@@ -219,6 +219,26 @@ def test_a_reset_while_a_run_holds_messages_counts_and_what_it_held_has_lapsed(
     assert group.committed() == {0: 10}
 
 
+def test_a_reset_counts_though_the_run_claims_more_after_it(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
+    group.fill(6)
+    group.drain()
+    group.fill(30, start=6)
+    with group.source("holder") as source:
+        messages = group.take(source, 5)
+        kafka.commit(group.group, group.topic, 0, 2)
+        messages += group.take(source)
+        source.stop()
+        report = group.settle(source.lease, messages)
+
+    assert (report.acked, report.lapsed) == (0, 30)
+    assert "was reset from 6 to 2 while a run held its messages" in report.errors[0]
+    assert offsets(group.drain()) == list(range(2, 36))
+
+
 def test_a_late_commit_while_a_run_holds_messages_is_no_reset(
     kafka: KafkaServer, tmp_path: Path
 ) -> None:

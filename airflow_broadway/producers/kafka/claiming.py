@@ -140,11 +140,12 @@ class ClaimingSource:
         """
         fresh = [place for place in ends if self._readers[place].claim is None]
         before = {place: self._readers[place] for place in fresh}
-        if fresh and self._live:
-            found = self._cluster.committed(fresh)
-            seen = {place: self._readers[place].view.committed for place in fresh}
-            changed = [place for place in fresh if found.get(place) != seen[place]]
-            self._look(changed, anew=False)
+        changed: set[Place] = set()
+        if self._live:
+            found = self._cluster.committed(list(ends))
+            seen = {place: self._readers[place].view.committed for place in ends}
+            changed = {place for place in ends if found.get(place) != seen[place]}
+            self._look([place for place in fresh if place in changed], anew=False)
         same = {p for p in ends if p not in before or self._readers[p] is before[p]}
         claimed = self._create({place: ends[place] for place in same}, self._hold())
         if any(place not in claimed and place not in before for place in ends):
@@ -154,7 +155,9 @@ class ClaimingSource:
                 self._release(place, claimed[place])
             raise self._lapsed()
         if self._live:
-            self._committed(claimed)
+            # Where others have committed meanwhile, the settlement finds it: it is not overwritten.
+            own = {p: each for p, each in claimed.items() if p in before or p not in changed}
+            self._committed(own)
             # Another staging folder may have claimed in the same moment: the last commit counts.
             found = self._cluster.committed([p for p in fresh if p in claimed])
             for place, each in found.items():
