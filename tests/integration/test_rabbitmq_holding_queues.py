@@ -349,6 +349,23 @@ def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place: Place) -> N
     assert sorted({message.data for message in rest}) == sent
 
 
+def test_an_exchange_that_an_operator_deletes_ends_the_run_with_what_to_do(place: Place) -> None:
+    place.send(b"1")
+    with place.source("g1", on_failure="retry") as source:
+        assert len(source.receive(1, timeout=5.0)) == 1
+        with place.channel() as channel:
+            channel.exchange_delete(EXCHANGE)
+        place.send(b"2")
+
+        with pytest.raises(LeaseLapsed, match="'broadway.held' was deleted.* clear the task"):
+            source.receive(1, timeout=5.0)
+
+        source.stop()
+        report = place.carry_out(source.lease, Settlement(rest=RELEASE))
+    assert report == SettleReport(released=1)
+    assert sorted(message.data for message in place.settle("g2")[0]) == [b"1", b"2"]
+
+
 def test_a_bundle_of_another_generation_stays_for_the_sweep(place: Place) -> None:
     """As one that was under way when its generation was fenced off."""
     place.send(b"1")

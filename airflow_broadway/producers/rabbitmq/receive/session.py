@@ -21,6 +21,7 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import (
     explained,
     too_large,
 )
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
 from airflow_broadway.producers.rabbitmq.broker.source_queue import prepare
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, Turns
@@ -156,6 +157,11 @@ class Session:
             if acknowledged_too_late(error):
                 self._slow = True
                 return
+            if error.code == 404 and f"exchange '{EXCHANGE}'" in error.text:
+                raise LeaseLapsed(
+                    f"the exchange {EXCHANGE!r} was deleted while this run received: what is not"
+                    " secured stays in its queue; clear the task, which declares it again"
+                ) from None
             raise explained(error, f"the queue {self._options.queue!r}") from None
         if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
