@@ -632,6 +632,31 @@ def test_a_writer_that_slept_finds_that_others_went_on(kafka: KafkaServer, tmp_p
     assert (group.claim().start, group.claim().epoch) == (8, 7)
 
 
+def test_a_process_that_sleeps_as_it_begins_a_group_marks_what_others_have_handled(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given one that sleeps before its first commit, until another has handled all
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(6)
+    committed, handled = Cluster.commit, list[Any]()
+
+    def late(self: Cluster, offsets: Any) -> None:
+        monkeypatch.undo()
+        group.clock.sleep(40.0)
+        handled.extend(group.drain())
+        committed(self, offsets)
+
+    monkeypatch.setattr(Cluster, "commit", late)
+
+    # When it goes on
+    again = group.drain()
+
+    # Then its commit came late
+    assert (len(handled), offsets(again)) == (6, list(range(6)))
+    assert all(message.redelivered for message in again)
+    assert group.committed() == {0: 6}
+
+
 def test_a_process_that_dies_as_it_begins_a_group_holds_nobody_up(
     kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

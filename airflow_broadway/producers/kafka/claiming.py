@@ -128,9 +128,12 @@ class ClaimingSource:
         claimed = self._create({place: view.base for place, view in free.items()}, self._now())
         self._committed(claimed)
         for place in claimed:
-            self._release(place)
+            after = self._release(place)
             reader = self._readers[place]
-            reader.view = reader.view._replace(claim=self._claims.known(place))
+            if self._claims.known(place) == after:
+                reader.view = reader.view._replace(claim=after)
+            else:  # others took over meanwhile
+                self._look([place])
 
     def _claim(self, ends: Mapping[Place, int]) -> set[Place]:
         """Claims partitions up to some offsets.
@@ -231,16 +234,17 @@ class ClaimingSource:
             reader = self._readers[place]
             reader.view = reader.view._replace(committed=each)
 
-    def _release(self, place: Place, before: Claim | None = None) -> None:
-        """Gives up a claim of which nothing was handed out.
+    def _release(self, place: Place, before: Claim | None = None) -> Claim:
+        """Gives up a claim of which nothing was handed out; returns the partition as it is then.
 
         :param before: The claim that it extended.
         """
         reader = self._readers[place]
         assert reader.claim is not None
-        free = replace(reader.claim, generation="", end=0, until=0.0)
-        self._claims.end(place, self._env.generation, before or free)
+        after = before or replace(reader.claim, generation="", end=0, until=0.0)
+        self._claims.end(place, self._env.generation, after)
         reader.claim = before
+        return after
 
     # -- the lease -----------------------------------------------------------------------------
 
