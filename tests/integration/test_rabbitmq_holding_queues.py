@@ -357,7 +357,7 @@ def test_an_exchange_that_an_operator_deletes_ends_the_run_with_what_to_do(place
             channel.exchange_delete(EXCHANGE)
         place.send(b"2")
 
-        with pytest.raises(LeaseLapsed, match="'broadway.held' was deleted.* clear the task"):
+        with pytest.raises(LeaseLapsed, match=r"'broadway.held' was deleted.* clear the task"):
             source.receive(1, timeout=5.0)
 
         source.stop()
@@ -366,17 +366,34 @@ def test_an_exchange_that_an_operator_deletes_ends_the_run_with_what_to_do(place
     assert sorted(message.data for message in place.settle("g2")[0]) == [b"1", b"2"]
 
 
-def test_a_bundle_of_another_generation_stays_for_the_sweep(place: Place) -> None:
-    """As one that was under way when its generation was fenced off."""
-    place.send(b"1")
-    messages, lease = place.hold("g1")
+def late_bundle(place: Place) -> None:
+    """Publish a bundle that was under way when its generation was fenced off."""
     late = Header(bundle="late.1", generation="g0", queue=place.name, count=1, until=1.0)
     body = pack(late, [Held("m0", 1, False, b"\0\0", b"\0\0", b"late")])
     with place.channel() as channel:
         channel.confirm_delivery()
-        channel.basic_publish("", lease.state["holding_queue"], body)
+        channel.basic_publish("", place.queues.held(0), body)
+
+
+@pytest.mark.parametrize("noted", [False, True], ids=["before it settles", "before it purges"])
+def test_a_bundle_of_another_generation_stays_for_the_sweep(
+    place: Place, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.send(b"1")
+    messages, lease = place.hold("g1")
+    if noted:
+        note = QueueJournal.note_settled
+
+        def note_then_late(*given: Any, **about: Any) -> Any:
+            late_bundle(place)
+            return note(*given, **about)
+
+        monkeypatch.setattr(QueueJournal, "note_settled", note_then_late)
+    else:
+        late_bundle(place)
 
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+    monkeypatch.undo()
 
     taken, _ = place.settle("g2")
     assert [(m.message_id, m.data, m.redelivered) for m in taken] == [("m0", b"late", True)]
