@@ -62,8 +62,7 @@ class BroadwaySqliteHook(BaseHook):
         """Whether the queue file can be used, and why not."""
         try:
             with self.get_queue("test") as queue:
-                queue.check()
-                made = queue.exists()
+                made = queue.names() is not None
         except BroadwayError as error:
             return False, str(error)
         return True, "The queue file is in order." if made else "The first message makes the file."

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, Moved
 from airflow_broadway.core.custody.protocol import Lease, QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.sqlite.database import (
     QueueRow,
     from_micros,
@@ -22,7 +23,7 @@ from airflow_broadway.producers.sqlite.database import (
     to_micros,
     transaction,
 )
-from airflow_broadway.producers.sqlite.settling import settled_early
+from airflow_broadway.producers.sqlite.settling import settled_now
 
 _LEASED = """SELECT COUNT(*), MIN(enqueued_at) FROM messages WHERE lease IN
     (SELECT id FROM leases WHERE queue = :queue AND state = 'open' AND deadline {} :now)"""
@@ -108,7 +109,7 @@ def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, An
         held=held,
         opened_at=from_micros(opened),
         ended_at=None if ended is None else from_micros(ended),
-        settled_early=settled_early(db, key),
+        settled_early=report_of(settled_now(db, key).values()),
         report=None if report is None else SettleReport.from_json(json.loads(report)),
     )
 
@@ -139,60 +140,44 @@ def letters(
     name: str,
     choice: Choice,
     limit: int | None,
-    offset: int,
     after: DeadLetter | None,
 ) -> list[DeadLetter]:
-    """Dead letters of the queue, in order of their death.
+    """Reads dead letters of the queue, in order of their death.
 
     :param name: The queue's.
     :param after: Only those behind this one.
     """
-    found: list[tuple[Any, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     for chosen, values in _chosen(queue, choice):
         if after is not None:
             assert after.died_at is not None
-            row = queue.row_of(after.message_id)
             chosen += " AND (died_at, id) > (?, ?)"
-            values = (*values, to_micros(after.died_at), row)
-        most = -1 if limit is None else limit + offset
-        found += db.execute(
-            "SELECT died_at, id, reason, stage, attempt, enqueued_at, generation FROM dead"
-            f" WHERE {chosen} ORDER BY died_at, id LIMIT ?",
-            (*values, most),
-        ).fetchall()
-    found.sort()
-    found = found[offset:] if limit is None else found[offset : offset + limit]
-    return [_letter(db, queue, name, *each) for each in found]
-
-
-def _letter(
-    db: sqlite3.Connection,
-    queue: QueueRow,
-    name: str,
-    died_at: int,
-    row: int,
-    reason: str,
-    stage: str,
-    attempt: int,
-    enqueued_at: int,
-    generation: str,
-) -> DeadLetter:
-    body, attributes = db.execute(
-        "SELECT CAST(body AS BLOB), CAST(attributes AS BLOB) FROM bodies WHERE id = ?", (row,)
-    ).fetchone() or (None, None)
-    return DeadLetter(
-        message_id=f"{queue.tag}-{row}",
-        body=body or b"",
-        properties=_attributes(attributes),
-        reason=reason,
-        stage=stage,
-        attempt=attempt,
-        enqueued_at=_instant(enqueued_at),
-        died_at=_instant(died_at),
-        generation=generation,
-        origin=name,
-        original_id=f"{queue.tag}-{row}",
-    )
+            values = (*values, to_micros(after.died_at), queue.row_of(after.message_id))
+        rows += db.execute(
+            "SELECT died_at, id, reason, stage, attempt, enqueued_at, generation,"
+            " CAST(body AS BLOB), CAST(attributes AS BLOB)"
+            f" FROM dead LEFT JOIN bodies USING (id) WHERE {chosen} ORDER BY died_at, id LIMIT ?",
+            (*values, -1 if limit is None else limit),
+        )
+    rows.sort(key=lambda row: row[:2])
+    return [
+        DeadLetter(
+            message_id=queue.id_of(row),
+            body=body or b"",
+            properties=_attributes(attributes),
+            reason=reason,
+            stage=stage,
+            attempt=attempt,
+            enqueued_at=_instant(enqueued_at),
+            died_at=_instant(died_at),
+            generation=generation,
+            origin=name,
+            original_id=queue.id_of(row),
+        )
+        for died_at, row, reason, stage, attempt, enqueued_at, generation, body, attributes in rows[
+            :limit
+        ]
+    ]
 
 
 def reasons(db: sqlite3.Connection, queue: QueueRow) -> list[tuple[str, str, int]]:
@@ -202,15 +187,6 @@ def reasons(db: sqlite3.Connection, queue: QueueRow) -> list[tuple[str, str, int
         " GROUP BY reason, stage ORDER BY COUNT(*) DESC, reason, stage",
         (queue.id,),
     ).fetchall()
-
-
-def among(db: sqlite3.Connection, queue: QueueRow, choice: Choice) -> set[str]:
-    """The ids of those that are chosen."""
-    return {
-        f"{queue.tag}-{row}"
-        for chosen, values in _chosen(queue, choice)
-        for (row,) in db.execute(f"SELECT id FROM dead WHERE {chosen}", values)
-    }
 
 
 def _attributes(raw: bytes | None) -> dict[str, Any]:
@@ -231,31 +207,34 @@ def _instant(micros: int) -> datetime:
         return from_micros(0)
 
 
-def requeue(db: sqlite3.Connection, queue: QueueRow, choice: Choice, ready_at: int) -> int:
-    """Make dead letters messages again, on their first attempt; return how many."""
-    count = 0
-    with transaction(db):
-        for chosen, values in _chosen(queue, choice):
-            db.execute(
-                "INSERT INTO messages (id, queue, enqueued_at, ready_at, deliveries)"
-                f" SELECT id, queue, enqueued_at, {ready_at:d}, deliveries FROM dead"
-                f" WHERE {chosen}",
-                values,
-            )
-            count += db.execute(f"DELETE FROM dead WHERE {chosen}", values).rowcount
-    return count
+def requeue(db: sqlite3.Connection, queue: QueueRow, choice: Choice, ready_at: int) -> Moved:
+    """Makes dead letters messages again, on their first attempt."""
+    return _moved(
+        db,
+        queue,
+        choice,
+        "INSERT INTO messages (id, queue, enqueued_at, ready_at, deliveries)"
+        f" SELECT id, queue, enqueued_at, {ready_at:d}, deliveries FROM dead WHERE {{}}",
+    )
 
 
-def purge(db: sqlite3.Connection, queue: QueueRow, choice: Choice) -> int:
-    """Delete dead letters for good; return how many."""
-    count = 0
+def purge(db: sqlite3.Connection, queue: QueueRow, choice: Choice) -> Moved:
+    """Deletes dead letters for good."""
+    bodies = "DELETE FROM bodies WHERE id IN (SELECT id FROM dead WHERE {})"
+    return _moved(db, queue, choice, bodies)
+
+
+def _moved(db: sqlite3.Connection, queue: QueueRow, choice: Choice, statement: str) -> Moved:
+    """Carries out a statement on dead letters, which then are none any more."""
+    moved: set[int] = set()
     with transaction(db):
         for chosen, values in _chosen(queue, choice):
-            db.execute(
-                f"DELETE FROM bodies WHERE id IN (SELECT id FROM dead WHERE {chosen})", values
-            )
-            count += db.execute(f"DELETE FROM dead WHERE {chosen}", values).rowcount
-    return count
+            rows = db.execute(f"SELECT id FROM dead WHERE {chosen}", values)
+            moved.update(row for (row,) in rows)
+            db.execute(statement.format(chosen), values)
+            db.execute(f"DELETE FROM dead WHERE {chosen}", values)
+    unknown = [key for key in choice.ids or () if queue.row_of(key) not in moved]
+    return Moved(len(moved), tuple(sorted(unknown)))
 
 
 def _chosen(queue: QueueRow, choice: Choice) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -344,6 +344,10 @@ class QueueRow(NamedTuple):
     id: int
     tag: str
 
+    def id_of(self, row: int) -> str:
+        """Returns the id of the message in a row."""
+        return f"{self.tag}-{row}"
+
     def row_of(self, message_id: str) -> int | None:
         """The row of a message id, or ``None`` if it is not of this queue."""
         tag, _, row = message_id.rpartition("-")

@@ -162,7 +162,9 @@ def receive(
             if messages or not rows:
                 break
         if messages:
-            lease = lease or _new_lease(db, queue, generation, owner, seconds, now)
+            lease = lease or settling.new_lease(
+                db, queue, generation, now, owner=owner, seconds=seconds
+            )
             deadline = now + settling.micros_of(seconds)
             db.execute(
                 "UPDATE leases SET received = received + ?, deadline = max(deadline, ?)"
@@ -248,19 +250,3 @@ def _open_lease(db: sqlite3.Connection, queue: QueueRow, name: str, generation: 
             " a new execution opens a new one"
         )
     return int(row[0])
-
-
-def _new_lease(
-    db: sqlite3.Connection,
-    queue: QueueRow,
-    generation: str,
-    owner: Mapping[str, Any],
-    seconds: float,
-    now: int,
-) -> int:
-    db.execute(
-        "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
-        " VALUES (?, ?, ?, ?, ?, ?)",
-        (queue.id, generation, json.dumps(dict(owner)), seconds, now, now),
-    )
-    return int(db.execute("SELECT last_insert_rowid()").fetchone()[0])

@@ -6,7 +6,7 @@ callback sees them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from shlex import quote
@@ -89,29 +89,29 @@ class SqliteProducer(SqliteOptions):
             )
         return SqliteDeadLetters(queue)
 
-    def leases(self, env: ProducerEnv) -> list[Lease]:
-        """The open leases of this queue, with their owners, for sweeps."""
-        with self.open_queue(env) as queue:
-            return [record.lease for record in queue.leases()]
 
-
-def _refuse_unknown(queue: SqliteQueue) -> None:
+def _refuse_unknown(queue: SqliteQueue, *, receives: bool = True) -> None:
     """Refuses a file, or a name in it, that has no queue: it may be mistyped.
 
+    :param receives: Whether a run is to receive from it.
     :raises ProducerError: If there is no such file or queue, or the file cannot be used.
     """
     names = queue.names()
     if names is not None and queue.name in names:
         return
-    create = f"airflow-broadway queue create --path {quote(queue.path)} --queue {quote(queue.name)}"
-    if names is None:
-        raise ProducerError(
-            f"there is no queue file {queue.path}, and a run receives only from a queue that"
-            f" exists: correct the path, send to the queue, or create it with `{create}`"
+    rule = cure = ""
+    if receives:
+        path, name = quote(queue.path), quote(queue.name)
+        rule = ", and a run receives only from a queue that exists"
+        cure = (
+            ", send to the queue, or create it with"
+            f" `airflow-broadway queue create --path {path} --queue {name}`"
         )
+    if names is None:
+        raise ProducerError(f"there is no queue file {queue.path}{rule}: correct the path{cure}")
     raise ProducerError(
         f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}: correct the"
-        f" name, send to it, or create it with `{create}`"
+        f" name{cure}"
     )
 
 
@@ -232,31 +232,12 @@ class SqliteDeadLetters:
                 f"the dead letters of the embedded queue {self._queue.name!r} lie in its own file"
                 f" and go back to it, not to {to!r}: leave --to out"
             )
-        return self._moved(choice, self._queue.requeue_dead)
+        _refuse_unknown(self._queue, receives=False)
+        return self._queue.requeue_dead(choice)
 
     def delete(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, self._queue.purge_dead)
+        _refuse_unknown(self._queue, receives=False)
+        return self._queue.purge_dead(choice)
 
     def close(self) -> None:
         self._queue.close()
-
-    def _moved(self, choice: Choice, move: Callable[[Choice], int]) -> Moved:
-        _check_there(self._queue)
-        # Named ones are looked up first: what vanishes between the two is in neither number.
-        named = choice.ids or frozenset()
-        there = self._queue.dead_among(named, choice=choice) if named else set()
-        return Moved(move(choice), tuple(sorted(named - there)))
-
-
-def _check_there(queue: SqliteQueue) -> None:
-    """Refuses to move letters of a file, or a name, that nothing was ever sent to.
-
-    :raises ProducerError: Naming the queues that there are.
-    """
-    names = queue.names()
-    if names is None:
-        raise ProducerError(f"there is no queue file {queue.path}: correct the path")
-    if queue.name not in names:
-        raise ProducerError(
-            f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}"
-        )

@@ -14,12 +14,11 @@ import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter
+from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved
 from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
@@ -280,71 +279,49 @@ class SqliteQueue:
                 return None
             return sorted(row[0] for row in db.execute("SELECT name FROM queues"))
 
-    def exists(self) -> bool:
-        """Whether the file has been made."""
-        return self._database.path.exists()
-
-    def check(self) -> None:
-        """Open the file, if there is one.
-
-        :raises ProducerError: If it cannot be used.
-        """
-        with self._opened():
-            pass
-
     # --------------------------------------------------------------- dead letters and clearing up
 
     def dead_letters(
         self,
         *,
         limit: int | None = 100,
-        offset: int = 0,
         choice: Choice = EVERY,
         after: DeadLetter | None = None,
     ) -> list[DeadLetter]:
-        """The messages set aside, in order of their death.
+        """Reads dead letters, in order of their death.
 
         :param limit: The most to return; ``None`` for all.
-        :param offset: How many to pass over.
         :param choice: Only these.
         :param after: Only those behind this one.
         """
         with self._opened() as opened:
             if opened is None:
                 return []
-            return admin.letters(*opened, self.name, choice, limit, offset, after)
+            return admin.letters(*opened, self.name, choice, limit, after)
 
     def dead_reasons(self) -> list[tuple[str, str, int]]:
         """Of the dead letters each (reason, stage, how many), the most frequent first."""
         with self._opened() as opened:
             return [] if opened is None else admin.reasons(*opened)
 
-    def dead_among(self, message_ids: Iterable[str], *, choice: Choice = EVERY) -> set[str]:
-        """Those of some ids that are dead letters of this queue, and among ``choice``."""
-        choice = replace(choice, ids=frozenset(message_ids))
-        with self._opened() as opened:
-            return set() if opened is None else admin.among(*opened, choice)
-
     def requeue_dead(
         self, which: Iterable[str] | Choice | None = None, *, delay: float = 0.0
-    ) -> int:
-        """Put dead letters back into the queue, on their first attempt, under their old ids.
+    ) -> Moved:
+        """Puts dead letters back into the queue, on their first attempt, under their old ids.
 
-        :param which: Their ids, or a choice; ``None`` for all.  Ids that are not dead are passed
-            over.
+        :param which: Their ids, or a choice; ``None`` for all.
         :param delay: Seconds until they are ready.
-        :return: How many came back.
         """
         ready_at = self._now() + settling.micros_of(delay)
         with self._opened() as opened:
-            if opened is None:
-                return 0
-            return admin.requeue(*opened, _choice_of(which), ready_at)
+            choice = _choice_of(which)
+            return _none(choice) if opened is None else admin.requeue(*opened, choice, ready_at)
 
-    def purge_dead(self, which: Iterable[str] | Choice | None = None) -> int:
-        """Delete dead letters for good, by id, by choice or (``None``) all; return how many."""
+    def purge_dead(self, which: Iterable[str] | Choice | None = None) -> Moved:
+        """Deletes dead letters for good, by id, by choice or (``None``) all."""
         with self._opened() as opened:
-            return 0 if opened is None else admin.purge(*opened, _choice_of(which))
+            choice = _choice_of(which)
+            return _none(choice) if opened is None else admin.purge(*opened, choice)
 
     def purge(self) -> int:
         """Delete for good all messages that nobody holds; return how many."""
@@ -383,3 +360,7 @@ def _choice_of(which: Iterable[str] | Choice | None) -> Choice:
     if which is None or isinstance(which, Choice):
         return which or EVERY
     return Choice(ids=frozenset(which))
+
+
+def _none(choice: Choice) -> Moved:
+    return Moved(0, tuple(sorted(choice.ids or ())))

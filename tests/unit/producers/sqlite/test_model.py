@@ -179,7 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def requeue_dead(self, data: Any) -> None:
         keys = data.draw(st.lists(st.sampled_from(sorted(self.dead)), unique=True))
-        assert self.queue.requeue_dead(keys) == len(keys)
+        assert self.queue.requeue_dead(keys).count == len(keys)
         for key in keys:
             row = self.dead.pop(key)
             row.attempt, row.ready, row.giver = 1, self.now, None

@@ -213,7 +213,9 @@ def test_depth_and_open_leases(producer: SqliteProducer) -> None:
     source.receive(1, timeout=0.0)
 
     assert producer.depth(env()) == QueueDepth(1, 0, 1, 0, 0.0)
-    [lease] = producer.leases(env())
+    with producer.open_queue(env()) as queue:
+        [record] = queue.leases()
+    lease = record.lease
     assert (lease.kind, lease.generation, lease.owner) == ("sqlite", "g", {"run_id": "r"})
     assert lease == source.lease
     source.close()

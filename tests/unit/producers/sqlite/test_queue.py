@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody.dead_letters import Moved
 from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
@@ -45,9 +46,9 @@ def test_a_missing_file_is_an_empty_queue_until_the_first_send(
     assert flights.dead_letters() == []
     assert flights.renew("g", 1.0) is None
     assert not flights.holds("g")
-    assert flights.purge() == flights.purge_dead() == flights.requeue_dead() == 0
+    assert flights.purge_dead() == flights.requeue_dead() == Moved(0)
+    assert flights.purge() == 0
     assert flights.settle("g", Settlement(rest=ACK, expected=3)) == SettleReport(lapsed=3)
-    flights.check()
     assert not path.exists()
 
     flights.send([b"one"])
@@ -117,7 +118,7 @@ def test_queues_of_one_file_do_not_mix(path: Path, clock: ManualClock) -> None:
 
     assert [m.data for m in one.receive("g", 10)] == [b"0", b"2", b"4"]
     assert two.depth().ready == 3
-    assert one.purge_dead() == two.purge_dead() == 0
+    assert one.purge_dead() == two.purge_dead() == Moved(0)
     assert two.purge() == 3
     assert one.depth().leased == 3
 
@@ -196,15 +197,16 @@ def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(
     flights.receive("g1", 3)
     flights.settle("g1", Settlement(rest=DEAD))
     assert len(flights.dead_letters(limit=2)) == 2
-    assert [d.message_id for d in flights.dead_letters(limit=None, offset=1)] == keys[1:]
+    assert [d.message_id for d in flights.dead_letters(limit=None)] == keys
 
-    assert flights.requeue_dead([keys[0], keys[0], "nonsense", f"{keys[2]}9"]) == 1
+    unknown = f"{keys[2]}9"
+    assert flights.requeue_dead([keys[0], "nonsense", unknown]) == Moved(1, (unknown, "nonsense"))
     [message] = flights.receive("g2", 3)
     assert (message.message_id, message.data, message.attempt) == (keys[0], b"a", 1)
     assert message.redelivered
 
-    assert flights.purge_dead([keys[1]]) == 1
-    assert flights.requeue_dead(delay=5.0) == 1
+    assert flights.purge_dead([keys[1]]).count == 1
+    assert flights.requeue_dead(delay=5.0).count == 1
     assert flights.depth() == QueueDepth(0, 1, 1, 0, None)
 
 
