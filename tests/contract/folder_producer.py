@@ -35,6 +35,7 @@ from airflow_broadway.producers.engine.port import (
     Broker,
     DeadLetterTarget,
     Hidden,
+    Publisher,
     Received,
     Refusal,
 )
@@ -194,7 +195,8 @@ class FolderBroker(Broker[Folder]):
             dead.write(f"{letters[0]['id']}.json", list(letters))  # durable when it returns
             return {}
 
-        return DeadLetterTarget(make, lambda letters: [[*letters.items()]], send, "write")
+        write = Publisher(send, "write", lambda letter: len(letter["body"]), 1000, 10_000_000)
+        return DeadLetterTarget(write, make)
 
     # -- looking -------------------------------------------------------------------------------
 

@@ -13,9 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
+from airflow_broadway.core.custody.dead_letters import (
+    EVERY,
+    Choice,
+    DeadLetter,
+    Moved,
+    Moving,
+    destination_of,
+)
 from airflow_broadway.core.errors import BroadwayError, ProducerError
-from airflow_broadway.producers.engine.port import Broker, Hidden, Received, Refusal
+from airflow_broadway.producers.engine.port import (
+    Broker,
+    Hidden,
+    Letters,
+    Publisher,
+    Received,
+    Refusal,
+)
 from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.kit.looks import LookCount
 
@@ -49,16 +63,20 @@ class EngineDeadLetters(ABC):
     """The letters in one place; a :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
 
     :param source: The broker of the queue that the pipeline drains; closed with this.
+    :param dead: The queue of the letters.
     :param place: The place, for people.
     """
 
     #: Seconds for which letters are hidden while they are listed.
     hidden_seconds: ClassVar[int] = 300
 
-    def __init__(self, source: Broker[Any], place: str) -> None:
+    def __init__(self, source: Broker[Any], dead: Letters, place: str) -> None:
         self._source = source
+        self._letters = dead
         self.requests = BatchRequests(source, 1)
         self._place = place
+        #: Where letters are sent back to.
+        self._publishers: dict[str, Publisher] = {}
 
     @property
     def place(self) -> str:
@@ -79,14 +97,6 @@ class EngineDeadLetters(ABC):
         """Receives some letters, hidden for :attr:`hidden_seconds`; none: that was all."""
 
     @abstractmethod
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        """Deletes letters, in one request."""
-
-    @abstractmethod
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        """Hides letters, in one request."""
-
-    @abstractmethod
     def limit(self) -> tuple[int | None, str]:
         """Returns the deliveries after which the broker removes a letter (``None``: no limit), and
         the name of the setting.
@@ -97,22 +107,25 @@ class EngineDeadLetters(ABC):
         """Reads a letter."""
 
     @abstractmethod
-    def back(self, letter: DeadLetter, received: Received, to: str | None) -> tuple[str, Any]:
-        """Returns where a letter is to be sent, and the message; see :func:`.destination_of`.
+    def publisher(self, name: str) -> Publisher:
+        """Opens the queue that letters are sent back to.
 
-        :raises BroadwayError: If it cannot be sent back.
+        :raises BroadwayError: If there is none.
         """
 
     @abstractmethod
-    def send(self, target: str, messages: Mapping[str, Any]) -> Mapping[str, str]:
-        """Sends messages that :meth:`back` made, by key; returns why some were refused."""
+    def back(self, letter: DeadLetter, received: Received, to: str) -> Any:
+        """Makes the message by which a letter is sent back.
+
+        :raises BroadwayError: If it cannot be sent back.
+        """
 
     # -- the calls -----------------------------------------------------------------------------
 
     def show(self, receipts: Mapping[str, str]) -> None:
         """Makes hidden letters visible."""
         entries = ((key, Hidden(receipt, 0)) for key, receipt in receipts.items())
-        self.requests.send(self.hide, entries)
+        self.requests.send(self._letters.hide, entries)
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         """See :meth:`.DeadLetters.letters`."""
@@ -169,18 +182,22 @@ class EngineDeadLetters(ABC):
         by_target: dict[str, dict[str, Any]] = {}
         for letter, each in chosen:
             try:
-                target, message = self.back(letter, each, to)
+                target = destination_of(letter, [self._source.name], to)
+                if target not in self._publishers:
+                    self._publishers[target] = self.publisher(target)
+                message = self.back(letter, each, target)
             except BroadwayError as error:
                 moving.refused[letter.message_id] = str(error)
                 continue
             by_target.setdefault(target, {})[each.key] = message
-        refused: dict[str, str] = {}
+        refused: dict[str, Refusal] = {}
         for target, messages in by_target.items():
-            refused |= self.send(target, messages)
+            publisher = self._publishers[target]
+            refused |= self.requests.send_requests(publisher.send, publisher.requests(messages))
         done = []
         for letter, each in chosen:
             if each.key in refused:
-                moving.refused[letter.message_id] = refused[each.key]
+                moving.refused[letter.message_id] = str(refused[each.key])
             elif letter.message_id not in moving.refused:
                 done.append((letter, each))
         return done
@@ -189,11 +206,15 @@ class EngineDeadLetters(ABC):
         self, chosen: Sequence[tuple[DeadLetter, Received]], walk: _Walk, moving: Moving
     ) -> None:
         entries = [(each.key, each.receipt) for _, each in chosen]
-        refused = self.requests.send(self.remove, entries)
+        refused = self.requests.send(self._letters.remove, entries)
         for letter, each in chosen:
             if each.key in refused:
-                refusal = refused[each.key]
-                moving.refused[letter.message_id] = f"{refusal.code}: {refusal.text}"
+                moving.refused[letter.message_id] = str(refused[each.key])
             else:
                 del walk.hidden[each.key]
                 moving.count += 1
+
+
+def attempt_of(text: str) -> int:
+    """Reads the attempt that a letter states; 1 where it states none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 1

@@ -81,6 +81,9 @@ class Refusal(NamedTuple):
     again: bool = False
     unclear: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.code}: {self.text}" if self.code else self.text
+
 
 class Refused(ProducerError):
     """The broker rejects the contents of this request; another request may be accepted."""
@@ -95,19 +98,44 @@ Call = Callable[[Sequence[Any]], Mapping[int, Refusal]]
 Keyed = tuple[str, Any]
 
 
-class DeadLetterTarget(NamedTuple):
-    """The queue or topic for dead letters, and how they are sent there.
+class Publisher(NamedTuple):
+    """A queue or topic that messages are sent to.
 
-    :param make: Makes the dead letter of one message.
-    :param requests: Divides dead letters, by message id, into requests.
     :param send: Sends one request.
     :param action: The broker's name of that request.
+    :param size_of: Returns the bytes of a message in it.
+    :param max_messages: Messages of one request, at most.
+    :param max_bytes: Bytes of one request, unless one message alone is larger.
     """
 
-    make: Callable[[Entry], Any]
-    requests: Callable[[Mapping[str, Any]], Iterable[list[Keyed]]]
     send: Call
     action: str
+    size_of: Callable[[Any], int]
+    max_messages: int
+    max_bytes: int
+
+    def requests(self, messages: Mapping[str, Any]) -> list[list[Keyed]]:
+        """Divides messages, by key, into requests."""
+        made: list[list[Keyed]] = []
+        room = 0
+        for keyed in messages.items():
+            size = self.size_of(keyed[1])
+            if not made or len(made[-1]) == self.max_messages or size > room:
+                made.append([])
+                room = self.max_bytes
+            made[-1].append(keyed)
+            room -= size
+        return made
+
+
+class DeadLetterTarget(NamedTuple):
+    """The queue or topic for dead letters.
+
+    :param make: Makes the dead letter of one message.
+    """
+
+    publisher: Publisher
+    make: Callable[[Entry], Any]
 
 
 class Client(Protocol):
@@ -115,6 +143,16 @@ class Client(Protocol):
 
     def close(self) -> None:
         """Releases it.  Safe to repeat."""
+
+
+class Letters(Protocol):
+    """A queue of dead letters: one request a call."""
+
+    def remove(self, receipts: Sequence[str], /) -> Mapping[int, Refusal]:
+        """Deletes letters."""
+
+    def hide(self, entries: Sequence[Hidden], /) -> Mapping[int, Refusal]:
+        """Hides letters."""
 
 
 ClientT = TypeVar("ClientT", bound=Client)

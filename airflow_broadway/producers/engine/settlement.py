@@ -300,11 +300,11 @@ class EngineSettlement:
                 letters[key] = target.make(entry)
         for key, reason in guard.refused.items():
             refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")
-        for key, refusal in self._requests.send_requests(
-            target.send, target.requests(letters)
-        ).items():
+        publisher = target.publisher
+        unsent = self._requests.send_requests(publisher.send, publisher.requests(letters))
+        for key, refusal in unsent.items():
             # The code is the letter's, not the receipt's.
-            code = refusal.code and f"{target.action}: {refusal.code}"
+            code = refusal.code and f"{publisher.action}: {refusal.code}"
             refused[key] = Refusal(code, refusal.text)
         # Where an original cannot be removed its dead letter stands, and it comes again, marked.
         return refused
@@ -330,8 +330,7 @@ class EngineSettlement:
                 )
             else:
                 self._failed += 1
-                text = refusal.text
-                self._note_error(text if not refusal.code else f"{refusal.code}: {text}")
+                self._note_error(str(refusal))
 
     def _done_before(self, action: Action, key: str, refusal: Refusal) -> Action | None:
         """Returns the action that made a message's receipt void, if that is why."""

@@ -205,10 +205,10 @@ class PubSubBroker(Broker[Client]):
     # -- settling ------------------------------------------------------------------------------
 
     def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        return self.client.acknowledge(receipts)
+        return self.client.remove(receipts)
 
     def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        return self.client.modify(entries)
+        return self.client.hide(entries)
 
     def dead_letter_target(self) -> DeadLetterTarget:
         return admin.dead_letter_target(self._producer, self.client)

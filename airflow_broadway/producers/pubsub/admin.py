@@ -7,11 +7,10 @@ a delivery.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
+from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import ProducerError
@@ -21,13 +20,13 @@ from airflow_broadway.producers.engine.port import (
     Broker,
     DeadLetterTarget,
     Hidden,
+    Publisher,
     Received,
-    Refusal,
 )
 from airflow_broadway.producers.pubsub import dead_letters
 from airflow_broadway.producers.pubsub.client import Client
 from airflow_broadway.producers.pubsub.errors import Denied, Missing
-from airflow_broadway.producers.pubsub.limits import MAX_PULL
+from airflow_broadway.producers.pubsub.limits import MAX_PUBLISH, MAX_PULL
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.pubsub.options import PubSubOptions
@@ -214,10 +213,19 @@ def dead_letter_target(producer: PubSubOptions, client: Client) -> DeadLetterTar
 
     :raises ProducerError: If there is none.
     """
-    topic = dead_letter_topic(producer, client)
     make = partial(dead_letters.letter, subscription=client.name)
-    send = partial(client.publish, topic)
-    return DeadLetterTarget(make, dead_letters.requests, send, "Publish")
+    return DeadLetterTarget(publisher_of(client, dead_letter_topic(producer, client)), make)
+
+
+def publisher_of(client: Client, topic: str) -> Publisher:
+    """Publishes messages to a topic."""
+    return Publisher(
+        partial(client.publish, topic),
+        "Publish",
+        dead_letters.size_of,
+        MAX_PUBLISH,
+        dead_letters.ROOM,
+    )
 
 
 class PubSubDeadLetters(EngineDeadLetters):
@@ -229,12 +237,10 @@ class PubSubDeadLetters(EngineDeadLetters):
     """
 
     def __init__(self, source: Broker[Any], client: Client, dead: Client, wait: float) -> None:
-        super().__init__(source, f"subscription {dead.name!r}")
+        super().__init__(source, dead, f"subscription {dead.name!r}")
         self._client = client
         self._dead = dead
         self._wait = wait
-        #: Subscriptions that letters go back to → their topics.
-        self._topics: dict[str, str] = {}
 
     def fetch(self) -> list[Received]:
         while found := self._dead.pull(MAX_PULL, self._wait):
@@ -243,16 +249,10 @@ class PubSubDeadLetters(EngineDeadLetters):
                 for raw in found
             ]
             hidden = ((each.key, Hidden(each.receipt, self.hidden_seconds)) for each in received)
-            gone = self.requests.send(self.hide, hidden)
+            gone = self.requests.send(self._dead.hide, hidden)
             if kept := [each for each in received if each.key not in gone]:
                 return kept
         return []
-
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        return self._dead.acknowledge(receipts)
-
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        return self._dead.modify(entries)
 
     def limit(self) -> tuple[int | None, str]:
         try:
@@ -262,33 +262,11 @@ class PubSubDeadLetters(EngineDeadLetters):
         limit = int(policy.max_delivery_attempts) if policy.dead_letter_topic else None
         return limit, "max_delivery_attempts"
 
-    def back(
-        self, letter: DeadLetter, received: Received, to: str | None
-    ) -> tuple[str, dict[str, Any]]:
-        subscription = destination_of(letter, [self._client.name], to)
-        if subscription not in self._topics:
-            self._topics[subscription] = topic_of(self._client.other(subscription))
-        made = dead_letters.sent_back(received.raw.message, letter.original_id)
-        return self._topics[subscription], made
+    def publisher(self, name: str) -> Publisher:
+        return publisher_of(self._client, topic_of(self._client.other(name)))
 
-    def send(self, target: str, messages: Mapping[str, Any]) -> Mapping[str, str]:
-        send = partial(self._client.publish, target)
-        refused = self.requests.send_requests(send, dead_letters.requests(messages))
-        return {key: refusal.text for key, refusal in refused.items()}
+    def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
+        return dead_letters.sent_back(received.raw.message, letter.original_id)
 
     def letter(self, received: Received) -> DeadLetter:
-        message = received.raw.message
-        why = dead_letters.why_of(message.attributes)
-        return DeadLetter(
-            message_id=message.message_id,
-            body=message.data,
-            properties={"attributes": why.own, "orderingKey": message.ordering_key},
-            reason=why.reason,  # Pub/Sub's own policy states none
-            stage=why.stage,
-            attempt=why.attempt,
-            enqueued_at=why.published_at,
-            died_at=dead_letters.datetime_of(message.publish_time) if why.subscription else None,
-            generation="",
-            origin=why.subscription or self._client.name,
-            original_id=why.message_id or message.message_id,
-        )
+        return dead_letters.letter_of(received.raw.message, self._client.name)

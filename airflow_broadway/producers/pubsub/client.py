@@ -112,14 +112,14 @@ class Client:
         found: Sequence[Any] = PullResponse.pb(answer).received_messages
         return found
 
-    def acknowledge(self, ack_ids: Sequence[str]) -> Mapping[int, Refusal]:
+    def remove(self, ack_ids: Sequence[str]) -> Mapping[int, Refusal]:
         """Sends one ``Acknowledge``; an exactly-once subscription may refuse single ids."""
         from google.pubsub_v1.types import AcknowledgeRequest
 
         request = AcknowledgeRequest(subscription=self.name, ack_ids=ack_ids)
         return self._confirmed("Acknowledge", self._subscriber.acknowledge, request, ack_ids)
 
-    def modify(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
+    def hide(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
         """Sends one ``ModifyAckDeadline``; all entries have one deadline."""
         from google.pubsub_v1.types import ModifyAckDeadlineRequest
 

@@ -14,18 +14,14 @@ import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
-from airflow_broadway.producers.engine.port import Keyed
-from airflow_broadway.producers.pubsub.limits import (
-    MAX_ATTRIBUTES,
-    MAX_MESSAGE,
-    MAX_PUBLISH,
-    MAX_VALUE,
-)
+from airflow_broadway.producers.engine.letters import attempt_of
+from airflow_broadway.producers.pubsub.limits import MAX_ATTRIBUTES, MAX_MESSAGE, MAX_VALUE
 
 #: What a letter says of itself, the most useful first; those of an earlier one, come back by a
 #: redrive, give way to it.
@@ -42,6 +38,8 @@ REQUEUED: Final = "broadway_requeued"
 _GOOGLES: Final = "CloudPubSubDeadLetterSource"
 #: Bytes that a request has beside its messages, and a message and an attribute beside theirs.
 _BESIDE, _EACH = 1024, 16
+#: Bytes of the messages of a request.
+ROOM: Final = MAX_MESSAGE - _BESIDE
 
 
 def letter(entry: Entry, subscription: str) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
     made: dict[str, Any] = {"data": entry.payload or b"", "attributes": own}
     if properties.get("ordering_key"):
         made["ordering_key"] = properties["ordering_key"]
-    room = MAX_MESSAGE - _BESIDE - size_of(made)
+    room = ROOM - size_of(made)
     for name, value in _why(entry, subscription).items():
         size = len(name) + len(value.encode()) + _EACH
         if value and len(own) < MAX_ATTRIBUTES and size <= room:
@@ -86,60 +84,38 @@ def size_of(message: Mapping[str, Any]) -> int:
     return len(message["data"]) + texts + len(message.get("ordering_key", "").encode()) + _EACH
 
 
-def requests(letters: Mapping[str, dict[str, Any]]) -> list[list[Keyed]]:
-    """Letters in requests of at most a thousand messages, and of 10 MB."""
-    made: list[list[Keyed]] = []
-    room = 0
-    for key, message in letters.items():
-        size = size_of(message)
-        if not made or len(made[-1]) == MAX_PUBLISH or size > room:
-            made.append([])
-            room = MAX_MESSAGE - _BESIDE
-        made[-1].append((key, message))
-        room -= size
-    return made
-
-
 # -- a letter, read --------------------------------------------------------------------------------
 
 
-class Why(NamedTuple):
-    """What a letter says of itself; ``""``, 1 and ``None`` where it does not.
+def letter_of(message: Any, subscription: str) -> DeadLetter:
+    """Reads a letter, by us or by Pub/Sub's own policy, which states no reason.
 
-    :param published_at: When its message was published first.
-    :param own: The message's own attributes.
+    :param subscription: The one that the pipeline drains.
     """
+    attributes: Mapping[str, str] = message.attributes
 
-    message_id: str
-    subscription: str
-    reason: str
-    stage: str
-    attempt: int
-    published_at: datetime | None
-    own: dict[str, str]
-
-
-def why_of(attributes: Mapping[str, str]) -> Why:
-    """Read the attributes of a letter, whoever set it aside."""
-
-    def said(name: str) -> str:
+    def stated(name: str) -> str:
         return str(attributes.get(f"broadway_{name}", ""))
 
     def google(name: str) -> str:
         return str(attributes.get(f"{_GOOGLES}{name}", ""))
 
-    subscription, attempt = said("subscription"), said("attempt")
-    if not subscription and google("Subscription"):
+    origin = stated("subscription")
+    if not origin and google("Subscription"):
         project = google("SubscriptionProject")
-        subscription = f"projects/{project}/subscriptions/{google('Subscription')}"
-    return Why(
-        said("message_id"),
-        subscription,
-        said("reason"),
-        said("stage"),
-        int(attempt) if attempt.isascii() and attempt.isdecimal() and len(attempt) < 10 else 1,
-        _instant(google("TopicPublishTime")),
-        _own(attributes),
+        origin = f"projects/{project}/subscriptions/{google('Subscription')}"
+    return DeadLetter(
+        message_id=message.message_id,
+        body=message.data,
+        properties={"attributes": _own(attributes), "orderingKey": message.ordering_key},
+        reason=stated("reason"),
+        stage=stated("stage"),
+        attempt=attempt_of(stated("attempt")),
+        enqueued_at=_instant(google("TopicPublishTime")),
+        died_at=_instant(timestamp_of(message.publish_time) or "") if origin else None,
+        generation="",
+        origin=origin or subscription,
+        original_id=stated("message_id") or message.message_id,
     )
 
 
@@ -178,12 +154,6 @@ def _instant(text: str) -> datetime | None:
 
 
 # -- timestamps ------------------------------------------------------------------------------------
-
-
-def datetime_of(stamp: Any) -> datetime | None:
-    """Reads a timestamp of protobuf; ``None``: it is not set."""
-    text = timestamp_of(stamp)
-    return None if text is None else datetime.fromisoformat(text)
 
 
 def timestamp_of(stamp: Any) -> str | None:

@@ -216,10 +216,10 @@ class SqsBroker(Broker[Queue]):
     # -- settling ------------------------------------------------------------------------------
 
     def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        return self.client.delete(receipts)
+        return self.client.remove(receipts)
 
     def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        return self.client.change(entries)
+        return self.client.hide(entries)
 
     def dead_letter_target(self) -> DeadLetterTarget:
         return admin.dead_letter_target(self._producer, self.client)

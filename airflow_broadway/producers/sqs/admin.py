@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.custody.dead_letters import DeadLetter, destination_of
+from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import BroadwayError, ProducerError
@@ -22,14 +21,18 @@ from airflow_broadway.producers.engine.letters import EngineDeadLetters
 from airflow_broadway.producers.engine.port import (
     Broker,
     DeadLetterTarget,
-    Hidden,
+    Publisher,
     Received,
-    Refusal,
 )
 from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.producers.sqs.client import Queue
 from airflow_broadway.producers.sqs.errors import Denied
-from airflow_broadway.producers.sqs.limits import IN_FLIGHT, MAX_BATCH, MAX_BODY
+from airflow_broadway.producers.sqs.limits import (
+    IN_FLIGHT,
+    MAX_BATCH,
+    MAX_BODY,
+    MAX_BODY_FORMERLY,
+)
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
@@ -195,7 +198,12 @@ def dead_letter_target(producer: SqsOptions, queue: Queue) -> DeadLetterTarget:
         fifo=target.url.endswith(".fifo"),
         max_bytes=int(most or MAX_BODY),
     )
-    return DeadLetterTarget(make, dead_letters.requests, target.send, "SendMessage")
+    return DeadLetterTarget(publisher_of(target), make)
+
+
+def publisher_of(queue: Queue) -> Publisher:
+    """Sends messages to a queue."""
+    return Publisher(queue.send, "SendMessage", dead_letters.size_of, MAX_BATCH, MAX_BODY_FORMERLY)
 
 
 class SqsDeadLetters(EngineDeadLetters):
@@ -206,10 +214,9 @@ class SqsDeadLetters(EngineDeadLetters):
     """
 
     def __init__(self, source: Broker[Any], queue: Queue, dead: Queue) -> None:
-        super().__init__(source, f"queue {dead.name!r}")
+        super().__init__(source, dead, f"queue {dead.name!r}")
         self._queue = queue
         self._dead = dead
-        self._targets: dict[str, Queue] = {queue.name: queue}
 
     def count(self) -> int:
         """Counts about, as SQS does, with letters that are hidden while they are listed."""
@@ -229,12 +236,6 @@ class SqsDeadLetters(EngineDeadLetters):
             for raw in self._dead.receive(request)
         ]
 
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        return self._dead.delete(receipts)
-
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        return self._dead.change(entries)
-
     def limit(self) -> tuple[int | None, str]:
         try:
             policy = _redrive_of(self._dead.attributes("RedrivePolicy"))
@@ -242,48 +243,12 @@ class SqsDeadLetters(EngineDeadLetters):
             policy = {}
         return int(policy.get("maxReceiveCount") or 0) or None, "maxReceiveCount"
 
-    def back(
-        self, letter: DeadLetter, received: Received, to: str | None
-    ) -> tuple[str, dict[str, Any]]:
-        target = destination_of(letter, [self._queue.name], to)
-        fifo = self._target(target).url.endswith(".fifo")
-        why = dead_letters.why_of(received.raw.get("MessageAttributes") or {})
-        return target, dead_letters.sent_back(received.raw, why, letter.original_id, fifo=fifo)
+    def publisher(self, name: str) -> Publisher:
+        return publisher_of(self._queue if name == self._queue.name else self._queue.other(name))
 
-    def send(self, target: str, messages: Mapping[str, Any]) -> Mapping[str, str]:
-        requests = dead_letters.requests(messages)
-        refused = self.requests.send_requests(self._target(target).send, requests)
-        return {key: f"{each.code}: {each.text}" for key, each in refused.items()}
-
-    def _target(self, name: str) -> Queue:
-        if name not in self._targets:
-            self._targets[name] = self._queue.other(name)
-        return self._targets[name]
+    def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
+        fifo = to.endswith(".fifo")
+        return dead_letters.sent_back(received.raw, letter.original_id, fifo=fifo)
 
     def letter(self, received: Received) -> DeadLetter:
-        raw = received.raw
-        why = dead_letters.why_of(raw.get("MessageAttributes") or {})
-        system: Mapping[str, str] = raw.get("Attributes") or {}
-        source = system.get("DeadLetterQueueSourceArn", "")
-        return DeadLetter(
-            message_id=raw["MessageId"],
-            body=raw["Body"].encode("utf-8", "surrogatepass"),
-            properties=dead_letters.properties_as_json({**raw, "MessageAttributes": why.own}),
-            # SQS's own redrive states no reason.
-            reason=why.reason,
-            stage=why.stage,
-            attempt=why.attempt,
-            enqueued_at=None,
-            died_at=_instant(system.get("SentTimestamp")) if why.message_id else None,
-            generation="",
-            # The queue that SQS itself moved it from, else the claim of the letter.
-            origin=source.rpartition(":")[2] or why.queue or self._queue.name,
-            original_id=why.message_id or raw["MessageId"],
-        )
-
-
-def _instant(milliseconds: str | None) -> datetime | None:
-    try:
-        return datetime.fromtimestamp(int(milliseconds or "") / 1000, timezone.utc)
-    except (ValueError, OverflowError, OSError):
-        return None
+        return dead_letters.letter_of(received.raw, self._queue.name)

@@ -66,12 +66,12 @@ class Queue:
         """Sends one ``ReceiveMessage``; returns its messages as boto3 gives them."""
         return self._request("ReceiveMessage", "receive_message", **request).get("Messages") or []
 
-    def delete(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
+    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
         """Sends one ``DeleteMessageBatch``."""
         entries = [{"ReceiptHandle": receipt} for receipt in receipts]
         return self._batch("DeleteMessage", "delete_message_batch", entries)
 
-    def change(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
+    def hide(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
         """Sends one ``ChangeMessageVisibilityBatch``."""
         entries = [
             {"ReceiptHandle": receipt, "VisibilityTimeout": seconds} for receipt, seconds in hidden

@@ -16,17 +16,14 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from datetime import datetime, timezone
+from typing import Any, Final
 
+from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
-from airflow_broadway.producers.sqs.limits import (
-    MAX_ATTRIBUTES,
-    MAX_BATCH,
-    MAX_BODY,
-    MAX_BODY_FORMERLY,
-    unsendable,
-)
+from airflow_broadway.producers.engine.letters import attempt_of
+from airflow_broadway.producers.sqs.limits import MAX_ATTRIBUTES, MAX_BODY, unsendable
 
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
@@ -132,13 +129,23 @@ def letter(entry: Entry, queue: str, *, fifo: bool, max_bytes: int = MAX_BODY) -
         made["MessageAttributes"] = own
     if not made["MessageAttributes"]:
         del made["MessageAttributes"]
-    if properties.get("AWSTraceHeader"):  # not counted in its size or its attributes
-        header = {"DataType": "String", "StringValue": properties["AWSTraceHeader"]}
+    # Sent again after a crash within five minutes, it is there once.
+    return _addressed(made, properties, entry.message_id if fifo else None)
+
+
+def _addressed(
+    made: dict[str, Any], system: Mapping[str, Any], fifo_id: str | None
+) -> dict[str, Any]:
+    """Adds to an entry what is not among its attributes: the trace header, and its group.
+
+    :param fifo_id: The deduplication id, for a FIFO queue.
+    """
+    if system.get("AWSTraceHeader"):  # not counted in its size or its attributes
+        header = {"DataType": "String", "StringValue": system["AWSTraceHeader"]}
         made["MessageSystemAttributes"] = {"AWSTraceHeader": header}
-    if fifo:
-        made["MessageGroupId"] = properties.get("MessageGroupId") or "broadway"
-        # Sent again after a crash within five minutes, it is there once.
-        made["MessageDeduplicationId"] = entry.message_id
+    if fifo_id is not None:
+        made["MessageGroupId"] = system.get("MessageGroupId") or "broadway"
+        made["MessageDeduplicationId"] = fifo_id
     return made
 
 
@@ -160,7 +167,7 @@ def _attributes(
         return made
     kept = dict(list(own.items())[: MAX_ATTRIBUTES - 1])
     packed: dict[str, Any] = {name.removeprefix("broadway_"): value for name, value in why.items()}
-    moved = {name: _plain(value) for name, value in own.items() if name not in kept}
+    moved = {name: value_of(value) for name, value in own.items() if name not in kept}
     if moved:
         packed["attributes"] = moved
     return {**kept, _PACKED: _string(json.dumps(packed, ensure_ascii=False))}
@@ -175,13 +182,6 @@ def _attribute(value: Mapping[str, Any]) -> dict[str, Any]:
         raw = base64.b64decode(value["binary_value"])
         return {"DataType": value["data_type"], "BinaryValue": raw}
     return {"DataType": value["data_type"], "StringValue": value["string_value"]}
-
-
-def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    if "BinaryValue" in value:
-        encoded = base64.b64encode(value["BinaryValue"]).decode("ascii")
-        return {"data_type": value["DataType"], "binary_value": encoded}
-    return {"data_type": value["DataType"], "string_value": value["StringValue"]}
 
 
 def _sendable(text: str, limit: int) -> str:
@@ -201,43 +201,45 @@ def size_of(entry: Mapping[str, Any]) -> int:
     return total
 
 
-def requests(
-    entries: Mapping[str, dict[str, Any]],
-) -> list[list[tuple[str, dict[str, Any]]]]:
-    """Entries in requests of at most ten, and of 256 KiB unless one entry alone is larger."""
-    made: list[list[tuple[str, dict[str, Any]]]] = []
-    room = 0
-    for key, entry in entries.items():
-        size = size_of(entry)
-        if not made or len(made[-1]) == MAX_BATCH or size > room:
-            made.append([])
-            room = MAX_BODY_FORMERLY
-        made[-1].append((key, entry))
-        room -= size
-    return made
-
-
 # -- a letter, read --------------------------------------------------------------------------------
 
 
-class Why(NamedTuple):
-    """What a letter says of itself; ``""`` and 1 where it does not.
+def letter_of(raw: Mapping[str, Any], queue: str) -> DeadLetter:
+    """Reads a letter, by us or by SQS's own redrive, which states no reason.
 
-    :param own: The message's own attributes, as boto3 takes them.
+    :param queue: The queue that the pipeline drains.
     """
+    attributes = raw.get("MessageAttributes") or {}
+    packed = _packed_of(attributes)
 
-    message_id: str
-    queue: str
-    reason: str
-    stage: str
-    attempt: int
-    own: dict[str, dict[str, Any]]
+    def stated(name: str) -> str:
+        value = attributes.get(f"broadway_{name}", {}).get("StringValue", packed.get(name, ""))
+        return value if isinstance(value, str) else ""
+
+    system = system_of(raw)
+    message_id = stated("message_id")
+    return DeadLetter(
+        message_id=raw["MessageId"],
+        body=raw["Body"].encode("utf-8", "surrogatepass"),
+        properties=properties_as_json({**raw, "MessageAttributes": _own(attributes)}),
+        reason=stated("reason"),
+        stage=stated("stage"),
+        attempt=attempt_of(stated("attempt")),
+        enqueued_at=None,
+        died_at=_instant(system.get("SentTimestamp")) if message_id else None,
+        generation="",
+        # The queue that SQS itself moved it from, else the claim of the letter.
+        origin=system.get("DeadLetterQueueSourceArn", "").rpartition(":")[2]
+        or stated("queue")
+        or queue,
+        original_id=message_id or raw["MessageId"],
+    )
 
 
-def why_of(attributes: Mapping[str, Any]) -> Why:
-    """Read the attributes of a letter, whoever sent it.
+def _own(attributes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the message's own attributes, as boto3 takes them.
 
-    :param attributes: As boto3 gives them.
+    :param attributes: Those of its letter, as boto3 gives them.
     """
     packed = _packed_of(attributes)
     own = {
@@ -248,46 +250,33 @@ def why_of(attributes: Mapping[str, Any]) -> Why:
     moved = packed.get("attributes")
     for name, each in moved.items() if isinstance(moved, dict) else ():
         own[name] = _attribute(each)
-
-    def said(name: str) -> str:
-        value = attributes.get(f"broadway_{name}", {}).get("StringValue", packed.get(name, ""))
-        return value if isinstance(value, str) else ""
-
-    attempt = said("attempt")
-    return Why(
-        said("message_id"),
-        said("queue"),
-        said("reason"),
-        said("stage"),
-        int(attempt) if attempt.isascii() and attempt.isdecimal() and len(attempt) < 10 else 1,
-        own,
-    )
+    return own
 
 
-def sent_back(raw: Mapping[str, Any], why: Why, message_id: str, *, fifo: bool) -> dict[str, Any]:
-    """The entry of ``SendMessageBatch`` that sends a letter back, without its ``Id``.
+def _instant(milliseconds: str | None) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(int(milliseconds or "") / 1000, timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return None
 
-    :param raw: The letter as SQS hands it out.
-    :param message_id: What the message was called.
+
+def sent_back(raw: Mapping[str, Any], message_id: str, *, fifo: bool) -> dict[str, Any]:
+    """Makes the entry of ``SendMessageBatch`` that sends a letter back, without its ``Id``.
+
+    :param raw: The letter as SQS delivers it.
+    :param message_id: The id that the message had.
     :param fifo: Whether it goes to a FIFO queue.
     """
-    system: Mapping[str, str] = raw.get("Attributes") or {}
-    attributes = dict(why.own)
+    attributes = _own(raw.get("MessageAttributes") or {})
     if len(attributes) < MAX_ATTRIBUTES:
         attributes[_REQUEUED] = _string(message_id)
     else:
         name = list(attributes)[-1]
-        packed = {"requeued": message_id, "attributes": {name: _plain(attributes.pop(name))}}
+        packed = {"requeued": message_id, "attributes": {name: value_of(attributes.pop(name))}}
         attributes[_PACKED] = _string(json.dumps(packed, ensure_ascii=False))
-    made: dict[str, Any] = {"MessageBody": raw["Body"], "MessageAttributes": attributes}
-    if system.get("AWSTraceHeader"):
-        header = {"DataType": "String", "StringValue": system["AWSTraceHeader"]}
-        made["MessageSystemAttributes"] = {"AWSTraceHeader": header}
-    if fifo:
-        made["MessageGroupId"] = system.get("MessageGroupId") or "broadway"
-        # The letter's own: by that of the message SQS might take it for one that was just sent.
-        made["MessageDeduplicationId"] = raw["MessageId"]
-    return made
+    made = {"MessageBody": raw["Body"], "MessageAttributes": attributes}
+    # The letter's own: by that of the message SQS might take it for one that was just sent.
+    return _addressed(made, system_of(raw), raw["MessageId"] if fifo else None)
 
 
 def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -684,7 +684,7 @@ def test_what_a_killed_settlement_had_acknowledged_is_no_lapse_and_what_it_never
         run = at.begin()
         found = run.take()
         client = run.custodian._broker.client
-        acknowledge = client.acknowledge
+        acknowledge = client.remove
         void: list[str] = []
 
         def killed(ids: list[str]) -> None:
@@ -692,7 +692,7 @@ def test_what_a_killed_settlement_had_acknowledged_is_no_lapse_and_what_it_never
             acknowledge(ids)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(client, "acknowledge", killed)
+        monkeypatch.setattr(client, "remove", killed)
         with pytest.raises(KeyboardInterrupt):
             run.settle(found)
         assert at.left() == len(void) == 2500
@@ -716,16 +716,16 @@ def test_a_settlement_that_was_killed_between_waves_asks_for_the_rest_alone(
         run = at.begin()
         found = run.take()
         client = run.custodian._broker.client
-        acknowledge = client.acknowledge
+        acknowledge = client.remove
 
         def once(ids: list[str]) -> dict[str, str]:
-            monkeypatch.setattr(client, "acknowledge", killed)
+            monkeypatch.setattr(client, "remove", killed)
             return dict(acknowledge(ids))
 
         def killed(ids: list[str]) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(client, "acknowledge", once)
+        monkeypatch.setattr(client, "remove", once)
         with pytest.raises(KeyboardInterrupt):
             run.settle(found)
         assert at.left() == 2500

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.producers.sqs.admin import publisher_of
+from airflow_broadway.producers.sqs.client import Queue
 from airflow_broadway.producers.sqs.dead_letters import (
     letter,
+    letter_of,
     received_again,
-    requests,
     sent_back,
     size_of,
-    why_of,
 )
 from airflow_broadway.producers.sqs.limits import MAX_BODY, unsendable
+from tests.fake_sqs import URL, FakeSqs
 
 
 def entry(body: bytes = b"body", reason: str = "too late", attributes: int = 0) -> Entry:
@@ -107,12 +109,13 @@ def test_a_long_reason_is_cut_so_that_the_message_fits() -> None:
 
 
 def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte() -> None:
+    publisher = publisher_of(Queue(cast("Any", FakeSqs()), URL))
     small = {str(number): {"MessageBody": "x"} for number in range(25)}
-    assert [len(each) for each in requests(small)] == [10, 10, 5]
+    assert [len(each) for each in publisher.requests(small)] == [10, 10, 5]
 
     large = {str(number): {"MessageBody": "x" * 100_000} for number in range(5)}
     large["whole"] = {"MessageBody": "x" * MAX_BODY}
-    assert [len(each) for each in requests(large)] == [2, 2, 1, 1]
+    assert [len(each) for each in publisher.requests(large)] == [2, 2, 1, 1]
 
 
 # -- sent back -------------------------------------------------------------------------------------
@@ -130,12 +133,12 @@ def test_what_is_sent_back_has_its_own_attributes(count: int) -> None:
     }
 
     # When it is read, and sent back
-    why = why_of(raw["MessageAttributes"])
-    back = sent_back(raw, why, why.message_id, fifo=True)
+    read = letter_of(raw, "another")
+    back = sent_back(raw, read.original_id, fifo=True)
 
     # Then it says what it was, and its message has its own attributes, and is known to come again
-    assert (why.message_id, why.queue, why.attempt) == ("id-1", "orders", 3)
-    assert (why.reason, why.stage) == ("too late", "process")
+    assert (read.original_id, read.origin, read.attempt) == ("id-1", "orders", 3)
+    assert (read.reason, read.stage) == ("too late", "process")
     assert len(back["MessageAttributes"]) <= 10
     assert (back["MessageGroupId"], back["MessageDeduplicationId"]) == ("g", "the letter's")
     received = received_again(back["MessageAttributes"])
@@ -150,5 +153,7 @@ def test_an_attribute_of_somebody_elses_is_no_mark_of_ours() -> None:
     for text in ("no JSON", "[1]", '{"reason": "x"}', "[" * 100_000):
         foreign = {"broadway": {"DataType": "String", "StringValue": text}}
         assert received_again(foreign) is None
-        assert why_of(foreign).own == foreign
+        raw = {"MessageId": "m", "Body": "", "MessageAttributes": foreign}
+        attributes = letter_of(raw, "orders").properties["attributes"]
+        assert attributes == {"broadway": {"data_type": "String", "string_value": text}}
     assert received_again({"other": {"DataType": "String", "StringValue": "1"}}) is None

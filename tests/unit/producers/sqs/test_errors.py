@@ -46,11 +46,11 @@ CALLS: dict[str, tuple[str, Callable[[Queue], object]]] = {
     "ReceiveMessage": ("receive_message", lambda q: q.receive({"MaxNumberOfMessages": 1})),
     "DeleteMessage": (
         "delete_message_batch",
-        lambda q: q.delete(["r"]),
+        lambda q: q.remove(["r"]),
     ),
     "ChangeMessageVisibility": (
         "change_message_visibility_batch",
-        lambda q: q.change([Hidden("r", 1)]),
+        lambda q: q.hide([Hidden("r", 1)]),
     ),
     "SendMessage": ("send_message_batch", lambda q: q.send([{"MessageBody": "b"}])),
     "GetQueueAttributes": ("get_queue_attributes", lambda q: q.attributes("RedrivePolicy")),
