@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from airflow_broadway.cli.output import CommandError, say, say_json
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.sqlite.options import path_of
+from airflow_broadway.producers.sqlite.producer import path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 
 __all__ = ["queue"]

@@ -8,7 +8,7 @@ from airflow.providers.common.compat.sdk import BaseHook
 
 from airflow_broadway.adapters.connections import connection_of
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.producers.sqlite.options import DEFAULT_CONNECTION, path_of
+from airflow_broadway.producers.sqlite.producer import DEFAULT_CONNECTION, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 
 __all__ = ["BroadwaySqliteHook"]

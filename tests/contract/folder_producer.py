@@ -13,7 +13,6 @@ Receiving a message renames its file, so that older receipts are void.
 from __future__ import annotations
 
 import json
-import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +49,6 @@ class FolderProducer(BrokerProducer):
     """Messages from a folder of files."""
 
     kind: ClassVar[str] = "folder"
-    keeps_payload: ClassVar[bool] = True
 
     path: str = option(rule=TEXT, doc="The folder: an absolute path, the same for every task.")
 
@@ -116,7 +114,7 @@ class FolderBroker(Broker[Folder]):
 
     def __init__(self, producer: FolderProducer, env: ProducerEnv) -> None:
         super().__init__(producer, env)
-        self._path, self._seconds = producer.path, math.ceil(producer.lease)
+        self._path = producer.path
         self.max_fetch, self.interval = 1000, 0.02
 
     def open(self) -> Folder:
@@ -140,7 +138,7 @@ class FolderBroker(Broker[Folder]):
                 message_id, deliveries = name.split("~")
                 receipt = f"{message_id}~{int(deliveries) + 1}"
                 with suppress(FileNotFoundError):  # another consumer was faster
-                    folder.hide(name, now + self._seconds)
+                    folder.hide(name, now + self.seconds)
                     made = (folder.messages / name).rename(folder.messages / receipt)
                     body = made.read_bytes()
                     messages.append(Received(message_id, receipt, body, int(deliveries) + 1))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from airflow_broadway.core.collector import rare_collections
-from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action, Verdict
@@ -36,10 +34,9 @@ _WARNING_SECONDS: Final = 3600.0
 class EngineCustodian:
     """Extends and settles the generations of one queue; usable from any process."""
 
-    def __init__(self, producer: Producer, broker: Broker[Any]) -> None:
-        self._kind, self._broker, self._clock = producer.kind, broker, broker.clock
-        self._seconds = math.ceil(producer.lease)
-        self._folder = ReceiptsFolder(producer.kind, broker)
+    def __init__(self, broker: Broker[Any]) -> None:
+        self._broker, self._clock = broker, broker.clock
+        self._folder = ReceiptsFolder(broker)
         self._requests = BatchRequests(broker)
         self._known: dict[str, Receipts] = {}
         self._warned: set[str] = set()
@@ -60,7 +57,7 @@ class EngineCustodian:
             return None
         if not receipts.handles:
             return lease
-        seconds = self._seconds
+        seconds = self._broker.seconds
         last = self._last(receipts)
         if last is not None:
             seconds = min(seconds, int(last - now) - 1)
@@ -250,7 +247,7 @@ class EngineCustodian:
         return self._clock.now().timestamp()
 
     def _receipts_of(self, lease: Lease, *, fresh: bool = False) -> Receipts:
-        check_lease(lease, self._kind, self._broker.place)
+        check_lease(lease, self._broker.kind, self._broker.place)
         receipts = self._known.get(lease.generation)
         if receipts is None or fresh:
             receipts = self._known[lease.generation] = self._folder.of(lease.generation)

@@ -11,6 +11,7 @@ the broker.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -199,6 +200,9 @@ class Broker(ABC, Generic[ClientT]):
     def __init__(self, producer: Producer, env: ProducerEnv) -> None:
         self.env = env
         self.clock = env.clock
+        self.kind, self.lease = producer.kind, producer.lease
+        #: The lease in whole seconds.
+        self.seconds = math.ceil(producer.lease)
         self._client: ClientT | None = None
         self._opening = threading.Lock()
 

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+import importlib
+import zlib
+from collections.abc import Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, ClassVar
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.engine.port import Broker
 
 
 class BrokerProducer(Producer):
     """The options of a producer whose custody is the engine's."""
 
+    #: The adapter's class as ``module:name``; imported when it is opened, and the client with it.
+    adapter: ClassVar[str]
+    keeps_payload: ClassVar[bool] = True
+
     def broker(self, env: ProducerEnv) -> Broker[Any]:
         """Makes the adapter; connects to nothing."""
-        raise TypeError(f"{type(self).__name__} has no broker")
+        module, _, name = self.adapter.partition(":")
+        made: Broker[Any] = getattr(importlib.import_module(module), name)(self, env)
+        return made
+
+    def publishes(self, action: Action) -> bool:
+        """Only a dead letter is published again; a message of its own may say that it is one."""
+        return action is Action.DEAD_LETTER
+
+    def partition_of(self, message: Message) -> int:
+        """Returns a number of the message's group: messages of one group stay in order by it."""
+        group = self.group_of(message)
+        return zlib.crc32((message.message_id if group is None else group).encode())
+
+    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
+        """Keeps groups in order, unless the pipeline partitions otherwise."""
+        if not self.keeps_order or pipeline.partition_by is not None:
+            return {}
+        return {"partition_by": self.partition_of}
 
     def source(self, env: ProducerEnv) -> Source:
         from airflow_broadway.producers.engine.source import EngineSource
 
-        return EngineSource(self, self.broker(env))
+        return EngineSource(self.broker(env))
 
     def custodian(self, env: ProducerEnv) -> Custodian:
         from airflow_broadway.producers.engine.custodian import EngineCustodian
 
-        return EngineCustodian(self, self.broker(env))
+        return EngineCustodian(self.broker(env))
 
     def check(self, env: ProducerEnv) -> list[Finding]:
         with closing(self.broker(env)) as broker:

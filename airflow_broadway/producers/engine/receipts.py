@@ -335,7 +335,8 @@ class HeldBy(NamedTuple):
 class ReceiptsFolder:
     """The receipts of one queue's generations."""
 
-    def __init__(self, kind: str, broker: Broker[Any]) -> None:
+    def __init__(self, broker: Broker[Any]) -> None:
+        kind = broker.kind
         self._queue = (kind, broker.env.shared, broker.place)
         self._clock = broker.clock
         files = broker.state_files()

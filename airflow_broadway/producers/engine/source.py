@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.findings import enforce
-from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
@@ -44,13 +43,12 @@ _SHORTEST_SLEEP: Final = 0.02
 class EngineSource:
     """Receives for one generation."""
 
-    def __init__(self, producer: Producer, broker: Broker[Any]) -> None:
+    def __init__(self, broker: Broker[Any]) -> None:
         self._broker, self._env, self._clock = broker, broker.env, broker.clock
-        self._kind, self._seconds = producer.kind, math.ceil(producer.lease)
-        self._lease_seconds = producer.lease
+        self._seconds = broker.seconds
         try:
             enforce(broker.check(), log)
-            self._folder = ReceiptsFolder(producer.kind, broker)
+            self._folder = ReceiptsFolder(broker)
             self._folder.failures.merge(self._clock.now())
             self._receipts = self._folder.open(self._env.generation)
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
@@ -59,7 +57,7 @@ class EngineSource:
         self._earlier = Earlier(self._folder, self._env.generation)
         self._requests = BatchRequests(broker)
         self._polls = Polls(broker, self._fetch, self._release_late)
-        self._span = f"{producer.kind}.receive_messages"
+        self._span = f"{broker.kind}.receive_messages"
         self._events = tuple(f"{self._span}.{end}" for end in ("start", "stop", "exception"))
         #: Received and not handed out yet, each with the timestamp from which it is hidden.
         self._ready: list[tuple[float, Received]] = []
@@ -86,9 +84,9 @@ class EngineSource:
         if until is None:  # what holds nothing cannot lapse
             until = self._clock.now().timestamp() + self._seconds
         return Lease(
-            kind=self._kind,
+            kind=self._broker.kind,
             generation=self._env.generation,
-            seconds=self._lease_seconds,
+            seconds=self._broker.lease,
             deadline=instant_of(until),
             owner=dict(self._env.owner),
             state={

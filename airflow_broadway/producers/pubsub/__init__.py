@@ -7,6 +7,6 @@
 
 from __future__ import annotations
 
-from airflow_broadway.producers.pubsub.producer import PubSubProducer
+from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 __all__ = ["PubSubProducer"]

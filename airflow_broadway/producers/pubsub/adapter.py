@@ -35,8 +35,8 @@ from airflow_broadway.producers.engine.port import (
 )
 from airflow_broadway.producers.engine.requests import repeated
 from airflow_broadway.producers.pubsub import admin
-from airflow_broadway.producers.pubsub.client import Client, open_client, place_of
-from airflow_broadway.producers.pubsub.dead_letters import REQUEUED, timestamp_of
+from airflow_broadway.producers.pubsub.client import Client, open_client
+from airflow_broadway.producers.pubsub.dead_letters import timestamp_of
 from airflow_broadway.producers.pubsub.errors import Expired
 from airflow_broadway.producers.pubsub.inspect import depth
 from airflow_broadway.producers.pubsub.limits import (
@@ -44,6 +44,7 @@ from airflow_broadway.producers.pubsub.limits import (
     LONGEST_DEADLINE,
     MAX_IDS,
     MAX_REQUEST,
+    REQUEUED,
     SHORTEST_DEADLINE,
 )
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.dead_letters import DeadLetters
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.core.custody.protocol import QueueDepth
-    from airflow_broadway.producers.pubsub.options import PubSubOptions
+    from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class PubSubBroker(Broker[Client]):
     kept_days: ClassVar[int] = KEPT_DAYS
     ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
 
-    def __init__(self, producer: PubSubOptions, env: ProducerEnv) -> None:
+    def __init__(self, producer: PubSubProducer, env: ProducerEnv) -> None:
         super().__init__(producer, env)
         self._producer = producer
         self.max_fetch = producer.max_number_of_messages
@@ -92,7 +93,7 @@ class PubSubBroker(Broker[Client]):
 
     @property
     def place(self) -> str:
-        return place_of(self._producer)
+        return self._producer.place
 
     @property
     def name(self) -> str:
@@ -120,18 +121,14 @@ class PubSubBroker(Broker[Client]):
         if not messages:
             return Answer(at, messages)
         self._compare_clocks(messages[-1].raw.message.publish_time.seconds)
-        return Answer(at, messages) if self._deadline >= self._seconds else self._extended(messages)
-
-    @property
-    def _seconds(self) -> int:
-        return self._producer.seconds
+        return Answer(at, messages) if self._deadline >= self.seconds else self._extended(messages)
 
     def _extended(self, messages: Sequence[Received]) -> Answer:
         """Extends what was pulled to the lease from now on; drops what has expired already."""
         at = self.clock.now().timestamp()
         gone: set[str] = set()
         for request in self.requests(
-            (m.receipt, Hidden(m.receipt, self._seconds)) for m in messages
+            (m.receipt, Hidden(m.receipt, self.seconds)) for m in messages
         ):
             refused = self._hide_repeatedly(request)
             gone.update(request[place][0] for place in refused)

@@ -29,7 +29,7 @@ from airflow_broadway.producers.pubsub.errors import Denied, Missing
 from airflow_broadway.producers.pubsub.limits import MAX_PUBLISH, MAX_PULL
 
 if TYPE_CHECKING:
-    from airflow_broadway.producers.pubsub.options import PubSubOptions
+    from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _NO_DEAD_LETTER: Final = (
 )
 
 
-def check(producer: PubSubOptions, client: Client) -> tuple[list[Finding], int]:
+def check(producer: PubSubProducer, client: Client) -> tuple[list[Finding], int]:
     """Checks the subscription's kind and policies, and the topic for dead letters.
 
     :returns: The findings, and the subscription's own ack deadline in seconds; 0 if that is denied.
@@ -60,7 +60,7 @@ def check(producer: PubSubOptions, client: Client) -> tuple[list[Finding], int]:
     return findings_of(producer, client, settings), int(settings.ack_deadline_seconds)
 
 
-def findings_of(producer: PubSubOptions, client: Client, settings: Any) -> list[Finding]:
+def findings_of(producer: PubSubProducer, client: Client, settings: Any) -> list[Finding]:
     """Returns the findings about a subscription with these settings."""
     findings = [Finding("warning", text) for text in _warnings(producer, settings)]
     refusal = _refusal(producer, settings)
@@ -74,7 +74,7 @@ def findings_of(producer: PubSubOptions, client: Client, settings: Any) -> list[
     return [*([Finding("error", refusal)] if refusal else []), *findings]
 
 
-def _refusal(producer: PubSubOptions, settings: Any) -> str | None:
+def _refusal(producer: PubSubProducer, settings: Any) -> str | None:
     """Returns why no run can pull from the subscription, or settle; ``None``: it can."""
     name = settings.name
     if settings.detached:
@@ -118,7 +118,7 @@ def _kind_of(settings: Any) -> str | None:
     return None
 
 
-def _warnings(producer: PubSubOptions, settings: Any) -> list[str]:
+def _warnings(producer: PubSubProducer, settings: Any) -> list[str]:
     """Returns warnings about a subscription that runs can pull from."""
     found = []
     name = settings.name
@@ -148,7 +148,7 @@ def _warnings(producer: PubSubOptions, settings: Any) -> list[str]:
     return found
 
 
-def dead_letter_topic(producer: PubSubOptions, client: Client) -> str:
+def dead_letter_topic(producer: PubSubProducer, client: Client) -> str:
     """Returns the topic for dead letters: the option's, else that of the dead-letter policy.
 
     :raises ProducerError: If there is none, or it may not be asked for.
@@ -161,7 +161,7 @@ def dead_letter_topic(producer: PubSubOptions, client: Client) -> str:
     return str(topic)
 
 
-def letters_subscription(producer: PubSubOptions, client: Client, place: str | None) -> Client:
+def letters_subscription(producer: PubSubProducer, client: Client, place: str | None) -> Client:
     """Opens the subscription of dead letters: ``place``, else the option's, else that of the
     topic's id.
 
@@ -208,7 +208,7 @@ def topic_of(client: Client) -> str:
 # -- dead letters ----------------------------------------------------------------------------------
 
 
-def dead_letter_target(producer: PubSubOptions, client: Client) -> DeadLetterTarget:
+def dead_letter_target(producer: PubSubProducer, client: Client) -> DeadLetterTarget:
     """Opens the topic for dead letters.
 
     :raises ProducerError: If there is none.

@@ -17,15 +17,13 @@ from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
 from airflow_broadway.producers.pubsub.credentials import identity_of, login_of, project_of
 from airflow_broadway.producers.pubsub.errors import shown, translated, words_of
-from airflow_broadway.producers.pubsub.options import PubSubOptions
+from airflow_broadway.producers.pubsub.options import EMULATOR, PubSubProducer
 
 if TYPE_CHECKING:
     from google.pubsub_v1 import PublisherClient, SubscriberClient
 
 log = logging.getLogger(__name__)
 
-#: The variable that Google's own libraries go by.
-EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
 _GLOBAL: Final = "pubsub.googleapis.com:443"
 #: A message may be 10 MB, and an answer holds a thousand.  What an exactly-once subscription says
 #: of each id is metadata: Google's own channels have as much room.  What is silent for long is
@@ -201,18 +199,7 @@ def _refusal(word: str) -> Refusal:
     return Refusal(word, "the ack id is valid no longer", gone=True)
 
 
-def place_of(producer: PubSubOptions) -> str:
-    """The subscription as the options name it: what leases and notes go by.
-
-    A short name stands for one in ``project_id``; the project of a connection may change, and is
-    not looked up.
-    """
-    if "/" in producer.subscription or producer.project_id is None:
-        return producer.subscription
-    return f"projects/{producer.project_id}/subscriptions/{producer.subscription}"
-
-
-def open_client(producer: PubSubOptions, env: ProducerEnv) -> Client:
+def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
     """The producer's subscription.
 
     :raises ConnectionMissing: If there are no credentials, or nothing says the project.
@@ -242,7 +229,7 @@ def open_client(producer: PubSubOptions, env: ProducerEnv) -> Client:
         raise translated(error, "opening a client", name, where) from shown(error)
 
 
-def open_metrics(producer: PubSubOptions, env: ProducerEnv) -> Any:
+def open_metrics(producer: PubSubProducer, env: ProducerEnv) -> Any:
     """A client of Cloud Monitoring; ``None``, and a line in the log, at an emulator, or where it is
     not installed.
 
@@ -265,7 +252,7 @@ def open_metrics(producer: PubSubOptions, env: ProducerEnv) -> Any:
     )
 
 
-def _emulator(producer: PubSubOptions) -> str | None:
+def _emulator(producer: PubSubProducer) -> str | None:
     """Host and port of an emulator, if there is one."""
     if producer.endpoint is None:
         return os.environ.get(EMULATOR) or None
@@ -275,7 +262,7 @@ def _emulator(producer: PubSubOptions) -> str | None:
     return producer.endpoint.removeprefix("http://").rstrip("/")
 
 
-def _full_name(producer: PubSubOptions, project: str | None) -> str:
+def _full_name(producer: PubSubProducer, project: str | None) -> str:
     if "/" in producer.subscription:
         return producer.subscription
     found = producer.project_id or project or os.environ.get("GOOGLE_CLOUD_PROJECT")

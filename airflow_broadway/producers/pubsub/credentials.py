@@ -20,7 +20,7 @@ from airflow_broadway.producers.pubsub.options import DEFAULT_CONNECTION
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.pubsub.options import PubSubOptions
+    from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Identity(NamedTuple):
     quota_project: str | None
 
 
-def identity_of(producer: PubSubOptions, env: ProducerEnv) -> Identity:
+def identity_of(producer: PubSubProducer, env: ProducerEnv) -> Identity:
     """The credentials that the connection describes, else Application Default Credentials.
 
     :raises ConnectionMissing: If there are none, or they cannot be read; no secret is in it.
@@ -83,7 +83,7 @@ def login_of(credentials: Any, where: str, timeout: float) -> Callable[[], None]
     return lambda: credentials.before_request(request, "POST", where, {})
 
 
-def project_of(producer: PubSubOptions, env: ProducerEnv) -> str | None:
+def project_of(producer: PubSubProducer, env: ProducerEnv) -> str | None:
     """The project that the connection names, without asking for credentials."""
     connection = _connection(producer, env)
     return None if connection is None else _fields(connection.extra).get("project") or None
@@ -162,7 +162,7 @@ def _by_provider(connection: Connection, extra: Mapping[str, Any]) -> tuple[Any,
     return found
 
 
-def _connection(producer: PubSubOptions, env: ProducerEnv) -> Connection | None:
+def _connection(producer: PubSubProducer, env: ProducerEnv) -> Connection | None:
     return connection_of(
         env,
         producer.conn_id,

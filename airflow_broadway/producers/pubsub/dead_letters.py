@@ -21,7 +21,12 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.engine.letters import attempt_of
-from airflow_broadway.producers.pubsub.limits import MAX_ATTRIBUTES, MAX_MESSAGE, MAX_VALUE
+from airflow_broadway.producers.pubsub.limits import (
+    MAX_ATTRIBUTES,
+    MAX_MESSAGE,
+    MAX_VALUE,
+    REQUEUED,
+)
 
 #: What a letter says of itself, the most useful first; those of an earlier one, come back by a
 #: redrive, give way to it.
@@ -32,8 +37,6 @@ _OURS: Final = (
     "broadway_stage",
     "broadway_subscription",
 )
-#: What a message has that was a dead letter, and was sent back.
-REQUEUED: Final = "broadway_requeued"
 #: What a letter has that Pub/Sub's own policy has set aside.
 _GOOGLES: Final = "CloudPubSubDeadLetterSource"
 #: Bytes that a request has beside its messages, and a message and an attribute beside theirs.

@@ -14,7 +14,7 @@ from airflow_broadway.producers.pubsub.client import Client, open_metrics
 from airflow_broadway.producers.pubsub.errors import translated
 
 if TYPE_CHECKING:
-    from airflow_broadway.producers.pubsub.options import PubSubOptions
+    from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,86 @@ def _newest(series: Iterable[Any]) -> int | None:
     return int(newest.value.int64_value)
 
 
+<<<<<<< HEAD
 def depth(producer: PubSubOptions, broker: Broker[Client]) -> QueueDepth | None:
+=======
+class Look(NamedTuple):
+    """A subscription as it is.
+
+    :param settings: For people.
+    :param depth: ``None``: not known.
+    """
+
+    settings: dict[str, str]
+    findings: list[Finding]
+    depth: QueueDepth | None
+    held: list[HeldBy]
+
+
+def look(producer: PubSubProducer, broker: Broker[Client]) -> Look:
+    """Reads the subscription as it is; changes nothing.
+
+    :raises ProducerError: If that is denied.
+    """
+    client = broker.client
+    settings = client.settings()
+    return Look(
+        settings=_shown(settings),
+        findings=findings_of(producer, client, settings),
+        depth=depth(producer, broker),
+        held=ReceiptsFolder(broker).held_by_others(broker.env.generation),
+    )
+
+
+def _shown(settings: Any) -> dict[str, str]:
+    policy, backoff = settings.dead_letter_policy, settings.retry_policy
+    letters = "none"
+    if policy.dead_letter_topic:
+        most = many(policy.max_delivery_attempts, "delivery", "deliveries")
+        letters = f"{policy.dead_letter_topic}, after {most}"
+    least = backoff.minimum_backoff
+    return {
+        "subscription": settings.name,
+        "topic": settings.topic,
+        "ack deadline": f"{settings.ack_deadline_seconds} s",
+        "exactly once": "yes" if settings.enable_exactly_once_delivery else "no",
+        "in order": "yes" if settings.enable_message_ordering else "no",
+        "dead letters": letters,
+        "retry policy": f"{least.total_seconds():g} s at least" if least else "at once",
+    }
+
+
+def seek(
+    producer: PubSubProducer,
+    broker: Broker[Client],
+    *,
+    time: datetime | None = None,
+    snapshot: str | None = None,
+) -> str:
+    """Seeks the subscription to a time or a snapshot; returns its name.
+
+    Ack ids from before are void then: messages that runs hold would come again while they are at
+    work.
+
+    :raises ProducerError: If a run holds messages, or there is no such snapshot.
+    """
+    live = _live(producer, broker)
+    if live:
+        raise ProducerError(
+            f"runs hold {many(sum(each.messages for each in live), 'message')} of"
+            f" {producer.subscription!r} until {live[-1].until.isoformat(timespec='seconds')}: a"
+            " seek would hand them out once more while they are at work; stop the pipeline, and let"
+            " them end first"
+        )
+    client = broker.client
+    if snapshot is not None and "/" not in snapshot:
+        snapshot = f"projects/{client.project}/snapshots/{snapshot}"
+    client.seek({"time": time} if snapshot is None else {"snapshot": snapshot})
+    return client.name
+
+
+def depth(producer: PubSubProducer, broker: Broker[Client]) -> QueueDepth | None:
+>>>>>>> 4ec7ce5 (A producer on the engine names its adapter; options and producer are one module; order of groups by the base)
     """Returns how full the subscription is, by Cloud Monitoring; ``None``: that is not known.
 
     Messages that wait for a retry's delay count as ready.  Those that runs hold are known from
@@ -86,13 +165,13 @@ def depth(producer: PubSubOptions, broker: Broker[Client]) -> QueueDepth | None:
     return QueueDepth(ready=ready, delayed=0, leased=leased, dead=0, oldest_age=oldest)
 
 
-def _live(producer: PubSubOptions, broker: Broker[Client]) -> list[HeldBy]:
+def _live(producer: PubSubProducer, broker: Broker[Client]) -> list[HeldBy]:
     now = broker.clock.now()
-    held = ReceiptsFolder(producer.kind, broker).held_by_others(broker.env.generation)
+    held = ReceiptsFolder(broker).held_by_others(broker.env.generation)
     return [generation for generation in held if generation.until > now]
 
 
-def _backlog(producer: PubSubOptions, broker: Broker[Client]) -> Backlog | None:
+def _backlog(producer: PubSubProducer, broker: Broker[Client]) -> Backlog | None:
     """Reads Cloud Monitoring; ``None`` where that is not possible."""
     client = broker.client
     metrics = open_metrics(producer, broker.env)

@@ -19,5 +19,7 @@ MAX_PUBLISH: Final = 1000
 MAX_ATTRIBUTES: Final = 100
 MAX_KEY: Final = 256
 MAX_VALUE: Final = 1024
+#: The attribute of a message that was a dead letter and was sent back: the id that it had.
+REQUEUED: Final = "broadway_requeued"
 #: Days for which a subscription keeps a message at most.
 KEPT_DAYS: Final = 31

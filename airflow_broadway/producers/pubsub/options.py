@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import OptionsError
@@ -27,9 +28,12 @@ from airflow_broadway.producers.engine.producer import BrokerProducer
 from airflow_broadway.producers.pubsub.limits import (
     LONGEST_DEADLINE,
     MAX_PULL,
+    REQUEUED,
     SHORTEST_DEADLINE,
 )
 
+#: The variable that Google's own libraries go by.
+EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
 #: The connection of Google Cloud where none is named; without it google-auth looks where it always
 #: looks.
 DEFAULT_CONNECTION: Final = "google_cloud_default"
@@ -91,19 +95,21 @@ class _Actions(Mapping[str, Action]):
         return len(self._named)
 
 
-def partition_of(message: Message) -> int:
-    """A number of the message's ordering key: messages of one key stay in order by it."""
-    return zlib.crc32(str(message.metadata.get("orderingKey") or message.message_id).encode())
-
-
 @options
-class PubSubOptions(BrokerProducer):
-    """The options of :class:`~airflow_broadway.producers.pubsub.PubSubProducer`."""
+class PubSubProducer(BrokerProducer):
+    """Messages from a pull subscription of Google Cloud Pub/Sub: see ``docs/pubsub.md``.
 
+    ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``; ``"noop"``, after which the
+    message comes again once its lease is over; ``"nack"`` and ``("nack", seconds)``, after which it
+    comes again at once or then, as often as Pub/Sub's own dead-letter policy allows.  Beside them
+    ``"retry"`` (by the option ``retry``), ``"dead_letter"`` and ``"release"``, at once and without
+    using up an attempt.
+    """
+
+    adapter: ClassVar[str] = "airflow_broadway.producers.pubsub.adapter:PubSubBroker"
     kind: ClassVar[str] = "pubsub"
     #: Cloud Monitoring samples each minute, and shows a sample up to three minutes later.
     depth_lag: ClassVar[float] = 240.0
-    keeps_payload: ClassVar[bool] = True
     #: Half of it is handed out while the other half is pulled: so that all pulls are in flight.
     most_at_once: ClassVar[int] = 4000
     actions: ClassVar[Mapping[str, Action]] = _Actions()
@@ -240,22 +246,18 @@ class PubSubOptions(BrokerProducer):
             return Verdict(Action.RETRY, delay, facts.reason, facts.stage)
         return super().judge(facts)
 
-    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
-        """Ordering keys are kept in order, unless the pipeline partitions otherwise."""
-        if not self.message_ordering or pipeline.partition_by is not None:
-            return {}
-        return {"partition_by": partition_of}
-
     # -- what follows from the options ---------------------------------------------------------
 
     @property
-    def seconds(self) -> int:
-        """The lease in whole seconds."""
-        return math.ceil(self.lease)
+    def place(self) -> str:
+        """The subscription as the options name it: what leases and notes go by.
 
-    def publishes(self, action: Action) -> bool:
-        """A dead letter alone is published anew; a message of its own may say that it is one."""
-        return action is Action.DEAD_LETTER
+        A short name stands for one in ``project_id``; the project of a connection may change, and
+        is not looked up.
+        """
+        if "/" in self.subscription or self.project_id is None:
+            return self.subscription
+        return f"projects/{self.project_id}/subscriptions/{self.subscription}"
 
     def may_publish(self, own: Delivery) -> bool:
         """Unlike a retry a nack never makes a dead letter of ours."""
@@ -269,3 +271,17 @@ class PubSubOptions(BrokerProducer):
 
     def group_of(self, message: Message) -> str | None:
         return (message.metadata.get("orderingKey") or None) if self.message_ordering else None
+
+    def console(self, env: ProducerEnv) -> str | None:
+        plain = (self.endpoint or "").startswith("http://")
+        if plain or (self.endpoint is None and os.environ.get(EMULATOR)):
+            return None  # an emulator has no console
+        parts = self.place.split("/")
+        if len(parts) != 4:  # the connection knows the project, once it has logged in
+            return None
+        detail = "cloudpubsub/subscription/detail"
+        return f"https://console.cloud.google.com/{detail}/{parts[3]}?project={parts[1]}"
+
+    def sent_back_as(self, message: Message) -> str | None:
+        attributes: Mapping[str, str] = message.metadata["attributes"]
+        return attributes.get(REQUEUED)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from shlex import quote
-from typing import Final
+from typing import ClassVar, Final
 
 from airflow_broadway.core.custody.dead_letters import (
     EVERY,
@@ -20,7 +21,7 @@ from airflow_broadway.core.custody.dead_letters import (
     Moved,
 )
 from airflow_broadway.core.custody.findings import Finding
-from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.producer import Connection, Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import (
     Custodian,
     Entry,
@@ -30,12 +31,12 @@ from airflow_broadway.core.custody.protocol import (
     Source,
 )
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import options
+from airflow_broadway.core.model.options import option, options
+from airflow_broadway.core.model.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule
 from airflow_broadway.producers.kit.checks import check_lease
-from airflow_broadway.producers.sqlite.options import KIND, SqliteOptions, path_of
-from airflow_broadway.producers.sqlite.queue import SqliteQueue
+from airflow_broadway.producers.sqlite.queue import KIND, SqliteQueue
 
 #: Seconds between two looks at an empty queue: the first, and the longest.
 _SHORTEST_PAUSE: Final = 0.02
@@ -43,14 +44,58 @@ _LONGEST_PAUSE: Final = 0.5
 #: Dead letters that are read at a time.
 _PORTION = 100
 
+#: The connection that names the queue file where no path is given.
+DEFAULT_CONNECTION = "broadway_sqlite_default"
+
+#: Types of connections that name a file in their host.
+_TYPES = ("broadway_sqlite", "sqlite", "generic", "")
+
+_ABSOLUTE = Rule(
+    "an absolute path, the same file for every task",
+    lambda v: isinstance(v, str) and Path(v).expanduser().is_absolute(),
+)
+
 
 @options
-class SqliteProducer(SqliteOptions):
+class SqliteProducer(Producer):
     """Messages from an embedded queue: see ``docs/embedded-queue.md``.
 
     ``on_success`` and ``on_failure`` take ``"ack"``, ``"retry"``, ``"dead_letter"`` and ``"noop"``,
     which leaves the message in the queue: it is delivered again when the lease would have lapsed.
     """
+
+    kind: ClassVar[str] = KIND
+    local_clock: ClassVar[bool] = True
+    sent_at: ClassVar[tuple[str, ...]] = ("enqueued_at",)
+
+    queue: str = option(rule=TEXT, doc="The queue's name in its file.")
+    path: str | None = option(
+        default=None,
+        rule=_ABSOLUTE.or_none(),
+        doc="The queue file: an absolute path, on a disk of this machine.  Instead of ``conn_id``.",
+    )
+    conn_id: str | None = option(
+        default=AUTO,
+        rule=CONN_ID.or_none(),
+        doc="The Airflow connection whose host, or extra ``path``, is the queue file;"
+        f" ``{DEFAULT_CONNECTION}`` unless ``path`` is given.",
+    )
+    busy_timeout: float = option(
+        default=30.0, rule=SECONDS, doc="Seconds to wait while another process writes to the file."
+    )
+
+    def _resolve(self) -> None:
+        super()._resolve()
+        self._default("conn_id", DEFAULT_CONNECTION if self.path is None else None)
+        if self.path is not None and self.conn_id is not None:
+            raise OptionsError(
+                "SqliteProducer.conn_id", "nothing beside 'path': one of the two", self.conn_id
+            )
+        if self.path is None and self.conn_id is None:
+            raise OptionsError.missing(
+                "SqliteProducer.path",
+                'SqliteProducer(path="/data/queue.db", …), or the id of a connection as conn_id',
+            )
 
     def open_queue(self, env: ProducerEnv) -> SqliteQueue:
         """The queue itself; nothing is opened before its first call.
@@ -90,6 +135,28 @@ class SqliteProducer(SqliteOptions):
         return SqliteDeadLetters(queue)
 
 
+def path_of(connection: Connection) -> str:
+    """The queue file that a connection names, in its host or in the extra ``path``.
+
+    :raises ConnectionMissing: If it names none, or two, or is of another service.
+    """
+    shown = f"the connection {connection.conn_id!r}"
+    if connection.conn_type not in _TYPES:
+        raise ConnectionMissing(
+            f"{shown} is of type {connection.conn_type!r}; an embedded queue needs one of type"
+            " 'broadway_sqlite', with the path of the queue file as its host"
+        )
+    extra = connection.extra.get("path") or ""
+    if connection.host and extra and connection.host != extra:
+        raise ConnectionMissing(f"{shown} names two files, as host and as extra 'path': keep one")
+    path = connection.host or extra
+    if not _ABSOLUTE.holds(path):
+        raise ConnectionMissing(
+            f"{shown} names no queue file: its host must be an absolute path, got: {path!r}"
+        )
+    return str(path)
+
+
 def _refuse_unknown(queue: SqliteQueue, *, receives: bool = True) -> None:
     """Refuses a file, or a name in it, that has no queue: it may be mistyped.
 
@@ -122,7 +189,7 @@ class _Source:
     fetched ahead, so nothing is under way when it stops.
     """
 
-    def __init__(self, producer: SqliteOptions, queue: SqliteQueue, env: ProducerEnv) -> None:
+    def __init__(self, producer: SqliteProducer, queue: SqliteQueue, env: ProducerEnv) -> None:
         self._queue, self._clock = queue, env.clock
         self._received = 0
         self._stopped = False

@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved
@@ -40,13 +40,14 @@ from airflow_broadway.producers.sqlite.messages import (
     parts,
     receive,
 )
-from airflow_broadway.producers.sqlite.options import KIND
 
 if TYPE_CHECKING:
     from typing import Self
 
 log = logging.getLogger(__name__)
 
+#: The kind of its leases.
+KIND: Final = "sqlite"
 #: Ids that may be given in a second before they are ahead of the clock.
 _IDS_PER_SECOND = 1 << 20
 

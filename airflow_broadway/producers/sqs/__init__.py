@@ -7,6 +7,6 @@ guide.
 
 from __future__ import annotations
 
-from airflow_broadway.producers.sqs.producer import SqsProducer
+from airflow_broadway.producers.sqs.options import SqsProducer
 
 __all__ = ["SqsProducer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ from airflow_broadway.producers.sqs.dead_letters import (
 )
 from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
-from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsOptions
+from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsProducer
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.dead_letters import DeadLetters
@@ -69,7 +70,7 @@ class SqsBroker(Broker[Queue]):
     full: ClassVar[tuple[type[ProducerError], ...]] = (InFlightLimit,)
     ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
 
-    def __init__(self, producer: SqsOptions, env: ProducerEnv) -> None:
+    def __init__(self, producer: SqsProducer, env: ProducerEnv) -> None:
         super().__init__(producer, env)
         self._producer = producer
         self.max_fetch = producer.max_number_of_messages
@@ -235,7 +236,7 @@ class SqsBroker(Broker[Queue]):
         return admin.SqsDeadLetters(self, self.client, dead)
 
 
-def options_of_receive(producer: SqsOptions, demand: int) -> dict[str, Any]:
+def options_of_receive(producer: SqsProducer, demand: int) -> dict[str, Any]:
     """Returns the options as one receive has them: an unset one is left out, 0 is not."""
     options = {
         "max_number_of_messages": min(demand, producer.max_number_of_messages, MAX_BATCH),
@@ -247,7 +248,7 @@ def options_of_receive(producer: SqsOptions, demand: int) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def request_of(producer: SqsOptions, demand: int) -> dict[str, Any]:
+def request_of(producer: SqsProducer, demand: int) -> dict[str, Any]:
     """Returns the arguments of one ``ReceiveMessage``.
 
     Beside the options it requests what custody needs: the visibility timeout, which is the lease,
@@ -257,7 +258,7 @@ def request_of(producer: SqsOptions, demand: int) -> dict[str, Any]:
     options = options_of_receive(producer, demand)
     request: dict[str, Any] = {
         "MaxNumberOfMessages": options["max_number_of_messages"],
-        "VisibilityTimeout": options.get("visibility_timeout", producer.visibility),
+        "VisibilityTimeout": options.get("visibility_timeout", math.ceil(producer.lease)),
     }
     if "wait_time_seconds" in options:
         request["WaitTimeSeconds"] = int(options["wait_time_seconds"])

@@ -36,7 +36,7 @@ from airflow_broadway.producers.sqs.limits import (
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
-    from airflow_broadway.producers.sqs.options import SqsOptions
+    from airflow_broadway.producers.sqs.options import SqsProducer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def _redrive_of(attributes: dict[str, str]) -> dict[str, Any]:
     return policy if isinstance(policy, dict) else {}
 
 
-def dead_letter_queue(producer: SqsOptions, queue: Queue) -> Queue:
+def dead_letter_queue(producer: SqsProducer, queue: Queue) -> Queue:
     """Opens the queue for dead letters: the option's, else that of the redrive policy.
 
     :raises ProducerError: If there is none, or it may not be asked for.
@@ -77,7 +77,7 @@ _NO_DEAD_LETTER = (
 )
 
 
-def check(producer: SqsOptions, queue: Queue, clock: Clock) -> Iterator[Finding]:
+def check(producer: SqsProducer, queue: Queue, clock: Clock) -> Iterator[Finding]:
     """Checks the queue's redrive policy, the queue for dead letters, and the clock.
 
     :raises ProducerError: If there is no such queue.
@@ -123,7 +123,7 @@ def _compare_clocks(queue: Queue, clock: Clock) -> Iterator[Finding]:
         )
 
 
-def explain_empty(producer: SqsOptions, queue: Queue) -> None:
+def explain_empty(producer: SqsProducer, queue: Queue) -> None:
     """Logs why a receive was empty though the queue is not.
 
     With long polling, and of FIFO queues, SQS does not say that a queue has as many messages in
@@ -155,7 +155,7 @@ def explain_empty(producer: SqsOptions, queue: Queue) -> None:
         )
 
 
-def depth(producer: SqsOptions, queue: Queue) -> QueueDepth | None:
+def depth(producer: SqsProducer, queue: Queue) -> QueueDepth | None:
     """Returns how full the queue is, about; ``None`` if that is denied."""
     try:
         attributes = queue.attributes("All")
@@ -182,7 +182,7 @@ def _count(attributes: Mapping[str, str], which: str = "") -> int:
 # -- dead letters ----------------------------------------------------------------------------------
 
 
-def dead_letter_target(producer: SqsOptions, queue: Queue) -> DeadLetterTarget:
+def dead_letter_target(producer: SqsProducer, queue: Queue) -> DeadLetterTarget:
     """Opens the queue for dead letters.
 
     :raises ProducerError: If there is none.

@@ -18,7 +18,7 @@ from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import connection_of, warn_of_plain_http
 from airflow_broadway.producers.sqs.errors import retryable, throttled, translated
-from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsOptions, region_of
+from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsProducer, region_of
 
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
@@ -156,7 +156,7 @@ def _date_of(answer: Mapping[str, Any]) -> datetime | None:
     return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
 
 
-def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:
+def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
     """Opens the producer's queue.
 
     :raises ConnectionMissing: If the connection is missing or lacks what is needed.
@@ -168,7 +168,7 @@ def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:
     return Queue(client, "", shown=str(producer.queue_name)).other(str(producer.queue_name))
 
 
-def boto_client(producer: SqsOptions, env: ProducerEnv) -> SQSClient:
+def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
     """Opens a client of boto3 with a pool for all of the producer's threads."""
     connection = connection_of(
         env, producer.conn_id, default=DEFAULT_CONNECTION, types=("aws",), service="SQS"
@@ -199,7 +199,7 @@ def boto_client(producer: SqsOptions, env: ProducerEnv) -> SQSClient:
 
 
 def _client(
-    producer: SqsOptions,
+    producer: SqsProducer,
     connection: Connection | None,
     region: str | None,
     endpoint: str | None,

@@ -23,15 +23,14 @@ from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.producers.engine.letters import attempt_of
-from airflow_broadway.producers.sqs.limits import MAX_ATTRIBUTES, MAX_BODY, unsendable
+from airflow_broadway.producers.sqs.limits import MAX_ATTRIBUTES, MAX_BODY, REQUEUED, unsendable
 
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
     f"broadway_{name}" for name in ("message_id", "queue", "attempt", "stage", "reason", "requeued")
 )
-#: Where it is said if there is no room; and where it says so of a message that was sent back.
+#: Where it is stated if there is no room.
 _PACKED: Final = "broadway"
-_REQUEUED: Final = "broadway_requeued"
 #: What boto3 takes of an attribute.
 _ATTRIBUTE: Final = ("DataType", "StringValue", "BinaryValue")
 #: Bytes of the reason where the message has no room for more.
@@ -269,7 +268,7 @@ def sent_back(raw: Mapping[str, Any], message_id: str, *, fifo: bool) -> dict[st
     """
     attributes = _own(raw.get("MessageAttributes") or {})
     if len(attributes) < MAX_ATTRIBUTES:
-        attributes[_REQUEUED] = _string(message_id)
+        attributes[REQUEUED] = _string(message_id)
     else:
         name = list(attributes)[-1]
         packed = {"requeued": message_id, "attributes": {name: value_of(attributes.pop(name))}}
@@ -283,27 +282,16 @@ def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The attributes of a message that was a dead letter and was sent back, as they were at first,
     with our mark; ``None``: it never was one.
     """
-    if _REQUEUED not in attributes and _PACKED not in attributes:
+    if REQUEUED not in attributes and _PACKED not in attributes:
         return None
     packed = _packed_of(attributes)
     if "requeued" in packed:
         moved = packed.get("attributes")
         own = {name: each for name, each in attributes.items() if name != _PACKED}
         back = moved.items() if isinstance(moved, dict) else ()
-        mark = {_REQUEUED: _string(str(packed["requeued"]))}
+        mark = {REQUEUED: _string(str(packed["requeued"]))}
         return own | {name: _attribute(each) for name, each in back} | mark
-    return attributes if _REQUEUED in attributes else None
-
-
-def sent_back_as(properties: str) -> str | None:
-    """The id that a message had as the dead letter that it was; ``None``: it never was one.
-
-    :param properties: What a dead letter of it keeps.
-    """
-    if _REQUEUED not in properties:
-        return None
-    mark = json.loads(properties).get("attributes", {}).get(_REQUEUED, {})
-    return mark.get("string_value") or None
+    return attributes if REQUEUED in attributes else None
 
 
 def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ MAX_BODY: Final = 1_048_576
 MAX_BODY_FORMERLY: Final = 262_144
 #: Attributes that one message may have.
 MAX_ATTRIBUTES: Final = 10
+#: The attribute of a message that was a dead letter and was sent back: the id that it had.
+REQUEUED: Final = "broadway_requeued"
 
 
 def unsendable(text: str) -> str:

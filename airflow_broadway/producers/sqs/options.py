@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
-import math
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
+from urllib.parse import quote
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
@@ -24,7 +25,7 @@ from airflow_broadway.core.model.rules import (
     is_int,
 )
 from airflow_broadway.producers.engine.producer import BrokerProducer
-from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
+from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH, REQUEUED
 
 log = logging.getLogger(__name__)
 
@@ -102,23 +103,27 @@ def region_of(url: str) -> str | None:
     return None if found is None else found.group(1) or found.group(2)
 
 
-def partition_of(message: Message) -> int:
-    """A number of the message's FIFO group: messages of one group stay in order by it."""
-    return zlib.crc32(_group(message).encode())
-
-
-def _group(message: Message) -> str:
-    attributes = message.metadata.get("attributes") or {}
-    return str(attributes.get("message_group_id", ""))
+#: AWS's consoles, by how the names of their regions begin.
+_CONSOLES: Final = {
+    "cn-": "amazonaws.cn",
+    "us-gov-": "amazonaws-us-gov.com",
+    "": "aws.amazon.com",
+}
 
 
 @options
-class SqsOptions(BrokerProducer):
-    """The options of :class:`~airflow_broadway.producers.sqs.SqsProducer`."""
+class SqsProducer(BrokerProducer):
+    """Messages from an Amazon SQS queue, standard or FIFO: see ``docs/sqs.md``.
 
+    ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``, which deletes, and
+    ``"noop"``, after which visibility timeout and redrive policy decide.  Beside them ``"retry"``
+    (by the option ``retry``), ``"dead_letter"`` and ``"release"``, at once and without using up an
+    attempt.  As in Broadway any other word means ``"noop"``; here with a warning.
+    """
+
+    adapter: ClassVar[str] = "airflow_broadway.producers.sqs.adapter:SqsBroker"
     kind: ClassVar[str] = "sqs"
     sent_at: ClassVar[tuple[str, ...]] = ("attributes", "sent_timestamp")
-    keeps_payload: ClassVar[bool] = True
     tells_age: ClassVar[bool] = False
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
@@ -267,12 +272,6 @@ class SqsOptions(BrokerProducer):
         )
         return "noop"
 
-    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
-        """A FIFO queue's groups are kept in order, unless the pipeline partitions otherwise."""
-        if not self.fifo or pipeline.partition_by is not None:
-            return {}
-        return {"partition_by": partition_of}
-
     # -- what follows from the options ---------------------------------------------------------
 
     @property
@@ -286,24 +285,31 @@ class SqsOptions(BrokerProducer):
         return str(self.queue_url or self.queue_name)
 
     @property
-    def visibility(self) -> int:
-        """The visibility timeout of a receive: the lease in whole seconds."""
-        return math.ceil(self.lease)
-
-    def publishes(self, action: Action) -> bool:
-        """A dead letter alone is sent anew; a message of its own may say that it is one."""
-        return action is Action.DEAD_LETTER
-
-    @property
     def keeps_order(self) -> bool:
         """Of a FIFO queue, within each message group."""
         return self.fifo
 
     def group_of(self, message: Message) -> str | None:
-        return _group(message) if self.fifo else None
+        attributes = message.metadata.get("attributes") or {}
+        return str(attributes.get("message_group_id", "")) if self.fifo else None
+
+    def console(self, env: ProducerEnv) -> str | None:
+        url, region = self.queue_url or "", region_of(self.queue_url or "")
+        if region is None:  # another server than AWS's, or nobody knows which account's
+            return None
+        kind = next((each for each in _CONSOLES if region.startswith(each)), "")
+        host = f"{region}.console.{_CONSOLES[kind]}"
+        return f"https://{host}/sqs/v3/home?region={region}#/queues/{quote(url, safe='')}"
+
+    def sent_back_as(self, message: Message) -> str | None:
+        properties = message.acknowledger.data.properties or ""
+        if REQUEUED not in properties:
+            return None
+        mark = json.loads(properties).get("attributes", {}).get(REQUEUED, {})
+        return mark.get("string_value") or None
 
 
-def _is_open(producer: SqsOptions) -> bool:
+def _is_open(producer: SqsProducer) -> bool:
     """Whether something is still a template."""
     return any(
         isinstance(value, str) and "{{" in value

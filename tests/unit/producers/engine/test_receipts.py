@@ -10,7 +10,7 @@ from tests.unit.producers.engine.adapters import EmptyBroker
 
 
 def opened(folder: Path) -> ReceiptsFolder:
-    return ReceiptsFolder("kind", EmptyBroker(ProducerEnv(shared=f"file://{folder}")))
+    return ReceiptsFolder(EmptyBroker(ProducerEnv(shared=f"file://{folder}")))
 
 
 def take(receipts: Receipts, handles: dict[str, str]) -> None:

@@ -281,9 +281,7 @@ def test_what_a_run_settled_at_once_and_pubsub_delivers_again_is_marked(
         run = at.begin()
         [a] = run.take()
         ack_id = run.source._receipts.handles[a.message_id]
-        monkeypatch.setattr(
-            run.custodian._broker.client, "acknowledge", lambda ids: {}
-        )  # forgotten
+        monkeypatch.setattr(run.custodian._broker.client, "remove", lambda ids: {})  # forgotten
         now = run.custodian.settle_now(run.source.lease, [entry_of(a, ACK)])
         assert now == SettleReport(acked=1)
         at.server.subscriber.modify_ack_deadline(

@@ -251,11 +251,9 @@ def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:
 
 
 def test_a_key_is_one_partition_of_the_processors(tmp_path: Path) -> None:
-    from airflow_broadway.producers.pubsub.options import partition_of
-
     with place(tmp_path, enable_message_ordering=True) as at:
         put(at)
         run = at.begin(message_ordering=True)
         found = run.take()
         assert {run.producer.group_of(each) for each in found} == {"a", "b"}
-        assert len({partition_of(each) for each in found}) == 2
+        assert len({run.producer.partition_of(each) for each in found}) == 2

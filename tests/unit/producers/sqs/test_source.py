@@ -22,7 +22,6 @@ from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.sqs import SqsProducer, client
 from airflow_broadway.producers.sqs.adapter import request_of
 from airflow_broadway.producers.sqs.errors import Expired
-from airflow_broadway.producers.sqs.options import partition_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.passing import Passing
@@ -373,7 +372,7 @@ def test_visibility_timeout_and_lease_are_one() -> None:
 
 
 def test_a_lease_outlasts_the_long_poll_that_it_runs_from() -> None:
-    assert SqsProducer(queue_url=URL, wait_time_seconds=20, lease=40.0).visibility == 40
+    assert SqsProducer(queue_url=URL, wait_time_seconds=20, lease=40.0).lease == 40
     with pytest.raises(OptionsError, match="at least twice wait_time_seconds"):
         SqsProducer(queue_url=URL, wait_time_seconds=20, lease=30.0)
 
@@ -397,8 +396,9 @@ def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise() -> No
     def own(message: Message) -> int:
         return 0
 
-    assert Orders().processors.partition_by is partition_of
-    assert Orders().batchers["default"].partition_by is partition_of
+    orders = Orders()
+    assert orders.processors.partition_by == orders.producer.partition_of
+    assert orders.batchers["default"].partition_by == orders.producer.partition_of
     assert Orders(partition_by=own).processors.partition_by is own
     standard = Orders(producer={"queue_url": URL})
     assert standard.processors.partition_by is None
@@ -410,7 +410,7 @@ def test_messages_of_a_group_arrive_in_order_and_share_a_partition() -> None:
             run.fake.put([f"{number}"], url=FIFO, group=f"g{number % 3}")
         messages = take(run.source)
 
-    assert len({partition_of(message) for message in messages}) == 3
+    assert len({run.producer.partition_of(message) for message in messages}) == 3
     for group in range(3):
         name = f"g{group}"
         own = [m for m in messages if m.metadata["attributes"]["message_group_id"] == name]
