@@ -25,9 +25,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
@@ -41,7 +40,6 @@ from airflow_broadway.producers.kit.state_files import (
     StateFiles,
     day_of,
     digest,
-    instant_of,
     state_files,
 )
 
@@ -321,17 +319,6 @@ _here_lock = threading.Lock()
 _memory: dict[tuple[str, str], MemoryFiles] = {}
 
 
-class HeldBy(NamedTuple):
-    """The messages that a generation holds.
-
-    :param folder: The name of its folder among the queue's records.
-    """
-
-    folder: str
-    messages: int
-    until: datetime
-
-
 class ReceiptsFolder:
     """The receipts of one queue's generations."""
 
@@ -388,15 +375,11 @@ class ReceiptsFolder:
         """Returns those of another generation, by the name of its folder, as they are now."""
         return self._loaded(Receipts(self._files, folder=folder))
 
-    def held_by_others(self, own: str) -> list[HeldBy]:
-        """Returns what unsettled generations hold, the longest held last."""
-        found = []
-        for folder in self.open_ones(own):
-            receipts = self.in_folder(folder)
-            if receipts.until is not None and receipts.held():
-                until = instant_of(receipts.until)
-                found.append(HeldBy(folder, len(receipts.held()), until))
-        return sorted(found, key=lambda held: held.until)
+    def count_held(self, own: str) -> int:
+        """Counts the messages that generations other than ``own`` hold, as of now."""
+        now = self._clock.now().timestamp()
+        folders = [self.in_folder(folder) for folder in self.open_ones(own)]
+        return sum(len(each.held()) for each in folders if (each.until or 0.0) > now)
 
     def is_open(self, generation: str) -> bool:
         """Whether this process receives for it, or keeps its receipts."""

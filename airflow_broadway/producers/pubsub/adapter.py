@@ -38,7 +38,6 @@ from airflow_broadway.producers.pubsub import admin
 from airflow_broadway.producers.pubsub.client import Client, open_client
 from airflow_broadway.producers.pubsub.dead_letters import timestamp_of
 from airflow_broadway.producers.pubsub.errors import Expired
-from airflow_broadway.producers.pubsub.inspect import depth
 from airflow_broadway.producers.pubsub.limits import (
     KEPT_DAYS,
     LONGEST_DEADLINE,
@@ -226,7 +225,7 @@ class PubSubBroker(Broker[Client]):
     # -- looking -------------------------------------------------------------------------------
 
     def depth(self) -> QueueDepth | None:
-        return depth(self._producer, self)
+        return admin.depth(self._producer, self)
 
     def dead_letters(self, place: str | None) -> DeadLetters:
         dead = admin.letters_subscription(self._producer, self.client, place)

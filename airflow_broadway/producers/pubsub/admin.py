@@ -1,5 +1,7 @@
 """Checks a subscription, reports its depth, and serves its dead letters.
 
+Cloud Monitoring alone knows the depth, some minutes late.
+
 A topic shows nothing: dead letters are read from a pull subscription of it, and each look counts as
 a delivery.
 """
@@ -7,12 +9,13 @@ a delivery.
 from __future__ import annotations
 
 import logging
+from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.findings import Finding
-from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.engine.letters import EngineDeadLetters
@@ -23,9 +26,10 @@ from airflow_broadway.producers.engine.port import (
     Publisher,
     Received,
 )
+from airflow_broadway.producers.engine.receipts import ReceiptsFolder
 from airflow_broadway.producers.pubsub import dead_letters
-from airflow_broadway.producers.pubsub.client import Client
-from airflow_broadway.producers.pubsub.errors import Denied, Missing
+from airflow_broadway.producers.pubsub.client import Client, open_metrics
+from airflow_broadway.producers.pubsub.errors import Denied, Missing, translated
 from airflow_broadway.producers.pubsub.limits import MAX_PUBLISH, MAX_PULL
 
 if TYPE_CHECKING:
@@ -35,6 +39,10 @@ log = logging.getLogger(__name__)
 
 #: A release counts as a delivery: below this, dead runs alone soon make dead letters.
 FEWEST_DELIVERIES: Final = 10
+_UNDELIVERED: Final = "num_undelivered_messages"
+_OLDEST: Final = "oldest_unacked_message_age"
+#: Values are a minute apart, and come up to three minutes late.
+_LOOK_BACK: Final = timedelta(minutes=10)
 #: What stands for a topic that was deleted.
 _DELETED: Final = "_deleted-topic_"
 _NO_DEAD_LETTER: Final = (
@@ -57,11 +65,6 @@ def check(producer: PubSubProducer, client: Client) -> tuple[list[Finding], int]
             " cannot be checked, and each pull extends its messages' deadlines"
         )
         return [Finding("note", text)], 0
-    return findings_of(producer, client, settings), int(settings.ack_deadline_seconds)
-
-
-def findings_of(producer: PubSubProducer, client: Client, settings: Any) -> list[Finding]:
-    """Returns the findings about a subscription with these settings."""
     findings = [Finding("warning", text) for text in _warnings(producer, settings)]
     refusal = _refusal(producer, settings)
     if refusal is None and producer.dead_letter and producer.may_publish(Delivery()):
@@ -71,7 +74,8 @@ def findings_of(producer: PubSubProducer, client: Client, settings: Any) -> list
             pass
         except Missing as error:
             refusal = str(error)
-    return [*([Finding("error", refusal)] if refusal else []), *findings]
+    refused = [Finding("error", refusal)] if refusal else []
+    return [*refused, *findings], int(settings.ack_deadline_seconds)
 
 
 def _refusal(producer: PubSubProducer, settings: Any) -> str | None:
@@ -194,15 +198,56 @@ def letters_subscription(producer: PubSubProducer, client: Client, place: str | 
     return found
 
 
-def topic_of(client: Client) -> str:
-    """Returns the topic of a subscription.
+# -- depth -----------------------------------------------------------------------------------------
 
-    :raises ProducerError: If it was deleted, or may not be asked for.
+
+def depth(producer: PubSubProducer, broker: Broker[Client]) -> QueueDepth | None:
+    """Returns how full the subscription is, by Cloud Monitoring; ``None``: that is not known.
+
+    Messages that wait for a retry's delay count as ready.  Those that runs hold are known from
+    their receipts.  Dead letters are messages of another topic, and are not counted.
     """
-    topic = str(client.settings().topic)
-    if topic == _DELETED:
-        raise ProducerError(f"the topic of the subscription {client.name!r} was deleted")
-    return topic
+    client = broker.client
+    metrics = open_metrics(producer, broker.env)
+    if metrics is None:
+        return None
+    try:
+        # Both are of all that is not acknowledged, held or not.
+        waiting = _newest(metrics, client, _UNDELIVERED, broker.clock.now())
+        oldest = _newest(metrics, client, _OLDEST, broker.clock.now())
+    except Exception as error:
+        why = translated(error, "ListTimeSeries", client.name, "monitoring.googleapis.com")
+        log.info("The depth of %r is not known: %s", client.name, why)
+        return None
+    finally:
+        metrics.transport.close()
+    if waiting is None or oldest is None:
+        log.info("The depth of %r is not known: Cloud Monitoring has no new value.", client.name)
+        return None
+    leased = ReceiptsFolder(broker).count_held(broker.env.generation)
+    ready = max(0, waiting - leased)
+    return QueueDepth(ready, 0, leased, 0, float(oldest) if ready else None)
+
+
+def _newest(metrics: Any, client: Client, metric: str, now: datetime) -> int | None:
+    """Returns the newest value of a metric of a subscription; ``None``: there is none.
+
+    :param metrics: A ``MetricServiceClient``.
+    """
+    _, project, _, name = client.name.split("/")
+    series = metrics.list_time_series(
+        request={
+            "name": f"projects/{project}",
+            "filter": f'metric.type = "pubsub.googleapis.com/subscription/{metric}"'
+            f' AND resource.labels.subscription_id = "{name}"',
+            "interval": {"start_time": now - _LOOK_BACK, "end_time": now},
+        },
+        retry=None,
+        timeout=client.timeout,
+    )
+    points = [point for each in series for point in each.points]
+    newest = max(points, key=lambda point: point.interval.end_time, default=None)
+    return None if newest is None else int(newest.value.int64_value)
 
 
 # -- dead letters ----------------------------------------------------------------------------------
@@ -263,7 +308,10 @@ class PubSubDeadLetters(EngineDeadLetters):
         return limit, "max_delivery_attempts"
 
     def publisher(self, name: str) -> Publisher:
-        return publisher_of(self._client, topic_of(self._client.other(name)))
+        topic = str(self._client.other(name).settings().topic)
+        if topic == _DELETED:
+            raise ProducerError(f"the topic of the subscription {name!r} was deleted")
+        return publisher_of(self._client, topic)
 
     def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
         return dead_letters.sent_back(received.raw.message, letter.original_id)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
-from airflow_broadway.producers.pubsub.credentials import identity_of, login_of, project_of
+from airflow_broadway.producers.pubsub.credentials import credentials_of, login_of, project_of
 from airflow_broadway.producers.pubsub.errors import shown, translated, words_of
 from airflow_broadway.producers.pubsub.options import EMULATOR, PubSubProducer
 
@@ -99,16 +100,14 @@ class Client:
         from google.pubsub_v1.types import PullRequest, PullResponse
 
         request = PullRequest(subscription=self.name, max_messages=count)
-        try:
-            self._login()
-            answer = self._subscriber.pull(request=request, retry=None, timeout=wait)
-        except DeadlineExceeded:  # there was nothing
-            return ()
-        except Exception as error:
-            raise self._translated(error, "Pull") from shown(error)
+        with self._requesting("Pull"):
+            try:
+                answer = self._subscriber.pull(request=request, retry=None, timeout=wait)
+            except DeadlineExceeded:  # there was nothing
+                return ()
         # Google's wrapper of a message takes longer to read than all the rest.
-        found: Sequence[Any] = PullResponse.pb(answer).received_messages
-        return found
+        messages: Sequence[Any] = PullResponse.pb(answer).received_messages
+        return messages
 
     def remove(self, ack_ids: Sequence[str]) -> Mapping[int, Refusal]:
         """Sends one ``Acknowledge``; an exactly-once subscription may refuse single ids."""
@@ -131,62 +130,52 @@ class Client:
     def _confirmed(
         self, action: str, call: Callable[..., Any], request: Any, ack_ids: Sequence[str]
     ) -> Mapping[int, Refusal]:
-        try:
-            self._login()
-            call(request=request, retry=None, timeout=self.timeout)
-        except Exception as error:
-            words = words_of(error)
-            if words:
+        with self._requesting(action):
+            try:
+                call(request=request, retry=None, timeout=self.timeout)
+            except Exception as error:
+                words = words_of(error)
+                if not words:
+                    raise
                 return {
                     place: _refusal(words[ack_id])
                     for place, ack_id in enumerate(ack_ids)
                     if ack_id in words
                 }
-            raise self._translated(error, action) from shown(error)
         return {}
 
     def settings(self) -> Any:
-        """One ``GetSubscription``: how it is set up."""
-        return self._asked(
-            "GetSubscription",
-            self.name,
-            lambda: self._subscriber.get_subscription(
+        """Sends one ``GetSubscription``: how it is set up."""
+        with self._requesting("GetSubscription"):
+            return self._subscriber.get_subscription(
                 subscription=self.name, retry=None, timeout=self.timeout
-            ),
-        )
+            )
 
     def publish(self, topic: str, messages: Sequence[Any]) -> Mapping[int, Refusal]:
         """Sends one ``Publish``, of all or none of the messages."""
         from google.pubsub_v1.types import PublishRequest
 
         request = PublishRequest(topic=topic, messages=messages)
-        self._asked(
-            "Publish",
-            topic,
-            lambda: self._publisher.publish(request=request, retry=None, timeout=self.timeout),
-        )
+        with self._requesting("Publish", topic):
+            self._publisher.publish(request=request, retry=None, timeout=self.timeout)
         return {}
 
     def has_topic(self, topic: str) -> None:
-        """One ``GetTopic``.
+        """Sends one ``GetTopic``.
 
         :raises BroadwayError: If there is no such topic, or it may not be asked for.
         """
-        self._asked(
-            "GetTopic",
-            topic,
-            lambda: self._publisher.get_topic(topic=topic, retry=None, timeout=self.timeout),
-        )
+        with self._requesting("GetTopic", topic):
+            self._publisher.get_topic(topic=topic, retry=None, timeout=self.timeout)
 
-    def _asked(self, action: str, name: str, call: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _requesting(self, action: str, topic: str = "") -> Iterator[None]:
+        """Logs in before a request, which is sent once, and translates its errors."""
         try:
             self._login()
-            return call()
+            yield
         except Exception as error:
-            raise translated(error, action, name, self.where) from shown(error)
-
-    def _translated(self, error: Exception, action: str) -> Exception:
-        return translated(error, action, self.name, self.where)
+            raise translated(error, action, topic or self.name, self.where) from shown(error)
 
     def close(self) -> None:
         """Release the connection.  Safe to repeat."""
@@ -205,15 +194,13 @@ def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
     :raises ConnectionMissing: If there are no credentials, or nothing says the project.
     """
     emulator = _emulator(producer)
+    where, timeout = producer.endpoint or _GLOBAL, producer.request_timeout
     try:
         if emulator is not None:
             name = _full_name(producer, project_of(producer, env))
-            return Client(_plain(emulator), name, emulator, producer.request_timeout)
-        identity = identity_of(producer, env)
-        name = _full_name(producer, identity.project)
-        where = producer.endpoint or _GLOBAL
-        credentials = _paid_by(identity.credentials, identity.quota_project)
-        timeout = producer.request_timeout
+            return Client(_plain(emulator), name, emulator, timeout)
+        credentials, project = credentials_of(producer, env)
+        name = _full_name(producer, project)
         login = login_of(credentials, where, timeout)
         return Client(_secure(where, credentials), name, where, timeout, login)
     except ImportError as error:
@@ -224,7 +211,6 @@ def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
     except BroadwayError:
         raise
     except Exception as error:
-        where = producer.endpoint or _GLOBAL
         name = producer.subscription
         raise translated(error, "opening a client", name, where) from shown(error)
 
@@ -245,11 +231,7 @@ def open_metrics(producer: PubSubProducer, env: ProducerEnv) -> Any:
         why = f"{error.name} is not installed: install airflow-broadway[pubsub]"
         log.info(unknown, producer.subscription, why)
         return None
-    identity = identity_of(producer, env)
-    return MetricServiceClient(
-        credentials=identity.credentials,
-        client_options={"quota_project_id": identity.quota_project},
-    )
+    return MetricServiceClient(credentials=credentials_of(producer, env)[0])
 
 
 def _emulator(producer: PubSubProducer) -> str | None:
@@ -278,13 +260,6 @@ def _plain(host: str) -> Any:
     import grpc
 
     return grpc.insecure_channel(host, options=_CHANNEL)
-
-
-def _paid_by(credentials: Any, quota_project: str | None) -> Any:
-    """The credentials by which a project's quota is used, if one is named."""
-    if quota_project is None or not hasattr(credentials, "with_quota_project"):
-        return credentials
-    return credentials.with_quota_project(quota_project)
 
 
 def _secure(host: str, credentials: Any) -> Any:

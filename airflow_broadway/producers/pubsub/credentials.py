@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing
@@ -32,21 +32,9 @@ _KEYS: Final = ("keyfile_dict", "key_path", "credential_config_file", "key_secre
 _PROVIDERS: Final = ("key_secret_name", "idp_extra_params", "client_secret")
 
 
-class Identity(NamedTuple):
-    """Who asks Google.
-
-    :param credentials: Of google-auth.
-    :param project: Where short names are looked up, if the connection or the credentials say.
-    :param quota_project: Whose quota is used, if the connection says.
-    """
-
-    credentials: Any
-    project: str | None
-    quota_project: str | None
-
-
-def identity_of(producer: PubSubProducer, env: ProducerEnv) -> Identity:
-    """The credentials that the connection describes, else Application Default Credentials.
+def credentials_of(producer: PubSubProducer, env: ProducerEnv) -> tuple[Any, str | None]:
+    """Returns the credentials that the connection describes, else Application Default Credentials;
+    and the project that either names, where short names are looked up.
 
     :raises ConnectionMissing: If there are none, or they cannot be read; no secret is in it.
     """
@@ -56,17 +44,19 @@ def identity_of(producer: PubSubProducer, env: ProducerEnv) -> Identity:
     extra = {} if connection is None else _fields(connection.extra)
     scopes = _listed(extra.get("scope") or extra.get("scopes")) or [_SCOPE]
     try:
-        credentials, found = _credentials(connection, extra, scopes)
+        credentials, project = _credentials(connection, extra, scopes)
         chain = _listed(extra.get("impersonation_chain"))
         if chain and not any(extra.get(name) for name in _PROVIDERS):  # which impersonates itself
             credentials = _impersonated(credentials, chain, scopes)
+        quota = extra.get("quota_project_id")
+        if quota and hasattr(credentials, "with_quota_project"):
+            credentials = credentials.with_quota_project(quota)
     except ConnectionMissing:
         raise
     except Exception as error:
         # Its text may quote the key.
         raise ConnectionMissing(_unusable(connection, error)) from None
-    project = extra.get("project") or found
-    return Identity(credentials, project or None, extra.get("quota_project_id") or None)
+    return credentials, extra.get("project") or project or None
 
 
 def login_of(credentials: Any, where: str, timeout: float) -> Callable[[], None]:
@@ -93,7 +83,6 @@ def _credentials(
     connection: Connection | None, extra: Mapping[str, Any], scopes: list[str]
 ) -> tuple[Any, str | None]:
     from google import auth
-    from google.oauth2.service_account import Credentials
 
     given = [name for name in _KEYS if extra.get(name)]
     if len(given) > 1:
@@ -102,34 +91,24 @@ def _credentials(
         )
     if connection is not None and any(extra.get(name) for name in _PROVIDERS):
         return _by_provider(connection, extra)
-    of_key, of_any = cast(Any, Credentials), cast(Any, auth)  # google-auth has no types of these
-    found: tuple[Any, str | None]
-    if extra.get("keyfile_dict"):
-        info = _parsed(extra["keyfile_dict"])
-        # As the Google provider does it: environment variables have \\n as two characters.
-        info["private_key"] = str(info.get("private_key", "")).replace("\\n", "\n")
-        made = of_key.from_service_account_info(info, scopes=scopes)
-        return made, made.project_id
-    if extra.get("key_path"):
-        made = of_key.from_service_account_file(extra["key_path"], scopes=scopes)
-        return made, made.project_id
-    config = extra.get("credential_config_file")
-    if not config:
-        found = of_any.default(scopes=scopes)
-    else:
-        with warnings.catch_warnings():
-            # It warns of configurations from strangers; a connection is the user's own.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            if isinstance(config, Mapping) or config.lstrip()[:1] == "{":
-                found = of_any.load_credentials_from_dict(_parsed(config), scopes=scopes)
-            else:
-                found = of_any.load_credentials_from_file(config, scopes=scopes)
-    return found
-
-
-def _parsed(value: Any) -> dict[str, Any]:
-    """What is given as a mapping, or as its JSON."""
-    return dict(value) if isinstance(value, Mapping) else dict(json.loads(value))
+    google_auth = cast(Any, auth)  # which has no types of these
+    loaded: tuple[Any, str | None]
+    if not given:
+        loaded = google_auth.default(scopes=scopes)
+        return loaded
+    value = extra[given[0]]
+    with warnings.catch_warnings():
+        # It warns of configurations from strangers; a connection is the user's own.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if not isinstance(value, Mapping) and value.lstrip()[:1] != "{":
+            loaded = google_auth.load_credentials_from_file(value, scopes=scopes)
+            return loaded
+        info = dict(value if isinstance(value, Mapping) else json.loads(value))
+        if "private_key" in info:
+            # As the Google provider does it: environment variables have \n as two characters.
+            info["private_key"] = str(info["private_key"]).replace("\\n", "\n")
+        loaded = google_auth.load_credentials_from_dict(info, scopes=scopes)
+    return loaded
 
 
 def _impersonated(credentials: Any, chain: list[str], scopes: list[str]) -> Any:

@@ -25,7 +25,7 @@ from airflow_broadway.core.errors import (
 from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.pubsub.client import open_client
-from airflow_broadway.producers.pubsub.credentials import identity_of
+from airflow_broadway.producers.pubsub.credentials import credentials_of
 from airflow_broadway.producers.pubsub.errors import Denied, Expired, translated
 from tests.pubsub_server import PROJECT
 from tests.pubsub_stub.errors import Refused
@@ -361,9 +361,8 @@ def test_application_default_credentials_are_used_where_there_is_no_connection(
 def test_a_chain_of_impersonation_ends_at_its_last() -> None:
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     chain = "a@p.iam.gserviceaccount.com, b@p.iam.gserviceaccount.com"
-    found = identity_of(
-        producer, env_of(keyfile_dict=service_account(), impersonation_chain=chain)
-    ).credentials
+    env = env_of(keyfile_dict=service_account(), impersonation_chain=chain)
+    found, _ = credentials_of(producer, env)
     assert found.service_account_email == "b@p.iam.gserviceaccount.com"
     assert found._delegates == ["a@p.iam.gserviceaccount.com"]
 
@@ -389,7 +388,7 @@ def test_what_the_google_provider_has_impersonated_is_not_impersonated_again(
     module.__dict__["GoogleBaseHook"] = Hook
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     env = env_of(key_secret_name="s", impersonation_chain="b@p.iam.gserviceaccount.com")
-    assert identity_of(producer, env).credentials is made
+    assert credentials_of(producer, env)[0] is made
 
 
 def test_without_a_project_a_short_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
