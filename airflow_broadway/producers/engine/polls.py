@@ -1,8 +1,8 @@
 """Keeps receives in flight: several at a time, as many as the demand needs and no more.
 
-Each thread receives what is still wanted, again and again until a receive comes back empty.  The
-run's thread collects the answers.  While the queue is quiet a single thread receives, once in
-``interval`` seconds; when it finds something all of them go on.
+The run's thread submits receives for what is wanted and collects their answers; a pool carries them
+out.  Once a receive is empty, the others that wait are not made: while the queue is quiet one
+receive is made in ``interval`` seconds, and when it finds something they go on.
 """
 
 from __future__ import annotations
@@ -47,33 +47,36 @@ class Polls:
         self._name = type(broker).__name__
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
-        self._credit = 0
+        #: Receives in flight, or waiting for a thread; and the messages that they ask for.
         self._flying = 0
-        self._asked = 0
+        self._requested = 0
+        #: Receives in flight that were made before the queue was quiet.
+        self._early = 0
         self._answers: deque[Answer] = deque()
-        self._waiting = 0
         self._quiet_until = 0.0
         self._quiet = False
         self._error: Exception | None = None
         self._closed = False
         #: Whether answers are taken no more.
         self._gone = False
-        #: Receives in flight that were made before the queue was quiet.
-        self._early = 0
 
     def want(self, demand: int) -> None:
         """Raises what is in flight or waiting to ``demand`` messages, in all."""
         with self._changed:
-            self._credit = demand - self._waiting - self._asked
-            if self._closed or self._error is not None or self._credit <= 0:
+            waiting = sum(len(answer.messages) for answer in self._answers)
+            missing = demand - waiting - self._requested
+            if self._closed or self._error is not None or missing <= 0:
                 return
-            if self._clock.monotonic() < self._quiet_until:
+            if self._clock.monotonic() < self._quiet_until or (self._quiet and self._flying):
                 return
-            # One receives while the queue is quiet; the others follow once it is not.
-            room = (1 if self._quiet else self._concurrency) - self._flying
-            wanted = min(room, -(-self._credit // self._most))
-            if wanted > 0:
-                self._start(wanted)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._concurrency, f"broadway-{self._name}-receive")
+            while missing > 0:
+                count = min(self._most, missing)
+                missing = 0 if self._quiet else missing - count
+                self._flying += 1
+                self._requested += count
+                self._pool.submit(keep_ids(self._poll), count, scout=self._quiet)
 
     def take(self, timeout: float) -> Answer | None:
         """Returns the next answer, waiting up to ``timeout`` seconds while receives are in flight.
@@ -90,9 +93,7 @@ class Polls:
                     return None
                 self._changed.wait(min(left, _STOP_CHECK_INTERVAL))
             if self._answers:
-                answer = self._answers.popleft()
-                self._waiting -= len(answer.messages)
-                return answer
+                return self._answers.popleft()
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
@@ -124,7 +125,6 @@ class Polls:
         """
         with self._changed:
             self._closed = True
-            self._credit = 0
             end = time.monotonic() + _RECEIVE_TIMEOUT
             hurried = False
             while self._flying:
@@ -136,79 +136,42 @@ class Polls:
                 self._changed.wait(min(left, _STOP_CHECK_INTERVAL))
             answers = list(self._answers)
             self._answers.clear()
-            self._waiting = 0
             self._gone = True
         if self._pool is not None:
             self._pool.shutdown(wait=not self._flying)
             self._pool = None
         return answers
 
-    def _start(self, count: int) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._concurrency, f"broadway-{self._name}-receive")
-        self._flying += count
-        for _ in range(count):
-            self._pool.submit(keep_ids(self._work), scout=self._quiet)
-
-    def _work(self, *, scout: bool) -> None:
-        """Receives until nothing is found or wanted.
+    def _poll(self, count: int, *, scout: bool) -> None:
+        """Makes one receive, unless it has become useless.
 
         :param scout: Whether it is the only one, because the queue is quiet.
         """
-        goes_on = True
-        while goes_on:
-            with self._changed:
-                asked = self._claim(scout=scout)
-                if not asked:
-                    self._end()
-                    return
-                early = not self._quiet
-                self._early += early
-            answer = Answer(0.0, ())
-            error: Exception | None = None
-            try:
-                answer = self._receive(asked)
-            except Exception as raised:
-                error = raised
-            with self._changed:
-                gone = self._gone
-                self._asked -= asked
-                self._early -= early
-                self._take_in(answer, asked, error)
-                goes_on = error is None and bool(answer.messages)
-                if goes_on:
-                    self._changed.notify_all()
-                else:
-                    self._end()
-            if gone and answer.messages:
-                self._late(answer.messages)
-
-    def _claim(self, *, scout: bool) -> int:
-        """Returns how many messages to receive now; 0: none."""
-        asked = min(self._most, self._credit)
-        in_vain = self._quiet and not scout  # quiet since this one started
-        if asked <= 0 or in_vain or self._closed or self._error is not None:
-            return 0
-        self._credit -= asked
-        self._asked += asked
-        return asked
-
-    def _take_in(self, answer: Answer, asked: int, error: Exception | None) -> None:
-        """Keeps an answer until it is taken, and notes whether the queue is quiet."""
-        found = answer.messages
-        if error is not None:
-            self._error = self._error or error
-        elif found:
-            self._credit += asked - len(found)
-            if not self._gone:
-                self._waiting += len(found)
-                self._answers.append(answer)
-            self._quiet, self._quiet_until = False, 0.0
-        else:
-            self._credit += asked
-            self._quiet = True
-            self._quiet_until = self._clock.monotonic() + self._interval
-
-    def _end(self) -> None:
-        self._flying -= 1
-        self._changed.notify_all()
+        with self._changed:
+            useless = self._closed or self._error is not None or (self._quiet and not scout)
+            early = not useless and not self._quiet
+            self._early += early
+        answer = Answer(0.0, ())
+        error: Exception | None = None
+        try:
+            if not useless:
+                answer = self._receive(count)
+        except Exception as raised:
+            error = raised
+        with self._changed:
+            self._flying -= 1
+            self._requested -= count
+            self._early -= early
+            gone = self._gone
+            if error is not None:
+                self._error = self._error or error
+            elif answer.messages:
+                self._quiet, self._quiet_until = False, 0.0
+                if not gone:
+                    self._answers.append(answer)
+            elif not useless:
+                self._quiet = True
+                self._quiet_until = self._clock.monotonic() + self._interval
+            self._changed.notify_all()
+        if gone and answer.messages:
+            self._late(answer.messages)
