@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowSkipException
 
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.retention import sweep_retention
@@ -199,7 +201,8 @@ def test_a_run_that_is_not_there_is_named(shop: Shop, capsys: Capsys) -> None:
 
 
 def test_a_run_without_batches_has_nothing_to_replay(shop: Shop, capsys: Capsys) -> None:
-    shop.queue.purge()
+    shop.queue.receive("cleared", 1000)
+    shop.queue.settle("cleared", Settlement(rest=ACK))
     shop.process()
 
     assert "has no staged batches" in replayed(shop, capsys).error

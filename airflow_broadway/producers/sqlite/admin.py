@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, Moved
 from airflow_broadway.core.custody.protocol import Lease, QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.sqlite.database import (
     QueueRow,
     from_micros,
@@ -23,7 +22,6 @@ from airflow_broadway.producers.sqlite.database import (
     to_micros,
     transaction,
 )
-from airflow_broadway.producers.sqlite.settling import settled_now
 
 _LEASED = """SELECT COUNT(*), MIN(enqueued_at) FROM messages WHERE lease IN
     (SELECT id FROM leases WHERE queue = :queue AND state = 'open' AND deadline {} :now)"""
@@ -35,17 +33,13 @@ class LeaseRecord(NamedTuple):
     :param state: ``"open"``, ``"settled"``, ``"released"`` or ``"lapsed"``.
     :param received: Messages received under it, in all.
     :param held: Messages that it holds now.
-    :param settled_early: What ``settle_now`` did under it; not part of ``report``.
-    :param report: How it ended; ``None`` while it is open.
+    :param report: How it ended, without what ``settle_now`` did; ``None`` while it is open.
     """
 
     lease: Lease
     state: str
     received: int
     held: int
-    opened_at: datetime
-    ended_at: datetime | None
-    settled_early: SettleReport
     report: SettleReport | None
 
 
@@ -77,8 +71,8 @@ def leases(
     chosen = "" if ended else "AND state = 'open'"
     with transaction(db, "DEFERRED"):
         rows = db.execute(
-            "SELECT id, generation, owner, seconds, deadline, state, received, opened_at, ended_at,"
-            f" report FROM leases WHERE queue = ? {chosen} ORDER BY id",
+            "SELECT id, generation, owner, seconds, deadline, state, received, report"
+            f" FROM leases WHERE queue = ? {chosen} ORDER BY id",
             (queue.id,),
         ).fetchall()
         return [_record(db, row, lease_of) for row in rows]
@@ -94,7 +88,7 @@ def _owner(text: str) -> dict[str, Any]:
 
 
 def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, Any]) -> LeaseRecord:
-    key, generation, owner, seconds, deadline, state, received, opened, ended, report = row
+    key, generation, owner, seconds, deadline, state, received, report = row
     held = db.execute("SELECT COUNT(*) FROM messages WHERE lease = ?", (key,)).fetchone()[0]
     return LeaseRecord(
         lease=Lease(
@@ -107,9 +101,6 @@ def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, An
         state=state,
         received=received,
         held=held,
-        opened_at=from_micros(opened),
-        ended_at=None if ended is None else from_micros(ended),
-        settled_early=report_of(settled_now(db, key).values()),
         report=None if report is None else SettleReport.from_json(json.loads(report)),
     )
 
@@ -137,14 +128,12 @@ def set_aside(db: sqlite3.Connection, rows: Mapping[int, str], generation: str, 
 def letters(
     db: sqlite3.Connection,
     queue: QueueRow,
-    name: str,
     choice: Choice,
     limit: int | None,
     after: DeadLetter | None,
 ) -> list[DeadLetter]:
     """Reads dead letters of the queue, in order of their death.
 
-    :param name: The queue's.
     :param after: Only those behind this one.
     """
     rows: list[tuple[Any, ...]] = []
@@ -171,22 +160,13 @@ def letters(
             enqueued_at=_instant(enqueued_at),
             died_at=_instant(died_at),
             generation=generation,
-            origin=name,
+            origin=queue.name,
             original_id=queue.id_of(row),
         )
         for died_at, row, reason, stage, attempt, enqueued_at, generation, body, attributes in rows[
             :limit
         ]
     ]
-
-
-def reasons(db: sqlite3.Connection, queue: QueueRow) -> list[tuple[str, str, int]]:
-    """(reason, stage, count), the most frequent first."""
-    return db.execute(
-        "SELECT reason, stage, COUNT(*) FROM dead WHERE queue = ?"
-        " GROUP BY reason, stage ORDER BY COUNT(*) DESC, reason, stage",
-        (queue.id,),
-    ).fetchall()
 
 
 def _attributes(raw: bytes | None) -> dict[str, Any]:

@@ -339,10 +339,11 @@ def from_micros(micros: int) -> datetime:
 
 
 class QueueRow(NamedTuple):
-    """A row of ``queues``: the queue's key, and the first half of its messages' ids."""
+    """A row of ``queues``: the queue's key, the first half of its messages' ids, and its name."""
 
     id: int
     tag: str
+    name: str
 
     def id_of(self, row: int) -> str:
         """Returns the id of the message in a row."""

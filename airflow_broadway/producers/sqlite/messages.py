@@ -134,7 +134,6 @@ class Portion(NamedTuple):
 def receive(
     db: sqlite3.Connection,
     queue: QueueRow,
-    name: str,
     portion: Portion,
     *,
     seconds: float,
@@ -142,22 +141,21 @@ def receive(
 ) -> list[Message]:
     """Lease what is ready, for ``seconds`` from now.
 
-    :param name: The queue's.
     :raises LeaseLapsed: If the generation's lease has ended.
     """
     generation, now = portion.generation, to_micros(portion.at)
     # Polling an empty queue takes no lock and writes nothing.
-    lease = _open_lease(db, queue, name, generation)
+    lease = _open_lease(db, queue, generation)
     look = {"queue": queue.id, "now": now, "lease": lease}
     if not db.execute(_ANY_READY, look).fetchone()[0]:
         return []
     with transaction(db):
-        lease = _open_lease(db, queue, name, generation)
+        lease = _open_lease(db, queue, generation)
         settling.end_lapsed(db, queue, now, spared=lease)
         while True:
             # Made before the commit: what fails here stays in the queue.
             rows = _rows(db, queue, portion, now, lease)
-            messages, unread = _messages(queue, name, portion, rows)
+            messages, unread = _messages(queue, portion, rows)
             admin.set_aside(db, unread, generation, now)
             if messages or not rows:
                 break
@@ -194,7 +192,7 @@ def _rows(
 
 
 def _messages(
-    queue: QueueRow, name: str, portion: Portion, rows: list[tuple[Any, ...]]
+    queue: QueueRow, portion: Portion, rows: list[tuple[Any, ...]]
 ) -> tuple[list[Message], dict[int, str]]:
     """The messages of rows; and of those that cannot be read, by row, why."""
     prefix, position = queue.tag + "-", portion.position
@@ -208,7 +206,7 @@ def _messages(
             if enqueued_at != sent:
                 sent, sent_at = None, from_micros(enqueued_at).isoformat()
                 sent = enqueued_at
-            metadata = {"queue": name, "enqueued_at": sent_at}
+            metadata = {"queue": queue.name, "enqueued_at": sent_at}
             if attributes is not None:
                 metadata["attributes"] = json.loads(attributes)
             redelivered, size = deliveries > 0, len(body)
@@ -216,7 +214,7 @@ def _messages(
                 raise TypeError(f"its attempt is {attempt!r}")
         except Exception as error:  # one that another program wrote fails alone
             unread[row] = f"cannot be read: {type(error).__name__}: {error}"
-            log.error("message %s%d of queue %r %s", prefix, row, name, unread[row])
+            log.error("message %s%d of queue %r %s", prefix, row, queue.name, unread[row])
             continue
         messages.append(
             Message(
@@ -235,7 +233,7 @@ def _messages(
     return messages, unread
 
 
-def _open_lease(db: sqlite3.Connection, queue: QueueRow, name: str, generation: str) -> int | None:
+def _open_lease(db: sqlite3.Connection, queue: QueueRow, generation: str) -> int | None:
     """The key of the generation's lease, or ``None`` if it has not received anything yet."""
     row = db.execute(
         "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
@@ -245,7 +243,7 @@ def _open_lease(db: sqlite3.Connection, queue: QueueRow, name: str, generation: 
         return None
     if row[1] != "open":
         raise LeaseLapsed(
-            f"generation {generation!r} receives no more from queue {name!r}: its lease"
+            f"generation {generation!r} receives no more from queue {queue.name!r}: its lease"
             f" was {row[1]} at {from_micros(row[2]).isoformat()};"
             " a new execution opens a new one"
         )

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Seconds for which the report of an ended lease is kept.
+RETENTION: Final = 7 * 86_400.0
 #: The kind of its leases.
 KIND: Final = "sqlite"
 #: Ids that may be given in a second before they are ahead of the clock.
@@ -61,7 +63,6 @@ class SqliteQueue:
     :param path: The file; its folder must exist, on a disk of this machine.
     :param name: The queue's name; several queues may share a file.
     :param busy_timeout: Seconds to wait for another process's write.
-    :param retention: Seconds for which the report of an ended lease is kept.
     :raises ProducerError: From every method, if the file cannot be used: it names path and cure.
     :raises ProducerUnavailable: The same, where trying again may help: locked, or no room.
     """
@@ -73,12 +74,10 @@ class SqliteQueue:
         *,
         clock: Clock | None = None,
         busy_timeout: float = 30.0,
-        retention: float = 7 * 86_400.0,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ProducerError(f"a queue's name is a non-empty string, got: {name!r}")
         self.name = name
-        self.retention = retention
         self._clock = clock or SystemClock()
         self._database = Database(path, busy_timeout=busy_timeout)
 
@@ -180,7 +179,7 @@ class SqliteQueue:
                 return []
             db, queue = opened
             portion = Portion(generation, demand, position, self._clock.now())
-            return receive(db, queue, self.name, portion, seconds=seconds, owner=owner or {})
+            return receive(db, queue, portion, seconds=seconds, owner=owner or {})
 
     # -------------------------------------------------------------------------------- the lease
 
@@ -249,7 +248,7 @@ class SqliteQueue:
 
     def _clean(self, db: sqlite3.Connection, now: int) -> None:
         """Forget the reports of leases that ended long ago."""
-        before = now - settling.micros_of(self.retention)
+        before = now - settling.micros_of(RETENTION)
         old = db.execute("SELECT id FROM leases WHERE ended_at < ?", (before,)).fetchall()
         if old:
             with transaction(db):
@@ -298,12 +297,7 @@ class SqliteQueue:
         with self._opened() as opened:
             if opened is None:
                 return []
-            return admin.letters(*opened, self.name, choice, limit, after)
-
-    def dead_reasons(self) -> list[tuple[str, str, int]]:
-        """Of the dead letters each (reason, stage, how many), the most frequent first."""
-        with self._opened() as opened:
-            return [] if opened is None else admin.reasons(*opened)
+            return admin.letters(*opened, choice, limit, after)
 
     def requeue_dead(
         self, which: Iterable[str] | Choice | None = None, *, delay: float = 0.0
@@ -324,17 +318,6 @@ class SqliteQueue:
             choice = _choice_of(which)
             return _none(choice) if opened is None else admin.purge(*opened, choice)
 
-    def purge(self) -> int:
-        """Delete for good all messages that nobody holds; return how many."""
-        with self._opened() as opened:
-            if opened is None:
-                return 0
-            db, queue = opened
-            free = "FROM messages WHERE queue = ? AND lease IS NULL"
-            with transaction(db):
-                db.execute(f"DELETE FROM bodies WHERE id IN (SELECT id {free})", (queue.id,))
-                return db.execute(f"DELETE {free}", (queue.id,)).rowcount
-
     # -------------------------------------------------------------------------------- the rest
 
     @contextmanager
@@ -349,12 +332,12 @@ class SqliteQueue:
 
     def _queue(self, db: sqlite3.Connection) -> QueueRow | None:
         row = db.execute("SELECT id, tag FROM queues WHERE name = ?", (self.name,)).fetchone()
-        return None if row is None else QueueRow(*row)
+        return None if row is None else QueueRow(*row, self.name)
 
     def _new_queue(self, db: sqlite3.Connection) -> QueueRow:
         tag = secrets.token_hex(8)
         db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
-        return QueueRow(db.execute("SELECT last_insert_rowid()").fetchone()[0], tag)
+        return QueueRow(db.execute("SELECT last_insert_rowid()").fetchone()[0], tag, self.name)
 
 
 def _choice_of(which: Iterable[str] | Choice | None) -> Choice:

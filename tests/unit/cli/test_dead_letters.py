@@ -63,7 +63,9 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteQueue:
 
 def kill(queue: SqliteQueue, *bodies: bytes, reason: str = "ValueError: why") -> list[str]:
     """Dead letters; their ids."""
-    queue.purge()
+    cleared = uuid.uuid4().hex
+    queue.receive(cleared, 1000)
+    queue.settle(cleared, Settlement(rest=Verdict(Action.ACK)))
     queue.send(bodies)
     name = uuid.uuid4().hex
     ids = [message.message_id for message in queue.receive(name, len(bodies))]

@@ -176,7 +176,8 @@ def test_receiving_moves_the_deadline(producer: SqliteProducer) -> None:
 
 def test_waiting_ends_when_a_message_arrives(producer: SqliteProducer) -> None:
     with producer.open_queue(env()) as queue:
-        queue.purge()
+        queue.receive("cleared", 10)
+        queue.settle("cleared", Settlement(rest=ACK))
 
         class Busy(ManualClock):
             def sleep(self, seconds: float) -> None:
