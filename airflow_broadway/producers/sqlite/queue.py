@@ -331,8 +331,8 @@ class SqliteQueue:
         return to_micros(self._clock.now())
 
     def _queue(self, db: sqlite3.Connection) -> QueueRow | None:
-        row = db.execute("SELECT id, tag FROM queues WHERE name = ?", (self.name,)).fetchone()
-        return None if row is None else QueueRow(*row, self.name)
+        row = db.execute("SELECT id, tag, name FROM queues WHERE name = ?", (self.name,)).fetchone()
+        return None if row is None else QueueRow(*row)
 
     def _new_queue(self, db: sqlite3.Connection) -> QueueRow:
         tag = secrets.token_hex(8)
