@@ -21,17 +21,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Delivery, Entry, QueueDepth
-from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.custody.protocol import Entry, QueueDepth
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.core.model.acks import AckRef
-from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import TEXT
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
+    Contents,
     DeadLetterTarget,
     Hidden,
     Publisher,
@@ -55,9 +54,6 @@ class FolderProducer(BrokerProducer):
     def broker(self, env: ProducerEnv) -> FolderBroker:
         return FolderBroker(self, env)
 
-    def publishes(self, action: Action) -> bool:
-        return action is Action.DEAD_LETTER
-
 
 @contextmanager
 def translated() -> Iterator[None]:
@@ -69,10 +65,14 @@ def translated() -> Iterator[None]:
 
 
 class Folder:
-    """The client: for the adapter, and for senders."""
+    """The client: for the adapter, and for senders.
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
+    :param clock: Whose time messages are hidden by.
+    """
+
+    def __init__(self, path: str, clock: Clock | None = None) -> None:
+        self.name, self.path = path, Path(path)
+        self._clock = clock or SystemClock()
         self.messages = self.path / "messages"
         for name in ("new", "messages", "dead"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,36 @@ class Folder:
             os.utime(new, (now.timestamp(), now.timestamp()))
             new.rename(self.messages / f"{stamp}~0")
 
-    def hide(self, receipt: str, until: float) -> None:
-        """Hides a message until a timestamp.
+    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
+        return self._each(receipts, lambda receipt: (self.messages / receipt).unlink())
+
+    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
+        return self._each(entries, lambda entry: self.hide_one(*entry))
+
+    def hide_one(self, receipt: str, seconds: float) -> None:
+        """Hides a message for so long.
 
         :raises FileNotFoundError: If the receipt is void.
         """
+        until = self.now() + seconds
         os.utime(self.messages / receipt, (until, until))
 
-    def visible(self, now: float) -> list[str]:
+    def _each(self, entries: Sequence[Any], call: Callable[[Any], None]) -> dict[int, Refusal]:
+        """Carries out entries one by one; returns the refused ones by their place."""
+        refused: dict[int, Refusal] = {}
+        for place, entry in enumerate(entries):
+            with translated():
+                try:
+                    call(entry)
+                except FileNotFoundError:
+                    refused[place] = GONE
+        return refused
+
+    def now(self) -> float:
+        return self._clock.now().timestamp()
+
+    def visible(self) -> list[str]:
+        now = self.now()
         names: list[str] = []
         for file in self.messages.iterdir():
             with suppress(FileNotFoundError):  # another consumer has received or removed it
@@ -119,7 +141,7 @@ class FolderBroker(Broker[Folder]):
 
     def open(self) -> Folder:
         with translated():
-            return Folder(self._path)
+            return Folder(self._path, self.clock)
 
     @property
     def place(self) -> str:
@@ -131,56 +153,26 @@ class FolderBroker(Broker[Folder]):
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(self, count: int) -> Answer:
-        now, folder = self.clock.now().timestamp(), self.client
+        folder = self.client
+        at = folder.now()
         messages: list[Received] = []
         with translated():
-            for name in folder.visible(now):
+            for name in folder.visible():
                 message_id, deliveries = name.split("~")
                 receipt = f"{message_id}~{int(deliveries) + 1}"
                 with suppress(FileNotFoundError):  # another consumer was faster
-                    folder.hide(name, now + self.seconds)
+                    folder.hide_one(name, self.seconds)
                     made = (folder.messages / name).rename(folder.messages / receipt)
                     body = made.read_bytes()
                     messages.append(Received(message_id, receipt, body, int(deliveries) + 1))
                 if len(messages) == count:
                     break
-        return Answer(now, messages)
+        return Answer(at, messages)
 
-    def message(
-        self, received: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
-    ) -> Message:
-        delivery = Delivery(payload=received.raw)
-        return Message(
-            received.raw,
-            message_id=received.key,
-            attempt=attempt,
-            redelivered=redelivered,
-            acknowledger=AckRef(None, self.env.generation, delivery),
-            received_at=at,
-            position=position,
-            size=len(received.raw),
-        )
+    def read(self, received: Received) -> Contents:
+        return Contents(received.raw, {})
 
     # -- settling ------------------------------------------------------------------------------
-
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        messages = self.client.messages
-        return self._each(receipts, lambda receipt: (messages / receipt).unlink())
-
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        now, folder = self.clock.now().timestamp(), self.client
-        return self._each(entries, lambda entry: folder.hide(entry.receipt, now + entry.seconds))
-
-    def _each(self, entries: Sequence[Any], call: Callable[[Any], None]) -> dict[int, Refusal]:
-        """Carries out entries one by one; returns the refused ones by their place."""
-        refused: dict[int, Refusal] = {}
-        for place, entry in enumerate(entries):
-            with translated():
-                try:
-                    call(entry)
-                except FileNotFoundError:
-                    refused[place] = GONE
-        return refused
 
     def dead_letter_target(self) -> DeadLetterTarget:
         dead = StateFiles(Path(self._path).as_uri(), "dead")
@@ -200,7 +192,7 @@ class FolderBroker(Broker[Folder]):
 
     def depth(self) -> QueueDepth:
         with translated():
-            ready = len(self.client.visible(self.clock.now().timestamp()))
+            ready = len(self.client.visible())
             hidden = len(os.listdir(self.client.messages)) - ready
             dead = (self.client.path / "dead").glob("*.json")
             letters = sum(len(json.loads(file.read_bytes())) for file in dead)

@@ -24,8 +24,8 @@ from airflow_broadway.core.custody.dead_letters import (
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.engine.port import (
     Broker,
+    Client,
     Hidden,
-    Letters,
     Publisher,
     Received,
     Refusal,
@@ -70,7 +70,7 @@ class EngineDeadLetters(ABC):
     #: Seconds for which letters are hidden while they are listed.
     hidden_seconds: ClassVar[int] = 300
 
-    def __init__(self, source: Broker[Any], dead: Letters, place: str) -> None:
+    def __init__(self, source: Broker[Any], dead: Client, place: str) -> None:
         self._source = source
         self._letters = dead
         self.requests = BatchRequests(source, 1)

@@ -15,7 +15,6 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -24,7 +23,6 @@ from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Entry, QueueDepth
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.model.message import Message
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.kit.state_files import StateFiles
@@ -46,6 +44,19 @@ class Received(NamedTuple):
     raw: Any
     deliveries: int = 1
     group: str | None = None
+
+
+class Contents(NamedTuple):
+    """A message as it was read.
+
+    :param properties: What a dead letter of it keeps, as JSON text.
+    :param requeued: Whether it was a dead letter before.
+    """
+
+    data: bytes
+    metadata: dict[str, Any]
+    properties: str | None = None
+    requeued: bool = False
 
 
 class Answer(NamedTuple):
@@ -140,20 +151,20 @@ class DeadLetterTarget(NamedTuple):
 
 
 class Client(Protocol):
-    """A connection."""
+    """One queue over a connection: one request a call; may be used from several threads."""
 
-    def close(self) -> None:
-        """Releases it.  Safe to repeat."""
-
-
-class Letters(Protocol):
-    """A queue of dead letters: one request a call."""
+    @property
+    def name(self) -> str:
+        """The queue's name, for people."""
 
     def remove(self, receipts: Sequence[str], /) -> Mapping[int, Refusal]:
-        """Deletes letters."""
+        """Removes messages for good; returns the refused ones by their place."""
 
     def hide(self, entries: Sequence[Hidden], /) -> Mapping[int, Refusal]:
-        """Hides letters."""
+        """Hides messages from now on."""
+
+    def close(self) -> None:
+        """Releases the connection.  Safe to repeat."""
 
 
 ClientT = TypeVar("ClientT", bound=Client)
@@ -162,8 +173,7 @@ ClientT = TypeVar("ClientT", bound=Client)
 class Broker(ABC, Generic[ClientT]):
     """One queue at its broker.
 
-    :meth:`receive`, :meth:`remove` and :meth:`hide` may be called from several threads; all calls
-    raise ``BroadwayError`` only.
+    :meth:`receive` may be called from several threads; all calls raise ``BroadwayError`` only.
     """
 
     #: The broker's and its queue's names, for people.
@@ -236,7 +246,7 @@ class Broker(ABC, Generic[ClientT]):
     @property
     def name(self) -> str:
         """The queue's name, for people."""
-        return self.place
+        return self.client.name
 
     def state_files(self) -> StateFiles | None:
         """Returns where receipts are recorded; ``None``: in the shared staging folder."""
@@ -263,23 +273,21 @@ class Broker(ABC, Generic[ClientT]):
         """Logs why receives are empty though the queue is not."""
 
     @abstractmethod
-    def message(
-        self, received: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
-    ) -> Message:
-        """Makes the message.
+    def read(self, received: Received) -> Contents:
+        """Reads a message.
 
         :raises Exception: Any, if it cannot be read.
         """
 
     # -- settling ------------------------------------------------------------------------------
 
-    @abstractmethod
     def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
         """Removes messages for good, in one request."""
+        return self.client.remove(receipts)
 
-    @abstractmethod
     def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
         """Hides messages from now on, in one request."""
+        return self.client.hide(entries)
 
     @abstractmethod
     def dead_letter_target(self) -> DeadLetterTarget:

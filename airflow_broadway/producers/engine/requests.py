@@ -131,10 +131,15 @@ class BatchRequests:
                 log.error("%s", stop.text)
         return refused
 
-    def send_alone(self, call: Call, entries: Iterable[Keyed]) -> None:
-        """Sends entries once, in the thread of the caller, which may be any."""
+    def send_alone(self, call: Call, entries: Iterable[Keyed]) -> set[str]:
+        """Sends entries once, in the thread of the caller, which may be any; returns the keys of
+        those refused.
+        """
+        refused: set[str] = set()
         for request in self._broker.requests(entries):
-            self._call(call, [entry for _, entry in request], always)
+            result = self._call(call, [entry for _, entry in request], always)
+            refused.update(request[place][0] for place in result)
+        return refused
 
     def _sent(self, wave: _Wave, requests: list[list[Keyed]]) -> Iterable[dict[str, Refusal]]:
         if self._concurrency == 1 or len(requests) == 1:

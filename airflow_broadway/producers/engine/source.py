@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.findings import enforce
-from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.protocol import Delivery, Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
+from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.engine.earlier import Earlier
@@ -298,12 +299,18 @@ class EngineSource:
         for key, each in fresh.items():
             attempt, redelivered = attempts(each)
             try:
-                message = self._broker.message(
-                    each,
+                data, metadata, properties, requeued = self._broker.read(each)
+                delivery = Delivery(payload=data, properties=properties)
+                message = Message(
+                    data,
+                    metadata=metadata,
+                    acknowledger=AckRef(None, self._env.generation, delivery),
+                    message_id=key,
                     attempt=attempt,
-                    redelivered=redelivered,
-                    at=now,
+                    redelivered=redelivered or requeued,
+                    received_at=now,
                     position=self._position,
+                    size=len(data),
                 )
                 made.append(message)
                 self._position += 1

@@ -14,26 +14,25 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
-from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.model.acks import AckRef
-from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
+    Contents,
     DeadLetterTarget,
     Hidden,
     Keyed,
     Received,
-    Refusal,
 )
-from airflow_broadway.producers.engine.requests import repeated
+from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.pubsub import admin
 from airflow_broadway.producers.pubsub.client import Client, open_client
 from airflow_broadway.producers.pubsub.dead_letters import timestamp_of
@@ -46,20 +45,13 @@ from airflow_broadway.producers.pubsub.limits import (
     REQUEUED,
     SHORTEST_DEADLINE,
 )
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.dead_letters import DeadLetters
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.core.custody.protocol import QueueDepth
-    from airflow_broadway.producers.pubsub.options import PubSubProducer
+from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
 #: Bytes of ids in a request: it has the subscription's name and two lengths beside them, and four
 #: bytes with each, at most.
 _MOST_BYTES: Final = MAX_REQUEST - 1024 - 4 * MAX_IDS
-#: Seconds by which a message may be published after now before this machine's clock is suspected.
-_SKEW: Final = 60.0
 _NO_PROPERTIES: Final = "{}"
 
 
@@ -85,7 +77,6 @@ class PubSubBroker(Broker[Client]):
         self.retry_seconds = producer.request_timeout
         #: The subscription's own ack deadline, in seconds.
         self._deadline = 0
-        self._warned_of_clock = False
 
     def open(self) -> Client:
         return open_client(self._producer, self.env)
@@ -93,10 +84,6 @@ class PubSubBroker(Broker[Client]):
     @property
     def place(self) -> str:
         return self._producer.place
-
-    @property
-    def name(self) -> str:
-        return self.client.name
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -119,26 +106,21 @@ class PubSubBroker(Broker[Client]):
         ]
         if not messages:
             return Answer(at, messages)
-        self._compare_clocks(messages[-1].raw.message.publish_time.seconds)
         return Answer(at, messages) if self._deadline >= self.seconds else self._extended(messages)
 
     def _extended(self, messages: Sequence[Received]) -> Answer:
         """Extends what was pulled to the lease from now on; drops what has expired already."""
         at = self.clock.now().timestamp()
-        gone: set[str] = set()
-        for request in self.requests(
-            (m.receipt, Hidden(m.receipt, self.seconds)) for m in messages
-        ):
-            refused = self._hide_repeatedly(request)
-            gone.update(request[place][0] for place in refused)
+        requests = BatchRequests(self)
+        extended = ((m.receipt, Hidden(m.receipt, self.seconds)) for m in messages)
+        gone = requests.send_alone(self.hide, extended)
         if self.clock.now().timestamp() >= at + (self._deadline or SHORTEST_DEADLINE):
             # An outage outlasted Pub/Sub's own deadline, and it accepts an old id without a word.
             gone = {received.receipt for received in messages}
         if not gone:
             return Answer(at, messages)
         kept, behind = _without(messages, gone)
-        for request in self.requests((receipt, Hidden(receipt, 0)) for receipt in behind):
-            self._hide_repeatedly(request)
+        requests.send_alone(self.hide, ((receipt, Hidden(receipt, 0)) for receipt in behind))
         log.warning(
             "Pub/Sub took back %d of %d messages as they came: they come again",
             len(gone),
@@ -146,65 +128,27 @@ class PubSubBroker(Broker[Client]):
         )
         return Answer(at, kept)
 
-    def _hide_repeatedly(self, request: list[Keyed]) -> Mapping[int, Refusal]:
-        entries = [entry for _, entry in request]
-        refused: Mapping[int, Refusal]
-        refused, _ = repeated(
-            lambda: self.hide(entries), self.retry_seconds, self.clock, ends=self.ends
-        )
-        return refused
-
-    def _compare_clocks(self, published: int) -> None:
-        """Logs a clock that is behind Pub/Sub's: leases end by the clocks of several machines."""
-        behind = published - self.clock.now().timestamp()
-        if behind > _SKEW and not self._warned_of_clock:
-            self._warned_of_clock = True
-            log.warning(
-                "this machine's clock is %.0f s or more behind Pub/Sub's: leases end by the clocks"
-                " of workers, so that one that differs settles too late or too early; set the"
-                " clock (NTP)",
-                behind,
-            )
-
-    def message(
-        self, received: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
-    ) -> Message:
-        """Makes the message, with Broadway's metadata under its names.
+    def read(self, received: Received) -> Contents:
+        """Reads a message, with Broadway's metadata under its names.
 
         ``deliveryAttempt`` is ``None`` without a dead-letter policy; ``publishTime`` is ISO 8601
         text, for metadata is JSON.
         """
         raw = received.raw
         message = raw.message
-        body, message_id, key = message.data, message.message_id, message.ordering_key
+        key = message.ordering_key
         attributes = dict(found) if (found := message.attributes) else {}
+        metadata = {
+            "attributes": attributes,
+            "deliveryAttempt": raw.delivery_attempt or None,
+            "messageId": message.message_id,
+            "orderingKey": key,
+            "publishTime": timestamp_of(message.publish_time),
+        }
         properties = _properties(attributes, key) if attributes or key else _NO_PROPERTIES
-        delivery = Delivery(payload=body, properties=properties)
-        return Message(
-            body,
-            metadata={
-                "attributes": attributes,
-                "deliveryAttempt": raw.delivery_attempt or None,
-                "messageId": message_id,
-                "orderingKey": key,
-                "publishTime": timestamp_of(message.publish_time),
-            },
-            acknowledger=AckRef(None, self.env.generation, delivery),
-            message_id=message_id,
-            attempt=attempt,
-            redelivered=redelivered or REQUEUED in attributes,
-            received_at=at,
-            position=position,
-            size=len(body),
-        )
+        return Contents(message.data, metadata, properties, REQUEUED in attributes)
 
     # -- settling ------------------------------------------------------------------------------
-
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        return self.client.remove(receipts)
-
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        return self.client.hide(entries)
 
     def dead_letter_target(self) -> DeadLetterTarget:
         return admin.dead_letter_target(self._producer, self.client)

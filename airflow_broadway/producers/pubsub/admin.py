@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.findings import Finding
@@ -31,9 +31,7 @@ from airflow_broadway.producers.pubsub import dead_letters
 from airflow_broadway.producers.pubsub.client import Client, open_metrics
 from airflow_broadway.producers.pubsub.errors import Denied, Missing, translated
 from airflow_broadway.producers.pubsub.limits import MAX_PUBLISH, MAX_PULL
-
-if TYPE_CHECKING:
-    from airflow_broadway.producers.pubsub.options import PubSubProducer
+from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
@@ -110,16 +108,14 @@ def _refusal(producer: PubSubProducer, settings: Any) -> str | None:
 
 def _kind_of(settings: Any) -> str | None:
     """Returns the kind of a subscription that is no pull subscription."""
-    if settings.push_config.push_endpoint:
-        return "push"
-    if settings.bigquery_config.table:
-        return "BigQuery"
-    if settings.cloud_storage_config.bucket:
-        return "Cloud Storage"
-    # Older clients do not know it.
-    if getattr(settings, "bigtable_config", None) and settings.bigtable_config.table:
-        return "Bigtable"
-    return None
+    kinds = {
+        "push": settings.push_config.push_endpoint,
+        "BigQuery": settings.bigquery_config.table,
+        "Cloud Storage": settings.cloud_storage_config.bucket,
+        # Older clients do not know it.
+        "Bigtable": getattr(getattr(settings, "bigtable_config", None), "table", ""),
+    }
+    return next((kind for kind, target in kinds.items() if target), None)
 
 
 def _warnings(producer: PubSubProducer, settings: Any) -> list[str]:

@@ -6,23 +6,21 @@ import logging
 import math
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
-from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
-from airflow_broadway.core.model.acks import AckRef
-from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
+    Contents,
     DeadLetterTarget,
-    Hidden,
     Received,
-    Refusal,
 )
 from airflow_broadway.producers.sqs import admin
 from airflow_broadway.producers.sqs.client import Queue, open_queue
@@ -39,11 +37,6 @@ from airflow_broadway.producers.sqs.dead_letters import (
 from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
 from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsProducer
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.dead_letters import DeadLetters
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.core.custody.protocol import QueueDepth
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +86,10 @@ class SqsBroker(Broker[Queue]):
     def place(self) -> str:
         return self._producer.place
 
-    @property
-    def name(self) -> str:
-        return self.client.name
-
     # -- receiving -----------------------------------------------------------------------------
 
     def check(self) -> list[Finding]:
-        findings = list(admin.check(self._producer, self.client, self.clock))
+        findings = list(admin.check(self._producer, self.client))
         if self._producer.visibility_timeout == 0:
             text = (
                 "visibility_timeout=0 hides a message from no consumer, so no run can hold it:"
@@ -169,26 +158,13 @@ class SqsBroker(Broker[Queue]):
     def explain_empty(self) -> None:
         admin.explain_empty(self._producer, self.client)
 
-    def message(
-        self, received: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
-    ) -> Message:
+    def read(self, received: Received) -> Contents:
         raw: Mapping[str, Any] = received.raw
         again = received_again(raw.get("MessageAttributes") or {})
         if again is not None:  # it was a dead letter
-            raw, redelivered = {**raw, "MessageAttributes": again}, True
+            raw = {**raw, "MessageAttributes": again}
         body = raw["Body"].encode("utf-8", "surrogatepass")
-        delivery = Delivery(payload=body, properties=properties_of(raw))
-        return Message(
-            body,
-            metadata=self.metadata(raw),
-            acknowledger=AckRef(None, self.env.generation, delivery),
-            message_id=raw["MessageId"],
-            attempt=attempt,
-            redelivered=redelivered,
-            received_at=at,
-            position=position,
-            size=len(body),
-        )
+        return Contents(body, self.metadata(raw), properties_of(raw), again is not None)
 
     def metadata(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns Broadway's metadata, with the attributes that the options name."""
@@ -215,12 +191,6 @@ class SqsBroker(Broker[Queue]):
         return self._own is None or any(_matches(name, pattern) for pattern in self._own)
 
     # -- settling ------------------------------------------------------------------------------
-
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        return self.client.remove(receipts)
-
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        return self.client.hide(entries)
 
     def dead_letter_target(self) -> DeadLetterTarget:
         return admin.dead_letter_target(self._producer, self.client)

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.findings import Finding
@@ -33,17 +33,12 @@ from airflow_broadway.producers.sqs.limits import (
     MAX_BODY,
     MAX_BODY_FORMERLY,
 )
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.clock import Clock
-    from airflow_broadway.producers.sqs.options import SqsProducer
+from airflow_broadway.producers.sqs.options import SqsProducer
 
 log = logging.getLogger(__name__)
 
 #: A release counts as a receive: below this, dead runs alone soon make dead letters.
 FEWEST_RECEIVES = 5
-#: Seconds by which this machine's clock may differ from SQS's before that is logged.
-SKEW = 60.0
 #: Seconds that a receive of dead letters waits, for SQS to query all of its servers.  An empty
 #: answer is the end.
 _WAIT_SECONDS = 1
@@ -77,8 +72,8 @@ _NO_DEAD_LETTER = (
 )
 
 
-def check(producer: SqsProducer, queue: Queue, clock: Clock) -> Iterator[Finding]:
-    """Checks the queue's redrive policy, the queue for dead letters, and the clock.
+def check(producer: SqsProducer, queue: Queue) -> Iterator[Finding]:
+    """Checks the queue's redrive policy, and the queue for dead letters.
 
     :raises ProducerError: If there is no such queue.
     """
@@ -91,7 +86,6 @@ def check(producer: SqsProducer, queue: Queue, clock: Clock) -> Iterator[Finding
             " checked, and its depth not shown",
         )
         return
-    yield from _compare_clocks(queue, clock)
     policy = _redrive_of(attributes)
     most = int(policy.get("maxReceiveCount") or 0)
     retries = "retry" in (producer.on_success, producer.on_failure)
@@ -107,20 +101,6 @@ def check(producer: SqsProducer, queue: Queue, clock: Clock) -> Iterator[Finding
         )
     if not policy and producer.dead_letter is None and producer.may_publish(Delivery()):
         yield Finding("error", _NO_DEAD_LETTER.format(queue.name))
-
-
-def _compare_clocks(queue: Queue, clock: Clock) -> Iterator[Finding]:
-    """Reports a clock that differs from SQS's: leases end by the clocks of several machines."""
-    if queue.answered_at is None:
-        return
-    ahead = (clock.now() - queue.answered_at).total_seconds()
-    if abs(ahead) > SKEW:
-        where = "ahead of" if ahead > 0 else "behind"
-        yield Finding(
-            "warning",
-            f"this machine's clock is {abs(ahead):.0f} s {where} SQS's: leases end by the clocks of"
-            " workers, so that one that differs settles too late or too early; set the clock (NTP)",
-        )
 
 
 def explain_empty(producer: SqsProducer, queue: Queue) -> None:

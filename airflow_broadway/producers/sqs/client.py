@@ -7,8 +7,6 @@ be used from several threads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -59,8 +57,6 @@ class Queue:
         self.name = shown or url.rpartition("/")[2] or url
         meta = client.meta
         self._where = f"in region {meta.region_name!r} at {meta.endpoint_url}"
-        #: When SQS answered the last request for attributes, by its own clock.
-        self.answered_at: datetime | None = None
 
     def receive(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Sends one ``ReceiveMessage``; returns its messages as boto3 gives them."""
@@ -87,7 +83,6 @@ class Queue:
         answer = self._request(
             "GetQueueAttributes", "get_queue_attributes", AttributeNames=list(names or ("All",))
         )
-        self.answered_at = _date_of(answer)
         return dict(answer.get("Attributes") or {})
 
     def other(self, place: str) -> Queue:
@@ -144,16 +139,6 @@ def _refusal(failed: dict[str, Any] | None) -> Refusal:
     # An entry that failed within SQS may have been carried out; one that it throttles is not.
     unclear = again and not throttled(code)
     return Refusal(code, text, gone=gone, again=again, unclear=unclear)
-
-
-def _date_of(answer: Mapping[str, Any]) -> datetime | None:
-    """Returns the server's own time, where the answer has it."""
-    headers = (answer.get("ResponseMetadata") or {}).get("HTTPHeaders") or {}
-    try:
-        found = parsedate_to_datetime(headers["date"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
 
 
 def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import ClassVar
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
+    Contents,
     DeadLetterTarget,
     Hidden,
     Received,
@@ -20,6 +19,14 @@ from airflow_broadway.producers.engine.port import (
 
 class Nothing:
     """A client that does nothing."""
+
+    name = "q"
+
+    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
+        return {}
+
+    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
+        return {}
 
     def close(self) -> None:
         pass
@@ -47,16 +54,8 @@ class EmptyBroker(Broker[Nothing]):
     def receive(self, count: int) -> Answer:
         return Answer(0.0, ())
 
-    def message(
-        self, received: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
-    ) -> Message:
+    def read(self, received: Received) -> Contents:
         raise AssertionError("no test of this adapter gets here")
-
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        return {}
-
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        return {}
 
     def dead_letter_target(self) -> DeadLetterTarget:
         raise AssertionError("no test of this adapter gets here")

@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -430,20 +429,6 @@ def test_a_token_that_is_not_given_is_said_without_the_servers_text(
 
 
 # ---------------------------------------------------------------------------------- clocks
-
-
-def test_a_clock_behind_pubsubs_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with place(tmp_path) as at:
-        at.put("a")
-        [held] = at.broker.subscriptions[at.name].left.values()
-        held.message.publish_time.FromDatetime(
-            (at.clock.now() + timedelta(seconds=300)).replace(tzinfo=None)
-        )
-        with caplog.at_level(logging.WARNING):
-            at.begin().take()
-        assert "300 s or more behind Pub/Sub's" in caplog.text
 
 
 # ---------------------------------------------------------------------------------- at the limits

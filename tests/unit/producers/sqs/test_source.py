@@ -6,8 +6,6 @@ import json
 import logging
 import threading
 import time
-from datetime import timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -507,26 +505,6 @@ def test_a_redrive_policy_that_ends_before_the_attempts_do_is_warned_about(
         with halves(fake=fake, on_failure=on_failure, retry=RetryPolicy(max_attempts=attempts)):
             pass
         assert ("before its 8 attempts are used up" in caplog.text) is warned
-
-
-@pytest.mark.parametrize(
-    ("ahead", "said"), [(90.0, "90 s ahead of"), (-90.0, "90 s behind"), (30.0, "")]
-)
-def test_a_clock_that_differs_from_the_servers_is_told(
-    ahead: float, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake = FakeSqs(ManualClock())
-    date = format_datetime(fake.clock.now() - timedelta(seconds=ahead), usegmt=True)
-    fake.answers(
-        "GetQueueAttributes",
-        {"Attributes": {}, "ResponseMetadata": {"HTTPHeaders": {"date": date}}},
-    )
-
-    with halves(fake=fake):
-        pass
-
-    assert ("clock is" in caplog.text) is bool(said)
-    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
