@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.model.options import override
-from airflow_broadway.producers.sqs import admin
+from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from airflow_broadway.testing.contract.redelivery import Redelivery
 from airflow_broadway.testing.harness import Harness, bodies, settlement_of
@@ -61,7 +61,7 @@ class TestSqs(SqsContract):
 @pytest.fixture
 def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """moto asks all of its servers at once."""
-    monkeypatch.setattr(admin, "_WAIT_SECONDS", 0)
+    monkeypatch.setattr(dead_letters, "_WAIT_SECONDS", 0)
 
 
 @pytest.mark.usefixtures("answers_at_once")

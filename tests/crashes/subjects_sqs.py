@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.producers.sqs import SqsProducer, admin
+from airflow_broadway.producers.sqs import SqsProducer, dead_letters
 from airflow_broadway.producers.sqs.client import boto_client
 from airflow_broadway.testing.crashes import Letter
 from airflow_broadway.testing.crashes.aws import Aws
@@ -87,7 +87,7 @@ def over_sqs(*, fifo: bool = False) -> Iterator[MakeSubject]:
         # What botocore reads of AWS's descriptions is read once, and the forks have it.
         env = ProducerEnv(pipeline="warm", generation="warm", index=0)
         boto_client(SqsProducer(queue_name="warm", conn_id=None, endpoint_url=server.url), env)
-        admin._WAIT_SECONDS = 0  # moto has one server to ask
+        dead_letters._WAIT_SECONDS = 0  # moto has one server to ask
         yield lambda pipeline, folder: made(pipeline, folder, server)
 
 

@@ -18,8 +18,8 @@ from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.pubsub.admin import PubSubDeadLetters
-from airflow_broadway.producers.sqs.admin import SqsDeadLetters
+from airflow_broadway.producers.pubsub.dead_letters import PubSubDeadLetters
+from airflow_broadway.producers.sqs.dead_letters import SqsDeadLetters
 from tests.faults.dags import killed_pipeline
 
 __all__ = ["AT_WORK", "HANDLED", "PIPELINES"]

@@ -21,7 +21,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.letters import RabbitDeadLetters
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.producers.sqs import admin as sqs_admin
+from airflow_broadway.producers.sqs import dead_letters as sqs_letters
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import MockKafka
 from tests.rabbitmq_place import Place
@@ -177,7 +177,7 @@ class Sqs:
 
 @pytest.fixture
 def sqs(monkeypatch: pytest.MonkeyPatch) -> Sqs:
-    monkeypatch.setattr(sqs_admin, "_WAIT_SECONDS", 0)
+    monkeypatch.setattr(sqs_letters, "_WAIT_SECONDS", 0)
     return Sqs(wanted_sqs())
 
 

@@ -9,12 +9,12 @@ import ipaddress
 import logging
 from urllib.parse import urlsplit
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.findings import Finding
+from airflow_broadway.core.custody.producer import Connection, Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.core.masking import redacted
-
-__all__ = ["check_lease", "connection_of", "is_loopback", "warn_of_plain_http"]
+from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,27 @@ def connection_of(
             f" type {types[0]!r}"
         )
     return found
+
+
+def findings_of_limit(
+    producer: Producer, limit: int, least: int, *, policy: str, counted: str, setting: str
+) -> list[Finding]:
+    """Warns of a broker that makes a message a dead letter itself, after few deliveries.
+
+    :param limit: The deliveries after which it does; 0: never.
+    :param least: What is enough where no attempts are retried: a release counts as a delivery.
+    :param policy: The policy, for people; ``counted``: its limit; ``setting``: its name.
+    """
+    retries = "retry" in (producer.on_success, producer.on_failure)
+    attempts = producer.retry.max_attempts if retries else 0
+    if not limit or limit >= max(least, attempts):
+        return []
+    early = f", before its {many(attempts, 'attempt')} are used up" if limit < attempts else ""
+    text = (
+        f"{policy} makes a message a dead letter after {counted}{early}: what a dead or stopped run"
+        f" releases counts as one too; set {setting} to {max(least, attempts)} or more"
+    )
+    return [Finding("warning", text)]
 
 
 def is_loopback(host: str) -> bool:

@@ -22,8 +22,6 @@ from typing import Final
 
 from airflow_broadway.producers.kit.state_files import StateFiles, day_of
 
-__all__ = ["Failures"]
-
 log = logging.getLogger(__name__)
 
 #: Days for which failures are kept, beyond those for which the broker may keep a message.

@@ -23,8 +23,6 @@ from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest
 
-__all__ = ["GenerationLog", "Settled", "forget_ended"]
-
 _SETTLED, _BEGUN = "settled.json", "begun.json"
 
 

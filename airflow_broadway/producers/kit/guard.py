@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.text import cut
 
-__all__ = ["MessageGuard"]
-
 log = logging.getLogger(__name__)
 
 #: Bytes of a reason that are reported.

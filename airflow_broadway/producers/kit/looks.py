@@ -10,8 +10,6 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.state_files import StateFiles, digest, state_files
 
-__all__ = ["RESERVE", "LookCount"]
-
 #: Deliveries below the limit that no look uses: for other clients, and for looks at the same time.
 RESERVE = 2
 

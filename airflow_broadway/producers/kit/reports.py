@@ -10,8 +10,6 @@ from airflow_broadway.core.custody.protocol import Lease, Settlement
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 
-__all__ = ["about_set_aside", "beyond", "report_of"]
-
 
 def report_of(
     actions: Mapping[Action, int] | Iterable[Action],

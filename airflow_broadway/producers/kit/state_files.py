@@ -22,8 +22,6 @@ from airflow_broadway.core.formats.files import (
     replace_file,
 )
 
-__all__ = ["Damaged", "MemoryFiles", "StateFiles", "day_of", "digest", "instant_of", "state_files"]
-
 
 class Damaged(StagingError):
     """A file is there, and is not what this package writes: cut off, or a stranger's."""

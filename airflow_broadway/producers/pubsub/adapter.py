@@ -15,14 +15,17 @@ import json
 import logging
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
@@ -32,26 +35,36 @@ from airflow_broadway.producers.engine.port import (
     Keyed,
     Received,
 )
+from airflow_broadway.producers.engine.receipts import ReceiptsFolder
 from airflow_broadway.producers.engine.requests import BatchRequests
-from airflow_broadway.producers.pubsub import admin
-from airflow_broadway.producers.pubsub.client import Client, open_client
-from airflow_broadway.producers.pubsub.dead_letters import timestamp_of
-from airflow_broadway.producers.pubsub.errors import Expired
-from airflow_broadway.producers.pubsub.limits import (
-    KEPT_DAYS,
-    LONGEST_DEADLINE,
-    MAX_IDS,
-    MAX_REQUEST,
-    REQUEUED,
-    SHORTEST_DEADLINE,
+from airflow_broadway.producers.kit.checks import findings_of_limit
+from airflow_broadway.producers.pubsub import limits
+from airflow_broadway.producers.pubsub.client import Client, open_client, open_metrics
+from airflow_broadway.producers.pubsub.dead_letters import (
+    DELETED,
+    PubSubDeadLetters,
+    letter,
+    publisher_of,
+    timestamp_of,
 )
+from airflow_broadway.producers.pubsub.errors import Denied, Expired, Missing, translated
 from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
+#: A release counts as a delivery: below this, dead runs alone soon make dead letters.
+FEWEST_DELIVERIES: Final = 10
+_UNDELIVERED: Final = "num_undelivered_messages"
+_OLDEST: Final = "oldest_unacked_message_age"
+#: Values are a minute apart, and come up to three minutes late.
+_LOOK_BACK: Final = timedelta(minutes=10)
+_NO_DEAD_LETTER: Final = (
+    "there is no topic for dead letters: give the producer dead_letter=…, or the subscription {!r}"
+    " a dead-letter policy; until then such messages come back"
+)
 #: Bytes of ids in a request: it has the subscription's name and two lengths beside them, and four
 #: bytes with each, at most.
-_MOST_BYTES: Final = MAX_REQUEST - 1024 - 4 * MAX_IDS
+_MOST_BYTES: Final = limits.MAX_REQUEST - 1024 - 4 * limits.MAX_IDS
 _NO_PROPERTIES: Final = "{}"
 
 
@@ -63,9 +76,9 @@ class PubSubBroker(Broker[Client]):
     native_attempts: ClassVar[bool] = False
     ordered_groups: ClassVar[bool] = True
     removes_once: ClassVar[bool] = True
-    max_hide: ClassVar[int] = LONGEST_DEADLINE
-    max_batch: ClassVar[int] = MAX_IDS
-    kept_days: ClassVar[int] = KEPT_DAYS
+    max_hide: ClassVar[int] = limits.LONGEST_DEADLINE
+    max_batch: ClassVar[int] = limits.MAX_IDS
+    kept_days: ClassVar[int] = limits.KEPT_DAYS
     ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
 
     def __init__(self, producer: PubSubProducer, env: ProducerEnv) -> None:
@@ -88,8 +101,86 @@ class PubSubBroker(Broker[Client]):
     # -- receiving -----------------------------------------------------------------------------
 
     def check(self) -> list[Finding]:
-        findings, self._deadline = admin.check(self._producer, self.client)
-        return findings
+        producer, client = self._producer, self.client
+        try:
+            settings = client.settings()
+        except Denied:
+            text = (
+                f"pubsub.subscriptions.get is not allowed on {client.name!r}: its kind and its"
+                " policies cannot be checked, and each pull extends its messages' deadlines"
+            )
+            return [Finding("note", text)]
+        self._deadline = int(settings.ack_deadline_seconds)
+        refusal = self._refusal(settings)
+        if refusal is None and producer.dead_letter and producer.may_publish(Delivery()):
+            try:
+                client.has_topic(client.topic(producer.dead_letter))
+            except Denied:  # the least roles may publish, and not look
+                pass
+            except Missing as error:
+                refusal = str(error)
+        findings = [Finding("error", refusal)] if refusal else []
+        return findings + self._warnings(settings)
+
+    def _refusal(self, settings: Any) -> str | None:
+        """Returns why no run can pull from the subscription, or settle; ``None``: it can."""
+        producer, name = self._producer, settings.name
+        if settings.detached:
+            return (
+                f"the subscription {name!r} is detached from its topic, and holds nothing any more:"
+                " create another one"
+            )
+        kind = _kind_of(settings)
+        if kind is not None:
+            return (
+                f"{name!r} is a {kind} subscription: Pub/Sub delivers its messages itself, and none"
+                " can be pulled; create a pull subscription beside it"
+            )
+        if settings.enable_message_ordering and not producer.message_ordering:
+            return (
+                f"the subscription {name!r} delivers in order (enable_message_ordering), where one"
+                " that comes again brings those behind it again: give the producer"
+                " message_ordering=True"
+            )
+        if producer.message_ordering and not settings.enable_message_ordering:
+            return (
+                f"message_ordering=True needs a subscription that delivers in order, and {name!r}"
+                " does not: create one with enable_message_ordering, which cannot be changed later"
+            )
+        has_policy = bool(settings.dead_letter_policy.dead_letter_topic)
+        if not has_policy and producer.dead_letter is None and producer.may_publish(Delivery()):
+            return _NO_DEAD_LETTER.format(name)
+        return None
+
+    def _warnings(self, settings: Any) -> list[Finding]:
+        """Returns warnings about a subscription that runs can pull from."""
+        producer, name = self._producer, settings.name
+        warnings = []
+        if settings.topic == DELETED:
+            text = (
+                f"the topic of the subscription {name!r} was deleted: what is left is drained, and"
+                " nothing new comes"
+            )
+            warnings.append(Finding("warning", text))
+        limit = int(settings.dead_letter_policy.max_delivery_attempts)
+        warnings += findings_of_limit(
+            producer,
+            limit,
+            FEWEST_DELIVERIES,
+            policy=f"the dead-letter policy of {name!r}",
+            counted=many(limit, "delivery", "deliveries"),
+            setting="max_delivery_attempts",
+        )
+        least = settings.retry_policy.minimum_backoff
+        retries = "retry" in (producer.on_success, producer.on_failure)
+        if retries and least and least.total_seconds() > producer.retry.backoff:
+            text = (
+                f"the retry policy of {name!r} puts off what comes again by"
+                f" {least.total_seconds():g} s at least, beyond the delays of the producer's retry"
+                f" (backoff {producer.retry.backoff:g} s)"
+            )
+            warnings.append(Finding("warning", text))
+        return warnings
 
     def receive(self, count: int) -> Answer:
         at = self.clock.now().timestamp()
@@ -114,7 +205,7 @@ class PubSubBroker(Broker[Client]):
         requests = BatchRequests(self)
         extended = ((m.receipt, Hidden(m.receipt, self.seconds)) for m in messages)
         gone = requests.send_alone(self.hide, extended)
-        if self.clock.now().timestamp() >= at + (self._deadline or SHORTEST_DEADLINE):
+        if self.clock.now().timestamp() >= at + (self._deadline or limits.SHORTEST_DEADLINE):
             # An outage outlasted Pub/Sub's own deadline, and it accepts an old id without a word.
             gone = {received.receipt for received in messages}
         if not gone:
@@ -146,12 +237,25 @@ class PubSubBroker(Broker[Client]):
             "publishTime": timestamp_of(message.publish_time),
         }
         properties = _properties(attributes, key) if attributes or key else _NO_PROPERTIES
-        return Contents(message.data, metadata, properties, REQUEUED in attributes)
+        return Contents(message.data, metadata, properties, limits.REQUEUED in attributes)
 
     # -- settling ------------------------------------------------------------------------------
 
     def dead_letter_target(self) -> DeadLetterTarget:
-        return admin.dead_letter_target(self._producer, self.client)
+        publisher = publisher_of(self.client, self._dead_letter_topic())
+        return DeadLetterTarget(publisher, partial(letter, subscription=self.name))
+
+    def _dead_letter_topic(self) -> str:
+        """Returns the topic for dead letters: the option's, else that of the dead-letter policy.
+
+        :raises ProducerError: If there is none, or it may not be asked for.
+        """
+        if self._producer.dead_letter is not None:
+            return self.client.topic(self._producer.dead_letter)
+        topic = self.client.settings().dead_letter_policy.dead_letter_topic
+        if not topic:
+            raise ProducerError(_NO_DEAD_LETTER.format(self.name))
+        return str(topic)
 
     def requests(self, entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
         """Divides entries into requests of one deadline, at most 2,500 ids and 512 KiB each."""
@@ -169,11 +273,102 @@ class PubSubBroker(Broker[Client]):
     # -- looking -------------------------------------------------------------------------------
 
     def depth(self) -> QueueDepth | None:
-        return admin.depth(self._producer, self)
+        """Returns how full the subscription is, by Cloud Monitoring; ``None``: that is not known.
+
+        Messages that wait for a retry's delay count as ready.  Those that runs hold are known from
+        their receipts.  Dead letters are messages of another topic, and are not counted.
+        """
+        client, now = self.client, self.clock.now()
+        metrics = open_metrics(self._producer, self.env)
+        if metrics is None:
+            return None
+        try:
+            # Both are of all that is not acknowledged, held or not.
+            waiting = _newest(metrics, client, _UNDELIVERED, now)
+            oldest = _newest(metrics, client, _OLDEST, now)
+        except Exception as error:
+            why = translated(error, "ListTimeSeries", client.name, "monitoring.googleapis.com")
+            log.info("The depth of %r is not known: %s", client.name, why)
+            return None
+        finally:
+            metrics.transport.close()
+        if waiting is None or oldest is None:
+            log.info(
+                "The depth of %r is not known: Cloud Monitoring has no new value.", client.name
+            )
+            return None
+        leased = ReceiptsFolder(self).count_held(self.env.generation)
+        ready = max(0, waiting - leased)
+        return QueueDepth(ready, 0, leased, 0, float(oldest) if ready else None)
 
     def dead_letters(self, place: str | None) -> DeadLetters:
-        dead = admin.letters_subscription(self._producer, self.client, place)
-        return admin.PubSubDeadLetters(self, self.client, dead, self._producer.receive_timeout)
+        wait = self._producer.receive_timeout
+        return PubSubDeadLetters(self, self.client, self._letters(place), wait)
+
+    def _letters(self, place: str | None) -> Client:
+        """Opens the subscription of dead letters: ``place``, else the option's, else that of the
+        topic's id.
+
+        :raises ProducerError: If there is none, or it cannot be the one.
+        """
+        named = place or self._producer.dead_letter_subscription
+        if named is None:
+            named = self._dead_letter_topic().replace("/topics/", "/subscriptions/")
+        found = self.client.other(named)
+        if found.name == self.name:
+            raise ProducerError(
+                f"{self.name!r} is what the pipeline drains: dead letters need a subscription of"
+                " their own, on their topic"
+            )
+        try:
+            settings = found.settings()
+        except Denied:  # the least roles may pull, and not look
+            return found
+        except Missing as error:
+            raise ProducerError(
+                f"{error}; dead letters are read from a pull subscription of their topic: make one"
+                " of this id, or name yours by dead_letter_subscription or --place"
+            ) from error
+        kind = "detached" if settings.detached else _kind_of(settings)
+        if kind is not None:
+            raise ProducerError(
+                f"{found.name!r} is a {kind} subscription, from which nothing can be pulled: dead"
+                " letters need a pull subscription of their topic"
+            )
+        return found
+
+
+def _kind_of(settings: Any) -> str | None:
+    """Returns the kind of a subscription that is no pull subscription."""
+    kinds = {
+        "push": settings.push_config.push_endpoint,
+        "BigQuery": settings.bigquery_config.table,
+        "Cloud Storage": settings.cloud_storage_config.bucket,
+        # Older clients do not know it.
+        "Bigtable": getattr(getattr(settings, "bigtable_config", None), "table", ""),
+    }
+    return next((kind for kind, target in kinds.items() if target), None)
+
+
+def _newest(metrics: Any, client: Client, metric: str, now: datetime) -> int | None:
+    """Returns the newest value of a metric of a subscription; ``None``: there is none.
+
+    :param metrics: A ``MetricServiceClient``.
+    """
+    _, project, _, name = client.name.split("/")
+    series = metrics.list_time_series(
+        request={
+            "name": f"projects/{project}",
+            "filter": f'metric.type = "pubsub.googleapis.com/subscription/{metric}"'
+            f' AND resource.labels.subscription_id = "{name}"',
+            "interval": {"start_time": now - _LOOK_BACK, "end_time": now},
+        },
+        retry=None,
+        timeout=client.timeout,
+    )
+    points = [point for each in series for point in each.points]
+    newest = max(points, key=lambda point: point.interval.end_time, default=None)
+    return None if newest is None else int(newest.value.int64_value)
 
 
 def _cut(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
@@ -182,7 +377,7 @@ def _cut(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
     before = [0, *accumulate(map(len, map(str.encode, ids)))]
     start = 0
     while start < len(entries):
-        most = min(start + MAX_IDS, len(entries))
+        most = min(start + limits.MAX_IDS, len(entries))
         end = bisect_right(before, before[start] + _MOST_BYTES, start, most + 1) - 1
         end = max(end, start + 1)
         yield entries[start:end]

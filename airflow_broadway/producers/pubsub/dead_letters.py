@@ -1,4 +1,4 @@
-"""Dead letters: the body as it came, and why, in attributes that fit Pub/Sub's limits.
+"""Serves dead letters: the body as it came, and why, in attributes that fit Pub/Sub's limits.
 
 ``broadway_reason``, ``broadway_stage``, ``broadway_attempt``, ``broadway_message_id`` and
 ``broadway_subscription`` stand beside the message's own attributes.  A message may have 100, and
@@ -13,17 +13,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
-from airflow_broadway.producers.engine.letters import attempt_of
+from airflow_broadway.producers.engine.letters import EngineDeadLetters, attempt_of
+from airflow_broadway.producers.engine.port import Broker, Hidden, Publisher, Received
+from airflow_broadway.producers.pubsub.client import Client
+from airflow_broadway.producers.pubsub.errors import Denied
 from airflow_broadway.producers.pubsub.limits import (
     MAX_ATTRIBUTES,
     MAX_MESSAGE,
+    MAX_PUBLISH,
+    MAX_PULL,
     MAX_VALUE,
     REQUEUED,
 )
@@ -39,6 +44,8 @@ _OURS: Final = (
 )
 #: What a letter has that Pub/Sub's own policy has set aside.
 _GOOGLES: Final = "CloudPubSubDeadLetterSource"
+#: What stands for a topic that was deleted.
+DELETED: Final = "_deleted-topic_"
 #: Bytes that a request has beside its messages, and a message and an attribute beside theirs.
 _BESIDE, _EACH = 1024, 16
 #: Bytes of the messages of a request.
@@ -170,3 +177,64 @@ def timestamp_of(stamp: Any) -> str | None:
 @lru_cache(maxsize=64)
 def _second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+# -- the place -------------------------------------------------------------------------------------
+
+
+def publisher_of(client: Client, topic: str) -> Publisher:
+    """Publishes messages to a topic."""
+    return Publisher(
+        partial(client.publish, topic),
+        "Publish",
+        size_of,
+        MAX_PUBLISH,
+        ROOM,
+    )
+
+
+class PubSubDeadLetters(EngineDeadLetters):
+    """The letters that one subscription shows.
+
+    :param client: The subscription that the pipeline drains.
+    :param dead: The subscription of the topic for dead letters.
+    :param wait: Seconds that a pull waits: one that finds nothing is the end.
+    """
+
+    def __init__(self, source: Broker[Any], client: Client, dead: Client, wait: float) -> None:
+        super().__init__(source, dead, f"subscription {dead.name!r}")
+        self._client = client
+        self._dead = dead
+        self._wait = wait
+
+    def fetch(self) -> list[Received]:
+        while found := self._dead.pull(MAX_PULL, self._wait):
+            received = [
+                Received(raw.message.message_id, raw.ack_id, raw, raw.delivery_attempt)
+                for raw in found
+            ]
+            hidden = ((each.key, Hidden(each.receipt, self.hidden_seconds)) for each in received)
+            gone = self.requests.send(self._dead.hide, hidden)
+            if kept := [each for each in received if each.key not in gone]:
+                return kept
+        return []
+
+    def limit(self) -> tuple[int | None, str]:
+        try:
+            policy = self._dead.settings().dead_letter_policy
+        except Denied:  # what Pub/Sub then moves goes to yet another topic, and is not deleted
+            return None, "max_delivery_attempts"
+        limit = int(policy.max_delivery_attempts) if policy.dead_letter_topic else None
+        return limit, "max_delivery_attempts"
+
+    def publisher(self, name: str) -> Publisher:
+        topic = str(self._client.other(name).settings().topic)
+        if topic == DELETED:
+            raise ProducerError(f"the topic of the subscription {name!r} was deleted")
+        return publisher_of(self._client, topic)
+
+    def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
+        return sent_back(received.raw.message, letter.original_id)
+
+    def letter(self, received: Received) -> DeadLetter:
+        return letter_of(received.raw.message, self._client.name)

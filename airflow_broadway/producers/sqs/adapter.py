@@ -8,13 +8,15 @@ import uuid
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
@@ -22,20 +24,23 @@ from airflow_broadway.producers.engine.port import (
     DeadLetterTarget,
     Received,
 )
-from airflow_broadway.producers.sqs import admin
-from airflow_broadway.producers.sqs.client import Queue, open_queue
+from airflow_broadway.producers.kit.checks import findings_of_limit
+from airflow_broadway.producers.sqs import limits
+from airflow_broadway.producers.sqs.client import Queue, count_of, open_queue, redrive_of
 from airflow_broadway.producers.sqs.dead_letters import (
+    SqsDeadLetters,
     as_text,
     group_of,
+    letter,
     number_of,
     properties_of,
+    publisher_of,
     received_again,
     receives_of,
     system_of,
     value_of,
 )
-from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
-from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
+from airflow_broadway.producers.sqs.errors import Denied, Expired, InFlightLimit
 from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsProducer
 
 log = logging.getLogger(__name__)
@@ -47,6 +52,12 @@ _NUMBERS: Final = frozenset(
 #: System attributes that custody itself needs of each message.
 _NEEDED: Final = ("ApproximateReceiveCount", "AWSTraceHeader")
 _NEEDED_FIFO: Final = (*_NEEDED, "MessageGroupId", "MessageDeduplicationId", "SequenceNumber")
+#: A release counts as a receive: below this, dead runs alone soon make dead letters.
+FEWEST_RECEIVES: Final = 5
+_NO_DEAD_LETTER: Final = (
+    "there is no queue for dead letters: give the producer dead_letter=…, or the queue {!r} a"
+    " redrive policy; until then such messages come back"
+)
 #: The fields without which a message cannot be held.
 _KEYS: Final = ("MessageId", "ReceiptHandle")
 
@@ -56,9 +67,9 @@ class SqsBroker(Broker[Queue]):
 
     service: ClassVar[str] = "SQS"
     queue_word: ClassVar[str] = "SQS queue"
-    max_hide: ClassVar[int] = LONGEST_VISIBILITY
-    max_hold: ClassVar[int | None] = LONGEST_VISIBILITY
-    max_batch: ClassVar[int] = MAX_BATCH
+    max_hide: ClassVar[int] = limits.LONGEST_VISIBILITY
+    max_hold: ClassVar[int | None] = limits.LONGEST_VISIBILITY
+    max_batch: ClassVar[int] = limits.MAX_BATCH
     kept_days: ClassVar[int] = 14
     full: ClassVar[tuple[type[ProducerError], ...]] = (InFlightLimit,)
     ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
@@ -89,13 +100,33 @@ class SqsBroker(Broker[Queue]):
     # -- receiving -----------------------------------------------------------------------------
 
     def check(self) -> list[Finding]:
-        findings = list(admin.check(self._producer, self.client))
-        if self._producer.visibility_timeout == 0:
+        producer, queue = self._producer, self.client
+        findings = []
+        if producer.visibility_timeout == 0:
             text = (
                 "visibility_timeout=0 hides a message from no consumer, so no run can hold it:"
                 " leave it out, or set it to the seconds of a lease"
             )
-            findings.insert(0, Finding("error", text))
+            findings.append(Finding("error", text))
+        try:
+            policy = redrive_of(queue.attributes("All"))
+        except Denied:
+            text = (
+                f"GetQueueAttributes is not allowed on {queue.name!r}: its redrive policy cannot be"
+                " checked, and its depth not shown"
+            )
+            return [*findings, Finding("note", text)]
+        limit = int(policy.get("maxReceiveCount") or 0)
+        findings += findings_of_limit(
+            producer,
+            limit,
+            FEWEST_RECEIVES,
+            policy=f"the redrive policy of {queue.name!r}",
+            counted=many(limit, "receive"),
+            setting="maxReceiveCount",
+        )
+        if not policy and producer.dead_letter is None and producer.may_publish(Delivery()):
+            findings.append(Finding("error", _NO_DEAD_LETTER.format(queue.name)))
         return findings
 
     def receive(self, count: int) -> Answer:
@@ -156,7 +187,36 @@ class SqsBroker(Broker[Queue]):
         return not missing
 
     def explain_empty(self) -> None:
-        admin.explain_empty(self._producer, self.client)
+        """Logs why a receive was empty though the queue is not.
+
+        With long polling, and of FIFO queues, SQS does not say that a queue has as many messages in
+        flight as it may have: it looks empty.
+        """
+        queue = self.client
+        try:
+            attributes = queue.attributes("All")
+        except BroadwayError:  # may be denied, and nothing depends on it
+            return
+        visible, hidden = count_of(attributes), count_of(attributes, "NotVisible")
+        if not visible:
+            return
+        if hidden >= limits.IN_FLIGHT:
+            log.error(
+                "the SQS queue %r looks empty because it has as many messages in flight as it may"
+                " have (about %d of %d): about %d more wait until runs settle what they hold",
+                queue.name,
+                hidden,
+                limits.IN_FLIGHT,
+                visible,
+            )
+        elif self._producer.fifo and hidden:
+            log.warning(
+                "about %s of the FIFO queue %r waiting behind about %d in flight of the same"
+                " groups, to come when these are settled",
+                many(visible, "message"),
+                queue.name,
+                hidden,
+            )
 
     def read(self, received: Received) -> Contents:
         raw: Mapping[str, Any] = received.raw
@@ -193,23 +253,61 @@ class SqsBroker(Broker[Queue]):
     # -- settling ------------------------------------------------------------------------------
 
     def dead_letter_target(self) -> DeadLetterTarget:
-        return admin.dead_letter_target(self._producer, self.client)
+        target = self._dead_letter_queue()
+        try:
+            most = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
+        except BroadwayError:  # may be denied, and is not needed
+            most = None
+        make = partial(
+            letter,
+            queue=self.name,
+            fifo=target.url.endswith(".fifo"),
+            max_bytes=int(most or limits.MAX_BODY),
+        )
+        return DeadLetterTarget(publisher_of(target), make)
+
+    def _dead_letter_queue(self) -> Queue:
+        """Opens the queue for dead letters: the option's, else that of the redrive policy.
+
+        :raises ProducerError: If there is none, or it may not be asked for.
+        """
+        place = self._producer.dead_letter or redrive_of(
+            self.client.attributes("RedrivePolicy")
+        ).get("deadLetterTargetArn")
+        if not place:
+            raise ProducerError(_NO_DEAD_LETTER.format(self.name))
+        return self.client.other(str(place))
 
     # -- looking -------------------------------------------------------------------------------
 
     def depth(self) -> QueueDepth | None:
-        return admin.depth(self._producer, self.client)
+        """Returns how full the queue is, about; ``None`` if that is denied."""
+        try:
+            attributes = self.client.attributes("All")
+        except Denied as error:
+            log.info("The depth of %r is not known: %s", self.name, error)
+            return None
+        try:
+            letters = self._dead_letter_queue().attributes("All")
+        except BroadwayError:  # none, or denied
+            letters = {}
+        return QueueDepth(
+            ready=count_of(attributes),
+            delayed=count_of(attributes, "Delayed"),
+            leased=count_of(attributes, "NotVisible"),
+            dead=count_of(letters),
+            oldest_age=None,
+        )
 
     def dead_letters(self, place: str | None) -> DeadLetters:
-        dead = self.client.other(place) if place else None
-        dead = dead or admin.dead_letter_queue(self._producer, self.client)
-        return admin.SqsDeadLetters(self, self.client, dead)
+        dead = self.client.other(place) if place else self._dead_letter_queue()
+        return SqsDeadLetters(self, self.client, dead)
 
 
 def options_of_receive(producer: SqsProducer, demand: int) -> dict[str, Any]:
     """Returns the options as one receive has them: an unset one is left out, 0 is not."""
     options = {
-        "max_number_of_messages": min(demand, producer.max_number_of_messages, MAX_BATCH),
+        "max_number_of_messages": min(demand, producer.max_number_of_messages, limits.MAX_BATCH),
         "wait_time_seconds": producer.wait_time_seconds,
         "visibility_timeout": producer.visibility_timeout,
         "attribute_names": producer.attribute_names,

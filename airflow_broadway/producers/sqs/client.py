@@ -6,6 +6,7 @@ be used from several threads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -139,6 +140,20 @@ def _refusal(failed: dict[str, Any] | None) -> Refusal:
     # An entry that failed within SQS may have been carried out; one that it throttles is not.
     unclear = again and not throttled(code)
     return Refusal(code, text, gone=gone, again=again, unclear=unclear)
+
+
+def redrive_of(attributes: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the redrive policy of a queue with these attributes; empty if there is none."""
+    try:
+        policy = json.loads(attributes.get("RedrivePolicy") or "{}")
+    except ValueError:
+        return {}
+    return policy if isinstance(policy, dict) else {}
+
+
+def count_of(attributes: Mapping[str, str], which: str = "") -> int:
+    """Returns how many messages of one kind are in a queue with these attributes, about."""
+    return int(attributes.get(f"ApproximateNumberOfMessages{which}", 0))
 
 
 def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:

@@ -1,4 +1,4 @@
-"""Reads SQS messages, and formats dead letters: the body as it came, and the reason in message
+"""Reads SQS messages, and serves dead letters: the body as it came, and the reason in message
 attributes that fit SQS's limits.
 
 ``broadway_reason``, ``broadway_stage``, ``broadway_attempt``, ``broadway_message_id`` and
@@ -22,8 +22,18 @@ from typing import Any, Final
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
-from airflow_broadway.producers.engine.letters import attempt_of
-from airflow_broadway.producers.sqs.limits import MAX_ATTRIBUTES, MAX_BODY, REQUEUED, unsendable
+from airflow_broadway.producers.engine.letters import EngineDeadLetters, attempt_of
+from airflow_broadway.producers.engine.port import Broker, Publisher, Received
+from airflow_broadway.producers.sqs.client import Queue, count_of, redrive_of
+from airflow_broadway.producers.sqs.errors import Denied
+from airflow_broadway.producers.sqs.limits import (
+    MAX_ATTRIBUTES,
+    MAX_BATCH,
+    MAX_BODY,
+    MAX_BODY_FORMERLY,
+    REQUEUED,
+    unsendable,
+)
 
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
@@ -33,6 +43,9 @@ _OURS: Final = frozenset(
 _PACKED: Final = "broadway"
 #: What boto3 takes of an attribute.
 _ATTRIBUTE: Final = ("DataType", "StringValue", "BinaryValue")
+#: Seconds that a receive of dead letters waits, for SQS to query all of its servers.  An empty
+#: answer is the end.
+_WAIT_SECONDS = 1
 #: Bytes of the reason where the message has no room for more.
 _SHORT: Final = 64
 
@@ -306,3 +319,59 @@ def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict) or not {"message_id", "requeued"} & value.keys():
         return {}
     return value
+
+
+# -- the place -------------------------------------------------------------------------------------
+
+
+def publisher_of(queue: Queue) -> Publisher:
+    """Sends messages to a queue."""
+    return Publisher(queue.send, "SendMessage", size_of, MAX_BATCH, MAX_BODY_FORMERLY)
+
+
+class SqsDeadLetters(EngineDeadLetters):
+    """The letters in one queue.
+
+    :param queue: The queue that the pipeline drains.
+    :param dead: The queue for dead letters.
+    """
+
+    def __init__(self, source: Broker[Any], queue: Queue, dead: Queue) -> None:
+        super().__init__(source, dead, f"queue {dead.name!r}")
+        self._queue = queue
+        self._dead = dead
+
+    def count(self) -> int:
+        """Counts about, as SQS does, with letters that are hidden while they are listed."""
+        attributes = self._dead.attributes("All")
+        return sum(count_of(attributes, which) for which in ("", "NotVisible", "Delayed"))
+
+    def fetch(self) -> list[Received]:
+        request = {
+            "MaxNumberOfMessages": MAX_BATCH,
+            "VisibilityTimeout": self.hidden_seconds,
+            "WaitTimeSeconds": _WAIT_SECONDS,
+            "MessageSystemAttributeNames": ["All"],
+            "MessageAttributeNames": ["All"],
+        }
+        return [
+            Received(raw["MessageId"], raw["ReceiptHandle"], raw, receives_of(raw))
+            for raw in self._dead.receive(request)
+        ]
+
+    def limit(self) -> tuple[int | None, str]:
+        try:
+            policy = redrive_of(self._dead.attributes("RedrivePolicy"))
+        except Denied:  # what SQS then moves goes to yet another queue, and is not deleted
+            policy = {}
+        return int(policy.get("maxReceiveCount") or 0) or None, "maxReceiveCount"
+
+    def publisher(self, name: str) -> Publisher:
+        return publisher_of(self._queue if name == self._queue.name else self._queue.other(name))
+
+    def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
+        fifo = to.endswith(".fifo")
+        return sent_back(received.raw, letter.original_id, fifo=fifo)
+
+    def letter(self, received: Received) -> DeadLetter:
+        return letter_of(received.raw, self._queue.name)

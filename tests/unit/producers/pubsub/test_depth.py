@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.producers.pubsub import admin
+from airflow_broadway.producers.pubsub import adapter
 from airflow_broadway.testing import ManualClock
 from tests.pubsub_stub.monitoring import Monitoring
 from tests.unit.producers.pubsub.kit import place
@@ -17,7 +17,7 @@ from tests.unit.producers.pubsub.kit import place
 def monitoring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitoring]:
     with Monitoring(ManualClock()) as made:
         # An emulator has no Cloud Monitoring beside it; this one has.
-        monkeypatch.setattr(admin, "open_metrics", made.client)
+        monkeypatch.setattr(adapter, "open_metrics", made.client)
         yield made
 
 

@@ -534,10 +534,10 @@ def test_what_cannot_be_read_and_comes_again_goes_back_by_its_newest_receipt(
         at.put("a")
         run = at.begin()
 
-        def unreadable(each: Any, **named: Any) -> Message:
+        def unreadable(received: Any) -> None:
             raise ValueError("unreadable")
 
-        monkeypatch.setattr(run.source._broker, "message", unreadable)
+        monkeypatch.setattr(run.source._broker, "read", unreadable)
         assert run.take() == []  # put aside, for the end of the run
         at.clock.advance(601.0)
         assert run.take_more() == []  # delivered again, since its lease was over

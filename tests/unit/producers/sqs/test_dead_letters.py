@@ -10,11 +10,11 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Verdict
-from airflow_broadway.producers.sqs.admin import publisher_of
 from airflow_broadway.producers.sqs.client import Queue
 from airflow_broadway.producers.sqs.dead_letters import (
     letter,
     letter_of,
+    publisher_of,
     received_again,
     sent_back,
     size_of,
