@@ -2,6 +2,6 @@
 
 An adapter implements ``port.Broker`` and nothing else; ``docs/producers.md`` explains it.
 ``source`` receives over ``polls``.  ``custodian`` and ``settlement`` settle over ``requests``.
-``receipts`` records what a generation holds, ``earlier`` reads what others held before, and
-``letters`` serves dead letters.
+``receipts`` records what a generation holds and reads what others held before; ``letters`` serves
+dead letters.
 """

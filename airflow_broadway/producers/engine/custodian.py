@@ -16,7 +16,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.producers.engine.port import Broker, Hidden
 from airflow_broadway.producers.engine.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.engine.requests import BatchRequests
-from airflow_broadway.producers.engine.settlement import EngineSettlement, Work, work_of
+from airflow_broadway.producers.engine.settlement import EngineSettlement, plan_for
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
@@ -169,21 +169,20 @@ class EngineCustodian:
         self, lease: Lease, receipts: Receipts, settlement: Settlement
     ) -> tuple[SettleReport, Mapping[str, Action]]:
         """Returns the report, and the action of each message that was not settled immediately."""
-        work = work_of(receipts, lease, settlement)
-        lapsed = SettleReport(lapsed=work.lapsed, errors=work.errors)
+        plan, lapsed = plan_for(receipts, lease, settlement)
         if not receipts.handles:
             # It never received, or another process did and recorded nothing.
             return lapsed, {}
         if self._now() >= self._until(lease, receipts):
-            self._note_delivered(work.verdicts)
+            self._note_delivered(plan.verdicts)
             report = report_of(
                 receipts.done.values(),
-                lapsed=len(work.verdicts) - len(receipts.done),
+                lapsed=len(plan.verdicts) - len(receipts.done),
                 errors=self._why_lapsed(receipts),
             )
             return lapsed + report, receipts.done
         settling = self._settling(lease, receipts)
-        done = settling.carry_out(work, note=True)
+        done = settling.carry_out(plan.verdicts, plan.entries, note=True)
         report = settling.report(done.values()) + lapsed
         return report + SettleReport(errors=self._nearly_lapsed(receipts)), done
 
@@ -213,7 +212,7 @@ class EngineCustodian:
             del verdicts[key]
         settling = self._settling(lease, receipts)
         try:
-            settling.carry_out(Work(verdicts, requested), note=False)
+            settling.carry_out(verdicts, requested, note=False)
         finally:
             receipts.note_now(settling.done)
         done = settling.done | before

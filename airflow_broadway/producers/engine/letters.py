@@ -9,8 +9,8 @@ as redelivered.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from airflow_broadway.core.custody.dead_letters import (
@@ -32,31 +32,6 @@ from airflow_broadway.producers.engine.port import (
 )
 from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.kit.looks import LookCount
-
-
-class _Walk:
-    """One walk through the letters."""
-
-    def __init__(self, letters: EngineDeadLetters) -> None:
-        self._letters = letters
-        #: Hidden from others: id → receipt.
-        self.hidden: dict[str, str] = {}
-        self._known: set[str] = set()
-
-    def batches(self) -> Iterator[list[Received]]:
-        """Yields each letter once."""
-        while found := self._letters.fetch():
-            self.hidden |= {each.key: each.receipt for each in found}
-            fresh = [each for each in found if each.key not in self._known]
-            self._known |= {each.key for each in fresh}
-            if not fresh:  # it has lasted so long that the first are visible again
-                return
-            yield fresh
-
-    def show_again(self) -> None:
-        """Makes hidden letters visible; if that fails, the broker does so in a while."""
-        with suppress(ProducerError):
-            self._letters.show(self.hidden)
 
 
 class EngineDeadLetters(ABC):
@@ -122,25 +97,40 @@ class EngineDeadLetters(ABC):
 
     # -- the calls -----------------------------------------------------------------------------
 
-    def show(self, receipts: Mapping[str, str]) -> None:
-        """Makes hidden letters visible."""
-        entries = ((key, Hidden(receipt, 0)) for key, receipt in receipts.items())
-        self.requests.send(self._letters.hide, entries)
-
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         """See :meth:`.DeadLetters.letters`."""
-        walk, looks = _Walk(self), self._looks()
+        looks = self._looks()
         looks.begin()
-        try:
-            for batch in walk.batches():
-                for each in batch:
-                    looks.note(each.deliveries)
-                    letter = self.letter(each)
+        with self._hidden() as hidden:
+            for batch in self._batches(hidden):
+                for received in batch:
+                    looks.note(received.deliveries)
+                    letter = self.letter(received)
                     if choice.takes(letter):
                         yield letter
             looks.end()
+
+    @contextmanager
+    def _hidden(self) -> Iterator[dict[str, str]]:
+        """Makes the letters that a walk has hidden visible again; their receipts by id."""
+        hidden: dict[str, str] = {}
+        try:
+            yield hidden
         finally:
-            walk.show_again()
+            with suppress(ProducerError):  # the broker does so itself in a while
+                entries = ((key, Hidden(receipt, 0)) for key, receipt in hidden.items())
+                self.requests.send(self._letters.hide, entries)
+
+    def _batches(self, hidden: dict[str, str]) -> Iterator[list[Received]]:
+        """Walks through the letters: yields each once."""
+        known: set[str] = set()
+        while received := self.fetch():
+            hidden |= {each.key: each.receipt for each in received}
+            fresh = [each for each in received if each.key not in known]
+            known |= {each.key for each in fresh}
+            if not fresh:  # it has lasted so long that the first are visible again
+                return
+            yield fresh
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         """See :meth:`.DeadLetters.requeue`."""
@@ -155,24 +145,19 @@ class EngineDeadLetters(ABC):
         return LookCount(self._source.env.staging, f"the {self._place}", limit, setting)
 
     def _moved(self, choice: Choice, *, send: bool, to: str | None = None) -> Moved:
-        walk, moving = _Walk(self), Moving(choice)
+        moving = Moving(choice)
         looks = None if choice == EVERY else self._looks()
         if looks is not None:
             looks.begin()
-        try:
-            for batch in walk.batches():
+        with self._hidden() as hidden:
+            for batch in self._batches(hidden):
                 if looks is not None:
-                    looks.note(max(each.deliveries for each in batch))
-                chosen = [
-                    (letter, each)
-                    for letter, each in ((self.letter(each), each) for each in batch)
-                    if moving.takes(letter)
-                ]
+                    looks.note(max(received.deliveries for received in batch))
+                letters = ((self.letter(received), received) for received in batch)
+                chosen = [each for each in letters if moving.takes(each[0])]
                 if send:
                     chosen = self._sent(chosen, moving, to)
-                self._delete(chosen, walk, moving)
-        finally:
-            walk.show_again()
+                self._delete(chosen, hidden, moving)
         return moving.result()
 
     def _sent(
@@ -203,7 +188,7 @@ class EngineDeadLetters(ABC):
         return done
 
     def _delete(
-        self, chosen: Sequence[tuple[DeadLetter, Received]], walk: _Walk, moving: Moving
+        self, chosen: Sequence[tuple[DeadLetter, Received]], hidden: dict[str, str], moving: Moving
     ) -> None:
         entries = [(each.key, each.receipt) for _, each in chosen]
         refused = self.requests.send(self._letters.remove, entries)
@@ -211,7 +196,7 @@ class EngineDeadLetters(ABC):
             if each.key in refused:
                 moving.refused[letter.message_id] = str(refused[each.key])
             else:
-                del walk.hidden[each.key]
+                del hidden[each.key]
                 moving.count += 1
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from itertools import chain
 from typing import Any, Final
 
@@ -55,6 +56,8 @@ _KEPT_GENERATIONS: Final = 256
 #: Seconds between two looks for failures that others recorded, where the broker counts deliveries;
 #: where it does not, each receive looks.
 _LOOK_INTERVAL: Final = 30.0
+#: Seconds between two looks for generations of others: less than the shortest lease.
+_EARLIER_INTERVAL: Final = 5.0
 
 
 class Receipts:
@@ -403,3 +406,54 @@ class ReceiptsFolder:
     def _loaded(receipts: Receipts) -> Receipts:
         receipts.load()
         return receipts
+
+
+class Earlier:
+    """Knows which messages were delivered before, where the broker does not count deliveries.
+
+    A message comes again for one of two reasons, and both are known from staging: it was released,
+    which was recorded before; or the lease of a generation lapsed, whose receipts are still there.
+    These are the messages of such generations; used from one thread.
+
+    :param own: The generation of the caller.
+    """
+
+    def __init__(self, folder: ReceiptsFolder, own: str) -> None:
+        self._folder = folder
+        self._own = own
+        self._look_at = 0.0
+        #: Open generations of others → until when their messages are held, as far as is known.
+        self._until: dict[str, float] = {}
+        #: Generations of which nothing more is to be learnt.
+        self._known: set[str] = set()
+        self._ids: set[str] = set()
+
+    def among(self, ids: Iterable[str], now: datetime) -> set[str]:
+        """Returns those of ``ids`` that such a generation held.
+
+        :raises StagingError: If that cannot be read.
+        """
+        seconds = now.timestamp()
+        if seconds >= self._look_at:
+            self._look_at = seconds + _EARLIER_INTERVAL
+            open_ones = self._folder.open_ones(self._own) - self._known
+            self._until = {folder: self._until.get(folder, 0.0) for folder in open_ones}
+        for folder in [folder for folder, until in self._until.items() if until <= seconds]:
+            self._learn(folder, seconds)
+        return self._ids.intersection(ids) if self._ids else set()
+
+    def _learn(self, folder: str, now: float) -> None:
+        try:
+            receipts = self._folder.in_folder(folder)
+        except StagingError as error:  # settled meanwhile, or of another release
+            log.info("%s", error)
+            return
+        if receipts.report is None:
+            # One that has received nothing yet has nothing that lapses before the next look.
+            self._until[folder] = receipts.until or now + _EARLIER_INTERVAL
+            if self._until[folder] > now:
+                return
+            self._ids.update(receipts.handles)
+        # Lapsed; or settled, which recorded what came again.
+        self._known.add(folder)
+        del self._until[folder]

@@ -11,14 +11,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.engine.plan import plan_of
+from airflow_broadway.producers.engine.plan import Plan, plan_of
 from airflow_broadway.producers.engine.port import (
     LAPSED,
     Broker,
@@ -47,23 +47,11 @@ _RELEASES: Final = (Action.RETRY, Action.RELEASE, Action.LEAVE)
 _WAVE: Final = 2000
 
 
-class Work(NamedTuple):
-    """The verdicts on the messages of one generation.
+def plan_for(receipts: Receipts, lease: Lease, settlement: Settlement) -> tuple[Plan, SettleReport]:
+    """Compares receipts, the source's lease and the manifest.
 
-    :param verdicts: Message id → verdict, in order of arrival.
-    :param entries: The entries that name some of them.
-    :param lapsed: Messages of the generation that it holds no longer, or whose receipts are gone.
-    """
-
-    verdicts: Mapping[str, Verdict]
-    entries: Mapping[str, Entry]
-    lapsed: int = 0
-    errors: tuple[str, ...] = ()
-
-
-def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
-    """Compares receipts, the source's lease and the manifest, and returns the verdicts.
-
+    :returns: The verdicts, and a report of what the generation holds no longer, or of which the
+        receipts are gone.
     :raises ProducerError: If all others are to be acknowledged and the manifest does not name them.
     """
     lost = receipts.lost
@@ -73,15 +61,14 @@ def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
     missing = max(0, written - len(receipts.handles))
     agree = named == len(receipts.handles) and not missing
     plan = plan_of(receipts.held(), settlement, at_once=receipts.now, agree=agree)
-    errors: tuple[str, ...] = ()
+    report = SettleReport(lapsed=max(len(plan.gone | lost), missing + len(lost)))
     if missing and receipts.handles:
         error = (
             f"the receipts of {many(missing, 'message')} are missing in the staging folder: they"
             " are not settled, and come back when their time is over"
         )
-        errors = (error,)
-    lapsed = max(len(plan.gone | lost), missing + len(lost))
-    return Work(plan.verdicts, plan.entries, lapsed, errors)
+        report += SettleReport(errors=(error,))
+    return plan, report
 
 
 #: Sends the requests for some verdicts; returns the refusals.
@@ -129,14 +116,18 @@ class EngineSettlement:
 
     # -- a settlement --------------------------------------------------------------------------
 
-    def carry_out(self, work: Work, *, note: bool) -> dict[str, Action]:
-        """Carries out the verdicts; returns what was done, which :attr:`done` has however it ends.
+    def carry_out(
+        self, planned: Mapping[str, Verdict], entries: Mapping[str, Entry], *, note: bool
+    ) -> dict[str, Action]:
+        """Carries out verdicts; returns what was done, which :attr:`done` has however it ends.
 
+        :param planned: Message id → verdict, in order of arrival.
+        :param entries: The entries that name some of them.
         :param note: Whether to record progress on the way.
         :raises ProducerUnavailable: If the broker cannot be reached: calling again goes on.
         """
-        receipts, self._entries = self._receipts, work.entries
-        verdicts = self._held_back(work.verdicts, all_of_it=note)
+        receipts, self._entries = self._receipts, entries
+        verdicts = self._held_back(planned, all_of_it=note)
         if note:
             self._as_planned(verdicts)
         in_waves = note and len(verdicts) > self._wave
@@ -155,8 +146,8 @@ class EngineSettlement:
                 receipts.note_done(fresh)
         if not self._broker.native_attempts:
             # Nothing else tells the next receiver that these were delivered before.
-            doubtful = [key for key in work.verdicts if key not in self.done]
-            self._note(Action.RELEASE, [*doubtful, *(self._taken_as_done & work.verdicts.keys())])
+            doubtful = [key for key in planned if key not in self.done]
+            self._note(Action.RELEASE, [*doubtful, *(self._taken_as_done & planned.keys())])
         return self.done
 
     def _as_planned(self, verdicts: dict[str, Verdict]) -> None:

@@ -15,10 +15,9 @@ from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUna
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.engine.earlier import Earlier
 from airflow_broadway.producers.engine.polls import Polls
 from airflow_broadway.producers.engine.port import Answer, Broker, Hidden, Received, Refusal
-from airflow_broadway.producers.engine.receipts import ReceiptsFolder
+from airflow_broadway.producers.engine.receipts import Earlier, ReceiptsFolder
 from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.engine.settlement import REMOVES
 from airflow_broadway.producers.kit.state_files import instant_of

@@ -100,7 +100,7 @@ def test_a_deleted_topic_is_warned_of_and_what_is_left_is_drained(
 @pytest.mark.parametrize(
     ("most", "options", "words"),
     [
-        (5, {"on_failure": "retry"}, "after 5 deliveries: here"),
+        (5, {"on_failure": "retry"}, "after 5 deliveries: what"),
         (5, {"on_failure": "retry", "retry": {"max_attempts": 7}}, "before its 7 attempts"),
         (20, {"on_failure": "retry"}, ""),
     ],
