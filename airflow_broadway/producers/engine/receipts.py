@@ -262,8 +262,8 @@ class Receipts:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Reads the records of other processes.
+    def load(self) -> Receipts:
+        """Reads the records of other processes; returns these receipts.
 
         :raises StagingError: If they cannot be read.
         """
@@ -271,7 +271,7 @@ class Receipts:
         settled = self._log.settled() if "settled.json" in names else None
         if settled is not None:
             self.report = settled.report
-            return
+            return self
         self.begun = self.resumed = "begun.json" in names
         self.done, self.now = self._log.done(names), self._log.now(names)
         renewed = self._log.read("renewed.json") if "renewed.json" in names else {}
@@ -282,6 +282,7 @@ class Receipts:
                 self._refused.update(self._log.read(name).items())
             elif name.startswith("again-"):
                 self.again.update(self._log.read(name))
+        return self
 
     def _read_portion(self, name: str, renewed: Mapping[str, Any]) -> None:
         number = self._portions
@@ -358,7 +359,7 @@ class ReceiptsFolder:
 
     def of(self, generation: str) -> Receipts:
         """Returns those of a generation, as they are now."""
-        return self._here(generation) or self._loaded(Receipts(self._files, generation))
+        return self._here(generation) or Receipts(self._files, generation).load()
 
     def open_ones(self, own: str) -> set[str]:
         """Returns the folders of all unsettled generations but one's own.
@@ -376,7 +377,7 @@ class ReceiptsFolder:
 
     def in_folder(self, folder: str) -> Receipts:
         """Returns those of another generation, by the name of its folder, as they are now."""
-        return self._loaded(Receipts(self._files, folder=folder))
+        return Receipts(self._files, folder=folder).load()
 
     def count_held(self, own: str) -> int:
         """Counts the messages that generations other than ``own`` hold, as of now."""
@@ -401,11 +402,6 @@ class ReceiptsFolder:
     def _here(self, generation: str) -> Receipts | None:
         with _here_lock:
             return _here.get((*self._queue, generation))
-
-    @staticmethod
-    def _loaded(receipts: Receipts) -> Receipts:
-        receipts.load()
-        return receipts
 
 
 class Earlier:

@@ -22,16 +22,9 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.engine.letters import EngineDeadLetters, attempt_of
 from airflow_broadway.producers.engine.port import Broker, Hidden, Publisher, Received
+from airflow_broadway.producers.pubsub import limits
 from airflow_broadway.producers.pubsub.client import Client
 from airflow_broadway.producers.pubsub.errors import Denied
-from airflow_broadway.producers.pubsub.limits import (
-    MAX_ATTRIBUTES,
-    MAX_MESSAGE,
-    MAX_PUBLISH,
-    MAX_PULL,
-    MAX_VALUE,
-    REQUEUED,
-)
 
 #: What a letter says of itself, the most useful first; those of an earlier one, come back by a
 #: redrive, give way to it.
@@ -49,7 +42,7 @@ DELETED: Final = "_deleted-topic_"
 #: Bytes that a request has beside its messages, and a message and an attribute beside theirs.
 _BESIDE, _EACH = 1024, 16
 #: Bytes of the messages of a request.
-ROOM: Final = MAX_MESSAGE - _BESIDE
+ROOM: Final = limits.MAX_MESSAGE - _BESIDE
 
 
 def letter(entry: Entry, subscription: str) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
     room = ROOM - size_of(made)
     for name, value in _why(entry, subscription).items():
         size = len(name) + len(value.encode()) + _EACH
-        if value and len(own) < MAX_ATTRIBUTES and size <= room:
+        if value and len(own) < limits.MAX_ATTRIBUTES and size <= room:
             own[name] = value
             room -= size
     if not made["data"] and not own:
@@ -76,11 +69,11 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
 
 def _why(entry: Entry, subscription: str) -> dict[str, str]:
     values = (
-        cut(entry.verdict.reason, MAX_VALUE),
+        cut(entry.verdict.reason, limits.MAX_VALUE),
         entry.message_id,
         str(entry.attempt),
         entry.verdict.stage,
-        cut(subscription, MAX_VALUE),
+        cut(subscription, limits.MAX_VALUE),
     )
     return dict(zip(_OURS, values, strict=True))
 
@@ -137,12 +130,15 @@ def sent_back(message: Any, message_id: str) -> dict[str, Any]:
     :raises ProducerError: If it has no room for our mark.
     """
     own = _own(message.attributes)
-    if len(own) >= MAX_ATTRIBUTES:
+    if len(own) >= limits.MAX_ATTRIBUTES:
         raise ProducerError(
-            f"it has {MAX_ATTRIBUTES} attributes, the most that Pub/Sub takes: there is no room for"
-            f" {REQUEUED}, by which it would be known as redelivered"
+            f"it has {limits.MAX_ATTRIBUTES} attributes, the most that Pub/Sub takes: there is no room for"
+            f" {limits.REQUEUED}, by which it would be known as redelivered"
         )
-    made = {"data": message.data, "attributes": {**own, REQUEUED: cut(message_id, MAX_VALUE)}}
+    made = {
+        "data": message.data,
+        "attributes": {**own, limits.REQUEUED: cut(message_id, limits.MAX_VALUE)},
+    }
     return {**made, "ordering_key": message.ordering_key} if message.ordering_key else made
 
 
@@ -151,7 +147,7 @@ def _own(attributes: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in attributes.items()
-        if name not in _OURS and name != REQUEUED and not name.startswith(_GOOGLES)
+        if name not in _OURS and name != limits.REQUEUED and not name.startswith(_GOOGLES)
     }
 
 
@@ -188,7 +184,7 @@ def publisher_of(client: Client, topic: str) -> Publisher:
         partial(client.publish, topic),
         "Publish",
         size_of,
-        MAX_PUBLISH,
+        limits.MAX_PUBLISH,
         ROOM,
     )
 
@@ -208,7 +204,7 @@ class PubSubDeadLetters(EngineDeadLetters):
         self._wait = wait
 
     def fetch(self) -> list[Received]:
-        while found := self._dead.pull(MAX_PULL, self._wait):
+        while found := self._dead.pull(limits.MAX_PULL, self._wait):
             received = [
                 Received(raw.message.message_id, raw.ack_id, raw, raw.delivery_attempt)
                 for raw in found

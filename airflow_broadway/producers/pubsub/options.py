@@ -25,12 +25,7 @@ from airflow_broadway.core.model.rules import (
     is_int,
 )
 from airflow_broadway.producers.engine.producer import BrokerProducer
-from airflow_broadway.producers.pubsub.limits import (
-    LONGEST_DEADLINE,
-    MAX_PULL,
-    REQUEUED,
-    SHORTEST_DEADLINE,
-)
+from airflow_broadway.producers.pubsub import limits
 
 #: The variable that Google's own libraries go by.
 EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
@@ -84,7 +79,7 @@ class _Actions(Mapping[str, Action]):
 
     def __getitem__(self, name: str) -> Action:
         found = _NACK.fullmatch(name)
-        if found is not None and int(found.group(1)) <= LONGEST_DEADLINE:
+        if found is not None and int(found.group(1)) <= limits.LONGEST_DEADLINE:
             return Action.RETRY
         return self._named[name]
 
@@ -144,7 +139,7 @@ class PubSubProducer(BrokerProducer):
     )
     max_number_of_messages: int = option(
         default=250,
-        rule=_between(1, MAX_PULL),
+        rule=_between(1, limits.MAX_PULL),
         doc="Messages in one pull, at most: a run asks for a thousand at a time, so that four pulls"
         " are in flight.  Broadway's default is 10.",
     )
@@ -184,8 +179,10 @@ class PubSubProducer(BrokerProducer):
     lease: float = option(
         default=AUTO,
         rule=Rule(
-            f"seconds from {SHORTEST_DEADLINE} to {LONGEST_DEADLINE}, what Pub/Sub allows",
-            lambda v: type(v) in (int, float) and SHORTEST_DEADLINE <= v <= LONGEST_DEADLINE,
+            f"seconds from {limits.SHORTEST_DEADLINE} to {limits.LONGEST_DEADLINE}, what Pub/Sub allows",
+            lambda v: (
+                type(v) in (int, float) and limits.SHORTEST_DEADLINE <= v <= limits.LONGEST_DEADLINE
+            ),
             float,
         ),
         doc="Seconds for which messages are held, renewed while the run is at work.  600, the most"
@@ -206,7 +203,7 @@ class PubSubProducer(BrokerProducer):
 
     def _resolve(self) -> None:
         super()._resolve()
-        self._default("lease", float(LONGEST_DEADLINE))
+        self._default("lease", float(limits.LONGEST_DEADLINE))
         wait = self.receive_timeout
         if (
             type(self.lease) in (int, float)
@@ -232,7 +229,7 @@ class PubSubProducer(BrokerProducer):
         raise OptionsError(
             path,
             "'ack', 'noop', 'nack', ('nack', seconds) with whole seconds from 0 to"
-            f" {LONGEST_DEADLINE}, 'retry', 'dead_letter' or 'release'",
+            f" {limits.LONGEST_DEADLINE}, 'retry', 'dead_letter' or 'release'",
             value,
         )
 
@@ -284,4 +281,4 @@ class PubSubProducer(BrokerProducer):
 
     def sent_back_as(self, message: Message) -> str | None:
         attributes: Mapping[str, str] = message.metadata["attributes"]
-        return attributes.get(REQUEUED)
+        return attributes.get(limits.REQUEUED)

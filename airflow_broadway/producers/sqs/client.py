@@ -190,47 +190,41 @@ def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
     if endpoint is not None:
         warn_of_plain_http(endpoint, "The messages of SQS")
     try:
-        return _client(producer, connection, region, endpoint, extra)
+        config = _config(producer, dict(extra.get("config_kwargs") or {}))
+        if connection is not None and _PROVIDERS & set(extra):
+            create: Any = _provider_session(connection, region, config).client
+        else:
+            create = _plain_session(connection, extra).create_client
+        client: SQSClient = create(
+            "sqs",
+            endpoint_url=endpoint,
+            region_name=region,
+            verify=extra.get("verify"),
+            config=config,
+        )
+        return client
+    except (ConnectionMissing, ProducerError):
+        raise
     except Exception as error:
-        if isinstance(error, (ConnectionMissing, ProducerError)):
-            raise
-        name = producer.queue_url or str(producer.queue_name)
-        raise translated(error, "opening a client", name, f"in region {region!r}") from error
+        raise translated(
+            error, "opening a client", producer.place, f"in region {region!r}"
+        ) from error
 
 
-def _client(
-    producer: SqsProducer,
-    connection: Connection | None,
-    region: str | None,
-    endpoint: str | None,
-    extra: Mapping[str, Any],
-) -> SQSClient:
+def _config(producer: SqsProducer, own: Mapping[str, Any]) -> Any:
+    """Returns botocore's configuration: the connection's over ours, with room for all threads."""
     from botocore.config import Config
 
-    own = dict(extra.get("config_kwargs") or {})
-    base = Config(**own) if own else Config()
-    config = base.merge(
-        Config(
-            max_pool_connections=producer.receive_concurrency + 4,
-            retries=own.get("retries") or {"mode": "standard", "max_attempts": 5},
-            connect_timeout=own.get("connect_timeout", 10),
-            # A long poll is no broken connection.
-            read_timeout=max(own.get("read_timeout", 0), (producer.wait_time_seconds or 0) + 40),
-            tcp_keepalive=True,
-        )
-    )
-    if connection is not None and _PROVIDERS & set(extra):
-        create: Any = _provider_session(connection, region, config).client
-    else:
-        create = _plain_session(connection, extra).create_client
-    client: SQSClient = create(
-        "sqs",
-        endpoint_url=endpoint,
-        region_name=region,
-        verify=extra.get("verify"),
-        config=config,
-    )
-    return client
+    settings = {
+        "retries": {"mode": "standard", "max_attempts": 5},
+        "connect_timeout": 10,
+        **own,
+        "max_pool_connections": producer.receive_concurrency + 4,
+        # A long poll is no broken connection.
+        "read_timeout": max(own.get("read_timeout", 0), (producer.wait_time_seconds or 0) + 40),
+        "tcp_keepalive": True,
+    }
+    return Config(**settings)
 
 
 def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:

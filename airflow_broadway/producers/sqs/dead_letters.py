@@ -24,16 +24,9 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.producers.engine.letters import EngineDeadLetters, attempt_of
 from airflow_broadway.producers.engine.port import Broker, Publisher, Received
+from airflow_broadway.producers.sqs import limits
 from airflow_broadway.producers.sqs.client import Queue, count_of, redrive_of
 from airflow_broadway.producers.sqs.errors import Denied
-from airflow_broadway.producers.sqs.limits import (
-    MAX_ATTRIBUTES,
-    MAX_BATCH,
-    MAX_BODY,
-    MAX_BODY_FORMERLY,
-    REQUEUED,
-    unsendable,
-)
 
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
@@ -118,7 +111,9 @@ def properties_as_json(raw: Mapping[str, Any]) -> dict[str, Any]:
 # -- a dead letter, made ---------------------------------------------------------------------------
 
 
-def letter(entry: Entry, queue: str, *, fifo: bool, max_bytes: int = MAX_BODY) -> dict[str, Any]:
+def letter(
+    entry: Entry, queue: str, *, fifo: bool, max_bytes: int = limits.MAX_BODY
+) -> dict[str, Any]:
     """The entry of ``SendMessageBatch`` for one dead letter, without its ``Id``.
 
     :param entry: With payload and properties as received.
@@ -173,11 +168,11 @@ def _attributes(
         "broadway_reason": reason,
     }
     why = {name: value for name, value in why.items() if value}
-    if len(own) + len(why) <= MAX_ATTRIBUTES:
+    if len(own) + len(why) <= limits.MAX_ATTRIBUTES:
         made = {**own, **{name: _string(value) for name, value in why.items()}}
         made["broadway_attempt"] = {"DataType": "Number", "StringValue": str(entry.attempt)}
         return made
-    kept = dict(list(own.items())[: MAX_ATTRIBUTES - 1])
+    kept = dict(list(own.items())[: limits.MAX_ATTRIBUTES - 1])
     packed: dict[str, Any] = {name.removeprefix("broadway_"): value for name, value in why.items()}
     moved = {name: value_of(value) for name, value in own.items() if name not in kept}
     if moved:
@@ -198,8 +193,8 @@ def _attribute(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sendable(text: str, limit: int) -> str:
     """``text`` in at most ``limit`` bytes, and without characters that SQS refuses."""
-    if unsendable(text):
-        text = "".join("�" if unsendable(each) else each for each in text)
+    if limits.unsendable(text):
+        text = "".join("�" if limits.unsendable(each) else each for each in text)
     return text.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
 
 
@@ -280,8 +275,8 @@ def sent_back(raw: Mapping[str, Any], message_id: str, *, fifo: bool) -> dict[st
     :param fifo: Whether it goes to a FIFO queue.
     """
     attributes = _own(raw.get("MessageAttributes") or {})
-    if len(attributes) < MAX_ATTRIBUTES:
-        attributes[REQUEUED] = _string(message_id)
+    if len(attributes) < limits.MAX_ATTRIBUTES:
+        attributes[limits.REQUEUED] = _string(message_id)
     else:
         name = list(attributes)[-1]
         packed = {"requeued": message_id, "attributes": {name: value_of(attributes.pop(name))}}
@@ -295,16 +290,16 @@ def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The attributes of a message that was a dead letter and was sent back, as they were at first,
     with our mark; ``None``: it never was one.
     """
-    if REQUEUED not in attributes and _PACKED not in attributes:
+    if limits.REQUEUED not in attributes and _PACKED not in attributes:
         return None
     packed = _packed_of(attributes)
     if "requeued" in packed:
         moved = packed.get("attributes")
         own = {name: each for name, each in attributes.items() if name != _PACKED}
         back = moved.items() if isinstance(moved, dict) else ()
-        mark = {REQUEUED: _string(str(packed["requeued"]))}
+        mark = {limits.REQUEUED: _string(str(packed["requeued"]))}
         return own | {name: _attribute(each) for name, each in back} | mark
-    return attributes if REQUEUED in attributes else None
+    return attributes if limits.REQUEUED in attributes else None
 
 
 def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,7 +321,7 @@ def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def publisher_of(queue: Queue) -> Publisher:
     """Sends messages to a queue."""
-    return Publisher(queue.send, "SendMessage", size_of, MAX_BATCH, MAX_BODY_FORMERLY)
+    return Publisher(queue.send, "SendMessage", size_of, limits.MAX_BATCH, limits.MAX_BODY_FORMERLY)
 
 
 class SqsDeadLetters(EngineDeadLetters):
@@ -348,7 +343,7 @@ class SqsDeadLetters(EngineDeadLetters):
 
     def fetch(self) -> list[Received]:
         request = {
-            "MaxNumberOfMessages": MAX_BATCH,
+            "MaxNumberOfMessages": limits.MAX_BATCH,
             "VisibilityTimeout": self.hidden_seconds,
             "WaitTimeSeconds": _WAIT_SECONDS,
             "MessageSystemAttributeNames": ["All"],
