@@ -23,6 +23,7 @@ class BrokerProducer(Producer):
     #: The adapter's class as ``module:name``; imported when it is opened, and the client with it.
     adapter: ClassVar[str]
     keeps_payload: ClassVar[bool] = True
+    actions: ClassVar[Mapping[str, Action]] = {**Producer.actions, "release": Action.RELEASE}
 
     def broker(self, env: ProducerEnv) -> Broker[Any]:
         """Makes the adapter; connects to nothing."""

@@ -132,13 +132,11 @@ def sent_back(message: Any, message_id: str) -> dict[str, Any]:
     own = _own(message.attributes)
     if len(own) >= limits.MAX_ATTRIBUTES:
         raise ProducerError(
-            f"it has {limits.MAX_ATTRIBUTES} attributes, the most that Pub/Sub takes: there is no room for"
-            f" {limits.REQUEUED}, by which it would be known as redelivered"
+            f"it has {limits.MAX_ATTRIBUTES} attributes, the most that Pub/Sub takes: there is no"
+            f" room for {limits.REQUEUED}, by which it would be known as redelivered"
         )
-    made = {
-        "data": message.data,
-        "attributes": {**own, limits.REQUEUED: cut(message_id, limits.MAX_VALUE)},
-    }
+    own[limits.REQUEUED] = cut(message_id, limits.MAX_VALUE)
+    made = {"data": message.data, "attributes": own}
     return {**made, "ordering_key": message.ordering_key} if message.ordering_key else made
 
 

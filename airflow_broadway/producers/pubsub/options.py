@@ -37,6 +37,7 @@ DEFAULT_CONNECTION: Final = "google_cloud_default"
 _ID = r"(?!goog)[A-Za-z][A-Za-z0-9\-_.~+%]{2,254}"
 #: Project ids; those of a domain have a colon.
 _PROJECT = r"(?:[a-z0-9.\-]+:)?[a-z][a-z0-9\-]{4,28}[a-z0-9]"
+_DEADLINES: Final = limits.SHORTEST_DEADLINE, limits.LONGEST_DEADLINE
 _NACK = re.compile(r"nack\((\d{1,3})\)")
 
 
@@ -68,14 +69,7 @@ _ACTION = Rule(
 class _Actions(Mapping[str, Action]):
     """The actions by name, and ``nack(30)`` beside them: so ``("nack", 30)`` is called as text."""
 
-    _named: Final = {
-        "ack": Action.ACK,
-        "noop": Action.LEAVE,
-        "nack": Action.RETRY,
-        "retry": Action.RETRY,
-        "dead_letter": Action.DEAD_LETTER,
-        "release": Action.RELEASE,
-    }
+    _named: Final = {**BrokerProducer.actions, "nack": Action.RETRY}
 
     def __getitem__(self, name: str) -> Action:
         found = _NACK.fullmatch(name)
@@ -179,10 +173,8 @@ class PubSubProducer(BrokerProducer):
     lease: float = option(
         default=AUTO,
         rule=Rule(
-            f"seconds from {limits.SHORTEST_DEADLINE} to {limits.LONGEST_DEADLINE}, what Pub/Sub allows",
-            lambda v: (
-                type(v) in (int, float) and limits.SHORTEST_DEADLINE <= v <= limits.LONGEST_DEADLINE
-            ),
+            f"seconds from {_DEADLINES[0]} to {_DEADLINES[1]}, what Pub/Sub allows",
+            lambda v: type(v) in (int, float) and _DEADLINES[0] <= v <= _DEADLINES[1],
             float,
         ),
         doc="Seconds for which messages are held, renewed while the run is at work.  600, the most"

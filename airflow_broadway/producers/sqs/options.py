@@ -6,12 +6,10 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 from urllib.parse import quote
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import option, options
@@ -125,13 +123,6 @@ class SqsProducer(BrokerProducer):
     kind: ClassVar[str] = "sqs"
     sent_at: ClassVar[tuple[str, ...]] = ("attributes", "sent_timestamp")
     tells_age: ClassVar[bool] = False
-    actions: ClassVar[Mapping[str, Action]] = {
-        "ack": Action.ACK,
-        "noop": Action.LEAVE,
-        "retry": Action.RETRY,
-        "dead_letter": Action.DEAD_LETTER,
-        "release": Action.RELEASE,
-    }
 
     queue_url: str | None = option(
         default=None, rule=_URL.or_none(), doc="The queue's URL.  Or ``queue_name``."
@@ -215,48 +206,37 @@ class SqsProducer(BrokerProducer):
 
     def _resolve(self) -> None:
         super()._resolve()
-        self._check_queue()
-        self._default("lease", self.visibility_timeout or 900.0)
-        if not _is_open(self):
-            self._check_lease()
-
-    def _check_queue(self) -> None:
-        if self.queue_url is not None and self.queue_name is not None:
-            raise OptionsError(
-                "SqsProducer.queue_name",
-                "nothing beside 'queue_url': one of the two",
-                self.queue_name,
-            )
-        if self.queue_url is None and self.queue_name is None:
+        url, given, wait = self.queue_url, self.visibility_timeout, self.wait_time_seconds
+        if url is None and self.queue_name is None:
             raise OptionsError.missing(
                 "SqsProducer.queue_url",
                 'SqsProducer(queue_name="orders"), or its whole address as queue_url',
             )
-        region = region_of(self.queue_url or "")
-        if region is not None and self.region_name not in (None, region) and not _is_open(self):
-            raise OptionsError(
-                "SqsProducer.region_name", f"{region!r}, the region of queue_url", self.region_name
-            )
-
-    def _check_lease(self) -> None:
-        given = self.visibility_timeout
+        if url is not None:
+            self._check("queue_name", None, "nothing beside 'queue_url': one of the two")
+        self._default("lease", given or 900.0)
+        if self._is_open():
+            return
+        region = region_of(url or "")
+        if region is not None and self.region_name is not None:
+            self._check("region_name", region, f"{region!r}, the region of queue_url")
         if self.lease > LONGEST_VISIBILITY:
-            raise OptionsError(
-                "SqsProducer.lease",
-                f"at most {LONGEST_VISIBILITY} seconds, SQS's 12 hours",
-                self.lease,
-            )
-        wait = self.wait_time_seconds
+            self._check("lease", None, f"at most {LONGEST_VISIBILITY} seconds, SQS's 12 hours")
         if isinstance(wait, (int, float)) and self.lease < 2 * wait and given != 0:
-            raise OptionsError(
-                "SqsProducer.lease",
-                f"at least twice wait_time_seconds ({wait:g}): it runs from before the long poll",
-                self.lease,
-            )
-        if given and self.lease != given:
-            raise OptionsError(
-                "SqsProducer.lease", f"{given:g}, as visibility_timeout: they are one", self.lease
-            )
+            rule = f"at least twice wait_time_seconds ({wait:g}): it runs from before the long poll"
+            self._check("lease", None, rule)
+        if given:
+            self._check("lease", given, f"{given:g}, as visibility_timeout: they are one")
+
+    def _check(self, name: str, allowed: Any, rule: str) -> None:
+        value = getattr(self, name)
+        if value != allowed:
+            raise OptionsError(f"SqsProducer.{name}", rule, value)
+
+    def _is_open(self) -> bool:
+        """Whether something is still a template."""
+        values = (self.queue_url, self.region_name, self.lease, self.visibility_timeout)
+        return any(isinstance(value, str) and "{{" in value for value in values)
 
     def check_action(self, name: str, value: object, path: str) -> str:
         """``value``, or ``noop`` for any other word, as Broadway's SQS producer takes it."""
@@ -307,16 +287,3 @@ class SqsProducer(BrokerProducer):
             return None
         mark = json.loads(properties).get("attributes", {}).get(REQUEUED, {})
         return mark.get("string_value") or None
-
-
-def _is_open(producer: SqsProducer) -> bool:
-    """Whether something is still a template."""
-    return any(
-        isinstance(value, str) and "{{" in value
-        for value in (
-            producer.queue_url,
-            producer.region_name,
-            producer.lease,
-            producer.visibility_timeout,
-        )
-    )
