@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.log_context import keep_ids
 from airflow_broadway.producers.engine.port import LAPSED, Broker, Call, Keyed, Refusal, Refused
@@ -34,34 +33,6 @@ _HOPELESS: Final = 10
 def always() -> bool:
     """Returns ``True``: a request is worth sending."""
     return True
-
-
-def repeated(
-    call: Callable[[], Any],
-    seconds: float,
-    clock: Clock,
-    *,
-    ends: tuple[type[Exception], ...] = (),
-    useful: Callable[[], bool] = always,
-) -> tuple[Any, bool]:
-    """Repeats a request while the broker is out of reach, for so many seconds.
-
-    :param ends: Errors after which it is not repeated.
-    :param useful: Whether to send it again.
-    :returns: Its result, and whether it was sent more than once.
-    :raises ProducerUnavailable: If the broker is out of reach for longer.
-    """
-    end, pause, again = clock.monotonic() + seconds, _RESEND_INTERVAL, False
-    while True:
-        try:
-            return call(), again
-        except ProducerUnavailable as error:
-            if isinstance(error, ends) or clock.monotonic() + pause >= end:
-                raise
-            clock.sleep(pause)
-            if not useful():
-                raise
-            pause, again = min(2 * pause, _LONGEST_INTERVAL), True
 
 
 class _Wave(NamedTuple):
@@ -206,17 +177,22 @@ class BatchRequests:
     def _call(
         self, call: Call, entries: Sequence[Any], useful: Callable[[], bool]
     ) -> Mapping[int, Refusal]:
+        """Sends a request, and repeats it while the broker is out of reach."""
         if not useful():
             return dict.fromkeys(range(len(entries)), LAPSED)
-        broker = self._broker
-        result: Mapping[int, Refusal]
-        result, again = repeated(
-            lambda: call(entries),
-            broker.retry_seconds,
-            broker.clock,
-            ends=broker.ends,
-            useful=useful,
-        )
+        broker, clock = self._broker, self._broker.clock
+        end, pause, again = clock.monotonic() + broker.retry_seconds, _RESEND_INTERVAL, False
+        while True:
+            try:
+                result = call(entries)
+                break
+            except ProducerUnavailable as error:
+                if isinstance(error, broker.ends) or clock.monotonic() + pause >= end:
+                    raise
+                clock.sleep(pause)
+                if not useful():
+                    raise
+                pause, again = min(2 * pause, _LONGEST_INTERVAL), True
         if again:  # it may have been carried out before
             return {place: refusal._replace(unclear=True) for place, refusal in result.items()}
         return result

@@ -57,7 +57,14 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
     if properties.get("ordering_key"):
         made["ordering_key"] = properties["ordering_key"]
     room = ROOM - size_of(made)
-    for name, value in _why(entry, subscription).items():
+    why = {
+        "broadway_reason": cut(entry.verdict.reason, limits.MAX_VALUE),
+        "broadway_message_id": entry.message_id,
+        "broadway_attempt": str(entry.attempt),
+        "broadway_stage": entry.verdict.stage,
+        "broadway_subscription": cut(subscription, limits.MAX_VALUE),
+    }
+    for name, value in why.items():
         size = len(name) + len(value.encode()) + _EACH
         if value and len(own) < limits.MAX_ATTRIBUTES and size <= room:
             own[name] = value
@@ -65,17 +72,6 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
     if not made["data"] and not own:
         own["broadway_attempt"] = str(entry.attempt)  # Pub/Sub takes no message of nothing
     return made
-
-
-def _why(entry: Entry, subscription: str) -> dict[str, str]:
-    values = (
-        cut(entry.verdict.reason, limits.MAX_VALUE),
-        entry.message_id,
-        str(entry.attempt),
-        entry.verdict.stage,
-        cut(subscription, limits.MAX_VALUE),
-    )
-    return dict(zip(_OURS, values, strict=True))
 
 
 def size_of(message: Mapping[str, Any]) -> int:

@@ -7,7 +7,6 @@ each is in exactly one place after a kill.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -16,15 +15,17 @@ from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, Moved
 from airflow_broadway.core.custody.protocol import Lease, QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.producers.sqlite.database import (
-    QueueRow,
+    OpenQueue,
     from_micros,
     ranges,
     to_micros,
     transaction,
 )
 
-_LEASED = """SELECT COUNT(*), MIN(enqueued_at) FROM messages WHERE lease IN
-    (SELECT id FROM leases WHERE queue = :queue AND state = 'open' AND deadline {} :now)"""
+_LEASED = """SELECT COUNT(*), COALESCE(SUM(deadline <= :now), 0),
+    MIN(CASE WHEN deadline <= :now THEN enqueued_at END)
+    FROM leases JOIN messages ON lease = leases.id
+    WHERE leases.queue = :queue AND state = 'open'"""
 
 
 class LeaseRecord(NamedTuple):
@@ -43,39 +44,52 @@ class LeaseRecord(NamedTuple):
     report: SettleReport | None
 
 
-def depth(db: sqlite3.Connection, queue: QueueRow, now: int) -> QueueDepth:
+def depth(queue: OpenQueue, now: int) -> QueueDepth:
     """How full the queue is; what a lapsed lease held counts as ready."""
     values = {"queue": queue.id, "now": now}
-    with transaction(db, "DEFERRED"):
-        free, ready, oldest = db.execute(
+    with transaction(queue.db, "DEFERRED"):
+        free, ready, oldest = queue.db.execute(
             "SELECT COUNT(*), COALESCE(SUM(ready_at <= :now), 0),"
             " MIN(CASE WHEN ready_at <= :now THEN enqueued_at END)"
             " FROM messages WHERE queue = :queue AND lease IS NULL",
             values,
         ).fetchone()
-        lapsed, oldest_lapsed = db.execute(_LEASED.format("<="), values).fetchone()
-        leased, _ = db.execute(_LEASED.format(">"), values).fetchone()
-        dead = db.execute("SELECT COUNT(*) FROM dead WHERE queue = ?", (queue.id,)).fetchone()[0]
+        held, lapsed, oldest_lapsed = queue.db.execute(_LEASED, values).fetchone()
+        letters = "SELECT COUNT(*) FROM dead WHERE queue = :queue"
+        [dead] = queue.db.execute(letters, values).fetchone()
     known = [instant for instant in (oldest, oldest_lapsed) if instant is not None]
     age = max(0.0, (now - min(known)) / 1_000_000) if known else None
-    return QueueDepth(ready + lapsed, free - ready, leased, dead, age)
+    return QueueDepth(ready + lapsed, free - ready, held - lapsed, dead, age)
 
 
-def leases(
-    db: sqlite3.Connection, queue: QueueRow, lease_of: dict[str, Any], *, ended: bool
-) -> list[LeaseRecord]:
+def leases(queue: OpenQueue, lease_of: dict[str, Any], *, ended: bool) -> list[LeaseRecord]:
     """The leases on record, oldest first; the ended ones only if asked for.
 
     :param lease_of: What all leases of this queue have in common.
     """
     chosen = "" if ended else "AND state = 'open'"
-    with transaction(db, "DEFERRED"):
-        rows = db.execute(
-            "SELECT id, generation, owner, seconds, deadline, state, received, report"
-            f" FROM leases WHERE queue = ? {chosen} ORDER BY id",
-            (queue.id,),
-        ).fetchall()
-        return [_record(db, row, lease_of) for row in rows]
+    rows = queue.db.execute(
+        "SELECT generation, owner, seconds, deadline, state, received,"
+        " (SELECT COUNT(*) FROM messages WHERE lease = leases.id), report"
+        f" FROM leases WHERE queue = ? {chosen} ORDER BY id",
+        (queue.id,),
+    )
+    return [
+        LeaseRecord(
+            lease=Lease(
+                generation=generation,
+                seconds=seconds,
+                deadline=from_micros(deadline),
+                owner=_owner(owner),
+                **lease_of,
+            ),
+            state=state,
+            received=received,
+            held=held,
+            report=None if report is None else SettleReport.from_json(json.loads(report)),
+        )
+        for generation, owner, seconds, deadline, state, received, held, report in rows
+    ]
 
 
 def _owner(text: str) -> dict[str, Any]:
@@ -87,34 +101,16 @@ def _owner(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, Any]) -> LeaseRecord:
-    key, generation, owner, seconds, deadline, state, received, report = row
-    held = db.execute("SELECT COUNT(*) FROM messages WHERE lease = ?", (key,)).fetchone()[0]
-    return LeaseRecord(
-        lease=Lease(
-            generation=generation,
-            seconds=seconds,
-            deadline=from_micros(deadline),
-            owner=_owner(owner),
-            **lease_of,
-        ),
-        state=state,
-        received=received,
-        held=held,
-        report=None if report is None else SettleReport.from_json(json.loads(report)),
-    )
-
-
 # -- dead letters ----------------------------------------------------------------------------------
 
 
-def set_aside(db: sqlite3.Connection, rows: Mapping[int, str], generation: str, now: int) -> None:
+def set_aside(queue: OpenQueue, rows: Mapping[int, str], generation: str, now: int) -> None:
     """Make dead letters of messages that cannot be read; inside a transaction.
 
     :param rows: Row → reason.
     """
     for row, reason in rows.items():
-        db.execute(
+        queue.db.execute(
             "INSERT INTO dead SELECT id, queue,"
             " CASE typeof(enqueued_at) WHEN 'integer' THEN enqueued_at ELSE 0 END,"
             " CASE typeof(attempt) WHEN 'integer' THEN attempt ELSE 1 END,"
@@ -122,12 +118,11 @@ def set_aside(db: sqlite3.Connection, rows: Mapping[int, str], generation: str, 
             " 'secure', ?, ?, ? FROM messages WHERE id = ?",
             (reason[:500], now, generation, row),
         )
-        db.execute("DELETE FROM messages WHERE id = ?", (row,))
+        queue.db.execute("DELETE FROM messages WHERE id = ?", (row,))
 
 
 def letters(
-    db: sqlite3.Connection,
-    queue: QueueRow,
+    queue: OpenQueue,
     choice: Choice,
     limit: int | None,
     after: DeadLetter | None,
@@ -142,7 +137,7 @@ def letters(
             assert after.died_at is not None
             chosen += " AND (died_at, id) > (?, ?)"
             values = (*values, to_micros(after.died_at), queue.row_of(after.message_id))
-        rows += db.execute(
+        rows += queue.db.execute(
             "SELECT died_at, id, reason, stage, attempt, enqueued_at, generation,"
             " CAST(body AS BLOB), CAST(attributes AS BLOB)"
             f" FROM dead LEFT JOIN bodies USING (id) WHERE {chosen} ORDER BY died_at, id LIMIT ?",
@@ -187,10 +182,9 @@ def _instant(micros: int) -> datetime:
         return from_micros(0)
 
 
-def requeue(db: sqlite3.Connection, queue: QueueRow, choice: Choice, ready_at: int) -> Moved:
+def requeue(queue: OpenQueue, choice: Choice, ready_at: int) -> Moved:
     """Makes dead letters messages again, on their first attempt."""
     return _moved(
-        db,
         queue,
         choice,
         "INSERT INTO messages (id, queue, enqueued_at, ready_at, deliveries)"
@@ -198,26 +192,26 @@ def requeue(db: sqlite3.Connection, queue: QueueRow, choice: Choice, ready_at: i
     )
 
 
-def purge(db: sqlite3.Connection, queue: QueueRow, choice: Choice) -> Moved:
+def purge(queue: OpenQueue, choice: Choice) -> Moved:
     """Deletes dead letters for good."""
     bodies = "DELETE FROM bodies WHERE id IN (SELECT id FROM dead WHERE {})"
-    return _moved(db, queue, choice, bodies)
+    return _moved(queue, choice, bodies)
 
 
-def _moved(db: sqlite3.Connection, queue: QueueRow, choice: Choice, statement: str) -> Moved:
+def _moved(queue: OpenQueue, choice: Choice, statement: str) -> Moved:
     """Carries out a statement on dead letters, which then are none any more."""
     moved: set[int] = set()
-    with transaction(db):
+    with transaction(queue.db):
         for chosen, values in _chosen(queue, choice):
-            rows = db.execute(f"SELECT id FROM dead WHERE {chosen}", values)
+            rows = queue.db.execute(f"SELECT id FROM dead WHERE {chosen}", values)
             moved.update(row for (row,) in rows)
-            db.execute(statement.format(chosen), values)
-            db.execute(f"DELETE FROM dead WHERE {chosen}", values)
+            queue.db.execute(statement.format(chosen), values)
+            queue.db.execute(f"DELETE FROM dead WHERE {chosen}", values)
     unknown = [key for key in choice.ids or () if queue.row_of(key) not in moved]
     return Moved(len(moved), tuple(sorted(unknown)))
 
 
-def _chosen(queue: QueueRow, choice: Choice) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def _chosen(queue: OpenQueue, choice: Choice) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Conditions that choose dead letters of a queue, each once, and their values."""
     parts = [f"queue = {queue.id:d}"]
     values: list[Any] = []

@@ -338,9 +338,10 @@ def from_micros(micros: int) -> datetime:
     return _EPOCH + timedelta(microseconds=micros)
 
 
-class QueueRow(NamedTuple):
-    """A row of ``queues``: the queue's key, the first half of its messages' ids, and its name."""
+class OpenQueue(NamedTuple):
+    """A queue of an open file: its key, the first half of its messages' ids, and its name."""
 
+    db: sqlite3.Connection
     id: int
     tag: str
     name: str

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import sqlite3
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
@@ -15,7 +14,7 @@ from airflow_broadway.core.model.acks import NO_ACK, AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqlite import admin, settling
 from airflow_broadway.producers.sqlite.database import (
-    QueueRow,
+    OpenQueue,
     from_micros,
     ranges,
     to_micros,
@@ -57,62 +56,51 @@ def parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
     :param place: Its place among those sent, for errors.
     :raises ProducerError: If one of them is not what it must be.
     """
-    attributes: Mapping[str, Any] | None = None
-    delay: float = 0.0
+    attributes: Any = None
+    delay: Any = 0.0
     body: Any = message
-    if isinstance(message, tuple):
-        if len(message) == 2:
-            body, attributes = message
-        elif len(message) == 3:
-            body, attributes, delay = message
-        else:
-            _bad(place, "a body, (body, attributes) or (body, attributes, delay)", message)
-    if delay and not (isinstance(delay, (int, float)) and 0 <= delay < settling.MAX_DELAY):
-        _bad(place, "a delay in seconds of at least 0", delay)
-    return (
-        _body(body, place),
-        _attributes(attributes, place),
-        settling.micros_of(delay) if delay else 0,
-    )
+    try:
+        if isinstance(message, tuple):
+            if len(message) not in (2, 3):
+                raise _bad("a body, (body, attributes) or (body, attributes, delay)", message)
+            body, attributes, delay = (*message, 0.0)[:3]
+        if delay and not (isinstance(delay, (int, float)) and 0 <= delay < settling.MAX_DELAY):
+            raise _bad("a delay in seconds of at least 0", delay)
+        return _body(body), _attributes(attributes), settling.micros_of(delay or 0.0)
+    except ValueError as error:
+        raise ProducerError(f"message {place} was not sent: {error}") from None
 
 
-def _body(body: Any, place: int) -> bytes:
+def _body(body: Any) -> bytes:
     if isinstance(body, str):
         try:
             body = body.encode()
         except UnicodeEncodeError as error:
-            raise ProducerError(
-                f"message {place} was not sent: its text cannot be encoded as UTF-8: {error}"
-            ) from None
-    elif isinstance(body, (bytearray, memoryview)):
-        body = bytes(body)
-    elif not isinstance(body, bytes):
-        _bad(place, "a body of bytes or text", body)
-    if len(body) > MAX_BODY:
-        raise ProducerError(
-            f"message {place} was not sent: its body has {len(body)} bytes, and a row holds at most"
-            f" {MAX_BODY}: store it elsewhere, and send its address"
+            raise ValueError(f"its text cannot be encoded as UTF-8: {error}") from None
+    elif not isinstance(body, (bytes, bytearray, memoryview)):
+        raise _bad("a body of bytes or text", body)
+    encoded = bytes(body)
+    if len(encoded) > MAX_BODY:
+        raise ValueError(
+            f"its body has {len(encoded)} bytes, and a row holds at most {MAX_BODY}: store it"
+            " elsewhere, and send its address"
         )
-    return bytes(body)
+    return encoded
 
 
-def _attributes(attributes: Any, place: int) -> str | None:
-    if attributes is None:
-        return None
-    if not isinstance(attributes, Mapping):
-        _bad(place, "attributes in a mapping", attributes)
+def _attributes(attributes: Any) -> str | None:
+    if attributes is not None and not isinstance(attributes, Mapping):
+        raise _bad("attributes in a mapping", attributes)
     try:
         return json.dumps(dict(attributes), allow_nan=False) if attributes else None
     except (TypeError, ValueError) as error:
-        raise ProducerError(
-            f"message {place} was not sent: its attributes are no JSON: {error}"
-        ) from None
+        raise ValueError(f"its attributes are no JSON: {error}") from None
 
 
-def _bad(place: int, rule: str, got: object) -> NoReturn:
-    shown = repr(got)
+def _bad(rule: str, value: object) -> ValueError:
+    shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    raise ProducerError(f"message {place} was not sent: expected {rule}, got: {shown}")
+    return ValueError(f"expected {rule}, got: {shown}")
 
 
 # -- receiving -------------------------------------------------------------------------------------
@@ -123,53 +111,49 @@ class Portion(NamedTuple):
 
     :param position: That of its first message.
     :param at: When it asks.
+    :param seconds: For how long; ``owner``: for whom.
     """
 
     generation: str
     demand: int
     position: int
     at: datetime
+    seconds: float
+    owner: Mapping[str, Any]
 
 
-def receive(
-    db: sqlite3.Connection,
-    queue: QueueRow,
-    portion: Portion,
-    *,
-    seconds: float,
-    owner: Mapping[str, Any],
-) -> list[Message]:
-    """Lease what is ready, for ``seconds`` from now.
+def receive(queue: OpenQueue, portion: Portion) -> list[Message]:
+    """Leases what is ready.
 
     :raises LeaseLapsed: If the generation's lease has ended.
     """
     generation, now = portion.generation, to_micros(portion.at)
     # Polling an empty queue takes no lock and writes nothing.
-    lease = _open_lease(db, queue, generation)
+    lease = _open_lease(queue, generation)
     look = {"queue": queue.id, "now": now, "lease": lease}
-    if not db.execute(_ANY_READY, look).fetchone()[0]:
+    if not queue.db.execute(_ANY_READY, look).fetchone()[0]:
         return []
-    with transaction(db):
-        lease = _open_lease(db, queue, generation)
-        settling.end_lapsed(db, queue, now, spared=lease)
+    with transaction(queue.db):
+        lease = _open_lease(queue, generation)
+        settling.end_lapsed(queue, now, spared=lease)
         while True:
             # Made before the commit: what fails here stays in the queue.
-            rows = _rows(db, queue, portion, now, lease)
+            rows = _rows(queue, portion, now, lease)
             messages, unread = _messages(queue, portion, rows)
-            admin.set_aside(db, unread, generation, now)
+            admin.set_aside(queue, unread, generation, now)
             if messages or not rows:
                 break
         if messages:
             lease = lease or settling.new_lease(
-                db, queue, generation, now, owner=owner, seconds=seconds
+                queue, generation, now, owner=portion.owner, seconds=portion.seconds
             )
-            deadline = now + settling.micros_of(seconds)
-            db.execute(
+            deadline = now + settling.micros_of(portion.seconds)
+            queue.db.execute(
                 "UPDATE leases SET received = received + ?, deadline = max(deadline, ?)"
                 " WHERE id = ?",
                 (len(messages), deadline, lease),
             )
-            db.executemany(
+            queue.db.executemany(
                 f"UPDATE messages SET lease = {lease:d}, deliveries = deliveries + 1"
                 " WHERE id BETWEEN ? AND ?",
                 ranges([row[0] for row in rows if row[0] not in unread]),
@@ -177,13 +161,11 @@ def receive(
         return messages
 
 
-def _rows(
-    db: sqlite3.Connection, queue: QueueRow, portion: Portion, now: int, lease: int | None
-) -> list[tuple[Any, ...]]:
+def _rows(queue: OpenQueue, portion: Portion, now: int, lease: int | None) -> list[tuple[Any, ...]]:
     """Ready rows, up to a demand or a size of bodies."""
     rows: list[tuple[Any, ...]] = []
     size = 0
-    for row in db.execute(_READY, (queue.id, now, lease, portion.demand)):
+    for row in queue.db.execute(_READY, (queue.id, now, lease, portion.demand)):
         rows.append(row)
         size += len(row[1] or b"")
         if size >= MAX_RECEIVE_BYTES:
@@ -192,7 +174,7 @@ def _rows(
 
 
 def _messages(
-    queue: QueueRow, portion: Portion, rows: list[tuple[Any, ...]]
+    queue: OpenQueue, portion: Portion, rows: list[tuple[Any, ...]]
 ) -> tuple[list[Message], dict[int, str]]:
     """The messages of rows; and of those that cannot be read, by row, why."""
     prefix, position = queue.tag + "-", portion.position
@@ -233,9 +215,9 @@ def _messages(
     return messages, unread
 
 
-def _open_lease(db: sqlite3.Connection, queue: QueueRow, generation: str) -> int | None:
+def _open_lease(queue: OpenQueue, generation: str) -> int | None:
     """The key of the generation's lease, or ``None`` if it has not received anything yet."""
-    row = db.execute(
+    row = queue.db.execute(
         "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
         (queue.id, generation),
     ).fetchone()

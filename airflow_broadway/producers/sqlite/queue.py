@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +28,7 @@ from airflow_broadway.producers.sqlite import admin, settling
 from airflow_broadway.producers.sqlite.admin import LeaseRecord
 from airflow_broadway.producers.sqlite.database import (
     Database,
-    QueueRow,
+    OpenQueue,
     from_micros,
     to_micros,
     transaction,
@@ -103,10 +103,8 @@ class SqliteQueue:
 
     def create(self) -> None:
         """Make the file and the queue unless they are there; the first message does so, too."""
-        with self._database.open(create=True) as db:
-            assert db is not None  # made if missing
-            with transaction(db):
-                _ = self._queue(db) or self._new_queue(db)
+        with self._made():
+            pass
 
     def send(self, messages: Iterable[Sendable]) -> list[str]:
         """Enqueue all of ``messages``, or none; return their ids.
@@ -130,30 +128,26 @@ class SqliteQueue:
             bodies.append((attributes, body))
         if not bodies:
             return []
-        with self._database.open(create=True) as db:
-            assert db is not None  # made if missing
-            with transaction(db):
-                queue = self._queue(db) or self._new_queue(db)
-                # Ids grow with the clock, so that a file which is restored from a backup does not
-                # give those again that the lost file gave after it.
-                floor = now // 1_000_000 * _IDS_PER_SECOND
-                db.execute(
-                    "UPDATE sqlite_sequence SET seq = ?1 WHERE name = 'messages' AND seq < ?1",
-                    (floor,),
-                )
-                db.executemany(
-                    "INSERT INTO messages (queue, enqueued_at, ready_at)"
-                    f" VALUES ({queue.id:d}, ?, ?)",
-                    states,
-                )
-                last = db.execute("SELECT last_insert_rowid()").fetchone()[0]
-                # The only writer, and AUTOINCREMENT: the ids are without a gap.
-                first = last - len(bodies) + 1
-                db.executemany(
-                    "INSERT INTO bodies VALUES (?, ?, ?)",
-                    ((row, *body) for row, body in enumerate(bodies, first)),
-                )
-        return [f"{queue.tag}-{row}" for row in range(first, last + 1)]
+        with self._made() as queue:
+            # Ids grow with the clock, so that a file which is restored from a backup does not
+            # give those again that the lost file gave after it.
+            floor = now // 1_000_000 * _IDS_PER_SECOND
+            queue.db.execute(
+                "UPDATE sqlite_sequence SET seq = ?1 WHERE name = 'messages' AND seq < ?1",
+                (floor,),
+            )
+            queue.db.executemany(
+                f"INSERT INTO messages (queue, enqueued_at, ready_at) VALUES ({queue.id:d}, ?, ?)",
+                states,
+            )
+            last = queue.db.execute("SELECT last_insert_rowid()").fetchone()[0]
+            # The only writer, and AUTOINCREMENT: the ids are without a gap.
+            first = last - len(bodies) + 1
+            queue.db.executemany(
+                "INSERT INTO bodies VALUES (?, ?, ?)",
+                ((row, *body) for row, body in enumerate(bodies, first)),
+            )
+        return [queue.id_of(row) for row in range(first, last + 1)]
 
     # -------------------------------------------------------------------------------- receiving
 
@@ -174,12 +168,11 @@ class SqliteQueue:
         :param position: The ``position`` of the first message; the others count on from it.
         :raises LeaseLapsed: If the generation's lease has ended.
         """
-        with self._opened() as opened:
-            if opened is None or demand < 1:
+        with self._opened() as queue:
+            if queue is None or demand < 1:
                 return []
-            db, queue = opened
-            portion = Portion(generation, demand, position, self._clock.now())
-            return receive(db, queue, portion, seconds=seconds, owner=owner or {})
+            now = self._clock.now()
+            return receive(queue, Portion(generation, demand, position, now, seconds, owner or {}))
 
     # -------------------------------------------------------------------------------- the lease
 
@@ -187,12 +180,11 @@ class SqliteQueue:
         """Hold the lease for ``seconds`` from now; its deadline, ``None`` if it has ended."""
         instant = self._clock.now()
         deadline = to_micros(instant) + settling.micros_of(seconds)
-        with self._opened() as opened:
-            if opened is None:
+        with self._opened() as queue:
+            if queue is None:
                 return None
-            db, queue = opened
-            with transaction(db):
-                held = db.execute(
+            with transaction(queue.db):
+                held = queue.db.execute(
                     "UPDATE leases SET deadline = ?"
                     " WHERE queue = ? AND generation = ? AND state = 'open'",
                     (deadline, queue.id, generation),
@@ -201,11 +193,10 @@ class SqliteQueue:
 
     def holds(self, generation: str) -> bool:
         """Whether the lease is open and its deadline is still to come."""
-        with self._opened() as opened:
-            if opened is None:
+        with self._opened() as queue:
+            if queue is None:
                 return False
-            db, queue = opened
-            held = db.execute(
+            held = queue.db.execute(
                 "SELECT 1 FROM leases WHERE queue = ? AND generation = ? AND state = 'open'"
                 " AND deadline > ?",
                 (queue.id, generation, self._now()),
@@ -224,23 +215,21 @@ class SqliteQueue:
             ``everything`` know of, or a verdict names an id of another queue; nothing is done then.
         """
         now = self._now()
-        with self._opened() as opened:
-            if opened is None:
+        with self._opened() as queue:
+            if queue is None:
                 named = sum(1 for _ in settlement.entries())
                 return SettleReport(lapsed=max(named, settlement.expected or 0))
-            db, queue = opened
-            report = settling.settle(db, queue, generation, settlement, now, state=state)
-            self._clean(db, now)
+            report = settling.settle(queue, generation, settlement, now, state=state)
+            self._clean(queue.db, now)
         return report
 
     def settle_now(self, generation: str, entries: Iterable[Entry]) -> SettleReport:
         """Carry out ``entries`` and keep the lease for the other messages; idempotent."""
-        with self._opened() as opened:
-            if opened is None:
+        with self._opened() as queue:
+            if queue is None:
                 ids = frozenset(entry.message_id for entry in entries)
                 return SettleReport(lapsed=len(ids), undone=ids)
-            db, queue = opened
-            return settling.settle_now(db, queue, generation, entries, self._now())
+            return settling.settle_now(queue, generation, entries, self._now())
 
     def release(self, generation: str) -> SettleReport:
         """Give everything the generation holds back to the queue at once, and end its lease."""
@@ -259,18 +248,18 @@ class SqliteQueue:
 
     def depth(self) -> QueueDepth:
         """How full the queue is; what a lapsed lease held counts as ready."""
-        with self._opened() as opened:
-            if opened is None:
+        with self._opened() as queue:
+            if queue is None:
                 return QueueDepth(0, 0, 0, 0, None)
-            return admin.depth(*opened, self._now())
+            return admin.depth(queue, self._now())
 
     def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
         """The open leases, oldest first, for sweeps; with ``ended`` those still on record too."""
-        with self._opened() as opened:
-            if opened is None:
+        with self._opened() as queue:
+            if queue is None:
                 return []
             lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
-            return admin.leases(*opened, lease_of, ended=ended)
+            return admin.leases(queue, lease_of, ended=ended)
 
     def names(self) -> list[str] | None:
         """The names of all queues in the file, sorted; ``None`` if there is no file."""
@@ -294,10 +283,10 @@ class SqliteQueue:
         :param choice: Only these.
         :param after: Only those behind this one.
         """
-        with self._opened() as opened:
-            if opened is None:
+        with self._opened() as queue:
+            if queue is None:
                 return []
-            return admin.letters(*opened, choice, limit, after)
+            return admin.letters(queue, choice, limit, after)
 
     def requeue_dead(
         self, which: Iterable[str] | Choice | None = None, *, delay: float = 0.0
@@ -308,43 +297,51 @@ class SqliteQueue:
         :param delay: Seconds until they are ready.
         """
         ready_at = self._now() + settling.micros_of(delay)
-        with self._opened() as opened:
-            choice = _choice_of(which)
-            return _none(choice) if opened is None else admin.requeue(*opened, choice, ready_at)
+        return self._moved(which, lambda queue, choice: admin.requeue(queue, choice, ready_at))
 
     def purge_dead(self, which: Iterable[str] | Choice | None = None) -> Moved:
         """Deletes dead letters for good, by id, by choice or (``None``) all."""
-        with self._opened() as opened:
-            choice = _choice_of(which)
-            return _none(choice) if opened is None else admin.purge(*opened, choice)
+        return self._moved(which, admin.purge)
+
+    def _moved(
+        self,
+        which: Iterable[str] | Choice | None,
+        move: Callable[[OpenQueue, Choice], Moved],
+    ) -> Moved:
+        if which is None or isinstance(which, Choice):
+            choice = which or EVERY
+        else:
+            choice = Choice(ids=frozenset(which))
+        with self._opened() as queue:
+            if queue is None:
+                return Moved(0, tuple(sorted(choice.ids or ())))
+            return move(queue, choice)
 
     # -------------------------------------------------------------------------------- the rest
 
     @contextmanager
-    def _opened(self) -> Iterator[tuple[sqlite3.Connection, QueueRow] | None]:
+    def _opened(self) -> Iterator[OpenQueue | None]:
         """The file and the queue's row, or ``None`` while nothing has ever been sent."""
         with self._database.open(create=False) as db:
             queue = None if db is None else self._queue(db)
-            yield None if db is None or queue is None else (db, queue)
+            yield queue
+
+    @contextmanager
+    def _made(self) -> Iterator[OpenQueue]:
+        """The queue, in one transaction; made if it is missing."""
+        with self._database.open(create=True) as db:
+            assert db is not None
+            with transaction(db):
+                yield self._queue(db) or self._new_queue(db)
 
     def _now(self) -> int:
         return to_micros(self._clock.now())
 
-    def _queue(self, db: sqlite3.Connection) -> QueueRow | None:
+    def _queue(self, db: sqlite3.Connection) -> OpenQueue | None:
         row = db.execute("SELECT id, tag, name FROM queues WHERE name = ?", (self.name,)).fetchone()
-        return None if row is None else QueueRow(*row)
+        return None if row is None else OpenQueue(db, *row)
 
-    def _new_queue(self, db: sqlite3.Connection) -> QueueRow:
+    def _new_queue(self, db: sqlite3.Connection) -> OpenQueue:
         tag = secrets.token_hex(8)
         db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
-        return QueueRow(db.execute("SELECT last_insert_rowid()").fetchone()[0], tag, self.name)
-
-
-def _choice_of(which: Iterable[str] | Choice | None) -> Choice:
-    if which is None or isinstance(which, Choice):
-        return which or EVERY
-    return Choice(ids=frozenset(which))
-
-
-def _none(choice: Choice) -> Moved:
-    return Moved(0, tuple(sorted(choice.ids or ())))
+        return OpenQueue(db, db.execute("SELECT last_insert_rowid()").fetchone()[0], tag, self.name)

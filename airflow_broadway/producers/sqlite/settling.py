@@ -7,7 +7,6 @@ never settled again: its report is kept, and returned once more.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -20,7 +19,7 @@ from airflow_broadway.core.text import cut, many
 from airflow_broadway.producers.engine.plan import plan_of
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.sqlite.database import QueueRow, ranges, transaction
+from airflow_broadway.producers.sqlite.database import OpenQueue, ranges, transaction
 
 _STRANGER = "its id is not of this queue; a transformer must keep the message_id"
 
@@ -59,8 +58,7 @@ def micros_of(seconds: float) -> int:
 
 
 def settle(
-    db: sqlite3.Connection,
-    queue: QueueRow,
+    queue: OpenQueue,
     generation: str,
     settlement: Settlement,
     now: int,
@@ -75,8 +73,8 @@ def settle(
             " that are not of this queue: nothing was settled, and all comes back when the lease"
             " lapses; a transformer must keep the message_id"
         )
-    with transaction(db):
-        lease = db.execute(
+    with transaction(queue.db):
+        lease = queue.db.execute(
             "SELECT id, state, deadline, report, received FROM leases"
             " WHERE queue = ? AND generation = ?",
             (queue.id, generation),
@@ -85,17 +83,17 @@ def settle(
             lapsed = max(len(entries), settlement.expected or 0)
             report = SettleReport(lapsed=lapsed, again=ComingAgain(all_but=True))
             # A late holder cannot begin to receive.
-            _end(db, new_lease(db, queue, generation, now), state, now, report)
+            _end(queue, new_lease(queue, generation, now), state, now, report)
             return report
         lease_id, was, deadline, kept, received = lease
-        early = {queue.id_of(row): action for row, action in settled_now(db, lease_id).items()}
+        early = {queue.id_of(row): action for row, action in settled_now(queue, lease_id).items()}
         reported = report_of(early.values())
         unreported = beyond(reported, settlement)
         if was != "open":
             report = SettleReport.from_json(json.loads(kept))
             again = ComingAgain.of(early, whole=False)
             return report if was != "lapsed" else replace(report + unreported, again=again)
-        rows = db.execute("SELECT id FROM messages WHERE lease = ? ORDER BY id", (lease_id,))
+        rows = queue.db.execute("SELECT id FROM messages WHERE lease = ? ORDER BY id", (lease_id,))
         held = {queue.id_of(row): row for (row,) in rows}
         missing = _missing(settlement, received)
         lost = received - len(held) - reported.total
@@ -112,14 +110,14 @@ def settle(
         groups: dict[Verdict, list[int]] = {}
         for row, verdict in zip(held.values(), plan.verdicts.values(), strict=True):
             groups.setdefault(verdict, []).append(row)
-        _carry_out(db, lease_id, generation, groups, max(now, deadline), now)
+        _carry_out(queue, lease_id, generation, groups, max(now, deadline), now)
         gone = sum(queue.row_of(key) is not None for key in plan.gone)
         lapsed = max(gone, missing + lost)
         done = {key: verdict.action for key, verdict in plan.verdicts.items()}
         report = report_of(done.values(), lapsed=lapsed, errors=guard.errors()) + unreported
         again = ComingAgain.of({**early, **done}, whole=sure and not lapsed)
         report = replace(report, again=again)
-        _end(db, lease_id, state, now, report)
+        _end(queue, lease_id, state, now, report)
     return report
 
 
@@ -132,8 +130,7 @@ def _missing(settlement: Settlement, received: int) -> int:
 
 
 def settle_now(
-    db: sqlite3.Connection,
-    queue: QueueRow,
+    queue: OpenQueue,
     generation: str,
     entries: Iterable[Entry],
     now: int,
@@ -141,8 +138,8 @@ def settle_now(
     """Carries out verdicts on some messages of a lease, which goes on."""
     requested, guard = _own(queue, entries)
     rows = {row: key for key in requested if (row := queue.row_of(key)) is not None}
-    with transaction(db):
-        lease = db.execute(
+    with transaction(queue.db):
+        lease = queue.db.execute(
             "SELECT id, deadline FROM leases WHERE queue = ? AND generation = ?",
             (queue.id, generation),
         ).fetchone()
@@ -152,16 +149,16 @@ def settle_now(
             groups: dict[Verdict, list[int]] = {}
             for first, last in ranges([*rows]):
                 held = "SELECT id FROM messages WHERE lease = ? AND id BETWEEN ? AND ?"
-                for (row,) in db.execute(held, (lease_id, first, last)):
+                for (row,) in queue.db.execute(held, (lease_id, first, last)):
                     groups.setdefault(requested[rows[row]].verdict, []).append(row)
             # What the second of two equal calls reports, the first verdict on each message.
-            db.executemany(
+            queue.db.executemany(
                 f"INSERT OR IGNORE INTO settled VALUES ({lease_id:d}, ?, ?)",
                 [(row, _CODES[v.action]) for v, some in groups.items() for row in some],
             )
-            _carry_out(db, lease_id, generation, groups, max(now, deadline), now)
+            _carry_out(queue, lease_id, generation, groups, max(now, deadline), now)
             for first, last in ranges([*rows]):
-                done |= settled_now(db, lease_id, first, last)
+                done |= settled_now(queue, lease_id, first, last)
     undone = {key for row, key in rows.items() if row not in done}
     report = report_of(
         done.values(), lapsed=len(undone), failed=len(guard.refused), errors=guard.errors()
@@ -170,29 +167,30 @@ def settle_now(
 
 
 def settled_now(
-    db: sqlite3.Connection, lease: int, first: int = 0, last: int = 2**63 - 1
+    queue: OpenQueue, lease: int, first: int = 0, last: int = 2**63 - 1
 ) -> dict[int, Action]:
     """Returns what ``settle_now`` did under a lease with the messages of a range: row → action."""
     query = "SELECT message, action FROM settled WHERE lease = ? AND message BETWEEN ? AND ?"
-    return {row: _ACTIONS[code] for row, code in db.execute(query, (lease, first, last))}
+    return {row: _ACTIONS[code] for row, code in queue.db.execute(query, (lease, first, last))}
 
 
-def end_lapsed(db: sqlite3.Connection, queue: QueueRow, now: int, *, spared: int | None) -> None:
+def end_lapsed(queue: OpenQueue, now: int, *, spared: int | None) -> None:
     """Ends every open lease whose deadline has passed: its messages are ready again.
 
     :param spared: A lease to leave as it is, because its holder is at work this moment.
     """
-    lapsed = db.execute(
+    lapsed = queue.db.execute(
         "SELECT id FROM leases"
         " WHERE queue = ? AND state = 'open' AND deadline <= ? AND id IS NOT ?",
         (queue.id, now, spared),
     ).fetchall()
     for (lease_id,) in lapsed:
-        freed = db.execute("UPDATE messages SET lease = NULL WHERE lease = ?", (lease_id,)).rowcount
-        _end(db, lease_id, "lapsed", now, SettleReport(lapsed=freed))
+        release = "UPDATE messages SET lease = NULL WHERE lease = ?"
+        freed = queue.db.execute(release, (lease_id,)).rowcount
+        _end(queue, lease_id, "lapsed", now, SettleReport(lapsed=freed))
 
 
-def _own(queue: QueueRow, entries: Iterable[Entry]) -> tuple[dict[str, Entry], MessageGuard]:
+def _own(queue: OpenQueue, entries: Iterable[Entry]) -> tuple[dict[str, Entry], MessageGuard]:
     """Reads entries, the later of two on one message; refuses those that are not of this queue.
 
     What is held under the id that they should name has no verdict then, and is released.
@@ -208,7 +206,7 @@ def _own(queue: QueueRow, entries: Iterable[Entry]) -> tuple[dict[str, Entry], M
 
 
 def _carry_out(
-    db: sqlite3.Connection,
+    queue: OpenQueue,
     lease: int,
     generation: str,
     groups: Mapping[Verdict, list[int]],
@@ -232,12 +230,11 @@ def _carry_out(
         }
         chosen = [{**values, "first": first, "last": last} for first, last in ranges(rows)]
         for statement in _STATEMENTS[verdict.action]:
-            db.executemany(statement, chosen)
+            queue.db.executemany(statement, chosen)
 
 
 def new_lease(
-    db: sqlite3.Connection,
-    queue: QueueRow,
+    queue: OpenQueue,
     generation: str,
     now: int,
     *,
@@ -245,16 +242,16 @@ def new_lease(
     seconds: float = 0.0,
 ) -> int:
     """Opens a lease; returns its row."""
-    db.execute(
+    queue.db.execute(
         "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
         " VALUES (?, ?, ?, ?, ?, ?)",
         (queue.id, generation, json.dumps(dict(owner or {})), seconds, now, now),
     )
-    return int(db.execute("SELECT last_insert_rowid()").fetchone()[0])
+    return int(queue.db.execute("SELECT last_insert_rowid()").fetchone()[0])
 
 
-def _end(db: sqlite3.Connection, lease: int, state: str, now: int, report: SettleReport) -> None:
-    db.execute(
+def _end(queue: OpenQueue, lease: int, state: str, now: int, report: SettleReport) -> None:
+    queue.db.execute(
         "UPDATE leases SET state = ?, ended_at = ?, report = ? WHERE id = ?",
         (state, now, json.dumps(report.to_json()), lease),
     )
