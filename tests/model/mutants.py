@@ -158,7 +158,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "ended",
-        "producers.sqlite.settling.settle",
+        "producers.sqlite.leases.settle",
         "settles nothing by a lease that has ended, and gives its report once more",
         "who holds a message settles it",
         Rows,
@@ -166,7 +166,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "never opened",
-        "producers.sqlite.settling.settle",
+        "producers.sqlite.leases.settle",
         "ends a lease that has received nothing, so that a late holder cannot begin to",
         "nothing is received for what is settled",
         Rows,
@@ -174,7 +174,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "deliveries",
-        "producers.sqlite.messages.receive",
+        "producers.sqlite.leases.receive",
         "counts each delivery of a message",
         "a repetition is marked",
         Rows,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, Moved
 from airflow_broadway.core.custody.protocol import Lease, QueueDepth
@@ -22,6 +22,8 @@ from airflow_broadway.producers.sqlite.database import (
     transaction,
 )
 
+#: Dead letters that are read at a time.
+_PORTION: Final = 100
 _LEASED = """SELECT COUNT(*), COALESCE(SUM(deadline <= :now), 0),
     MIN(CASE WHEN deadline <= :now THEN enqueued_at END)
     FROM leases JOIN messages ON lease = leases.id
@@ -111,57 +113,45 @@ def set_aside(queue: OpenQueue, rows: Mapping[int, str], generation: str, now: i
     """
     for row, reason in rows.items():
         queue.db.execute(
-            "INSERT INTO dead SELECT id, queue,"
-            " CASE typeof(enqueued_at) WHEN 'integer' THEN enqueued_at ELSE 0 END,"
-            " CASE typeof(attempt) WHEN 'integer' THEN attempt ELSE 1 END,"
-            " CASE typeof(deliveries) WHEN 'integer' THEN deliveries ELSE 0 END,"
-            " 'secure', ?, ?, ? FROM messages WHERE id = ?",
+            "INSERT INTO dead SELECT id, queue, CAST(enqueued_at AS INTEGER),"
+            " max(1, CAST(attempt AS INTEGER)), CAST(deliveries AS INTEGER), 'secure', ?, ?, ?"
+            " FROM messages WHERE id = ?",
             (reason[:500], now, generation, row),
         )
         queue.db.execute("DELETE FROM messages WHERE id = ?", (row,))
 
 
-def letters(
-    queue: OpenQueue,
-    choice: Choice,
-    limit: int | None,
-    after: DeadLetter | None,
-) -> list[DeadLetter]:
-    """Reads dead letters of the queue, in order of their death.
-
-    :param after: Only those behind this one.
-    """
-    rows: list[tuple[Any, ...]] = []
-    for chosen, values in _chosen(queue, choice):
-        if after is not None:
-            assert after.died_at is not None
-            chosen += " AND (died_at, id) > (?, ?)"
-            values = (*values, to_micros(after.died_at), queue.row_of(after.message_id))
-        rows += queue.db.execute(
-            "SELECT died_at, id, reason, stage, attempt, enqueued_at, generation,"
-            " CAST(body AS BLOB), CAST(attributes AS BLOB)"
-            f" FROM dead LEFT JOIN bodies USING (id) WHERE {chosen} ORDER BY died_at, id LIMIT ?",
-            (*values, -1 if limit is None else limit),
-        )
-    rows.sort(key=lambda row: row[:2])
-    return [
-        DeadLetter(
-            message_id=queue.id_of(row),
-            body=body or b"",
-            properties=_attributes(attributes),
-            reason=reason,
-            stage=stage,
-            attempt=attempt,
-            enqueued_at=_instant(enqueued_at),
-            died_at=_instant(died_at),
-            generation=generation,
-            origin=queue.name,
-            original_id=queue.id_of(row),
-        )
-        for died_at, row, reason, stage, attempt, enqueued_at, generation, body, attributes in rows[
-            :limit
-        ]
-    ]
+def letters(queue: OpenQueue, choice: Choice) -> Iterator[DeadLetter]:
+    """Reads dead letters, in order of their death, some at a time."""
+    after = (-1, -1)
+    while True:
+        rows: list[tuple[Any, ...]] = []
+        for chosen, values in _chosen(queue, choice):
+            rows += queue.db.execute(
+                "SELECT died_at, id, reason, stage, attempt, enqueued_at, generation,"
+                " CAST(body AS BLOB), CAST(attributes AS BLOB)"
+                " FROM dead LEFT JOIN bodies USING (id)"
+                f" WHERE {chosen} AND (died_at, id) > (?, ?) ORDER BY died_at, id LIMIT ?",
+                (*values, *after, _PORTION),
+            )
+        rows = sorted(rows, key=lambda row: row[:2])[:_PORTION]
+        if not rows:
+            return
+        for died_at, row, reason, stage, attempt, enqueued_at, generation, body, attributes in rows:
+            yield DeadLetter(
+                message_id=queue.id_of(row),
+                body=body or b"",
+                properties=_attributes(attributes),
+                reason=reason,
+                stage=stage,
+                attempt=attempt,
+                enqueued_at=_instant(enqueued_at),
+                died_at=_instant(died_at),
+                generation=generation,
+                origin=queue.name,
+                original_id=queue.id_of(row),
+            )
+        after = rows[-1][:2]
 
 
 def _attributes(raw: bytes | None) -> dict[str, Any]:

@@ -41,8 +41,7 @@ from airflow_broadway.producers.sqlite.queue import KIND, SqliteQueue
 #: Seconds between two looks at an empty queue: the first, and the longest.
 _SHORTEST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 0.5
-#: Dead letters that are read at a time.
-_PORTION = 100
+
 
 #: The connection that names the queue file where no path is given.
 DEFAULT_CONNECTION = "broadway_sqlite_default"
@@ -288,10 +287,7 @@ class SqliteDeadLetters:
         return self._queue.depth().dead
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        after: DeadLetter | None = None
-        while found := self._queue.dead_letters(limit=_PORTION, choice=choice, after=after):
-            yield from found
-            after = found[-1]
+        return self._queue.iter_dead_letters(choice)
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         if to not in (None, self._queue.name):

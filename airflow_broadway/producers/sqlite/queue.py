@@ -8,6 +8,7 @@ renewed and settled: nobody else has its messages.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -15,6 +16,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -24,7 +26,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.sqlite import admin, settling
+from airflow_broadway.producers.sqlite import admin, leases
 from airflow_broadway.producers.sqlite.admin import LeaseRecord
 from airflow_broadway.producers.sqlite.database import (
     Database,
@@ -32,13 +34,6 @@ from airflow_broadway.producers.sqlite.database import (
     from_micros,
     to_micros,
     transaction,
-)
-from airflow_broadway.producers.sqlite.messages import (
-    MAX_BODY,
-    Portion,
-    Sendable,
-    parts,
-    receive,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +47,15 @@ RETENTION: Final = 7 * 86_400.0
 KIND: Final = "sqlite"
 #: Ids that may be given in a second before they are ahead of the clock.
 _IDS_PER_SECOND = 1 << 20
+
+#: The most bytes of one body: SQLite's limit on a row, less room for the attributes.
+MAX_BODY = 999_000_000
+
+#: What may be sent: a body, a body and its attributes, or these and a delay in seconds.
+Body = bytes | bytearray | memoryview | str
+Sendable = (
+    Body | tuple[Body, Mapping[str, Any] | None] | tuple[Body, Mapping[str, Any] | None, float]
+)
 
 
 class SqliteQueue:
@@ -123,7 +127,7 @@ class SqliteQueue:
                 states.append(plain)
                 bodies.append((None, message))
                 continue
-            body, attributes, delay = parts(message, place)
+            body, attributes, delay = _parts(message, place)
             states.append((now, now + delay))
             bodies.append((attributes, body))
         if not bodies:
@@ -172,14 +176,16 @@ class SqliteQueue:
             if queue is None or demand < 1:
                 return []
             now = self._clock.now()
-            return receive(queue, Portion(generation, demand, position, now, seconds, owner or {}))
+            return leases.receive(
+                queue, leases.Portion(generation, demand, position, now, seconds, owner or {})
+            )
 
     # -------------------------------------------------------------------------------- the lease
 
     def renew(self, generation: str, seconds: float) -> datetime | None:
         """Hold the lease for ``seconds`` from now; its deadline, ``None`` if it has ended."""
         instant = self._clock.now()
-        deadline = to_micros(instant) + settling.micros_of(seconds)
+        deadline = to_micros(instant) + leases.micros_of(seconds)
         with self._opened() as queue:
             if queue is None:
                 return None
@@ -219,7 +225,7 @@ class SqliteQueue:
             if queue is None:
                 named = sum(1 for _ in settlement.entries())
                 return SettleReport(lapsed=max(named, settlement.expected or 0))
-            report = settling.settle(queue, generation, settlement, now, state=state)
+            report = leases.settle(queue, generation, settlement, now, state=state)
             self._clean(queue.db, now)
         return report
 
@@ -229,7 +235,7 @@ class SqliteQueue:
             if queue is None:
                 ids = frozenset(entry.message_id for entry in entries)
                 return SettleReport(lapsed=len(ids), undone=ids)
-            return settling.settle_now(queue, generation, entries, self._now())
+            return leases.settle_now(queue, generation, entries, self._now())
 
     def release(self, generation: str) -> SettleReport:
         """Give everything the generation holds back to the queue at once, and end its lease."""
@@ -237,7 +243,7 @@ class SqliteQueue:
 
     def _clean(self, db: sqlite3.Connection, now: int) -> None:
         """Forget the reports of leases that ended long ago."""
-        before = now - settling.micros_of(RETENTION)
+        before = now - leases.micros_of(RETENTION)
         old = db.execute("SELECT id FROM leases WHERE ended_at < ?", (before,)).fetchall()
         if old:
             with transaction(db):
@@ -270,23 +276,19 @@ class SqliteQueue:
 
     # --------------------------------------------------------------- dead letters and clearing up
 
-    def dead_letters(
-        self,
-        *,
-        limit: int | None = 100,
-        choice: Choice = EVERY,
-        after: DeadLetter | None = None,
-    ) -> list[DeadLetter]:
+    def dead_letters(self, *, limit: int | None = 100, choice: Choice = EVERY) -> list[DeadLetter]:
         """Reads dead letters, in order of their death.
 
         :param limit: The most to return; ``None`` for all.
         :param choice: Only these.
-        :param after: Only those behind this one.
         """
+        return list(islice(self.iter_dead_letters(choice), limit))
+
+    def iter_dead_letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
+        """Reads dead letters, in order of their death, some at a time."""
         with self._opened() as queue:
-            if queue is None:
-                return []
-            return admin.letters(queue, choice, limit, after)
+            if queue is not None:
+                yield from admin.letters(queue, choice)
 
     def requeue_dead(
         self, which: Iterable[str] | Choice | None = None, *, delay: float = 0.0
@@ -296,7 +298,7 @@ class SqliteQueue:
         :param which: Their ids, or a choice; ``None`` for all.
         :param delay: Seconds until they are ready.
         """
-        ready_at = self._now() + settling.micros_of(delay)
+        ready_at = self._now() + leases.micros_of(delay)
         return self._moved(which, lambda queue, choice: admin.requeue(queue, choice, ready_at))
 
     def purge_dead(self, which: Iterable[str] | Choice | None = None) -> Moved:
@@ -345,3 +347,59 @@ class SqliteQueue:
         tag = secrets.token_hex(8)
         db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
         return OpenQueue(db, db.execute("SELECT last_insert_rowid()").fetchone()[0], tag, self.name)
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+def _parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
+    """A message's body, attributes as JSON, and delay in microseconds.
+
+    :param place: Its place among those sent, for errors.
+    :raises ProducerError: If one of them is not what it must be.
+    """
+    attributes: Any = None
+    delay: Any = 0.0
+    body: Any = message
+    try:
+        if isinstance(message, tuple):
+            if len(message) not in (2, 3):
+                raise _bad("a body, (body, attributes) or (body, attributes, delay)", message)
+            body, attributes, delay = (*message, 0.0)[:3]
+        if delay and not (isinstance(delay, (int, float)) and 0 <= delay < leases.MAX_DELAY):
+            raise _bad("a delay in seconds of at least 0", delay)
+        return _body(body), _attributes(attributes), leases.micros_of(delay or 0.0)
+    except ValueError as error:
+        raise ProducerError(f"message {place} was not sent: {error}") from None
+
+
+def _body(body: Any) -> bytes:
+    if isinstance(body, str):
+        try:
+            body = body.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"its text cannot be encoded as UTF-8: {error}") from None
+    elif not isinstance(body, (bytes, bytearray, memoryview)):
+        raise _bad("a body of bytes or text", body)
+    encoded = bytes(body)
+    if len(encoded) > MAX_BODY:
+        raise ValueError(
+            f"its body has {len(encoded)} bytes, and a row holds at most {MAX_BODY}: store it"
+            " elsewhere, and send its address"
+        )
+    return encoded
+
+
+def _attributes(attributes: Any) -> str | None:
+    if attributes is not None and not isinstance(attributes, Mapping):
+        raise _bad("attributes in a mapping", attributes)
+    try:
+        return json.dumps(dict(attributes), allow_nan=False) if attributes else None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its attributes are no JSON: {error}") from None
+
+
+def _bad(rule: str, value: object) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValueError(f"expected {rule}, got: {shown}")

@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
-from airflow_broadway.producers.sqlite import SqliteQueue, database, messages, queue
+from airflow_broadway.producers.sqlite import SqliteQueue, database, leases, queue
 from airflow_broadway.testing.clock import ManualClock
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "too old", "process")
@@ -141,7 +141,6 @@ def test_a_message_that_cannot_be_sent_stops_the_whole_call(
     flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch, message: Any, text: str
 ) -> None:
     monkeypatch.setattr(queue, "MAX_BODY", 100)
-    monkeypatch.setattr(messages, "MAX_BODY", 100)
 
     flights.send([b"x" * 100])
     with pytest.raises(ProducerError) as error:
@@ -158,7 +157,7 @@ def test_a_queue_needs_a_name(path: Path, name: Any) -> None:
 
 
 def test_receive_stops_at_its_bytes(flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MAX_RECEIVE_BYTES", 100)
+    monkeypatch.setattr(leases, "MAX_RECEIVE_BYTES", 100)
     flights.send([b"x" * 60] * 5)
 
     assert len(flights.receive("g", 10)) == 2

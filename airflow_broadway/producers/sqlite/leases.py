@@ -1,4 +1,4 @@
-"""How the embedded queue carries out verdicts: in one transaction, whatever their number.
+"""Leases ready messages, and carries out verdicts: each call in one transaction.
 
 Verdicts are read before the transaction, which locks out other writers.  A lease that has ended is
 never settled again: its report is kept, and returned once more.
@@ -7,19 +7,32 @@ never settled again: its report is kept, and returned once more.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from datetime import datetime
+from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import MAX_REASON, Action, Verdict
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import LeaseLapsed, ProducerError
+from airflow_broadway.core.model.acks import NO_ACK, AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.producers.engine.plan import plan_of
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.sqlite.database import OpenQueue, ranges, transaction
+from airflow_broadway.producers.sqlite import admin
+from airflow_broadway.producers.sqlite.database import (
+    OpenQueue,
+    from_micros,
+    ranges,
+    to_micros,
+    transaction,
+)
+
+log = logging.getLogger(__name__)
 
 _STRANGER = "its id is not of this queue; a transformer must keep the message_id"
 
@@ -52,9 +65,157 @@ _STATEMENTS: Final = {
 }
 
 
+#: Bytes of bodies after which :func:`receive` stops short of its demand.
+MAX_RECEIVE_BYTES = 64 * 1024 * 1024
+
+# What another program wrote into the file may be of any type: a body is bytes, whatever it was.
+_READY: Final = """SELECT m.id, CAST(b.body AS BLOB), CAST(b.attributes AS BLOB), m.enqueued_at,
+    m.attempt, m.deliveries
+    FROM messages m LEFT JOIN bodies b ON b.id = m.id
+    WHERE m.queue = ? AND m.lease IS NULL AND m.ready_at <= ?
+    AND (m.giver IS NULL OR m.giver IS NOT ?)
+    ORDER BY m.ready_at, m.enqueued_at, m.id LIMIT ?"""
+_ANY_READY: Final = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queue AND lease IS NULL
+    AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
+    OR EXISTS (SELECT 1 FROM leases WHERE queue = :queue AND state = 'open' AND deadline <= :now
+    AND id IS NOT :lease)"""
+
+
 def micros_of(seconds: float) -> int:
     """A verdict's delay in microseconds; what is no delay counts as none."""
     return round(min(seconds, MAX_DELAY) * 1_000_000) if seconds > 0 else 0
+
+
+# -- receiving -------------------------------------------------------------------------------------
+
+
+class Portion(NamedTuple):
+    """What one call asks for.
+
+    :param position: That of its first message.
+    :param at: When it asks.
+    :param seconds: For how long; ``owner``: for whom.
+    """
+
+    generation: str
+    demand: int
+    position: int
+    at: datetime
+    seconds: float
+    owner: Mapping[str, Any]
+
+
+def receive(queue: OpenQueue, portion: Portion) -> list[Message]:
+    """Leases what is ready.
+
+    :raises LeaseLapsed: If the generation's lease has ended.
+    """
+    generation, now = portion.generation, to_micros(portion.at)
+    # Polling an empty queue takes no lock and writes nothing.
+    lease = _open_lease(queue, generation)
+    look = {"queue": queue.id, "now": now, "lease": lease}
+    if not queue.db.execute(_ANY_READY, look).fetchone()[0]:
+        return []
+    with transaction(queue.db):
+        lease = _open_lease(queue, generation)
+        end_lapsed(queue, now, spared=lease)
+        while True:
+            # Made before the commit: what fails here stays in the queue.
+            rows = _rows(queue, portion, now, lease)
+            messages, unread = _messages(queue, portion, rows)
+            admin.set_aside(queue, unread, generation, now)
+            if messages or not rows:
+                break
+        if messages:
+            lease = lease or new_lease(
+                queue, generation, now, owner=portion.owner, seconds=portion.seconds
+            )
+            deadline = now + micros_of(portion.seconds)
+            queue.db.execute(
+                "UPDATE leases SET received = received + ?, deadline = max(deadline, ?)"
+                " WHERE id = ?",
+                (len(messages), deadline, lease),
+            )
+            queue.db.executemany(
+                f"UPDATE messages SET lease = {lease:d}, deliveries = deliveries + 1"
+                " WHERE id BETWEEN ? AND ?",
+                ranges([row[0] for row in rows if row[0] not in unread]),
+            )
+        return messages
+
+
+def _rows(queue: OpenQueue, portion: Portion, now: int, lease: int | None) -> list[tuple[Any, ...]]:
+    """Ready rows, up to a demand or a size of bodies."""
+    rows: list[tuple[Any, ...]] = []
+    size = 0
+    for row in queue.db.execute(_READY, (queue.id, now, lease, portion.demand)):
+        rows.append(row)
+        size += len(row[1] or b"")
+        if size >= MAX_RECEIVE_BYTES:
+            break
+    return rows
+
+
+def _messages(
+    queue: OpenQueue, portion: Portion, rows: list[tuple[Any, ...]]
+) -> tuple[list[Message], dict[int, str]]:
+    """The messages of rows; and of those that cannot be read, by row, why."""
+    prefix, position = queue.tag + "-", portion.position
+    unread: dict[int, str] = {}
+    acknowledger = AckRef(NO_ACK.acknowledger, portion.generation, Delivery())
+    messages = []
+    sent, sent_at = None, ""
+    for row, body, attributes, enqueued_at, attempt, deliveries in rows:
+        metadata: dict[str, Any]
+        try:
+            if enqueued_at != sent:
+                sent, sent_at = None, from_micros(enqueued_at).isoformat()
+                sent = enqueued_at
+            metadata = {"queue": queue.name, "enqueued_at": sent_at}
+            if attributes is not None:
+                metadata["attributes"] = json.loads(attributes)
+            redelivered, size = deliveries > 0, len(body)
+            if type(attempt) is not int:
+                raise TypeError(f"its attempt is {attempt!r}")
+        except Exception as error:  # one that another program wrote fails alone
+            unread[row] = f"cannot be read: {type(error).__name__}: {error}"
+            log.error("message %s%d of queue %r %s", prefix, row, queue.name, unread[row])
+            continue
+        messages.append(
+            Message(
+                body,
+                metadata=metadata,
+                acknowledger=acknowledger,
+                message_id=prefix + str(row),
+                attempt=attempt,
+                redelivered=redelivered,
+                received_at=portion.at,
+                position=position,
+                size=size,
+            )
+        )
+        position += 1
+    return messages, unread
+
+
+def _open_lease(queue: OpenQueue, generation: str) -> int | None:
+    """The key of the generation's lease, or ``None`` if it has not received anything yet."""
+    row = queue.db.execute(
+        "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
+        (queue.id, generation),
+    ).fetchone()
+    if row is None:
+        return None
+    if row[1] != "open":
+        raise LeaseLapsed(
+            f"generation {generation!r} receives no more from queue {queue.name!r}: its lease"
+            f" was {row[1]} at {from_micros(row[2]).isoformat()};"
+            " a new execution opens a new one"
+        )
+    return int(row[0])
+
+
+# -- settling --------------------------------------------------------------------------------------
 
 
 def settle(
@@ -95,7 +256,11 @@ def settle(
             return report if was != "lapsed" else replace(report + unreported, again=again)
         rows = queue.db.execute("SELECT id FROM messages WHERE lease = ? ORDER BY id", (lease_id,))
         held = {queue.id_of(row): row for (row,) in rows}
-        missing = _missing(settlement, received)
+        # Messages that the settlement knows of and the lease never received; below 0: the reverse.
+        missing = 0
+        if settlement.expected is not None:
+            known = settlement.settled_now
+            missing = settlement.expected + (0 if known is None else known.total) - received
         lost = received - len(held) - reported.total
         # Equal counts may hide that some are strangers, or lost.
         sure = not guard.refused and missing == 0 and lost == 0
@@ -119,14 +284,6 @@ def settle(
         report = replace(report, again=again)
         _end(queue, lease_id, state, now, report)
     return report
-
-
-def _missing(settlement: Settlement, received: int) -> int:
-    """Messages that the settlement knows of and the lease never received; below 0: the reverse."""
-    if settlement.expected is None:
-        return 0
-    known = settlement.settled_now
-    return settlement.expected + (0 if known is None else known.total) - received
 
 
 def settle_now(
