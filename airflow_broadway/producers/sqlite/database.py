@@ -152,9 +152,15 @@ class Database:
                 return held.connection
             del self._opened[thread]
             held.connection.close()
-        if found is None and not self._may_be_made(create):
-            return None
         if found is None:
+            folder = self.path.parent
+            if not folder.is_dir():
+                raise ProducerError(
+                    f"the queue file {self.path} cannot be opened: the folder {folder} does not"
+                    " exist; make it, or correct the path"
+                )
+            if not create:
+                return None
             self._make_file()
         connection = self._connect()
         try:
@@ -171,15 +177,6 @@ class Database:
             _INHERITED.append(self._opened)
             self._opened = {}
             self._pid = os.getpid()
-
-    def _may_be_made(self, create: bool) -> bool:
-        folder = self.path.parent
-        if not folder.is_dir():
-            raise ProducerError(
-                f"the queue file {self.path} cannot be opened: the folder {folder} does not exist;"
-                " make it, or correct the path"
-            )
-        return create
 
     def _make_file(self) -> None:
         """Make the file, empty; SQLite gives the files beside it the same mode."""

@@ -101,9 +101,7 @@ class SqliteProducer(Producer):
 
         :raises ConnectionMissing: If the connection is missing or names no file.
         """
-        path = self.path
-        if path is None:
-            path = path_of(env.connections.get(str(self.conn_id)))
+        path = self.path or path_of(env.connections.get(str(self.conn_id)))
         return SqliteQueue(path, self.queue, clock=env.clock, busy_timeout=self.busy_timeout)
 
     def source(self, env: ProducerEnv) -> Source:
@@ -247,25 +245,24 @@ class _Custodian:
         self._queue = queue
 
     def renew(self, lease: Lease) -> Lease | None:
-        deadline = self._queue.renew(self._checked(lease), lease.seconds)
+        deadline = self._queue.renew(self._generation(lease), lease.seconds)
         return None if deadline is None else replace(lease, deadline=deadline)
 
     def holds(self, lease: Lease) -> bool:
-        return self._queue.holds(self._checked(lease))
+        return self._queue.holds(self._generation(lease))
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        return self._queue.settle(self._checked(lease), settlement)
+        return self._queue.settle(self._generation(lease), settlement)
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        return self._queue.settle_now(self._checked(lease), entries)
+        return self._queue.settle_now(self._generation(lease), entries)
 
     def close(self) -> None:
         self._queue.close()
 
-    def _checked(self, lease: Lease) -> str:
+    def _generation(self, lease: Lease) -> str:
         """The lease's generation, if it is this queue's to settle."""
-        check_lease(lease, KIND, self._queue.name)
-        return lease.generation
+        return check_lease(lease, KIND, self._queue.name).generation
 
 
 class SqliteDeadLetters:

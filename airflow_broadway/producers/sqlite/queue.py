@@ -9,7 +9,6 @@ renewed and settled: nobody else has its messages.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import sqlite3
@@ -38,8 +37,6 @@ from airflow_broadway.producers.sqlite.database import (
 
 if TYPE_CHECKING:
     from typing import Self
-
-log = logging.getLogger(__name__)
 
 #: Seconds for which the report of an ended lease is kept.
 RETENTION: Final = 7 * 86_400.0
@@ -206,8 +203,8 @@ class SqliteQueue:
                 "SELECT 1 FROM leases WHERE queue = ? AND generation = ? AND state = 'open'"
                 " AND deadline > ?",
                 (queue.id, generation, self._now()),
-            ).fetchone()
-        return held is not None
+            )
+            return held.fetchone() is not None
 
     def settle(
         self, generation: str, settlement: Settlement, *, state: str = "settled"
@@ -255,17 +252,14 @@ class SqliteQueue:
     def depth(self) -> QueueDepth:
         """How full the queue is; what a lapsed lease held counts as ready."""
         with self._opened() as queue:
-            if queue is None:
-                return QueueDepth(0, 0, 0, 0, None)
-            return admin.depth(queue, self._now())
+            nothing = QueueDepth(0, 0, 0, 0, None)
+            return nothing if queue is None else admin.depth(queue, self._now())
 
     def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
         """The open leases, oldest first, for sweeps; with ``ended`` those still on record too."""
         with self._opened() as queue:
-            if queue is None:
-                return []
             lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
-            return admin.leases(queue, lease_of, ended=ended)
+            return [] if queue is None else admin.leases(queue, lease_of, ended=ended)
 
     def names(self) -> list[str] | None:
         """The names of all queues in the file, sorted; ``None`` if there is no file."""
