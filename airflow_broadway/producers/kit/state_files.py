@@ -52,7 +52,7 @@ def state_files(staging: str | None, folder: str) -> StateFiles:
 
 
 class StateFiles:
-    """A folder of small JSON files, and of files of bytes beside them.
+    """A folder of small JSON files.
 
     :param staging: The pipeline's folder or the shared one, as a URI.
     :param folder: Below it; names of safe characters.
@@ -104,7 +104,13 @@ class StateFiles:
 
         :raises StagingError: If it cannot be written.
         """
-        self.put(name, _encoded(value))
+        path, data = f"{self._root}/{name}", _encoded(value)
+        with _translated(path, "written"):
+            if self._local:
+                make_folders(os.path.dirname(path))
+                replace_file(path, (data,))
+            else:  # an object appears whole or not at all
+                self._fs.pipe_file(path, data)
 
     def create(self, name: str, value: Any) -> bool:
         """Write a whole file unless there is one; whether it was written.
@@ -119,42 +125,6 @@ class StateFiles:
                 make_folders(os.path.dirname(path))
                 return create_file(path, (data,))
             return put_new(self._fs, path, data)
-
-    def put(self, name: str, data: bytes) -> str:
-        """Write a file of bytes, replacing any; its path, for people.
-
-        :raises StagingError: If it cannot be written.
-        """
-        path = f"{self._root}/{name}"
-        with _translated(path, "written"):
-            if self._local:
-                make_folders(os.path.dirname(path))
-                replace_file(path, (data,))
-            else:  # an object appears whole or not at all
-                self._fs.pipe_file(path, data)
-        return path
-
-    def get(self, name: str) -> bytes:
-        """Read a file that :meth:`put` wrote.
-
-        :raises StagingError: If it cannot be read.
-        """
-        path = f"{self._root}/{name}"
-        with _translated(path, "read"):
-            return bytes(self._fs.cat_file(path))
-
-    def size(self, name: str) -> int | None:
-        """Bytes of a file, as of now; ``None`` if there is none.
-
-        :raises StagingError: If that cannot be read.
-        """
-        path = f"{self._root}/{name}"
-        with _translated(path, "read"):
-            try:
-                self._look_anew(path)
-                return int(self._fs.size(path))
-            except FileNotFoundError:
-                return None
 
     def names(self, folder: str = "") -> list[str]:
         """The names in a folder, sorted, without hidden ones; none if there is no such folder.
@@ -243,17 +213,8 @@ class MemoryFiles(StateFiles):
     def create(self, name: str, value: Any) -> bool:
         return self._files.setdefault(name, data := _encoded(value)) is data
 
-    def put(self, name: str, data: bytes) -> str:
-        self._files[name] = data
-        return name
-
-    def get(self, name: str) -> bytes:
-        if name not in self._files:
-            raise StagingError(f"{name} cannot be read: it is not there")
-        return self._files[name]
-
-    def size(self, name: str) -> int | None:
-        return len(self._files[name]) if name in self._files else None
+    def write(self, name: str, value: Any) -> None:
+        self._files[name] = _encoded(value)
 
     def names(self, folder: str = "") -> list[str]:
         below = f"{folder}/" if folder else ""

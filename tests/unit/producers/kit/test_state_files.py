@@ -36,14 +36,6 @@ def test_of_two_that_create_a_file_one_does(files: StateFiles) -> None:
     assert files.read("once.json") == "one"
 
 
-def test_bytes_are_kept_as_they_are(files: StateFiles) -> None:
-    files.put("body", b"\x00\xff")
-
-    assert (files.get("body"), files.size("body"), files.size("other")) == (b"\x00\xff", 2, None)
-    with pytest.raises(StagingError, match="other cannot be read"):
-        files.get("other")
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -51,8 +43,6 @@ def test_bytes_are_kept_as_they_are(files: StateFiles) -> None:
         lambda files: list(files.read_all(["a.json"])),
         lambda files: files.write("a.json", 1),
         lambda files: files.create("a.json", 1),
-        lambda files: files.get("a"),
-        lambda files: files.size("a"),
         lambda files: files.names(),
         lambda files: files.exists("a"),
         lambda files: files.remove("a"),
