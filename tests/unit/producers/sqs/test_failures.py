@@ -189,7 +189,9 @@ def test_a_damaged_file_does_not_keep_a_run_from_receiving(
     data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
-    notes().put(f"attempts/{clock.now().date()}.x.json", data)
+    files, name = notes(), f"attempts/{clock.now().date()}.x.json"
+    files.write(name, {})
+    files._fs.pipe_file(f"{files._root}/{name}", data)
     for _ in range(8):
         Failures(notes(), 14).note({"m": 3}, clock.now())
 
