@@ -155,7 +155,7 @@ class Client(Protocol):
 
     @property
     def name(self) -> str:
-        """The queue's name, for people."""
+        """Returns the queue's name, for people."""
 
     def remove(self, receipts: Sequence[str], /) -> Mapping[int, Refusal]:
         """Removes messages for good; returns the refused ones by their place."""
@@ -225,7 +225,7 @@ class Broker(ABC, Generic[ClientT]):
 
     @property
     def client(self) -> ClientT:
-        """The connection, opened when it is first used."""
+        """Opens the connection when it is first used, and returns it."""
         with self._opening:
             if self._client is None:
                 self._client = self.open()
@@ -241,11 +241,11 @@ class Broker(ABC, Generic[ClientT]):
     @property
     @abstractmethod
     def place(self) -> str:
-        """The queue as the producer's options name it; opens nothing."""
+        """Names the queue by the producer's options; opens nothing."""
 
     @property
     def name(self) -> str:
-        """The queue's name, for people."""
+        """Returns the queue's name, for people."""
         return self.client.name
 
     def state_files(self) -> StateFiles | None:

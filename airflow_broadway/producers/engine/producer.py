@@ -32,7 +32,7 @@ class BrokerProducer(Producer):
         return made
 
     def publishes(self, action: Action) -> bool:
-        """Only a dead letter is published again; a message of its own may say that it is one."""
+        """Publishes only dead letters again; any single message may become one."""
         return action is Action.DEAD_LETTER
 
     def partition_of(self, message: Message) -> int:

@@ -1,6 +1,4 @@
-"""What brokers check: whose a lease is, what a connection is of, whether a server is spoken to in
-the clear.
-"""
+"""Checks whose a lease is, the type of a connection, a broker's own limits, and plain HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def check_lease(lease: Lease, kind: str, queue: str) -> Lease:
-    """The lease, if it is of this queue.
+    """Returns the lease, if it is of this queue.
 
     :param kind: The producer's.
     :param queue: As the source noted it in ``lease.state["queue"]``.
@@ -38,7 +36,7 @@ def check_lease(lease: Lease, kind: str, queue: str) -> Lease:
 def connection_of(
     env: ProducerEnv, conn_id: str | None, *, default: str, types: tuple[str, ...], service: str
 ) -> Connection | None:
-    """The connection of a broker whose client can look for credentials by itself; then ``None``.
+    """Returns the connection of a broker; ``None``: its client looks for credentials by itself.
 
     :param conn_id: As the producer has it; ``None``: it looks by itself.
     :param default: The id whose connection may be missing.
@@ -96,7 +94,7 @@ def is_loopback(host: str) -> bool:
 
 @functools.cache
 def warn_of_plain_http(url: str, what: str) -> None:
-    """Warn, once per process, that others on the network can read what is sent to ``http://``.
+    """Warns, once per process, that others on the network can read what is sent to ``http://``.
 
     :param what: What can be read, in words.
     """

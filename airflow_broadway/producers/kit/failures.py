@@ -57,7 +57,7 @@ class Failures:
         self._read: set[str] = set()
 
     def note(self, failures: Mapping[str, int], now: datetime) -> None:
-        """Write down how many failures messages have on record, this one included.
+        """Records how many failures messages have, this one included.
 
         :raises StagingError: If that cannot be written.
         """
@@ -66,7 +66,7 @@ class Failures:
             _add(self._known, failures)
 
     def of(self, ids: Iterable[str], now: datetime) -> dict[str, int]:
-        """The failures on record of those of ``ids`` that have any.
+        """Returns the failures on record of those of ``ids`` that have any.
 
         What others note meanwhile is seen at the next look.
 
@@ -81,7 +81,7 @@ class Failures:
         return {each: self._known[each] for each in wanted if each in self._known}
 
     def merge(self, now: datetime) -> None:
-        """Make one file of a day's many, and remove what is too old.  Safe beside others who do so.
+        """Merges a day's many files into one, and removes what is too old.  Safe to repeat.
 
         :raises StagingError: If that cannot be done.
         """
@@ -102,7 +102,7 @@ class Failures:
                 self._files.discard(read)
 
     def _learn(self) -> bool:
-        """Read what is there and has not been read; whether some of it was gone before that."""
+        """Reads new files; returns whether some of them were gone before that."""
         names = (f"{_FOLDER}/{name}" for name in self._files.names(_FOLDER))
         fresh = [path for path in names if path not in self._read]
         self._read.update(fresh)
@@ -121,7 +121,7 @@ def _add(known: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _counts(files: StateFiles, paths: Iterable[str]) -> dict[str, dict[str, int]]:
-    """What is in files, by path: nothing in one that is damaged; what is gone is left out."""
+    """Reads files by path: nothing of one that is damaged; what is gone is left out."""
     found: dict[str, dict[str, int]] = {}
     for path, value in files.read_all(paths):
         whole = isinstance(value, dict) and all(isinstance(each, int) for each in value.values())

@@ -6,7 +6,7 @@ Each generation has a folder among a producer's :class:`StateFiles`; its name is
     <generation>/begun.json      settling has begun, by the plan that is in it
     <generation>/done-*.json     what settling has carried out so far: message id → action
     <generation>/settled.json    settling is done: the report, and what a producer keeps beside it
-    ended/<day>/<generation>.json    of which generations the report alone is left
+    ended/<day>/<generation>.json    generations of which the report alone is left
 
 A producer may keep files of its own in the same folder.  Losing these files must lose no message:
 what is not known to be settled comes back from the broker.
@@ -51,18 +51,18 @@ class GenerationLog:
     # -- on the way ----------------------------------------------------------------------------
 
     def note_now(self, actions: Mapping[str, Action]) -> None:
-        """Note what callbacks settled at once: message id → action."""
+        """Records what callbacks settled immediately: message id → action."""
         self._append("now", actions)
 
     def now(self, names: Iterable[str] | None = None) -> dict[str, Action]:
-        """What callbacks settled at once: message id → action.
+        """Returns what callbacks settled immediately: message id → action.
 
         :param names: As :meth:`names` gave them just now.
         """
         return self._actions("now", names)
 
     def begin(self, plan: Any = None) -> Any:
-        """Note that settling begins; of several settlers, and after a kill, one plan stands.
+        """Records that settling begins; of several settlers, and after a kill, one plan stands.
 
         :param plan: JSON.
         :returns: The plan that stands: this one, or that of whoever began first.
@@ -76,17 +76,17 @@ class GenerationLog:
         return self._files.exists(self.path(_BEGUN))
 
     def note_done(self, actions: Mapping[str, Action]) -> None:
-        """Note what settling has carried out since the last such note: message id → action."""
+        """Records what settling has carried out since the last record: message id → action."""
         self._append("done", actions)
 
     def done(self, names: Iterable[str] | None = None) -> dict[str, Action]:
-        """What an unfinished settlement has carried out: message id → action."""
+        """Returns what an unfinished settlement has carried out: message id → action."""
         return self._actions("done", names)
 
     # -- the end -------------------------------------------------------------------------------
 
     def end(self, report: SettleReport, *, replace: bool = False, **details: Any) -> Settled:
-        """Note that settling is done.
+        """Records that settling is done.
 
         :param replace: Whether this report stands, and not the first one that was noted.
         :param details: What to keep beside the report: JSON.
@@ -100,7 +100,7 @@ class GenerationLog:
         return Settled(report, details)
 
     def settled(self) -> Settled | None:
-        """How it was settled; ``None`` if it was not."""
+        """Returns how it was settled; ``None`` if it was not."""
         value = self._files.read(self.path(_SETTLED))
         return None if value is None else _settled(value)
 
@@ -109,7 +109,7 @@ class GenerationLog:
         return self._files.exists(self.path(_SETTLED))
 
     def keep_report(self, day: str) -> None:
-        """Remove all but the report, which :func:`forget_ended` may remove later.
+        """Removes all but the report, which :func:`forget_ended` may remove later.
 
         :param day: Today, as ``YYYY-MM-DD``.
         """
@@ -119,15 +119,15 @@ class GenerationLog:
     # -- its files -----------------------------------------------------------------------------
 
     def path(self, name: str) -> str:
-        """The name of one of its files among the producer's."""
+        """Returns the name of one of its files among the producer's."""
         return f"{self.folder}/{name}"
 
     def names(self) -> list[str]:
-        """The names of its files, sorted."""
+        """Lists the names of its files, sorted."""
         return self._files.names(self.folder)
 
     def read(self, name: str) -> Any:
-        """The JSON value of one of its files.
+        """Reads the JSON value of one of its files.
 
         :raises StagingError: If it is gone: another process has settled the generation meanwhile.
         """
@@ -137,11 +137,11 @@ class GenerationLog:
         return value
 
     def write(self, name: str, value: Any) -> None:
-        """Write a file of the producer's own, replacing any."""
+        """Writes a file of the producer's own, replacing any."""
         self._files.write(self.path(name), value)
 
     def append(self, kind: str, value: Any) -> str:
-        """Write a file of the producer's own beside all others of that kind: ``<kind>-*.json``.
+        """Writes a file of the producer's own next to all others of that kind: ``<kind>-*.json``.
 
         :returns: Its name.
         """
@@ -174,7 +174,7 @@ class GenerationLog:
 
 
 def forget_ended(files: StateFiles, before: str) -> None:
-    """Remove the reports of generations that ended before a day.
+    """Removes the reports of generations that ended before a day.
 
     :param before: ``YYYY-MM-DD``.
     """

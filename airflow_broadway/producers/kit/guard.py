@@ -29,7 +29,7 @@ class MessageGuard:
 
     @contextmanager
     def each(self, message_id: str) -> Iterator[None]:
-        """Keep what goes wrong inside to this message.
+        """Confines what goes wrong inside to this message.
 
         :raises ProducerUnavailable: The one error that is every message's.
         """
@@ -44,11 +44,11 @@ class MessageGuard:
             self.refuse(message_id, f"{type(error).__name__}: {error}")
 
     def refuse(self, message_id: str, reason: str) -> None:
-        """Count a message as failed."""
+        """Counts a message as failed."""
         self.refused.setdefault(message_id, cut(reason, _MAX_REASON))
 
     def errors(self) -> tuple[str, ...]:
-        """One sentence per kind of refusal, with how many there were and the first of them."""
+        """Returns one sentence per kind of refusal, with their number and the first of them."""
         first: dict[str, list[str]] = {}
         for message_id, reason in self.refused.items():
             first.setdefault(reason, []).append(message_id)

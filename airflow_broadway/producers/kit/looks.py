@@ -33,11 +33,11 @@ class LookCount:
 
     @property
     def limit(self) -> int | None:
-        """The deliveries after which the broker removes a message; ``None``: no limit."""
+        """Returns the deliveries after which the broker removes a message; ``None``: no limit."""
         return self._limit
 
     def begin(self, *, empty: bool = False) -> None:
-        """Count a look, or refuse it.
+        """Counts a look, or refuses it.
 
         :param empty: Whether the queue is known to be empty: then the count begins anew.
         :raises ProducerError: If the look might be one of the last before letters are removed.
@@ -50,7 +50,7 @@ class LookCount:
         self._files.write(self._file, {"queue": self._queue, "deliveries": used})
 
     def note(self, deliveries: int) -> None:
-        """Take over what the broker has counted for one letter, this look included.
+        """Adopts the broker's count for one letter, this look included.
 
         :raises ProducerError: If another look might remove the letter.
         """
@@ -62,12 +62,12 @@ class LookCount:
             raise self.refusal()
 
     def end(self) -> None:
-        """Take over the highest count of a walk that has met every letter."""
+        """Adopts the highest count of a walk through every letter."""
         if self._limit is not None:
             self._files.write(self._file, {"queue": self._queue, "deliveries": self._highest})
 
     def refusal(self) -> ProducerError:
-        """Why no look is possible, and what is."""
+        """Returns the error of a look that is refused."""
         return ProducerError(
             f"the dead letters in {self._queue} cannot be listed any more: {self._setting} is"
             f" {self._limit}, each look counts as a delivery, and after"

@@ -18,7 +18,7 @@ def report_of(
     failed: int = 0,
     errors: Iterable[str] = (),
 ) -> SettleReport:
-    """The report of verdicts that were carried out.
+    """Returns the report of verdicts that were carried out.
 
     :param actions: How many of each; or each.
     :param errors: Each is in the report once.
@@ -28,7 +28,7 @@ def report_of(
 
 
 def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
-    """What callbacks settled at once, beyond what the settlement knows of.
+    """Returns what callbacks settled immediately, beyond what the settlement knows of.
 
     :param at_once: All that ``settle_now`` did under the lease, by the producer's own record.
     """
@@ -40,7 +40,7 @@ def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
 
 
 def about_set_aside(lease: Lease) -> tuple[str, ...]:
-    """What people should know of messages that the source took and no callback saw."""
+    """Describes the messages that the source received and no callback saw."""
     words = {
         "bundle": "bundles: move them back into their holding queue",
         "oversized": "too large",

@@ -28,22 +28,22 @@ class Damaged(StagingError):
 
 
 def digest(text: str) -> str:
-    """A short hash, fit for names."""
+    """Returns a short hash, fit for names."""
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def instant_of(seconds: float) -> datetime:
-    """An instant of so many seconds since the epoch."""
+    """Returns the timestamp of so many seconds since the epoch."""
     return datetime.fromtimestamp(seconds, timezone.utc)
 
 
 def day_of(now: datetime, *, before: int = 0) -> str:
-    """The day of an instant, or so many days before it: ``YYYY-MM-DD``, UTC."""
+    """Returns the day of a timestamp, or so many days before it: ``YYYY-MM-DD``, UTC."""
     return (now.astimezone(timezone.utc) - timedelta(days=before)).date().isoformat()
 
 
 def state_files(staging: str | None, folder: str) -> StateFiles:
-    """A producer's files.
+    """Opens a producer's files.
 
     :param staging: The folder, as a URI; ``None``: they are in memory.
     :param folder: Below it, e.g. ``"sqs/1f2e3d"``.
@@ -67,7 +67,7 @@ class StateFiles:
         self._local = _is_local(self._fs)
 
     def read(self, name: str) -> Any:
-        """The JSON value of a file; ``None`` if there is none.
+        """Reads the JSON value of a file; ``None`` if there is none.
 
         :raises StagingError: If it cannot be read; :class:`Damaged` if it is no JSON.
         """
@@ -79,7 +79,7 @@ class StateFiles:
                 return None
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """The JSON values of files by name, read side by side where the store can do that.
+        """Reads the JSON values of files by name, concurrently where the store can do that.
 
         A file that is gone is left out; of one that is no JSON the value is a :class:`Damaged`.
 
@@ -100,7 +100,7 @@ class StateFiles:
                 yield name, error
 
     def write(self, name: str, value: Any) -> None:
-        """Write a whole file, replacing any.
+        """Writes a whole file, replacing any.
 
         :raises StagingError: If it cannot be written.
         """
@@ -113,7 +113,7 @@ class StateFiles:
                 self._fs.pipe_file(path, data)
 
     def create(self, name: str, value: Any) -> bool:
-        """Write a whole file unless there is one; whether it was written.
+        """Writes a whole file unless there is one; returns whether it was written.
 
         Of several processes that do so at once, one does.
 
@@ -127,7 +127,7 @@ class StateFiles:
             return put_new(self._fs, path, data)
 
     def names(self, folder: str = "") -> list[str]:
-        """The names in a folder, sorted, without hidden ones; none if there is no such folder.
+        """Lists the names in a folder, sorted, without hidden ones; empty if it is missing.
 
         :raises StagingError: If it cannot be listed.
         """
@@ -154,7 +154,7 @@ class StateFiles:
             return bool(self._fs.exists(path))
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all in it.  Safe to repeat.
+        """Removes a file, or a folder with all in it.  Safe to repeat.
 
         :raises StagingError: If it cannot be removed.
         """
@@ -163,7 +163,7 @@ class StateFiles:
             self._fs.rm(path, recursive=True)
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove files, in one go where the store can.  Safe to repeat.
+        """Removes files, in one request where the store can.  Safe to repeat.
 
         :raises StagingError: If they cannot be removed.
         """
@@ -176,14 +176,14 @@ class StateFiles:
             self._fs.rm(paths)
 
     def _look_anew(self, path: str) -> None:
-        """Forget the client's own listing: other processes write."""
+        """Invalidates the client's own listing: other processes write."""
         if not self._local:
             self._fs.invalidate_cache(path.rpartition("/")[0])
 
 
 @contextmanager
 def _translated(path: str, done: str) -> Iterator[None]:
-    """Raise :class:`StagingError` for any error of a file system, or of its client.
+    """Raises :class:`StagingError` for any error of a file system, or of its client.
 
     Those of an object store's client are no ``OSError`` where it cannot be reached.
     """
@@ -251,7 +251,7 @@ def _is_local(fs: Any) -> bool:
 
 
 def _file_system(uri: str) -> tuple[Any, str]:
-    """The file system of a folder's URI, and its path there."""
+    """Opens the file system of a folder's URI; returns it with the path there."""
     if "@" in uri.partition("://")[2].partition("/")[0]:  # s3://connection@bucket: Airflow's
         from airflow.sdk import ObjectStoragePath
 

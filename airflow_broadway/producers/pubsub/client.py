@@ -74,16 +74,17 @@ class Client:
 
     @property
     def project(self) -> str:
-        """The subscription's project."""
+        """Returns the subscription's project."""
         return self.name.split("/")[1]
 
     def topic(self, name: str) -> str:
-        """A topic's full name."""
+        """Returns a topic's full name."""
         return name if "/" in name else f"projects/{self.project}/topics/{name}"
 
     def other(self, subscription: str) -> Client:
-        """Another subscription, by its id or full name, over the same connection: closed with this
-        one.
+        """Opens another subscription over the same connection, closed with this one.
+
+        :param subscription: Its id or full name.
         """
         made = copy.copy(self)
         if "/" not in subscription:
@@ -92,7 +93,7 @@ class Client:
         return made
 
     def pull(self, count: int, wait: float) -> Sequence[Any]:
-        """One ``Pull``: at most ``count`` messages, as protobuf has them.
+        """Sends one ``Pull`` of at most ``count`` messages, as protobuf has them.
 
         :param wait: Seconds for which to wait for the first.
         """
@@ -178,7 +179,7 @@ class Client:
             raise translated(error, action, topic or self.name, self.where) from shown(error)
 
     def close(self) -> None:
-        """Release the connection.  Safe to repeat."""
+        """Releases the connection.  Safe to repeat."""
         self._channel.close()
 
 
@@ -189,7 +190,7 @@ def _refusal(word: str) -> Refusal:
 
 
 def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
-    """The producer's subscription.
+    """Opens the producer's subscription.
 
     :raises ConnectionMissing: If there are no credentials, or nothing says the project.
     """
@@ -216,8 +217,8 @@ def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
 
 
 def open_metrics(producer: PubSubProducer, env: ProducerEnv) -> Any:
-    """A client of Cloud Monitoring; ``None``, and a line in the log, at an emulator, or where it is
-    not installed.
+    """Opens a client of Cloud Monitoring; ``None``, and a line in the log, at an emulator, or where
+    it is not installed.
 
     :raises ConnectionMissing: If there are no credentials.
     """
@@ -235,7 +236,7 @@ def open_metrics(producer: PubSubProducer, env: ProducerEnv) -> Any:
 
 
 def _emulator(producer: PubSubProducer) -> str | None:
-    """Host and port of an emulator, if there is one."""
+    """Returns host and port of an emulator, if there is one."""
     if producer.endpoint is None:
         return os.environ.get(EMULATOR) or None
     if not producer.endpoint.startswith("http://"):

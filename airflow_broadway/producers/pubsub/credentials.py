@@ -1,4 +1,4 @@
-"""Whose credentials a connection has: the documented fields of ``google_cloud_platform``.
+"""Loads the credentials of a connection: the documented fields of ``google_cloud_platform``.
 
 A field may be in the connection's extra as such, or with the prefix that old releases of Airflow
 wrote.  What only the Google provider knows, such as a key in Secret Manager, is left to it.
@@ -74,7 +74,7 @@ def login_of(credentials: Any, where: str, timeout: float) -> Callable[[], None]
 
 
 def project_of(producer: PubSubProducer, env: ProducerEnv) -> str | None:
-    """The project that the connection names, without asking for credentials."""
+    """Returns the project that the connection names, without asking for credentials."""
     connection = _connection(producer, env)
     return None if connection is None else _fields(connection.extra).get("project") or None
 
@@ -125,7 +125,7 @@ def _impersonated(credentials: Any, chain: list[str], scopes: list[str]) -> Any:
 
 
 def _by_provider(connection: Connection, extra: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """By Airflow's Google provider, which knows the rest of the fields."""
+    """Loads credentials by Airflow's Google provider, which knows the rest of the fields."""
     try:
         from airflow.providers.google.common.hooks.base_google import GoogleBaseHook
     except ImportError:
@@ -162,7 +162,7 @@ def _fields(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[str]:
-    """What is given as a list, or as text with commas."""
+    """Reads a list, or text with commas."""
     if isinstance(value, str):
         return [each.strip() for each in value.split(",") if each.strip()]
     return [str(each) for each in value] if isinstance(value, Sequence) else []

@@ -46,7 +46,7 @@ ROOM: Final = limits.MAX_MESSAGE - _BESIDE
 
 
 def letter(entry: Entry, subscription: str) -> dict[str, Any]:
-    """The message to publish for one dead letter.
+    """Makes the message to publish for one dead letter.
 
     :param entry: With payload and properties as received.
     :param subscription: Its full name.
@@ -75,7 +75,7 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
 
 
 def size_of(message: Mapping[str, Any]) -> int:
-    """Bytes of a message in a request, at the most."""
+    """Returns the bytes of a message in a request, at most."""
     attributes = message["attributes"]
     texts = sum(
         len(key.encode()) + len(value.encode()) + _EACH for key, value in attributes.items()
@@ -119,7 +119,7 @@ def letter_of(message: Any, subscription: str) -> DeadLetter:
 
 
 def sent_back(message: Any, message_id: str) -> dict[str, Any]:
-    """The message to publish that sends a letter back.
+    """Makes the message to publish that sends a letter back.
 
     :param message: The letter, as protobuf has it.
     :param message_id: What the message was called.
@@ -137,7 +137,7 @@ def sent_back(message: Any, message_id: str) -> dict[str, Any]:
 
 
 def _own(attributes: Mapping[str, str]) -> dict[str, str]:
-    """The message's own attributes, without what says that it is a letter, or was one."""
+    """Returns the message's own attributes, without those of a letter."""
     return {
         name: value
         for name, value in attributes.items()

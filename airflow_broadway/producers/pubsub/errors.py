@@ -1,4 +1,4 @@
-"""What Google says, as one sentence that names the thing, the call and the way out; no secret.
+"""Translates Google's errors into ProducerErrors with an actionable message and no credentials.
 
 Google's own text is left out where it may quote a token or a key.
 """
@@ -42,7 +42,7 @@ class Expired(ProducerUnavailable):
 
 
 def words_of(error: Exception) -> dict[str, str]:
-    """What an exactly-once subscription says of single ack ids: ack id → word; empty: nothing."""
+    """Reads what an exactly-once subscription refuses: ack id → code; empty: nothing."""
     from google.api_core.exceptions import GoogleAPICallError
     from google.rpc.error_details_pb2 import ErrorInfo
 
@@ -56,7 +56,7 @@ def words_of(error: Exception) -> dict[str, str]:
 
 
 def shown(error: Exception) -> Exception | None:
-    """The error as a traceback may show it; ``None``: it may quote a key, or a token server."""
+    """Returns the error if a traceback may show it; ``None`` if it may quote a credential."""
     from google.auth.exceptions import GoogleAuthError
 
     of_login = isinstance(error, GoogleAuthError) or _OF_LOGIN in str(error)
@@ -64,7 +64,7 @@ def shown(error: Exception) -> Exception | None:
 
 
 def translated(error: Exception, action: str, name: str, where: str) -> Exception:
-    """The error of ours that stands for one of Google's.
+    """Returns the error of this package for one of Google's.
 
     :param action: E.g. ``"Pull"``.
     :param name: The subscription's or topic's full name.
@@ -163,7 +163,7 @@ def _of_auth(error: Exception, action: str, name: str) -> Exception:
 
 
 def _of_token(text: str, action: str, name: str) -> Exception | None:
-    """The error where a token is refused for this machine's clock; ``None``: for something else.
+    """Returns the error of a token that is refused for this machine's clock; ``None``: for another.
 
     :param text: It quotes the answer of a token server: only what it is about is told.
     """

@@ -46,7 +46,7 @@ def _between(low: int, high: int) -> Rule:
 
 
 def _named(kind: str) -> Rule:
-    """A subscription or a topic, by its id or its full name."""
+    """Makes the rule of a subscription or a topic, by its id or its full name."""
     pattern = re.compile(rf"projects/{_PROJECT}/{kind}s/{_ID}|{_ID}")
     return Rule(
         f"a {kind}: its id, or 'projects/PROJECT/{kind}s/ID'; an id has 3 to 255 letters, digits"
@@ -209,7 +209,7 @@ class PubSubProducer(BrokerProducer):
             )
 
     def check_action(self, name: str, value: object, path: str) -> str:
-        """The action as text: ``("nack", 30)`` as ``nack(30)``, and with 0 as ``nack``."""
+        """Returns the action as text: ``("nack", 30)`` as ``nack(30)``, and with 0 as ``nack``."""
         if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "nack":
             delay = value[1]
             if type(delay) in (int, float) and math.isfinite(delay) and delay == int(delay):
@@ -226,8 +226,8 @@ class PubSubProducer(BrokerProducer):
         )
 
     def judge(self, facts: Facts) -> Verdict:
-        """A nack comes again after its own delay, however often: Pub/Sub's dead-letter policy
-        counts, and not ours.
+        """Decides as always, but that a nack is redelivered after its own delay, however often:
+        Pub/Sub's dead-letter policy counts its attempts.
         """
         if facts.name.startswith("nack"):
             found = _NACK.fullmatch(facts.name)
@@ -239,7 +239,7 @@ class PubSubProducer(BrokerProducer):
 
     @property
     def place(self) -> str:
-        """The subscription as the options name it: what leases and notes go by.
+        """Names the subscription by its options, as leases and records do.
 
         A short name stands for one in ``project_id``; the project of a connection may change, and
         is not looked up.
@@ -249,13 +249,13 @@ class PubSubProducer(BrokerProducer):
         return f"projects/{self.project_id}/subscriptions/{self.subscription}"
 
     def may_publish(self, own: Delivery) -> bool:
-        """Unlike a retry a nack never makes a dead letter of ours."""
+        """Tells a nack, which never becomes a dead letter here, from a retry."""
         names = {own.on_success or self.on_success, own.on_failure or self.on_failure}
         return "dead_letter" in names or ("retry" in names and self.retry.dead_letter)
 
     @property
     def keeps_order(self) -> bool:
-        """Within each ordering key, if the subscription delivers in order."""
+        """Keeps order within each ordering key, if the subscription delivers in order."""
         return self.message_ordering
 
     def group_of(self, message: Message) -> str | None:

@@ -47,7 +47,7 @@ class LeaseRecord(NamedTuple):
 
 
 def depth(queue: OpenQueue, now: int) -> QueueDepth:
-    """How full the queue is; what a lapsed lease held counts as ready."""
+    """Returns how full the queue is; what a lapsed lease held counts as ready."""
     values = {"queue": queue.id, "now": now}
     with transaction(queue.db, "DEFERRED"):
         free, ready, oldest = queue.db.execute(
@@ -65,7 +65,7 @@ def depth(queue: OpenQueue, now: int) -> QueueDepth:
 
 
 def leases(queue: OpenQueue, lease_of: dict[str, Any], *, ended: bool) -> list[LeaseRecord]:
-    """The leases on record, oldest first; the ended ones only if asked for.
+    """Lists the leases on record, oldest first; the ended ones too if ``ended``.
 
     :param lease_of: What all leases of this queue have in common.
     """
@@ -95,7 +95,7 @@ def leases(queue: OpenQueue, lease_of: dict[str, Any], *, ended: bool) -> list[L
 
 
 def _owner(text: str) -> dict[str, Any]:
-    """Who holds a lease; nobody that is known, where another program wrote it."""
+    """Reads the owner of a lease; empty where another program wrote it."""
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -107,7 +107,7 @@ def _owner(text: str) -> dict[str, Any]:
 
 
 def set_aside(queue: OpenQueue, rows: Mapping[int, str], generation: str, now: int) -> None:
-    """Make dead letters of messages that cannot be read; inside a transaction.
+    """Makes dead letters of messages that cannot be read; inside a transaction.
 
     :param rows: Row → reason.
     """
@@ -165,7 +165,7 @@ def _attributes(raw: bytes | None) -> dict[str, Any]:
 
 
 def _instant(micros: int) -> datetime:
-    """The instant; 1970 where another program wrote what is none."""
+    """Reads a timestamp; 1970 where another program wrote what is none."""
     try:
         return from_micros(micros)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The SQLite file behind the embedded queue: opening it, its schema, its errors.
+"""Opens the SQLite file of the embedded queue, makes its tables, and translates its errors.
 
 Every commit is on disk when it returns (WAL, ``synchronous=FULL``), and every write takes the
 write lock at once (``BEGIN IMMEDIATE``), so that no transaction fails half-way for want of it.
@@ -121,14 +121,14 @@ class Database:
         self._opened: dict[int, _Opened] = {}
 
     def close(self) -> None:
-        """Close the connections of all threads of this process; the next use opens new ones."""
+        """Closes the connections of all threads of this process; the next use opens new ones."""
         self._forget_parent()
         while self._opened:
             self._opened.popitem()[1].connection.close()
 
     @contextmanager
     def open(self, *, create: bool) -> Iterator[sqlite3.Connection | None]:
-        """This thread's connection, for the length of a ``with``; errors inside are translated.
+        """Opens this thread's connection for the length of a ``with``; translates errors inside.
 
         :param create: Whether to make a missing file; without it the connection is ``None`` then.
         """
@@ -179,7 +179,7 @@ class Database:
             self._pid = os.getpid()
 
     def _make_file(self) -> None:
-        """Make the file, empty; SQLite gives the files beside it the same mode."""
+        """Makes the file, empty; SQLite gives the files next to it the same mode."""
         try:
             new_file(os.path.realpath(self.path)).close()
         except FileExistsError:  # another process was faster
@@ -291,7 +291,7 @@ class Database:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """One transaction: committed whole at the end of the ``with``, rolled back by an exception.
+    """Begins a transaction: committed at the end of the ``with``, rolled back by an exception.
 
     :param kind: ``"IMMEDIATE"`` takes the write lock at once; ``"DEFERRED"`` reads a snapshot.
     """
@@ -306,7 +306,7 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
 
 
 def _primary(error: sqlite3.Error) -> int:
-    """The error's code without its details; 0 if it is not SQLite's own."""
+    """Returns the error's code without its details; 0 if it is not SQLite's own."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -326,12 +326,12 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def to_micros(instant: datetime) -> int:
-    """Microseconds since 1970 in UTC."""
+    """Returns the microseconds since 1970 in UTC."""
     return (instant - _EPOCH) // _MICROSECOND
 
 
 def from_micros(micros: int) -> datetime:
-    """The instant that :func:`to_micros` gave."""
+    """Reads what :func:`to_micros` returned."""
     return _EPOCH + timedelta(microseconds=micros)
 
 
@@ -348,7 +348,7 @@ class OpenQueue(NamedTuple):
         return f"{self.tag}-{row}"
 
     def row_of(self, message_id: str) -> int | None:
-        """The row of a message id, or ``None`` if it is not of this queue."""
+        """Returns the row of a message id, or ``None`` if it is not of this queue."""
         tag, _, row = message_id.rpartition("-")
         if tag != self.tag or not (row.isascii() and row.isdecimal() and len(row) < 19):
             return None
@@ -358,7 +358,7 @@ class OpenQueue(NamedTuple):
 
 
 def ranges(rows: list[int]) -> list[tuple[int, int]]:
-    """The same numbers as closed ranges, ascending: as a rule one.  No number may come twice."""
+    """Returns distinct numbers as closed ranges, ascending: as a rule one."""
     rows.sort()
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return [(rows[0], rows[-1])]

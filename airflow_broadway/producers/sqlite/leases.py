@@ -82,7 +82,7 @@ _ANY_READY: Final = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queu
 
 
 def micros_of(seconds: float) -> int:
-    """A verdict's delay in microseconds; what is no delay counts as none."""
+    """Returns a delay in microseconds; what is no delay counts as none."""
     return round(min(seconds, MAX_DELAY) * 1_000_000) if seconds > 0 else 0
 
 
@@ -145,7 +145,7 @@ def receive(queue: OpenQueue, portion: Portion) -> list[Message]:
 
 
 def _rows(queue: OpenQueue, portion: Portion, now: int, lease: int | None) -> list[tuple[Any, ...]]:
-    """Ready rows, up to a demand or a size of bodies."""
+    """Reads ready rows, up to a demand or a size of bodies."""
     rows: list[tuple[Any, ...]] = []
     size = 0
     for row in queue.db.execute(_READY, (queue.id, now, lease, portion.demand)):
@@ -159,7 +159,7 @@ def _rows(queue: OpenQueue, portion: Portion, now: int, lease: int | None) -> li
 def _messages(
     queue: OpenQueue, portion: Portion, rows: list[tuple[Any, ...]]
 ) -> tuple[list[Message], dict[int, str]]:
-    """The messages of rows; and of those that cannot be read, by row, why."""
+    """Makes the messages of rows; returns also, by row, why some cannot be read."""
     prefix, position = queue.tag + "-", portion.position
     unread: dict[int, str] = {}
     acknowledger = AckRef(NO_ACK.acknowledger, portion.generation, Delivery())
@@ -199,7 +199,7 @@ def _messages(
 
 
 def _open_lease(queue: OpenQueue, generation: str) -> int | None:
-    """The key of the generation's lease, or ``None`` if it has not received anything yet."""
+    """Returns the row of the generation's lease; ``None`` if it has not received anything yet."""
     row = queue.db.execute(
         "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
         (queue.id, generation),

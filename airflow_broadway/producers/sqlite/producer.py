@@ -97,7 +97,7 @@ class SqliteProducer(Producer):
             )
 
     def open_queue(self, env: ProducerEnv) -> SqliteQueue:
-        """The queue itself; nothing is opened before its first call.
+        """Makes the queue; nothing is opened before its first call.
 
         :raises ConnectionMissing: If the connection is missing or names no file.
         """
@@ -133,7 +133,7 @@ class SqliteProducer(Producer):
 
 
 def path_of(connection: Connection) -> str:
-    """The queue file that a connection names, in its host or in the extra ``path``.
+    """Returns the queue file that a connection names, in its host or in the extra ``path``.
 
     :raises ConnectionMissing: If it names none, or two, or is of another service.
     """
@@ -261,12 +261,12 @@ class _Custodian:
         self._queue.close()
 
     def _generation(self, lease: Lease) -> str:
-        """The lease's generation, if it is this queue's to settle."""
+        """Returns the lease's generation, if it is this queue's to settle."""
         return check_lease(lease, KIND, self._queue.name).generation
 
 
 class SqliteDeadLetters:
-    """Those of one queue, which lie in its file: each is in exactly one place, whoever is killed.
+    """The dead letters of one queue, in its file: each is in exactly one place, also after a kill.
 
     A :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
     """

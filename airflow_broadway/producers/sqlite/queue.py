@@ -84,7 +84,7 @@ class SqliteQueue:
 
     @property
     def path(self) -> str:
-        """The file, as an absolute path."""
+        """Returns the file, as an absolute path."""
         return str(self._database.path)
 
     def __repr__(self) -> str:
@@ -97,18 +97,18 @@ class SqliteQueue:
         self.close()
 
     def close(self) -> None:
-        """Close the file; the next call opens it again."""
+        """Closes the file; the next call opens it again."""
         self._database.close()
 
     # ---------------------------------------------------------------------------------- sending
 
     def create(self) -> None:
-        """Make the file and the queue unless they are there; the first message does so, too."""
+        """Makes the file and the queue unless they are there; the first message does so, too."""
         with self._made():
             pass
 
     def send(self, messages: Iterable[Sendable]) -> list[str]:
-        """Enqueue all of ``messages``, or none; return their ids.
+        """Enqueues all of ``messages``, or none; returns their ids.
 
         They are collected in memory first: send a stream in portions, of some thousands.
 
@@ -161,7 +161,7 @@ class SqliteQueue:
         owner: Mapping[str, Any] | None = None,
         position: int = 0,
     ) -> list[Message]:
-        """Lease at most ``demand`` ready messages to ``generation``, for ``seconds`` from now.
+        """Leases at most ``demand`` ready messages to ``generation``, for ``seconds`` from now.
 
         One call takes no more than 64 MiB of bodies beyond its first message.  What
         this generation has given back is not among them.  Leases past their deadline end here.
@@ -180,7 +180,7 @@ class SqliteQueue:
     # -------------------------------------------------------------------------------- the lease
 
     def renew(self, generation: str, seconds: float) -> datetime | None:
-        """Hold the lease for ``seconds`` from now; its deadline, ``None`` if it has ended."""
+        """Extends the lease to ``seconds`` from now; returns its deadline; ``None``: it ended."""
         instant = self._clock.now()
         deadline = to_micros(instant) + leases.micros_of(seconds)
         with self._opened() as queue:
@@ -209,7 +209,7 @@ class SqliteQueue:
     def settle(
         self, generation: str, settlement: Settlement, *, state: str = "settled"
     ) -> SettleReport:
-        """Carry out all verdicts on what the generation holds, and end its lease.
+        """Carries out all verdicts on what the generation holds, and ends its lease.
 
         The report is kept: settling again changes nothing and returns it.  Messages settled early
         by :meth:`settle_now` are no part of it.
@@ -227,7 +227,7 @@ class SqliteQueue:
         return report
 
     def settle_now(self, generation: str, entries: Iterable[Entry]) -> SettleReport:
-        """Carry out ``entries`` and keep the lease for the other messages; idempotent."""
+        """Carries out ``entries`` and keeps the lease for the other messages; idempotent."""
         with self._opened() as queue:
             if queue is None:
                 ids = frozenset(entry.message_id for entry in entries)
@@ -235,11 +235,11 @@ class SqliteQueue:
             return leases.settle_now(queue, generation, entries, self._now())
 
     def release(self, generation: str) -> SettleReport:
-        """Give everything the generation holds back to the queue at once, and end its lease."""
+        """Releases everything the generation holds immediately, and ends its lease."""
         return self.settle(generation, Settlement(rest=RELEASE), state="released")
 
     def _clean(self, db: sqlite3.Connection, now: int) -> None:
-        """Forget the reports of leases that ended long ago."""
+        """Deletes the reports of leases that ended long ago."""
         before = now - leases.micros_of(RETENTION)
         old = db.execute("SELECT id FROM leases WHERE ended_at < ?", (before,)).fetchall()
         if old:
@@ -250,19 +250,19 @@ class SqliteQueue:
     # --------------------------------------------------------------------------------- looking
 
     def depth(self) -> QueueDepth:
-        """How full the queue is; what a lapsed lease held counts as ready."""
+        """Returns how full the queue is; what a lapsed lease held counts as ready."""
         with self._opened() as queue:
             nothing = QueueDepth(0, 0, 0, 0, None)
             return nothing if queue is None else admin.depth(queue, self._now())
 
     def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
-        """The open leases, oldest first, for sweeps; with ``ended`` those still on record too."""
+        """Lists the open leases, oldest first; with ``ended`` those still on record too."""
         with self._opened() as queue:
             lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
             return [] if queue is None else admin.leases(queue, lease_of, ended=ended)
 
     def names(self) -> list[str] | None:
-        """The names of all queues in the file, sorted; ``None`` if there is no file."""
+        """Returns the names of all queues in the file, sorted; ``None`` if there is no file."""
         with self._database.open(create=False) as db:
             if db is None:
                 return None
@@ -317,14 +317,14 @@ class SqliteQueue:
 
     @contextmanager
     def _opened(self) -> Iterator[OpenQueue | None]:
-        """The file and the queue's row, or ``None`` while nothing has ever been sent."""
+        """Opens the queue; ``None`` while nothing has ever been sent."""
         with self._database.open(create=False) as db:
             queue = None if db is None else self._queue(db)
             yield queue
 
     @contextmanager
     def _made(self) -> Iterator[OpenQueue]:
-        """The queue, in one transaction; made if it is missing."""
+        """Opens the queue in one transaction, and makes it if it is missing."""
         with self._database.open(create=True) as db:
             assert db is not None
             with transaction(db):
@@ -347,7 +347,7 @@ class SqliteQueue:
 
 
 def _parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
-    """A message's body, attributes as JSON, and delay in microseconds.
+    """Returns a message's body, attributes as JSON, and delay in microseconds.
 
     :param place: Its place among those sent, for errors.
     :raises ProducerError: If one of them is not what it must be.

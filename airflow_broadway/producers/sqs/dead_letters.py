@@ -114,7 +114,7 @@ def properties_as_json(raw: Mapping[str, Any]) -> dict[str, Any]:
 def letter(
     entry: Entry, queue: str, *, fifo: bool, max_bytes: int = limits.MAX_BODY
 ) -> dict[str, Any]:
-    """The entry of ``SendMessageBatch`` for one dead letter, without its ``Id``.
+    """Makes the entry of ``SendMessageBatch`` for one dead letter, without its ``Id``.
 
     :param entry: With payload and properties as received.
     :param queue: The name of the queue it comes from.
@@ -192,14 +192,14 @@ def _attribute(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sendable(text: str, limit: int) -> str:
-    """``text`` in at most ``limit`` bytes, and without characters that SQS refuses."""
+    """Cuts a text to ``limit`` bytes, and replaces characters that SQS refuses."""
     if limits.unsendable(text):
         text = "".join("�" if limits.unsendable(each) else each for each in text)
     return text.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
 
 
 def size_of(entry: Mapping[str, Any]) -> int:
-    """What SQS counts of an entry: body, and name, type and value of each attribute."""
+    """Returns the bytes of an entry: body, and name, type and value of each attribute."""
     total = len(entry["MessageBody"].encode("utf-8", "surrogatepass"))
     for name, value in entry.get("MessageAttributes", {}).items():
         total += len(name.encode()) + len(value["DataType"].encode())
@@ -287,8 +287,8 @@ def sent_back(raw: Mapping[str, Any], message_id: str, *, fifo: bool) -> dict[st
 
 
 def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The attributes of a message that was a dead letter and was sent back, as they were at first,
-    with our mark; ``None``: it never was one.
+    """Returns the attributes of a message that was a dead letter and was sent back, as they were at
+    first, with our mark; ``None``: it never was one.
     """
     if limits.REQUEUED not in attributes and _PACKED not in attributes:
         return None
@@ -303,7 +303,7 @@ def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said where there was no room; empty if nothing is, or somebody else's."""
+    """Reads the attribute that has what there was no room for; empty if it is not ours."""
     text = attributes.get(_PACKED, {}).get("StringValue")
     if text is None:
         return {}

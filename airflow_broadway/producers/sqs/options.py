@@ -96,7 +96,7 @@ _AWS_URL = re.compile(
 
 
 def region_of(url: str) -> str | None:
-    """The region in the URL of one of AWS's own queues."""
+    """Returns the region in the URL of one of AWS's own queues."""
     found = _AWS_URL.match(url)
     return None if found is None else found.group(1) or found.group(2)
 
@@ -239,7 +239,7 @@ class SqsProducer(BrokerProducer):
         return any(isinstance(value, str) and "{{" in value for value in values)
 
     def check_action(self, name: str, value: object, path: str) -> str:
-        """``value``, or ``noop`` for any other word, as Broadway's SQS producer takes it."""
+        """Returns ``value``, or ``noop`` for any other word, as Broadway's SQS producer does."""
         if not isinstance(value, str) or value in self.actions or "{{" in value:
             return super().check_action(name, value, path)
         near = difflib.get_close_matches(value, self.actions, n=1)
@@ -261,12 +261,12 @@ class SqsProducer(BrokerProducer):
 
     @property
     def place(self) -> str:
-        """The queue as its options name it: what leases and notes go by."""
+        """Names the queue by its options, as leases and records do."""
         return str(self.queue_url or self.queue_name)
 
     @property
     def keeps_order(self) -> bool:
-        """Of a FIFO queue, within each message group."""
+        """Keeps order within each message group of a FIFO queue."""
         return self.fifo
 
     def group_of(self, message: Message) -> str | None:
