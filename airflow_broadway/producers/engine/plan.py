@@ -55,9 +55,9 @@ def plan_of(
             )
         handled = {entry.message_id for entry in settlement.everything()}
         named |= handled
-        verdicts = {each: settlement.rest if each in handled else RELEASE for each in held}
+        verdicts = {key: settlement.rest if key in handled else RELEASE for key in held}
     for key, entry in entries.items():
         if key in verdicts:
             verdicts[key] = entry.verdict
-    gone = frozenset(each for each in named if each not in verdicts and each not in at_once)
+    gone = frozenset(key for key in named if key not in verdicts and key not in at_once)
     return Plan(verdicts, entries, gone)

@@ -383,7 +383,7 @@ class ReceiptsFolder:
         """Counts the messages that generations other than ``own`` hold, as of now."""
         now = self._clock.now().timestamp()
         folders = [self.in_folder(folder) for folder in self.open_ones(own)]
-        return sum(len(each.held()) for each in folders if (each.until or 0.0) > now)
+        return sum(len(receipts.held()) for receipts in folders if (receipts.until or 0.0) > now)
 
     def is_open(self, generation: str) -> bool:
         """Whether this process receives for it, or keeps its receipts."""

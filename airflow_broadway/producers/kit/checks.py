@@ -47,18 +47,18 @@ def connection_of(
     if conn_id is None:
         return None
     try:
-        found = env.connections.get(conn_id)
+        connection = env.connections.get(conn_id)
     except ConnectionMissing:
         if conn_id != default:
             raise
         log.info("There is no connection %r: the client looks for credentials itself.", conn_id)
         return None
-    if found.conn_type not in (*types, "generic", ""):
+    if connection.conn_type not in (*types, "generic", ""):
         raise ConnectionMissing(
-            f"the connection {conn_id!r} is of type {found.conn_type!r}; {service} needs one of"
-            f" type {types[0]!r}"
+            f"the connection {conn_id!r} is of type {connection.conn_type!r}; {service} needs one"
+            f" of type {types[0]!r}"
         )
-    return found
+    return connection
 
 
 def findings_of_limit(

@@ -73,12 +73,12 @@ class Failures:
         :raises StagingError: If they cannot be read.
         """
         wanted = list(ids)
-        unknown = not all(each in self._known for each in wanted)
+        unknown = not all(key in self._known for key in wanted)
         if unknown and now.timestamp() >= self._look_at:
             self._look_at = now.timestamp() + self._interval
             while self._learn():
                 pass  # somebody merges meanwhile: what is gone is in another file
-        return {each: self._known[each] for each in wanted if each in self._known}
+        return {key: self._known[key] for key in wanted if key in self._known}
 
     def merge(self, now: datetime) -> None:
         """Merges a day's many files into one, and removes what is too old.  Safe to repeat.
@@ -106,10 +106,10 @@ class Failures:
         names = (f"{_FOLDER}/{name}" for name in self._files.names(_FOLDER))
         fresh = [path for path in names if path not in self._read]
         self._read.update(fresh)
-        found = _counts(self._files, fresh)
-        for counts in found.values():
+        read = _counts(self._files, fresh)
+        for counts in read.values():
             _add(self._known, counts)
-        return len(found) < len(fresh)
+        return len(read) < len(fresh)
 
     def _write(self, day: str, failures: Mapping[str, int]) -> None:
         self._files.write(f"{_FOLDER}/{day}.{uuid.uuid4().hex}.json", dict(failures))
@@ -122,10 +122,10 @@ def _add(known: dict[str, int], more: Mapping[str, int]) -> None:
 
 def _counts(files: StateFiles, paths: Iterable[str]) -> dict[str, dict[str, int]]:
     """Reads files by path: nothing of one that is damaged; what is gone is left out."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for path, value in files.read_all(paths):
-        whole = isinstance(value, dict) and all(isinstance(each, int) for each in value.values())
+        whole = isinstance(value, dict) and all(isinstance(count, int) for count in value.values())
         if not whole:
             log.error("%s is damaged: what it says of failures is not counted", path)
-        found[path] = value if whole else {}
-    return found
+        counts[path] = value if whole else {}
+    return counts

@@ -156,10 +156,10 @@ class GenerationLog:
     def _actions(self, kind: str, names: Iterable[str] | None) -> dict[str, Action]:
         listed = self.names() if names is None else names
         paths = [self.path(name) for name in listed if name.startswith(f"{kind}-")]
-        found = dict(self._files.read_all(paths))
+        values = dict(self._files.read_all(paths))
         actions: dict[str, Action] = {}
         for path in paths:
-            value = found.get(path)
+            value = values.get(path)
             if value is None:
                 raise self._gone(path.rpartition("/")[2])
             if isinstance(value, Damaged):

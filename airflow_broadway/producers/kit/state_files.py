@@ -87,8 +87,8 @@ class StateFiles:
         """
         paths = {f"{self._root}/{name}": name for name in names}
         with _translated(self._root, "read"):
-            found = self._fs.cat_ranges(list(paths), None, None)
-        for (path, name), data in zip(paths.items(), found, strict=True):
+            contents = self._fs.cat_ranges(list(paths), None, None)
+        for (path, name), data in zip(paths.items(), contents, strict=True):
             if isinstance(data, FileNotFoundError):
                 continue
             with _translated(path, "read"):
@@ -139,8 +139,8 @@ class StateFiles:
                 paths = self._fs.ls(where, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        found = {str(path).rstrip("/") for path in paths} - {where}  # a file lists itself
-        names = sorted(path.rpartition("/")[2] for path in found)
+        entries = {str(path).rstrip("/") for path in paths} - {where}  # a file lists itself
+        names = sorted(path.rpartition("/")[2] for path in entries)
         return [name for name in names if not name.endswith(".tmp") and name[:1] != "."]
 
     def exists(self, name: str) -> bool:

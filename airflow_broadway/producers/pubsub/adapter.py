@@ -314,16 +314,16 @@ class PubSubBroker(Broker[Client]):
         named = place or self._producer.dead_letter_subscription
         if named is None:
             named = self._dead_letter_topic().replace("/topics/", "/subscriptions/")
-        found = self.client.other(named)
-        if found.name == self.name:
+        subscription = self.client.other(named)
+        if subscription.name == self.name:
             raise ProducerError(
                 f"{self.name!r} is what the pipeline drains: dead letters need a subscription of"
                 " their own, on their topic"
             )
         try:
-            settings = found.settings()
+            settings = subscription.settings()
         except Denied:  # the least roles may pull, and not look
-            return found
+            return subscription
         except Missing as error:
             raise ProducerError(
                 f"{error}; dead letters are read from a pull subscription of their topic: make one"
@@ -332,10 +332,10 @@ class PubSubBroker(Broker[Client]):
         kind = "detached" if settings.detached else _kind_of(settings)
         if kind is not None:
             raise ProducerError(
-                f"{found.name!r} is a {kind} subscription, from which nothing can be pulled: dead"
-                " letters need a pull subscription of their topic"
+                f"{subscription.name!r} is a {kind} subscription, from which nothing can be pulled:"
+                " dead letters need a pull subscription of their topic"
             )
-        return found
+        return subscription
 
 
 def _kind_of(settings: Any) -> str | None:

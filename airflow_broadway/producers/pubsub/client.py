@@ -248,13 +248,13 @@ def _emulator(producer: PubSubProducer) -> str | None:
 def _full_name(producer: PubSubProducer, project: str | None) -> str:
     if "/" in producer.subscription:
         return producer.subscription
-    found = producer.project_id or project or os.environ.get("GOOGLE_CLOUD_PROJECT")
-    if not found:
+    project_id = producer.project_id or project or os.environ.get("GOOGLE_CLOUD_PROJECT")
+    if not project_id:
         raise ConnectionMissing(
             f"nothing says in which project the subscription {producer.subscription!r} is: give the"
             " producer project_id, or its connection a project, or use its full name"
         )
-    return f"projects/{found}/subscriptions/{producer.subscription}"
+    return f"projects/{project_id}/subscriptions/{producer.subscription}"
 
 
 def _plain(host: str) -> Any:

@@ -84,19 +84,19 @@ def _credentials(
 ) -> tuple[Any, str | None]:
     from google import auth
 
-    given = [name for name in _KEYS if extra.get(name)]
-    if len(given) > 1:
+    keys = [name for name in _KEYS if extra.get(name)]
+    if len(keys) > 1:
         raise ConnectionMissing(
-            f"the connection {_name(connection)} has {' and '.join(given)}: it needs one of them"
+            f"the connection {_name(connection)} has {' and '.join(keys)}: it needs one of them"
         )
     if connection is not None and any(extra.get(name) for name in _PROVIDERS):
         return _by_provider(connection, extra)
     google_auth = cast(Any, auth)  # which has no types of these
     loaded: tuple[Any, str | None]
-    if not given:
+    if not keys:
         loaded = google_auth.default(scopes=scopes)
         return loaded
-    value = extra[given[0]]
+    value = extra[keys[0]]
     with warnings.catch_warnings():
         # It warns of configurations from strangers; a connection is the user's own.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -135,10 +135,10 @@ def _by_provider(connection: Connection, extra: Mapping[str, Any]) -> tuple[Any,
             " apache-airflow-providers-google: install it, or give the connection a key, a key"
             " file or a credential configuration"
         ) from None
-    found: tuple[Any, str | None] = GoogleBaseHook(
+    loaded: tuple[Any, str | None] = GoogleBaseHook(
         gcp_conn_id=connection.conn_id
     ).get_credentials_and_project_id()
-    return found
+    return loaded
 
 
 def _connection(producer: PubSubProducer, env: ProducerEnv) -> Connection | None:
@@ -164,8 +164,8 @@ def _fields(extra: Mapping[str, Any]) -> dict[str, Any]:
 def _listed(value: Any) -> list[str]:
     """Reads a list, or text with commas."""
     if isinstance(value, str):
-        return [each.strip() for each in value.split(",") if each.strip()]
-    return [str(each) for each in value] if isinstance(value, Sequence) else []
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [str(part) for part in value] if isinstance(value, Sequence) else []
 
 
 def _unusable(connection: Connection | None, error: Exception) -> str:

@@ -147,10 +147,10 @@ def _own(attributes: Mapping[str, str]) -> dict[str, str]:
 
 def _instant(text: str) -> datetime | None:
     try:
-        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        instant = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
         return None
-    return found if found.tzinfo is not None else None
+    return instant if instant.tzinfo is not None else None
 
 
 # -- timestamps ------------------------------------------------------------------------------------
@@ -198,14 +198,16 @@ class PubSubDeadLetters(EngineDeadLetters):
         self._wait = wait
 
     def fetch(self) -> list[Received]:
-        while found := self._dead.pull(limits.MAX_PULL, self._wait):
+        while pulled := self._dead.pull(limits.MAX_PULL, self._wait):
             received = [
                 Received(raw.message.message_id, raw.ack_id, raw, raw.delivery_attempt)
-                for raw in found
+                for raw in pulled
             ]
-            hidden = ((each.key, Hidden(each.receipt, self.hidden_seconds)) for each in received)
+            hidden = (
+                (letter.key, Hidden(letter.receipt, self.hidden_seconds)) for letter in received
+            )
             gone = self.requests.send(self._dead.hide, hidden)
-            if kept := [each for each in received if each.key not in gone]:
+            if kept := [letter for letter in received if letter.key not in gone]:
                 return kept
         return []
 

@@ -72,8 +72,8 @@ class _Actions(Mapping[str, Action]):
     _named: Final = {**BrokerProducer.actions, "nack": Action.RETRY}
 
     def __getitem__(self, name: str) -> Action:
-        found = _NACK.fullmatch(name)
-        if found is not None and int(found.group(1)) <= limits.LONGEST_DEADLINE:
+        nack = _NACK.fullmatch(name)
+        if nack is not None and int(nack.group(1)) <= limits.LONGEST_DEADLINE:
             return Action.RETRY
         return self._named[name]
 
@@ -230,8 +230,8 @@ class PubSubProducer(BrokerProducer):
         Pub/Sub's dead-letter policy counts its attempts.
         """
         if facts.name.startswith("nack"):
-            found = _NACK.fullmatch(facts.name)
-            delay = 0.0 if found is None else float(found.group(1))
+            nack = _NACK.fullmatch(facts.name)
+            delay = 0.0 if nack is None else float(nack.group(1))
             return Verdict(Action.RETRY, delay, facts.reason, facts.stage)
         return super().judge(facts)
 

@@ -142,17 +142,17 @@ class Database:
         thread = threading.get_ident()
         held = self._opened.get(thread)
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            found = None
+            status = None
         except OSError as error:
             raise ProducerError(f"the queue file {self.path} cannot be reached: {error}") from error
         if held is not None:
-            if found is not None and (found.st_dev, found.st_ino) == (held.device, held.inode):
+            if status is not None and (status.st_dev, status.st_ino) == (held.device, held.inode):
                 return held.connection
             del self._opened[thread]
             held.connection.close()
-        if found is None:
+        if status is None:
             folder = self.path.parent
             if not folder.is_dir():
                 raise ProducerError(
@@ -168,8 +168,8 @@ class Database:
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             connection.close()
             raise
-        found = os.stat(self.path)
-        self._opened[thread] = _Opened(connection, found.st_dev, found.st_ino)
+        status = os.stat(self.path)
+        self._opened[thread] = _Opened(connection, status.st_dev, status.st_ino)
         return connection
 
     def _forget_parent(self) -> None:
@@ -362,10 +362,10 @@ def ranges(rows: list[int]) -> list[tuple[int, int]]:
     rows.sort()
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return [(rows[0], rows[-1])]
-    found: list[tuple[int, int]] = []
+    closed: list[tuple[int, int]] = []
     for row in rows:
-        if found and row == found[-1][1] + 1:
-            found[-1] = (found[-1][0], row)
+        if closed and row == closed[-1][1] + 1:
+            closed[-1] = (closed[-1][0], row)
         else:
-            found.append((row, row))
-    return found
+            closed.append((row, row))
+    return closed

@@ -144,13 +144,13 @@ class SqsBroker(Broker[Queue]):
         with suppress(BroadwayError):
             while self._unanswered:
                 at = self.clock.now().timestamp()
-                messages += [(at, each) for each in self._receive(self._unanswered.popleft())]
+                messages += [(at, message) for message in self._receive(self._unanswered.popleft())]
         return messages
 
     def _receive(self, request: dict[str, Any]) -> list[Received]:
         fifo = self._producer.fifo
         try:
-            found = self.client.receive(request)
+            raw_messages = self.client.receive(request)
         except ProducerUnavailable:
             if fifo:  # it may have been carried out: its groups would be blocked
                 self._unanswered.append(request)
@@ -163,10 +163,10 @@ class SqsBroker(Broker[Queue]):
                 receives_of(raw),
                 group_of(raw) if fifo else None,
             )
-            for raw in found
+            for raw in raw_messages
             if self._is_whole(raw)
         ]
-        if fifo and not self._warned_of_groups and any(each.group == "" for each in received):
+        if fifo and not self._warned_of_groups and any(message.group == "" for message in received):
             self._warned_of_groups = True
             log.warning(
                 "messages of the FIFO queue %r carry no message group: they count as one group, in"

@@ -119,8 +119,8 @@ class Queue:
         """Sends one batch request; an entry that the answer does not name as done is refused."""
         numbered = [{"Id": str(place), **entry} for place, entry in enumerate(entries)]
         answer = self._request(action, method, Entries=numbered)
-        done = {str(each.get("Id")) for each in answer.get("Successful") or ()}
-        failed = {str(each.get("Id")): each for each in answer.get("Failed") or ()}
+        done = {str(entry.get("Id")) for entry in answer.get("Successful") or ()}
+        failed = {str(entry.get("Id")): entry for entry in answer.get("Failed") or ()}
         return {
             place: _refusal(failed.get(str(place)))
             for place in range(len(entries))

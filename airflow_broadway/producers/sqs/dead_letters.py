@@ -194,7 +194,7 @@ def _attribute(value: Mapping[str, Any]) -> dict[str, Any]:
 def _sendable(text: str, limit: int) -> str:
     """Cuts a text to ``limit`` bytes, and replaces characters that SQS refuses."""
     if limits.unsendable(text):
-        text = "".join("�" if limits.unsendable(each) else each for each in text)
+        text = "".join("�" if limits.unsendable(character) else character for character in text)
     return text.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
 
 

@@ -24,9 +24,9 @@ def unsendable(text: str) -> str:
 
     Allowed are #x9, #xA, #xD, #x20 to #xD7FF, #xE000 to #xFFFD, #x10000 to #x10FFFF.
     """
-    for each in text:
-        code = ord(each)
-        if (code < 0x20 and each not in "\t\n\r") or 0xD800 <= code < 0xE000:
+    for character in text:
+        code = ord(character)
+        if (code < 0x20 and character not in "\t\n\r") or 0xD800 <= code < 0xE000:
             return f"U+{code:04X}"
         if code in (0xFFFE, 0xFFFF):
             return f"U+{code:04X}"

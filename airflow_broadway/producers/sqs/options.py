@@ -97,8 +97,8 @@ _AWS_URL = re.compile(
 
 def region_of(url: str) -> str | None:
     """Returns the region in the URL of one of AWS's own queues."""
-    found = _AWS_URL.match(url)
-    return None if found is None else found.group(1) or found.group(2)
+    match = _AWS_URL.match(url)
+    return None if match is None else match.group(1) or match.group(2)
 
 
 #: AWS's consoles, by how the names of their regions begin.
@@ -206,7 +206,7 @@ class SqsProducer(BrokerProducer):
 
     def _resolve(self) -> None:
         super()._resolve()
-        url, given, wait = self.queue_url, self.visibility_timeout, self.wait_time_seconds
+        url, timeout, wait = self.queue_url, self.visibility_timeout, self.wait_time_seconds
         if url is None and self.queue_name is None:
             raise OptionsError.missing(
                 "SqsProducer.queue_url",
@@ -214,7 +214,7 @@ class SqsProducer(BrokerProducer):
             )
         if url is not None:
             self._check("queue_name", None, "nothing beside 'queue_url': one of the two")
-        self._default("lease", given or 900.0)
+        self._default("lease", timeout or 900.0)
         if self._is_open():
             return
         region = region_of(url or "")
@@ -222,11 +222,11 @@ class SqsProducer(BrokerProducer):
             self._check("region_name", region, f"{region!r}, the region of queue_url")
         if self.lease > LONGEST_VISIBILITY:
             self._check("lease", None, f"at most {LONGEST_VISIBILITY} seconds, SQS's 12 hours")
-        if isinstance(wait, (int, float)) and self.lease < 2 * wait and given != 0:
+        if isinstance(wait, (int, float)) and self.lease < 2 * wait and timeout != 0:
             rule = f"at least twice wait_time_seconds ({wait:g}): it runs from before the long poll"
             self._check("lease", None, rule)
-        if given:
-            self._check("lease", given, f"{given:g}, as visibility_timeout: they are one")
+        if timeout:
+            self._check("lease", timeout, f"{timeout:g}, as visibility_timeout: they are one")
 
     def _check(self, name: str, allowed: Any, rule: str) -> None:
         value = getattr(self, name)
@@ -277,7 +277,7 @@ class SqsProducer(BrokerProducer):
         url, region = self.queue_url or "", region_of(self.queue_url or "")
         if region is None:  # another server than AWS's, or nobody knows which account's
             return None
-        kind = next((each for each in _CONSOLES if region.startswith(each)), "")
+        kind = next((prefix for prefix in _CONSOLES if region.startswith(prefix)), "")
         host = f"{region}.console.{_CONSOLES[kind]}"
         return f"https://{host}/sqs/v3/home?region={region}#/queues/{quote(url, safe='')}"
 
