@@ -24,7 +24,7 @@ from airflow_broadway.staging.disk import Disk
 __all__ = ["harmed"]
 
 _STAGING = ("create", "create_own", "replace", "sink")
-_JOURNAL = ("create", "put")
+_JOURNAL = ("create", "write")
 
 
 class Writes:
