@@ -441,6 +441,27 @@ def test_a_settler_that_comes_late_settles_what_nobody_took(
     assert group.committed()[0] == 5
 
 
+def test_a_settler_that_comes_late_holds_what_it_settles_while_it_does(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a settlement behind the end of its lease, and another run before its plan is recorded
+    group = KafkaGroup(kafka, tmp_path, lease=100.0)
+    group.fill(5)
+    lease, messages = group.hold()
+    group.clock.sleep(1000.0)
+    begin, taken = GenerationLog.begin, list[Any]()
+
+    def begin_late(self: GenerationLog, plan: Any = None) -> Any:
+        monkeypatch.undo()
+        taken.extend(group.drain())
+        return begin(self, plan)
+
+    monkeypatch.setattr(GenerationLog, "begin", begin_late)
+
+    assert group.settle(lease, messages) == SettleReport(acked=5)
+    assert taken == []
+
+
 def test_a_lease_of_other_options_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
     group.fill(1)
