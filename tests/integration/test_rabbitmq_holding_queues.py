@@ -331,6 +331,19 @@ def test_a_paused_publisher_that_wakes_after_the_unbind_loses_nothing(place: Pla
     assert sorted(message.data for message in rest) == [b"1", b"2", b"3"]
 
 
+def test_a_publisher_whose_lease_lapsed_is_fenced_off_by_the_sweep(place: Place) -> None:
+    messages = die(place, "dead", 3)
+    eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
+
+    taken, _ = place.settle("next")
+
+    assert sorted(ids(taken)) == sorted(ids(messages))
+    with place.channel() as channel:
+        channel.confirm_delivery()
+        with pytest.raises(pika.exceptions.UnroutableError):
+            channel.basic_publish(EXCHANGE, place.queues.key("dead"), b"late", mandatory=True)
+
+
 def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place: Place) -> None:
     sent = [b"%06d" % number for number in range(5_000)]
     place.send(*sent)
