@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -407,6 +408,43 @@ def test_of_two_staging_folders_that_claim_in_the_same_moment_the_last_commit_co
     assert [(report.acked, report.lapsed) for report in reports] == [(30, 0), (0, 30)]
     assert "a run with another staging folder" in reports[1].errors[0]
     assert one.committed() == {0: 60}
+
+
+def test_of_two_staging_folders_the_one_whose_commit_was_overtaken_hands_out_nothing(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two that have both looked when the first commits its claim
+    one = KafkaGroup(kafka, tmp_path / "one")
+    one.fill(30)
+    one.drain()
+    one.fill(30)
+    two = KafkaGroup(kafka, tmp_path / "two")
+    two.topic, two.letters, two.group = one.topic, one.letters, one.group
+    committed, looked, may_commit = Cluster.commit, threading.Event(), threading.Event()
+    with one.source("first") as first, two.source("second") as second:
+        taken: list[Any] = []
+        other = threading.Thread(target=lambda: taken.extend(two.take(second)))
+
+        def commit(self: Cluster, offsets: Any) -> None:
+            if self is second._cluster:
+                looked.set()
+                assert may_commit.wait(60)
+                committed(self, offsets)
+                return
+            if not other.ident:
+                other.start()
+                assert looked.wait(60)
+            committed(self, offsets)
+            may_commit.set()
+            other.join(60)
+
+        # When the other commits before the first looks again
+        monkeypatch.setattr(Cluster, "commit", commit)
+        found = one.take(first)
+        monkeypatch.undo()
+
+    # Then one of the two has the messages
+    assert (len(found), len(taken)) == (0, 30)
 
 
 def test_a_staging_folder_that_was_restored_from_an_older_copy_loses_and_repeats_nothing(
