@@ -21,7 +21,7 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.marks import Mark, republished
@@ -118,10 +118,10 @@ class Place:
         chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
         return messages, self.carry_out(lease, settlement_of(messages, chosen), **options)
 
-    def topology(self, **options: Any) -> Topology:
+    def standing_queues(self, **options: Any) -> StandingQueues:
         """The queues of our own."""
         journal = QueueJournal(self.env().staging, self.name)
-        return Topology(self.producer(**options), journal)
+        return StandingQueues(self.producer(**options), journal)
 
     def carry_out(self, lease: Lease, settlement: Settlement, /, **options: Any) -> SettleReport:
         """Settle a lease."""

@@ -168,7 +168,7 @@ def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     from airflow_broadway.core.reference import load_ref
     from airflow_broadway.producers.rabbitmq.amqp.address import address_for
     from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-    from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+    from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
     from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
     queue = new_queue(server, count)
@@ -177,10 +177,10 @@ def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     producer: Any = load_ref(ref, RunInfo()).producer
     # Only the first run on a queue waits for its holding queue to be old enough.
     connection = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
-    topology = Topology(producer, QueueJournal(None, queue))
-    topology.standing.ensure_dead(connection)
+    queues = StandingQueues(producer, QueueJournal(None, queue))
+    queues.ensure_dead(connection)
     for number in range(2):
-        topology.standing.ensure_held(connection, topology.queues.held(number))
+        queues.ensure_held(connection, queues.names.held(number))
     connection.close()
     return {"folder": str(folder), "ref": ref}
 

@@ -30,7 +30,7 @@ from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.options import backoff_bounds
 from airflow_broadway.testing.contract import settlement_of
 from tests.conformance.observed import Case
@@ -41,7 +41,10 @@ from tests.rabbitmq_place import Breaker, Place
 @contextmanager
 def own_place() -> Iterator[Place]:
     """A queue of the case's own at a real broker, which nobody kills."""
-    with tempfile.TemporaryDirectory() as folder, patch.object(queue_calls, "_RELIABLE_AGE", 0.0):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(standing_queues, "_RELIABLE_AGE", 0.0),
+    ):
         yield Place(wanted_server(), Path(folder))
 
 

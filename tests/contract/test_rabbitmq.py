@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.rabbitmq_harness import RabbitHarness
 from tests.rabbitmq_fixtures import wanted_server
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.broker
 @pytest.fixture(autouse=True)
 def young_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody kills this broker: its queues may be used at once."""
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
+    monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
 
 
 def harness_of(request: pytest.FixtureRequest, folder: Path, kind: str) -> RabbitHarness:

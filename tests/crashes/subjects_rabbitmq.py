@@ -16,7 +16,7 @@ import pika
 
 from airflow_broadway import Broadway, Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.receive import bundler
 from airflow_broadway.producers.rabbitmq.settle import settlement
 from airflow_broadway.testing.crashes import Letter, Subject
@@ -38,7 +38,7 @@ class _Hurry:
     """Cuts waits that are for a broker that dies, and lengthens the one that fills a bundle."""
 
     def install(self, interceptor: Interceptor) -> None:
-        queue_calls._RELIABLE_AGE = 0.0
+        standing_queues._RELIABLE_AGE = 0.0
         settlement.COUNT_TIMEOUT = 1.0
         # A bundle has the same messages in every run, however slowly they come.
         bundler.LINGER_SECONDS = 0.5

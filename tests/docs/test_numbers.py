@@ -17,7 +17,7 @@ from airflow_broadway.plugin import children, depths, reading, standings
 from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.broker import checks, management, queue_calls
+from airflow_broadway.producers.rabbitmq.broker import checks, management, standing_queues
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
 from airflow_broadway.runs.view import batches, history, reasons, story
 from airflow_broadway.sensors import ack
@@ -73,7 +73,7 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "(at most {} messages or", bundle.MAX_MESSAGES),
         ("rabbitmq.md", "messages or {:g} MiB), each bundle", bundle.MAX_BYTES / MIB),
         ("rabbitmq.md", "takes back beyond {:,} messages", ids._MAX_REMEMBERED),
-        ("rabbitmq.md", "when it is at least {:g} seconds old", queue_calls._RELIABLE_AGE),
+        ("rabbitmq.md", "when it is at least {:g} seconds old", standing_queues._RELIABLE_AGE),
         ("rabbitmq.md", "ask for nothing for {:g} seconds", subscription.DEMAND_TIMEOUT),
         ("rabbitmq.md", "it uses the same answer for {:g} s", checks._CHECK_INTERVAL),
         ("rabbitmq.md", "{:g} s per request at most", management.ANSWER_TIMEOUT),

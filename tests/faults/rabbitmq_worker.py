@@ -25,7 +25,7 @@ from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 
 __all__ = ["YOUNG_QUEUES", "Worker", "verdict_on"]
 
@@ -153,7 +153,7 @@ def write(path: Path, value: object) -> None:
 def main() -> int:
     folder, uri, queue, lease, most = sys.argv[1:]
     if YOUNG_QUEUES in os.environ:
-        queue_calls._RELIABLE_AGE = 0.0
+        standing_queues._RELIABLE_AGE = 0.0
     worker = Worker(Path(folder), uri, queue, float(lease), int(most))
     print("at work", flush=True)
     quiet = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from tests.faults.rabbitmq_cases import CASES, Place, RabbitCase
 from tests.faults.rabbitmq_worker import YOUNG_QUEUES
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
@@ -39,7 +39,7 @@ def test_nothing_is_lost_and_nothing_repeated_unmarked_when(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not case.mortal:  # nobody kills this broker: its queues may be used at once
-        monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
+        monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
         monkeypatch.setenv(YOUNG_QUEUES, "1")
     server = request.getfixturevalue("mortal") if case.mortal else wanted_server()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A queue of the test's own at RabbitMQ, not declared yet."""
     # Nobody kills this broker: the first holding queue of a test may be used at once.
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
+    monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     return Place(wanted_server(), tmp_path)
 
 

@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker import checks
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
@@ -102,9 +104,9 @@ def test_each_run_checks_policies_even_an_empty_one(
 ) -> None:
     looks: list[str] = []
 
-    def look(options: RabbitMQProducer, *given: Any, **more: Any) -> list[Any]:
+    def look(connection: ConnectionThread, options: RabbitMQProducer) -> list[Any]:
         looks.append(options.queue)
-        return check_queues(options, *given, **more)
+        return check_queues(connection, options)
 
     monkeypatch.setattr(checks, "check_queues", look)
     place.declare()
@@ -220,9 +222,10 @@ def test_the_tag_management_suffices_for_all_but_the_feature_flags(
         address = address_for(
             RabbitMQProducer(queue=place.name, conn_id="c"), place.env(extra=extra, **user)
         )
-        found = check_queues(RabbitMQProducer(queue=place.name), address, version="3.10.8")
+        with closing(ConnectionThread.to(address)) as connection:
+            found = check_queues(connection, RabbitMQProducer(queue=place.name))
 
-    assert [(each.level, each.queue) for each in found] == [("note", "")]
+    assert [each.level for each in found] == ["note"]
     assert "only an administrator" in found[0].text
 
 

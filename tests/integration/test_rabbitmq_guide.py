@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdi
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.broker import queue_calls, standing_queues
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.rabbitmq_place import Place, manage
 
@@ -137,15 +137,14 @@ class Waited:
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> Waited:
     made = Waited()
-    for module in (queue_calls, standing_queues):
-        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(standing_queues, "time", made)
     return made
 
 
 def test_only_the_first_run_on_a_queue_waits_for_its_holding_queue_to_be_old_enough(
     place: Place, monkeypatch: pytest.MonkeyPatch, waited: Waited
 ) -> None:
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 2.0)
+    monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 2.0)
 
     def receive(generation: str) -> None:
         place.send(b"1")
@@ -186,7 +185,7 @@ class TestQueuesThatStay:
     def ready(self, place: Place, waited: Waited, monkeypatch: pytest.MonkeyPatch) -> None:
         place.send(b"0")
         place.settle("first", on_failure="retry")  # declares all but queues of delays
-        monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 2.0)
+        monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 2.0)
 
     def test_only_the_first_to_use_one_waits(self, place: Place, waited: Waited) -> None:
         assert self.settle(place, waited, "g1") == 2.0

@@ -109,7 +109,7 @@ def test_a_holding_queue_that_was_deleted_while_it_was_empty_is_declared_again(
 def test_runs_leave_the_nodes_atoms_where_they_were(place: Place, runs: int) -> None:
     skip_without_own_server()
     holding, body = HoldingQueues(place.queues), b""
-    standing = place.topology().standing
+    declare = place.standing_queues().ensure_held
     with connected(place) as connection:
 
         def run(generation: str) -> None:
@@ -124,7 +124,7 @@ def test_runs_leave_the_nodes_atoms_where_they_were(place: Place, runs: int) -> 
             )
             body = pack(header, [])
             name = holding.open(
-                connection, standing, generation, body, earlier="", note=lambda name: None
+                connection, declare, generation, body, earlier="", note=lambda name: None
             )
             with holding.claim(connection, name) as queue:
                 assert queue is not None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server
@@ -74,7 +75,7 @@ def server(
 
 @pytest.fixture
 def place(server: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
+    monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     made = Place(server, tmp_path)
     made.declare()
     return made
@@ -204,9 +205,11 @@ def test_the_management_api_is_held_to_the_same_authority(
 
     def told(ca: Path) -> str:
         extra = {"tls": {"ca": str(ca)}, "management_url": url}
-        [note] = check_queues(
-            producer, address_for(producer, place.env(extra=extra)), version="3.13.0"
+        address = address_for(producer, place.env(extra=extra))
+        connection: Any = SimpleNamespace(
+            version="3.13.0", address=address, depth=lambda name: None
         )
+        [note] = check_queues(connection, producer)
         return note.text
 
     assert "CERTIFICATE_VERIFY_FAILED" in told(other.certificate)

@@ -18,7 +18,7 @@ from unittest import mock
 from airflow_broadway.producers.kafka import claims
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kit.state_files import StateFiles
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.staging.disk import Disk
 
 __all__ = ["harmed"]
@@ -115,7 +115,7 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
         for name in ("send", "sendall"):
             change(socket.socket, name, sending(getattr(socket.socket, name)))
         if harm.get("young_queues"):
-            change(queue_calls, "_RELIABLE_AGE", 0.0)
+            change(standing_queues, "_RELIABLE_AGE", 0.0)
         if harm.get("no_grace"):
             change(claims, "GRACE_SECONDS", 0.0)
         yield writes

@@ -9,11 +9,9 @@ from typing import Any
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
-from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
-from airflow_broadway.producers.rabbitmq.broker.checks import check_queues, refuse_version
+from airflow_broadway.producers.rabbitmq.broker.checks import check_queues, check_version
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import BundleError
@@ -24,24 +22,15 @@ def check(options: RabbitMQOptions, env: ProducerEnv) -> list[Finding]:
     """Checks the broker's version, the source queue, and the policies of every queue of a run."""
     address = address_for(options, env)
     with closing(ConnectionThread.to(address)) as connection:
-        version = connection.version
-        there = queue_calls.depth(connection, options.queue) is not None
-        held = [name for name, _ in HoldingQueues(QueueNames(options.queue)).present(connection)]
-    findings = []
-    try:
-        refuse_version(version, address.shown)
-    except ProducerError as error:
-        findings.append(Finding("error", str(error)))
-    if there or options.declare is not None:
-        found = check_queues(options, address, version=version, held=held, there=there)
-        findings += [Finding(each.level, each.shown) for each in found]
-    else:
-        text = (
-            f"RabbitMQ at {address.shown} has no queue {options.queue!r} in the virtual host"
-            f" {address.virtual_host!r}: create it, or correct the name"
-        )
-        findings.append(Finding("error", text))
-    return findings
+        findings = check_version(connection)
+        exists = connection.depth(options.queue) is not None
+        if exists or options.declare is not None:
+            return findings + check_queues(connection, options, exists=exists)
+    text = (
+        f"RabbitMQ at {address.shown} has no queue {options.queue!r} in the virtual host"
+        f" {address.virtual_host!r}: create it, or correct the name"
+    )
+    return [*findings, Finding("error", text)]
 
 
 def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
@@ -50,36 +39,16 @@ def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDept
     A bundle whose lease has lapsed counts as one ready message: the next run releases the up to 500
     messages in it.
     """
-    counts = [_depth(options, env) for options in all_options]
-    return QueueDepth(
-        ready=sum(each.ready for each in counts),
-        delayed=sum(each.delayed for each in counts),
-        leased=0,
-        dead=sum(each.dead for each in counts),
-        oldest_age=None,
-    )
-
-
-def _depth(options: RabbitMQOptions, env: ProducerEnv) -> QueueDepth:
-    names = QueueNames(options.queue)
-    connection = ConnectionThread.to(address_for(options, env))
-    try:
-
-        def count(name: str) -> int:
-            return queue_calls.depth(connection, name) or 0
-
+    ready = delayed = dead = 0
+    for options in all_options:
+        names = QueueNames(options.queue)
         place: Any = options.dead_letter
-        dead = place if isinstance(place, str) else names.dead
-        lapsed = _lapsed(connection, HoldingQueues(names), env.clock.now().timestamp())
-        return QueueDepth(
-            ready=count(names.source) + lapsed,
-            delayed=sum(count(names.delay(step)) for step in LADDER),
-            leased=0,
-            dead=count(dead),
-            oldest_age=None,
-        )
-    finally:
-        connection.close()
+        with closing(ConnectionThread.to(address_for(options, env))) as connection:
+            ready += connection.depth(names.source) or 0
+            ready += _lapsed(connection, HoldingQueues(names), env.clock.now().timestamp())
+            delayed += sum(connection.depth(names.delay(step)) or 0 for step in LADDER)
+            dead += connection.depth(place if isinstance(place, str) else names.dead) or 0
+    return QueueDepth(ready=ready, delayed=delayed, leased=0, dead=dead, oldest_age=None)
 
 
 def _lapsed(connection: ConnectionThread, holding: HoldingQueues, now: float) -> int:

@@ -27,6 +27,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
+from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import ACKS_AT_ONCE, Getter
 from airflow_broadway.producers.rabbitmq.amqp.properties import (
@@ -37,10 +38,8 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import (
     join_fields,
     json_value,
 )
-from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, join_route, split_route
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
-from airflow_broadway.producers.rabbitmq.broker.delivery_limit import delivery_limit
+from airflow_broadway.producers.rabbitmq.broker.management import delivery_limit
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import (
@@ -104,7 +103,7 @@ class RabbitDeadLetters:
         total = 0
         for place in self._places:
             with _connected(place) as connection:
-                total += queue_calls.depth(connection, place.queue) or 0
+                total += connection.depth(place.queue) or 0
         return total
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
@@ -159,7 +158,7 @@ class RabbitDeadLetters:
         looks = LookCount(
             self._staging, f"the queue {place.queue!r}", limit, "the queue's delivery-limit"
         )
-        looks.begin(empty=not queue_calls.depth(connection, place.queue))
+        looks.begin(empty=not connection.depth(place.queue))
         return looks
 
     def close(self) -> None:
@@ -198,8 +197,8 @@ def _each(
 
     :raises ProducerError: If other clients have used up the queue's delivery limit.
     """
-    for _ in range(queue_calls.depth(connection, place.queue) or 0):
-        delivered = getter.next()
+    for _ in range(connection.depth(place.queue) or 0):
+        delivered = getter.get()
         if delivered is None:  # somebody else was faster
             break
         if looks is not None:

@@ -29,7 +29,7 @@ class RabbitMQProducer(RabbitMQOptions):
 
     def source(self, env: ProducerEnv) -> Source:
         from airflow_broadway.producers.rabbitmq.receive.source import RabbitSource
-        from airflow_broadway.producers.rabbitmq.settle.sweep import Sweep
+        from airflow_broadway.producers.rabbitmq.settle.sweep import sweep
 
         own = self.merged(env.index)
         if "on_failure" in getattr(own, "_auto", ()):
@@ -38,13 +38,7 @@ class RabbitMQProducer(RabbitMQOptions):
                 " 'reject_and_requeue', a message that always fails comes again in every run; most"
                 " pipelines want 'retry'."
             )
-        return RabbitSource(
-            own,
-            env,
-            lambda connection, topology, journal: Sweep(
-                connection, topology, journal, env.clock, env.stopping
-            ).run(),
-        )
+        return RabbitSource(own, env, sweep)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
         from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian

@@ -1,8 +1,18 @@
-"""A channel that publishes with confirms, and acknowledges deliveries once they are secured."""
+"""Publishes with confirms: a channel that acknowledges deliveries by them, one that waits for them.
+
+A publication may be relied on when the broker has confirmed it and has not returned it.  A return
+comes before the confirm and cancels it; a nack is a refusal; confirms come in any order.
+
+A delivery may be acknowledged when all that was made of it, and of the deliveries before it, may be
+relied on.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from airflow_broadway.core.errors import (
@@ -11,24 +21,139 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, raw_properties
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+    ANSWER_TIMEOUT,
+    Channel,
+    ConnectionThread,
+    raw_properties,
+)
 from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
+
+#: Publications that may wait for their confirm, and how many are handed over at a time.
+_MAX_UNCONFIRMED, _PORTION = 2000, 100
+#: The same in bytes, which is what memory they take.
+_MAX_UNCONFIRMED_BYTES, _PORTION_BYTES = 16 * 1024 * 1024, 1024 * 1024
 
 #: Names a publication by its properties, as the key under which it was published.
 KeyOf = Callable[[bytes], str | None]
+_Item = tuple[str, str, bytes, bytes, str]
 
 
-def select_confirms(
+@dataclass(slots=True, eq=False)
+class Place:
+    """The place of one publication in the order of the deliveries."""
+
+    key: str
+    tag: int | None
+    load: Any
+    confirmed: bool = False
+    refused: bool = False
+
+
+class ConfirmWindow:
+    """What was published on one channel and is not yet relied on."""
+
+    def __init__(self) -> None:
+        #: Key → why, of all that the broker returned or refused.
+        self.refused: dict[str, str] = {}
+        self._last = 0
+        self._open: dict[int, Place] = {}
+        self._keys: dict[str, Place] = {}
+        self._order: deque[Place] = deque()
+
+    def __len__(self) -> int:
+        """Publications whose confirm is to come."""
+        return len(self._open)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all there was may be relied on."""
+        return not self._order
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether the broker may have taken something that is not relied on."""
+        return any(not place.refused for place in self._order)
+
+    def publish(self, key: str, tag: int | None = None, load: Any = None) -> None:
+        """Note a publication, which is made next.
+
+        :param key: Names it in a return.
+        :param tag: The delivery that is done with once all up to here is relied on.
+        :param load: What :meth:`relied_on` is to give back.
+        """
+        place = Place(key, tag, load)
+        self._last += 1
+        self._order.append(place)
+        self._open[self._last] = place
+        self._keys[key] = place
+
+    def extend(self, tag: int) -> bool:
+        """Let ``tag`` be done with when the last place is; ``False`` if there is none."""
+        if not self._order:
+            return False
+        last = self._order[-1]
+        last.tag = tag if last.tag is None else max(tag, last.tag)
+        return True
+
+    def returned(self, key: str | None, reason: str) -> None:
+        """Note that the broker gave a publication back: every open one, if its key is unknown."""
+        names = [key] if key is not None and key in self._keys else list(self._keys)
+        for name in names:
+            self.refused.setdefault(name, reason)
+            self._keys[name].refused = True
+
+    def confirmed(self, number: int, multiple: bool, *, refused: bool = False) -> list[Place]:
+        """Note the answer to one publication, or to all up to it; returns their places.
+
+        :param number: Of the publication on its channel, from 1.
+        """
+        if multiple:
+            numbers = []
+            for each in self._open:
+                if each > number:
+                    break
+                numbers.append(each)
+        else:
+            numbers = [number] if number in self._open else []
+        answered = []
+        for each in numbers:
+            place = self._open.pop(each)
+            answered.append(place)
+            if self._keys.get(place.key) is place:
+                del self._keys[place.key]
+            if refused:
+                self.refused.setdefault(place.key, "the queue refused it")
+                place.refused = True
+            elif place.key not in self.refused:
+                place.confirmed = True
+        return answered
+
+    def relied_on(self) -> list[tuple[int | None, Any]]:
+        """The tags and loads of what may newly be relied on, in order; each is returned once."""
+        order, found = self._order, []
+        while order and order[0].confirmed:
+            place = order.popleft()
+            found.append((place.tag, place.load))
+        return found
+
+    def forget(self) -> dict[str, str]:
+        """Begin anew, once nothing is open; returns what was refused: key → why."""
+        refused, self.refused = self.refused, {}
+        self._order.clear()
+        return refused
+
+
+def _select_confirms(
     channel: Channel,
     on_confirm: Callable[[int, bool, bool], None],
-    on_return: Callable[[str | None, int, str], None],
+    on_return: Callable[[str | None, str], None],
     key_of: KeyOf,
 ) -> None:
-    """Switch a channel to confirms.
+    """Switches a channel to confirms.
 
     :param on_confirm: Called in the connection's thread with number, multiple, refused.
-    :param on_return: Called in the connection's thread with key, code, text; before the confirm.
+    :param on_return: Called in the connection's thread with key and reason; before the confirm.
     """
 
     def answered(frame: Any) -> None:
@@ -36,11 +161,15 @@ def select_confirms(
         on_confirm(frame.method.delivery_tag, frame.method.multiple, refused)
 
     def returned(code: int, text: str, properties: bytes) -> None:
-        on_return(key_of(properties), code, text)
+        on_return(key_of(properties), f"{text} ({code})")
 
     connection, number = channel.connection, channel.number
     connection.post(lambda: connection.raw.frames.returned.__setitem__(number, returned))
     channel.call("confirm_delivery", ack_nack_callback=answered)
+
+
+def _publish(channel: Channel, exchange: str, key: str, properties: bytes, body: bytes) -> None:
+    channel.raw.basic_publish(exchange, key, body, raw_properties(properties), mandatory=True)
 
 
 class ConfirmChannel:
@@ -48,7 +177,6 @@ class ConfirmChannel:
 
     All but the constructor is for the connection's thread.
 
-    :param multiple: Whether all deliveries up to one are acknowledged together.
     :param secured: Called with the loads of what has just become certain, before their deliveries
         are acknowledged.
     :param failed: Called once, when nothing more may be taken.
@@ -60,7 +188,6 @@ class ConfirmChannel:
         self,
         channel: Channel,
         *,
-        multiple: bool,
         secured: Callable[[list[Any]], None],
         failed: Callable[[BroadwayError], None],
         what: str,
@@ -69,13 +196,17 @@ class ConfirmChannel:
         self.channel = channel
         self.window = ConfirmWindow()
         self.failure: BroadwayError | None = None
-        self._multiple = multiple
         self._secured = secured
         self._failed = failed
         self._what = what
         self._elsewhere: dict[str, str] = {}
         channel.on_lost(self.fail)
-        select_confirms(channel, self._confirmed, self._returned, key_of)
+        _select_confirms(channel, self._confirmed, self.window.returned, key_of)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether deliveries may be acknowledged."""
+        return self.failure is None and bool(self.channel.raw.is_open)
 
     def publish(
         self,
@@ -100,25 +231,18 @@ class ConfirmChannel:
         if elsewhere:
             self._elsewhere[key] = routing_key or exchange
         self.window.publish(key, tag, load)
-        self.channel.raw.basic_publish(
-            exchange, routing_key, body, raw_properties(properties), mandatory=True
-        )
-
-    def ack(self, tag: int) -> None:
-        """Acknowledge one delivery that needs no securing."""
-        if self.failure is None and self.channel.raw.is_open:
-            self.channel.raw.basic_ack(tag)
+        _publish(self.channel, exchange, routing_key, properties, body)
 
     def requeue(self, tags: Iterable[int]) -> None:
-        """Let the broker deliver these again."""
-        if self.failure is None and self.channel.raw.is_open:
+        """Lets the broker deliver these again."""
+        if self.is_open:
             for tag in tags:
                 self.channel.raw.basic_nack(tag, requeue=True)
 
     def done(self, tag: int) -> None:
-        """Acknowledge ``tag`` when all that was published so far is confirmed."""
-        if not self.window.extend(tag) and self.failure is None and self.channel.raw.is_open:
-            self._ack([tag])
+        """Acknowledges ``tag`` when all that was published so far is confirmed."""
+        if not self.window.extend(tag) and self.is_open:
+            self.channel.raw.basic_ack(tag, multiple=True)
 
     def end(self) -> None:
         """Take, publish and acknowledge nothing more; what is not acknowledged goes back."""
@@ -133,26 +257,15 @@ class ConfirmChannel:
             self.failure = error
             self._failed(error)
 
-    def _returned(self, key: str | None, code: int, text: str) -> None:
-        self.window.returned(key, f"{text} ({code})")
-
     def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
         self.window.confirmed(number, multiple, refused=refused)
-        if self.failure is None and self.channel.raw.is_open:
-            found = self.window.relied_on()
-            if found:
-                self._secured([load for _, load in found])
-                self._ack([tag for tag, _ in found if tag is not None])
+        if self.is_open and (certain := self.window.relied_on()):
+            self._secured([load for _, load in certain])
+            tags = [tag for tag, _ in certain if tag is not None]
+            if tags:
+                self.channel.raw.basic_ack(tags[-1], multiple=True)
         if self.window.refused:
             self.fail(self._refusal(*next(iter(self.window.refused.items()))))
-
-    def _ack(self, tags: list[int]) -> None:
-        raw = self.channel.raw
-        if not self._multiple:
-            for tag in tags:
-                raw.basic_ack(tag)
-        elif tags:
-            raw.basic_ack(tags[-1], multiple=True)
 
     def _refusal(self, key: str, reason: str) -> BroadwayError:
         other = self._elsewhere.get(key)
@@ -165,3 +278,110 @@ class ConfirmChannel:
             f"{self._what} takes no more messages: {reason}.  This run's lease was ended,"
             " or its queue deleted or filled up; what is not secured stays in its queue"
         )
+
+
+class Publisher:
+    """A channel for publishing alone; every message is mandatory and confirmed.
+
+    :param key_of: Names a publication by its properties; by default the property ``message_id``.
+    """
+
+    def __init__(self, connection: ConnectionThread, key_of: KeyOf = message_id_of) -> None:
+        self._connection = connection
+        self._channel = connection.channel()
+        self._window = ConfirmWindow()
+        self._changed = threading.Condition()
+        self._items: list[_Item] = []
+        self._bytes = 0
+        self._posted = 0  # handed over and not yet in the window
+        self._unconfirmed = 0  # bytes that were handed over
+        self._lost: ProducerError | None = None
+        self._channel.on_lost(self._on_lost)
+        _select_confirms(self._channel, self._confirmed, self._returned, key_of)
+
+    def publish(
+        self, exchange: str, routing_key: str, properties: bytes, body: bytes, *, key: str
+    ) -> None:
+        """Publish, soon.
+
+        :param key: Names it in what :meth:`flush` returns.
+        """
+        self._items.append((exchange, routing_key, properties, body, key))
+        self._bytes += len(body)
+        if len(self._items) >= _PORTION or self._bytes >= _PORTION_BYTES:
+            self._send()
+
+    def flush(self) -> dict[str, str]:
+        """Wait until everything is confirmed; returns what was refused meanwhile: key → why.
+
+        :raises ProducerError: If the channel is lost.
+        """
+        self._send()
+        self._wait(lambda: not self._posted and not len(self._window))
+        with self._changed:
+            return self._window.forget()
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+    def _send(self) -> None:
+        items, size = self._items, self._bytes
+        self._items, self._bytes = [], 0
+        if not items:
+            return
+        self._wait(
+            lambda: (
+                self._posted + len(self._window) < _MAX_UNCONFIRMED
+                and self._unconfirmed < _MAX_UNCONFIRMED_BYTES
+            )
+        )
+        with self._changed:
+            self._posted += len(items)
+            self._unconfirmed += size
+
+        def run() -> None:
+            with self._changed:
+                self._posted -= len(items)
+                if self._lost is None:
+                    for *_, body, key in items:
+                        self._window.publish(key, load=len(body))
+            if self._lost is None:
+                for exchange, routing_key, properties, body, _ in items:
+                    _publish(self._channel, exchange, routing_key, properties, body)
+
+        self._connection.post(run)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        with self._changed:
+            while not (done() or self._lost is not None):
+                before = self._posted + len(self._window)
+                if (
+                    not self._changed.wait(ANSWER_TIMEOUT)
+                    and before == self._posted + len(self._window)
+                    and not self._connection.blocked
+                ):
+                    raise ProducerUnavailable(
+                        f"RabbitMQ confirmed nothing that was published for {ANSWER_TIMEOUT:.0f} s"
+                    )
+            if self._lost is not None:
+                raise self._lost
+
+    # -- in the connection's thread ------------------------------------------------------------
+
+    def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
+        with self._changed:
+            answered = self._window.confirmed(number, multiple, refused=refused)
+            self._unconfirmed -= sum(place.load for place in answered)
+            if not refused:
+                self._window.relied_on()
+            self._changed.notify()
+
+    def _returned(self, key: str | None, reason: str) -> None:
+        with self._changed:
+            self._window.returned(key, reason)
+
+    def _on_lost(self, error: ProducerError) -> None:
+        with self._changed:
+            self._lost = error
+            self._changed.notify()

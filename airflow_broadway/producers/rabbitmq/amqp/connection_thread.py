@@ -18,7 +18,7 @@ from typing import Any
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.log_context import keep_ids, log_ids
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
-from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, translate
+from airflow_broadway.producers.rabbitmq.amqp.errors import MISSING, Refused, explained, translate
 from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
 
 log = logging.getLogger(__name__)
@@ -190,6 +190,30 @@ class ConnectionThread:
 
         self.ask(lambda reply: self._raw.channel(on_open_callback=lambda raw: opened(raw, reply)))
         return made[0]
+
+    def call(self, what: str, method: str, *, accepts: int = 0, **arguments: Any) -> Any:
+        """Calls a method of pika's channel on a channel of its own, and returns the answer.
+
+        :param what: What is called upon, for errors.
+        :param accepts: AMQP's code of a refusal that is an answer too: ``None``.
+        :raises ProducerError: If the broker refuses, with what to do about it.
+        """
+        channel = self.channel()
+        try:
+            answer = channel.call(method, **arguments).method
+        except Refused as error:
+            if error.code == accepts:
+                return None
+            raise explained(error, what) from None
+        channel.close()
+        return answer
+
+    def depth(self, queue: str) -> int | None:
+        """Returns the messages that are ready in a queue; ``None`` if there is no such queue."""
+        answer = self.call(
+            f"the queue {queue!r}", "queue_declare", accepts=MISSING, queue=queue, passive=True
+        )
+        return None if answer is None else int(answer.message_count)
 
     def close(self, *, wait: bool = True) -> None:
         """Close the connection and end the thread.  Safe to repeat."""

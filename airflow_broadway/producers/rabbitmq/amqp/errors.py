@@ -12,6 +12,8 @@ from airflow_broadway.producers.rabbitmq.amqp.address import Address
 #: AMQP's codes of a connection that another may replace: closed in order, closed by force (an
 #: operator, or the broker stops), an internal error of the broker.
 _MAY_COME_BACK = (200, 320, 541)
+#: AMQP's codes of two refusals that may be an answer: not there, exclusive to another connection.
+MISSING, LOCKED = 404, 405
 
 
 class Refused(ProducerError):

@@ -8,11 +8,10 @@ from typing import Any
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     ANSWER_TIMEOUT,
-    Channel,
     ConnectionThread,
     Reply,
 )
-from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
+from airflow_broadway.producers.rabbitmq.amqp.errors import MISSING, Refused
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 
 #: Acknowledgements at a time.  A quorum queue is sent the first 32 of a channel that it has not yet
@@ -26,17 +25,12 @@ _LOOK_INTERVAL = 0.01
 
 
 class Getter:
-    """A channel that gets messages from a queue.
+    """A channel that gets messages from a queue."""
 
-    :param channel: The channel; one of its own, unless given.
-    """
-
-    def __init__(
-        self, connection: ConnectionThread, queue: str, channel: Channel | None = None
-    ) -> None:
+    def __init__(self, connection: ConnectionThread, queue: str) -> None:
         from pika import spec
 
-        self._channel = channel or connection.channel()
+        self._channel = connection.channel()
         self._connection = connection
         self._queue = queue
         self._reply: Reply | None = None
@@ -52,8 +46,8 @@ class Getter:
 
         connection.post(attach)
 
-    def next(self, seconds: float = ANSWER_TIMEOUT) -> Delivered | None:
-        """The next message; ``None`` if none is ready.
+    def get(self, seconds: float = ANSWER_TIMEOUT) -> Delivered | None:
+        """Returns the next message; ``None`` if none is ready.
 
         :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
         """
@@ -67,14 +61,6 @@ class Getter:
         got: Delivered | None = self._connection.ask(ask, seconds)
         self._held += got is not None
         return got
-
-    def get(self, seconds: float = ANSWER_TIMEOUT) -> tuple[int, bytes] | None:
-        """Delivery tag and body of the next message; ``None`` if none is ready.
-
-        :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
-        """
-        got = self.next(seconds)
-        return None if got is None else (got.tag, got.body)
 
     def keep(self, tag: int) -> None:
         """Note a message that :meth:`ack` is to acknowledge."""
@@ -102,9 +88,9 @@ class Getter:
     def _caught_up(self) -> bool:
         """Wait until the queue has done what it was told; ``False`` if it is no more."""
         try:
-            self.next()  # in its turn; what comes goes back when the channel is closed
+            self.get()  # in its turn; what comes goes back when the channel is closed
         except Refused as error:
-            if error.code != 404:
+            if error.code != MISSING:
                 raise
             return False
         return True

@@ -3,17 +3,6 @@
 The arguments of our own queues are checked by declaring them: the broker refuses others.  Policies
 apply on top of arguments, by a queue's name, and may make any queue lose what it holds.  Only the
 management API shows them; where it does not answer, that is a warning, and nothing fails.
-
-==============  =============================  =============================================
-queue           an error                       a warning
-==============  =============================  =============================================
-source          a stream                       all else: it is not ours
-held, dead      expires, message-ttl,          max-length: they are declared to refuse
-                delivery-limit
-delay           expires                        max-length, message-ttl, delivery-limit
-==============  =============================  =============================================
-
-A queue of the user's own for dead letters has warnings only.
 """
 
 from __future__ import annotations
@@ -22,15 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.findings import Level
+from airflow_broadway.core.custody.findings import Finding, Level, enforce
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, LADDER, QueueNames
-from airflow_broadway.producers.rabbitmq.broker.policies import Setting, effective, matched
+from airflow_broadway.producers.rabbitmq.broker.policies import LIMITS, Policies, Setting
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.amqp.address import Address
@@ -39,44 +27,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How grave a finding is.  A note says what could not be checked and hardly matters.
-ERROR: Final = "error"
-WARNING: Final = "warning"
-NOTE: Final = "note"
-
 #: The first release whose quorum queues dead-letter without loss, and the first in which no feature
 #: flag is needed for that.
 _NEEDED, _WITHOUT_FLAGS = (3, 10), (3, 12)
-#: Roles of queues from which nothing is to leave by itself.
-_LASTING = ("held", "dead", "sink")
 #: The first release in which a quorum queue gives up a message after 20 returns by default.
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
 #: Seconds for which a settlement uses the same answer about the broker's policies.
 _CHECK_INTERVAL = 30.0
 
-_Found = tuple[Level, str, str]
 
-
-class Finding(NamedTuple):
-    """Something that people should know of a queue.
-
-    :param level: ``error``, ``warning`` or ``note``.
-    :param queue: Empty for the broker as a whole.
-    """
-
-    level: Level
-    queue: str
-    text: str
-
-    @property
-    def shown(self) -> str:
-        """It, for people."""
-        return f"the queue {self.queue!r}: {self.text}" if self.queue else self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(NamedTuple):
     """A queue, and what it is for.
 
     :param name: ``source``, ``held``, ``delay``, ``dead``; ``sink`` for dead letters in a queue of
@@ -90,36 +51,108 @@ class Role:
 
 
 def roles_of(options: RabbitMQOptions, held: Iterable[str] = ()) -> list[Role]:
-    """Every queue that a run may use.
+    """Returns every queue that a run may use.
 
     :param held: The holding queues that exist; the first of all by default.
     """
     queues = QueueNames(options.queue)
-    found = [Role("source", queues.source)]
-    found += [Role("held", name, KEEPING) for name in held or [queues.held(0)]]
-    found += [Role("delay", queues.delay(step), queues.delay_arguments(step)) for step in LADDER]
+    roles = [Role("source", queues.source)]
+    roles += [Role("held", name, KEEPING) for name in held or [queues.held(0)]]
+    roles += [Role("delay", queues.delay(step), queues.delay_arguments(step)) for step in LADDER]
     place = options.dead_letter
     if place is None:
-        found.append(Role("dead", queues.dead, KEEPING))
+        roles.append(Role("dead", queues.dead, KEEPING))
     elif isinstance(place, str):
-        found.append(Role("sink", place))
+        roles.append(Role("sink", place))
     elif not place.get("exchange"):
-        found.append(Role("sink", str(place.get("routing_key", ""))))
-    return found
+        roles.append(Role("sink", str(place.get("routing_key", ""))))
+    return roles
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+_OURS: Final = {
+    "expires": "the queue is deleted, with what is in it, when nobody used it for so long",
+    "message-ttl": "what waits longer in it is lost",
+    "delivery-limit": "what is returned to it more often is lost",
+    "drops": "the oldest in it is lost when it is full",
+    "refuses": "it takes nothing more when it is full, so that runs fail",
+}
+#: Role → setting → what it means; ``drops`` and ``refuses`` are a bound on the queue's length, by
+#: how it overflows.
+_MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
+    "source": {
+        "expires": _OURS["expires"],
+        "message-ttl": "a message that waits longer for a run {gone}, a retry too",
+        "delivery-limit": "a message returned more often {gone}, also by runs that died",
+        "drops": "the oldest message {gone} when the queue is full, a retry too",
+        "refuses": "what a run releases into the full queue stays in its holding queue",
+    },
+    "held": _OURS,
+    "delay": {
+        **_OURS,
+        "message-ttl": "retries come earlier than they should",
+        "delivery-limit": "what is returned to it more often leaves it",
+    },
+    "dead": _OURS,
+    "sink": _OURS,
+}
+#: Role → the settings that are errors: our own queues would lose messages.  All else is a warning.
+_ERRORS: Final[Mapping[str, Iterable[str]]] = {
+    "held": ("expires", "message-ttl", "delivery-limit", "drops"),
+    "delay": ("expires",),
+    "dead": ("expires", "message-ttl", "delivery-limit", "drops"),
+}
+
+
+def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Finding]:
+    """Returns what the settings of one queue mean for what it holds.
+
+    :param kind: ``classic``, ``quorum`` or ``stream``.
+    :param settings: As :meth:`.Policies.effective` returns them.
+    """
+    if role.name == "source" and kind == "stream":
+        text = "reading a stream removes nothing from it, so there is nothing to settle"
+        return [_finding("error", role, text)]
+    dead_letters = "dead-letter-exchange" in settings
+    gone = "goes to its dead-letter exchange" if dead_letters else "is dropped"
+    refuses = str(settings.get("overflow", Setting("", "")).value).startswith("reject-publish")
+    findings = []
+    for name in LIMITS:
+        setting = settings.get(name)
+        if setting is None or setting.value == (role.arguments or {}).get(f"x-{name}"):
+            continue
+        rule = ("refuses" if refuses else "drops") if name.startswith("max-length") else name
+        level: Level = "error" if rule in _ERRORS.get(role.name, ()) else "warning"
+        value = f"{setting.value} ms" if name in ("expires", "message-ttl") else setting.value
+        meaning = _MEANINGS[role.name][rule].format(gone=gone)
+        findings.append(_finding(level, role, f"{setting.by} gives it {name} {value}: {meaning}"))
+    return findings
+
+
+def _finding(level: Level, role: Role, text: str) -> Finding:
+    return Finding(level, f"the queue {role.queue!r}: {text}")
+
+
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def refuse_losses(connection: ConnectionThread, options: RabbitMQOptions) -> None:
-    """Refuse a broker whose policies make a run's queues lose messages, as far as it shows them.
+    """Refuses a broker whose policies make a run's queues lose messages, as far as it shows them.
 
     :raises ProducerError: If messages would be lost.
     """
-    address = connection.address
-    refuse_version(connection.version, address.shown)
-    if address.management_url == "":
+    enforce(check_version(connection), log)
+    if connection.address.management_url == "":
         log.info("Policies are not checked: the connection's extra 'management_url' is false.")
-    else:
-        held = [name for name, _ in HoldingQueues(QueueNames(options.queue)).present(connection)]
-        act_on(check_queues(options, address, version=connection.version, held=held))
+        return
+    try:
+        enforce(check_queues(connection, options), log)
+    except ProducerError as error:
+        raise ProducerError(
+            f"RabbitMQ would lose messages of this run: {error}; let no such policy match"
+            " ^broadway\\., and clear the task; `airflow-broadway check` lists all"
+        ) from None
 
 
 class LossCheck:
@@ -137,43 +170,37 @@ class LossCheck:
     def reason(self, address: Address, queue: str) -> str:
         """Why the queue would lose messages; empty if it would not, or if that cannot be seen."""
         if time.monotonic() - self._checked_at > _CHECK_INTERVAL:
-            self._losses = self._check(address)
+            self._losses = dict(self._check(address))
             self._checked_at = time.monotonic()
         return self._losses.get(queue, "")
 
-    def _check(self, address: Address) -> dict[str, str]:
+    def _check(self, address: Address) -> Iterator[tuple[str, str]]:
         try:
-            policies = matched(Management(address).policies(), [r.queue for r in self._roles])
+            policies = Policies(Management(address).policies(), [r.queue for r in self._roles])
         except Unseen as error:  # each run's source warns of it
             log.debug("Policies could not be checked: %s", error)
-            return {}
-        return {
-            finding.queue: f"RabbitMQ would lose what is in {finding.shown}"
-            for role in self._roles
-            for finding in judge(
-                role,
-                "quorum",
-                effective(role.queue, "quorum", role.arguments or {}, policies),
-            )
-            if finding.level == ERROR
-        }
+            return
+        for role in self._roles:
+            settings = policies.effective(role.queue, "quorum", role.arguments or {})
+            for finding in judge(role, "quorum", settings):
+                if finding.level == "error":
+                    yield role.queue, f"RabbitMQ would lose what is in {finding.text}"
 
 
-def refuse_version(version: str, where: str) -> None:
-    """Refuse a broker whose quorum queues lose what lapses.
-
-    :param version: As the broker says; empty if it does not.
-    :raises ProducerError: If it is too old.
-    """
-    known = _numbers(version)
-    if known and known < _NEEDED:
-        raise ProducerError(
-            f"RabbitMQ at {where} is {version}: its quorum queues lose retries that wait, which"
-            " 3.10 and later do not; upgrade it"
-        )
+def check_version(connection: ConnectionThread) -> list[Finding]:
+    """Checks that the broker's quorum queues do not lose what lapses."""
+    version = connection.version
+    if not () < _numbers(version) < _NEEDED:
+        return []
+    text = (
+        f"RabbitMQ at {connection.address.shown} is {version}: its quorum queues lose retries that"
+        " wait, which 3.10 and later do not; upgrade it"
+    )
+    return [Finding("error", text)]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; empty if the broker does not report it."""
     try:
         return tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
@@ -181,204 +208,80 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_queues(
-    options: RabbitMQOptions,
-    address: Address,
-    *,
-    version: str = "",
-    held: Iterable[str] = (),
-    there: bool = True,
+    connection: ConnectionThread, options: RabbitMQOptions, *, exists: bool = True
 ) -> list[Finding]:
-    """Look at every queue of a run by the management API.
+    """Checks every queue of a run by the management API.
 
-    :param version: The broker's, as it says itself.
-    :param held: The holding queues that exist.
-    :param there: Whether the source queue is known to be there; else a run is to declare it.
+    :param exists: Whether the source queue is known to exist; else a run is to declare it.
     """
+    held = [name for name, _ in HoldingQueues(QueueNames(options.queue)).present(connection)]
+    version = _numbers(connection.version)
     try:
-        management = Management(address)
-        found = list(_look(options, management, version, held, there))
-        if not _numbers(version) >= _WITHOUT_FLAGS:
-            found += _flags(management)
+        management = Management(connection.address)
+        declare = None if exists else options.declare
+        findings = list(_check_each(roles_of(options, held), management, version, declare))
+        if not version >= _WITHOUT_FLAGS:
+            findings += _check_flags(management)
     except Unseen as error:
         return [_unseen(str(error))]
-    return found
+    return findings
 
 
 def _unseen(why: str) -> Finding:
     return Finding(
-        WARNING, "", f"whether policies make this run lose messages could not be checked: {why}"
+        "warning", f"whether policies make this run lose messages could not be checked: {why}"
     )
 
 
-def _look(
-    options: RabbitMQOptions,
+def _check_each(
+    roles: list[Role],
     management: Management,
-    version: str,
-    held: Iterable[str],
-    there: bool,
+    version: tuple[int, ...],
+    declare: Mapping[str, Any] | None,
 ) -> Iterator[Finding]:
-    roles = roles_of(options, held)
-    policies = matched(management.policies(), [role.queue for role in roles])
+    policies = Policies(management.policies(), [role.queue for role in roles])
     for role in roles:
         kind, arguments = "quorum", role.arguments
         if arguments is None:
-            known = management.queue(role.queue)
-            if known is None and role.name == "source" and not there:
-                known = dict(options.declare or {})
-            if known is None:
-                if role.name == "source":
+            known: Mapping[str, Any] | None = management.queue(role.queue)
+            if known is None and role.name == "source":
+                known = declare
+                if known is None:
                     yield _unseen(
                         f"the management API at {management.shown} knows no queue {role.queue!r},"
                         " so it is another broker's; set the connection's extra 'management_url'"
                     )
                     return
-                yield Finding(WARNING, role.queue, "does not exist: dead letters would come back")
+            if known is None:
+                yield _finding("warning", role, "does not exist: dead letters would come back")
                 continue
             arguments = known.get("arguments") or {}
             kind = str(known.get("type") or arguments.get("x-queue-type") or "classic")
             if not known.get("durable", True):
-                yield Finding(
-                    WARNING, role.queue, "is not durable: it and its messages end with the broker"
-                )
-        settings = effective(role.queue, kind, arguments, policies)
+                text = "is not durable: it and its messages end with the broker"
+                yield _finding("warning", role, text)
+        settings = policies.effective(role.queue, kind, arguments)
         yield from judge(role, kind, settings)
-        if role.name == "source" and kind == "quorum" and _numbers(version) >= _LIMITED:
-            yield from _of_default_limit(role, settings)
+        limited = role.name == "source" and kind == "quorum" and version >= _LIMITED
+        if limited and not {"delivery-limit", "dead-letter-exchange"} & settings.keys():
+            text = (
+                "has no delivery-limit and no dead-letter exchange: what was returned to it more"
+                " than 20 times, also by runs that died, is dropped"
+            )
+            yield _finding("warning", role, text)
 
 
-def _of_default_limit(role: Role, settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    """What a release means for the source that limits deliveries by itself."""
-    if not {"delivery-limit", "dead-letter-exchange"} & settings.keys():
-        yield Finding(
-            WARNING,
-            role.queue,
-            "has no delivery-limit and no dead-letter exchange: what was returned to it more"
-            " than 20 times, also by runs that died, is dropped",
-        )
-
-
-def _flags(management: Management) -> Iterator[Finding]:
+def _check_flags(management: Management) -> Iterator[Finding]:
     try:
         flags = management.feature_flags()
     except Unseen:
-        yield Finding(
-            NOTE, "", f"feature flags {' and '.join(_FLAGS)}: only an administrator may see them"
-        )
+        text = f"feature flags {' and '.join(_FLAGS)}: only an administrator may see them"
+        yield Finding("note", text)
         return
     for name in _FLAGS:
         if flags.get(name, "enabled") != "enabled":
-            yield Finding(
-                ERROR,
-                "",
+            text = (
                 f"the feature flag {name} is {flags[name]}: without it a retry that waits may be"
-                f" lost; run: rabbitmqctl enable_feature_flag {name}",
+                f" lost; run: rabbitmqctl enable_feature_flag {name}"
             )
-
-
-# -- the rules -------------------------------------------------------------------------------------
-
-
-def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Finding]:
-    """What the settings of one queue mean for what it holds.
-
-    :param kind: ``classic``, ``quorum`` or ``stream``.
-    :param settings: As :func:`effective` gives them.
-    """
-    found: Iterable[_Found]
-    if role.name == "source":
-        found = _of_source(kind, settings)
-    elif role.name == "sink":
-        found = ((WARNING, by, text) for _, by, text in _of_ours(role, settings))
-    else:
-        found = _of_ours(role, settings)
-    return [
-        Finding(level, role.queue, f"{by}: {text}" if by else text) for level, by, text in found
-    ]
-
-
-def _of_source(kind: str, settings: Mapping[str, Setting]) -> Iterator[_Found]:
-    if kind == "stream":
-        yield ERROR, "", "reading a stream removes nothing from it, so there is nothing to settle"
-        return
-    target = settings.get("dead-letter-exchange")
-    gone = "goes to its dead-letter exchange" if target is not None else "is dropped"
-    for name, text in (
-        ("expires", "the queue is deleted, with what is in it, when nobody used it for so long"),
-        ("message-ttl", f"a message that waits longer for a run {gone}, a retry too"),
-        (
-            "delivery-limit",
-            f"a message returned more often {gone}, also by runs that died",
-        ),
-    ):
-        if name in settings:
-            yield _finding(WARNING, name, settings[name], text)
-    yield from _full(
-        settings,
-        drops=(WARNING, f"the oldest message {gone} when the queue is full, a retry too"),
-        refuses=(WARNING, "what a run releases into the full queue stays in its holding queue"),
-    )
-
-
-def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
-    name, own = role.name, role.arguments or {}
-    if "expires" in settings:
-        text = "the queue is deleted, with what is in it, when nobody used it for so long"
-        yield _finding(ERROR, "expires", settings["expires"], text)
-    ttl = settings.get("message-ttl")
-    if ttl is not None and ttl.value != own.get("x-message-ttl"):
-        level: Level = ERROR
-        text = "what waits longer in it is lost"
-        if name == "delay":
-            text, level = "retries come earlier than they should", WARNING
-        yield _finding(level, "message-ttl", ttl, text)
-    limit = settings.get("delivery-limit")
-    if limit is not None and limit.value != own.get("x-delivery-limit"):
-        lost = name in _LASTING
-        text = (
-            "what is returned to it more often is lost"
-            if lost
-            else "what is returned to it more often leaves it"
-        )
-        yield _finding(ERROR if lost else WARNING, "delivery-limit", limit, text)
-    dropped: Level = ERROR if name in _LASTING else WARNING
-    yield from _full(
-        settings,
-        drops=(dropped, "the oldest in it is lost when it is full"),
-        refuses=(WARNING, "it takes nothing more when it is full, so that runs fail"),
-    )
-
-
-def _full(
-    settings: Mapping[str, Setting], *, drops: tuple[Level, str], refuses: tuple[Level, str]
-) -> Iterator[_Found]:
-    """What a bound on the queue's length means, by how it overflows."""
-    overflow = settings.get("overflow")
-    refusing = overflow is not None and str(overflow.value).startswith("reject-publish")
-    level, text = refuses if refusing else drops
-    for name in ("max-length", "max-length-bytes"):
-        if name in settings:
-            yield _finding(level, name, settings[name], text)
-
-
-def _finding(level: Level, name: str, setting: Setting, text: str) -> _Found:
-    unit = " ms" if name in ("expires", "message-ttl") else ""
-    return level, f"{setting.by} gives it {name} {setting.value}{unit}", text
-
-
-def act_on(findings: Iterable[Finding]) -> None:
-    """Raise the errors as one; log the rest.
-
-    :raises ProducerError: If there is an error, with how to mend it.
-    """
-    errors = []
-    for each in findings:
-        if each.level == ERROR:
-            errors.append(each.shown)
-        else:
-            log.log(logging.WARNING if each.level == WARNING else logging.INFO, "%s.", each.shown)
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise ProducerError(
-            f"RabbitMQ would lose messages of this run: {errors[0]}{more}; let no such policy match"
-            " ^broadway\\., and clear the task; `airflow-broadway check` lists all"
-        )
+            yield Finding("error", text)

@@ -14,17 +14,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
+from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
+from airflow_broadway.producers.rabbitmq.amqp.errors import LOCKED, MISSING
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames
-from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Header, read_header
 
 #: Generations that may hold messages of one source queue at a time.
@@ -47,7 +47,7 @@ class HoldingQueue:
         self._names = names
         self._connection = connection
         self._getter: Getter | None = None
-        self._first: tuple[int, bytes] | None = None
+        self._first: Delivered | None = None
 
     @property
     def getter(self) -> Getter:
@@ -64,29 +64,21 @@ class HoldingQueue:
         """
         give_up_at = time.monotonic() + seconds
         while self._first is None:
-            if queue_calls.depth(self._connection, self.name) is not None:
+            if self._connection.depth(self.name) is not None:
                 self._first = self.getter.get()
             if self._first is None:
                 if time.monotonic() >= give_up_at:
-                    break
+                    return None
                 time.sleep(_COUNT_INTERVAL)
-        return None if self._first is None else read_header(self._first[1])[0]
+        return read_header(self._first.body)[0]
 
     def fence(self, generation: str) -> None:
         """Unbinds the generation: RabbitMQ returns what it publishes from now on."""
-        channel = self._connection.channel()
-        try:
-            channel.call(
-                "queue_unbind",
-                queue=self.name,
-                exchange=EXCHANGE,
-                routing_key=self._names.key(generation),
-            )
-        except Refused as error:
-            if error.code != 404:  # no exchange, no binding
-                raise explained(error, f"the holding queue {self.name!r}") from None
-            return
-        channel.close()
+        key = self._names.key(generation)
+        # Without the exchange there is no binding.
+        self._call(
+            "queue_unbind", accepts=MISSING, queue=self.name, exchange=EXCHANGE, routing_key=key
+        )
 
     def count(self, expected: int | None, seconds: float) -> int:
         """Returns the bundles behind the first one; repeated until they are as many as expected.
@@ -96,12 +88,12 @@ class HoldingQueue:
         """
         give_up_at = time.monotonic() + seconds
         while True:
-            ready = queue_calls.depth(self._connection, self.name) or 0
+            ready = self._connection.depth(self.name) or 0
             if expected is None or ready == expected or time.monotonic() > give_up_at:
                 return ready
             time.sleep(_COUNT_INTERVAL)
 
-    def bundles(self, expected: int | None, seconds: float) -> Iterator[tuple[int, bytes]]:
+    def bundles(self, expected: int | None, seconds: float) -> Iterator[Delivered]:
         """Gets every bundle, the first one too unless it only opens the queue.
 
         :param expected: How many bundles there are behind the first one, where that is known.
@@ -112,10 +104,10 @@ class HoldingQueue:
             yield self._first
         got, give_up_at = 0, time.monotonic() + seconds
         while True:
-            found = self.getter.get()
-            if found is not None:
+            bundle = self.getter.get()
+            if bundle is not None:
                 got += 1
-                yield found
+                yield bundle
             elif got >= (expected or 0) or time.monotonic() > give_up_at:
                 return
             else:
@@ -123,20 +115,14 @@ class HoldingQueue:
 
     def purge(self) -> int:
         """Removes every bundle but the first; returns how many there were."""
-        channel = self._connection.channel()
-        try:
-            purged = int(channel.call("queue_purge", queue=self.name).method.message_count)
-        except Refused as error:
-            raise explained(error, f"the holding queue {self.name!r}") from None
-        channel.close()
-        return purged
+        return int(self._call("queue_purge", queue=self.name).message_count)
 
     def free(self) -> None:
         """Acknowledges what was kept, then the bundle that opens it; the others go back."""
         self.getter.ack()
         owner = self.owner()
         if self._first is not None and owner is not None and not owner.count:
-            self.getter.keep(self._first[0])
+            self.getter.keep(self._first.tag)
             self.getter.ack()
         self.close()
 
@@ -145,6 +131,26 @@ class HoldingQueue:
         if self._getter is not None:
             self._getter.give_back()
             self._getter = self._first = None
+
+    def open(self, generation: str, body: bytes, note: Callable[[str], None]) -> bool:
+        """Binds it to a generation, unless it is another's; see :meth:`HoldingQueues.open`."""
+        owner, key = self.owner(), self._names.key(generation)
+        if owner is not None and owner.generation != generation:
+            return False
+        note(self.name)
+        self._call("exchange_declare", exchange=EXCHANGE, exchange_type="direct", durable=True)
+        self._call("queue_bind", queue=self.name, exchange=EXCHANGE, routing_key=key)
+        if owner is None:
+            publisher = Publisher(self._connection)
+            properties = encode({"delivery_mode": 2, "message_id": self.name})
+            publisher.publish(EXCHANGE, key, properties, body, key=self.name)
+            for reason in publisher.flush().values():
+                raise ProducerError(f"the holding queue {self.name!r} takes no message: {reason}")
+            publisher.close()
+        return True
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return self._connection.call(f"the holding queue {self.name!r}", method, **arguments)
 
 
 class HoldingQueues:
@@ -156,9 +162,8 @@ class HoldingQueues:
     def present(self, connection: ConnectionThread) -> Iterator[tuple[str, int]]:
         """Yields the name and the depth of each holding queue that exists."""
         missing = 0
-        for number in count():
-            name = self._names.held(number)
-            depth = queue_calls.depth(connection, name)
+        for name in map(self._names.held, count()):
+            depth = connection.depth(name)
             if depth is not None:
                 missing = 0
                 yield name, depth
@@ -176,9 +181,14 @@ class HoldingQueues:
         :param seconds: How long to wait for that connection.
         """
         claim = f"{self._names.own_held(name)}.claim"
-        if not _claimed(connection, claim, seconds):
-            yield None
-            return
+        what, give_up_at = f"the queue {claim!r}", time.monotonic() + seconds
+        while not connection.call(
+            what, "queue_declare", accepts=LOCKED, queue=claim, exclusive=True
+        ):
+            if time.monotonic() > give_up_at:
+                yield None
+                return
+            time.sleep(_CLAIM_INTERVAL)
         queue = HoldingQueue(connection, self._names, name)
         try:
             yield queue
@@ -186,7 +196,7 @@ class HoldingQueues:
             if connection.lost is None:
                 try:
                     queue.close()
-                    queue_calls.delete(connection, claim)
+                    connection.call(what, "queue_delete", accepts=MISSING, queue=claim)
                 except ProducerUnavailable:
                     if connection.lost is None:  # it deletes the claim when it is closed
                         connection.close()
@@ -194,7 +204,7 @@ class HoldingQueues:
     def open(
         self,
         connection: ConnectionThread,
-        standing: StandingQueues,
+        declare: Callable[[ConnectionThread, str], None],
         generation: str,
         body: bytes,
         *,
@@ -203,82 +213,25 @@ class HoldingQueues:
     ) -> str:
         """Opens a free holding queue for a generation; returns its name.
 
-        :param standing: Declares the queue.
+        :param declare: Declares a holding queue.
         :param body: The bundle that opens it.
         :param earlier: The queue that an earlier connection may have opened; empty if none did.
         :param note: Called with the name before the queue is bound; raises to refuse.
         :raises ProducerUnavailable: If the broker dies meanwhile.
         :raises ProducerError: If the broker refuses.
         """
-        opening = (connection, standing, generation, body, note)
-        if earlier:
-            if self._open(*opening, earlier, REOPEN_TIMEOUT):
-                return earlier
-            # It may be bound there, and what it publishes would be in another's queue too.
-            HoldingQueue(connection, self._names, earlier).fence(generation)
-        for number in range(_MAX_QUEUES):
-            name = self._names.held(number)
-            if queue_calls.depth(connection, name):
+        numbered = map(self._names.held, range(_MAX_QUEUES))
+        wait = REOPEN_TIMEOUT if earlier else _OPEN_TIMEOUT
+        for name in chain([earlier] if earlier else [], numbered):
+            if wait == _OPEN_TIMEOUT and connection.depth(name):
                 continue
-            if self._open(*opening, name, _OPEN_TIMEOUT):
-                return name
+            with self.claim(connection, name, wait) as queue:
+                if queue is not None:
+                    declare(connection, name)
+                    if queue.open(generation, body, note):
+                        return name
+            wait = _OPEN_TIMEOUT
         raise ProducerError(
             f"all {_MAX_QUEUES:,} holding queues of {self._names.source!r} hold messages: settle"
             " the runs that hold them, or let their leases lapse"
         )
-
-    def _open(
-        self,
-        connection: ConnectionThread,
-        standing: StandingQueues,
-        generation: str,
-        body: bytes,
-        note: Callable[[str], None],
-        name: str,
-        seconds: float,
-    ) -> bool:
-        with self.claim(connection, name, seconds) as queue:
-            if queue is None:
-                return False
-            standing.ensure_held(connection, name)
-            owner = queue.owner()
-            if owner is not None and owner.generation != generation:
-                return False
-            note(name)
-            _bind(connection, name, self._names.key(generation))
-            if owner is None:
-                publisher = Publisher(connection)
-                properties = encode({"delivery_mode": 2, "message_id": name})
-                key = self._names.key(generation)
-                publisher.publish(EXCHANGE, key, properties, body, key=name)
-                for reason in publisher.flush().values():
-                    raise ProducerError(f"the holding queue {name!r} takes no message: {reason}")
-                publisher.close()
-        return True
-
-
-def _claimed(connection: ConnectionThread, claim: str, seconds: float) -> bool:
-    give_up_at = time.monotonic() + seconds
-    while True:
-        channel = connection.channel()
-        try:
-            channel.call("queue_declare", queue=claim, exclusive=True)
-        except Refused as error:
-            if error.code != 405:
-                raise explained(error, f"the queue {claim!r}") from None
-            if time.monotonic() > give_up_at:
-                return False
-            time.sleep(_CLAIM_INTERVAL)
-            continue
-        channel.close()
-        return True
-
-
-def _bind(connection: ConnectionThread, name: str, key: str) -> None:
-    channel = connection.channel()
-    try:
-        channel.call("exchange_declare", exchange=EXCHANGE, exchange_type="direct", durable=True)
-        channel.call("queue_bind", queue=name, exchange=EXCHANGE, routing_key=key)
-    except Refused as error:
-        raise explained(error, f"the holding queue {name!r}") from None
-    channel.close()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.producers.kit.checks import is_loopback, warn_of_plain_http
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker.policies import Policy
@@ -22,6 +22,8 @@ from airflow_broadway.producers.rabbitmq.broker.policies import Policy
 ANSWER_TIMEOUT = 2.0
 #: Bytes of an answer at most: that of a broker with very many policies.
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
+#: The delivery limit of a quorum queue of RabbitMQ 4 where nothing sets one.
+_DEFAULT_LIMIT = 20
 #: The ports of the management plugin without and with TLS.
 _PORT, _TLS_PORT = 15672, 15671
 
@@ -158,3 +160,37 @@ class Management:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def delivery_limit(address: Address, queue: str, version: str) -> int | None:
+    """Returns how often a queue may get a message back; ``None``: there is no limit.
+
+    A quorum queue drops or dead-letters a message that was returned to it more often.  The limit is
+    an argument of the queue or of a policy, and since RabbitMQ 4 there is a default.
+    See https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling.
+
+    :param version: The broker's version, as the broker reports it.
+    :raises ProducerError: If the management API does not show it.
+    """
+    try:
+        known = Management(address).queue(queue)
+        if known is None:
+            raise Unseen("the management API knows no such queue")
+        if "effective_policy_definition" not in known and known.get("policy"):
+            raise Unseen("the management API does not show the definition of its policy yet")
+    except Unseen as error:
+        raise ProducerError(
+            f"the dead letters in the queue {queue!r} cannot be listed: each look counts as a"
+            f" delivery, and whether the queue has a delivery limit is not known ({error}); set the"
+            " connection's extra 'management_url', or send back or delete all of them (--all)"
+        ) from None
+    if known.get("type", "classic") != "quorum":
+        return None
+    declared = (known.get("arguments") or {}).get("x-delivery-limit")
+    policy = (known.get("effective_policy_definition") or {}).get("delivery-limit")
+    limits = [limit for limit in (declared, policy) if isinstance(limit, int)]
+    if version.partition(".")[0] in ("", "3"):
+        # -1 is a limit here: the first return is one too many.
+        return min(limits, default=None)
+    finite = [limit for limit in limits if limit >= 0]
+    return min(finite) if finite else None if limits else _DEFAULT_LIMIT

@@ -4,33 +4,30 @@ Among the users' policies whose pattern matches the queue, the one with the high
 applies, alone; so among the operators'.  Where a policy and an argument of the queue set the same
 limit, the lower one applies; in all else, the argument.
 
+The management API computes the same for queues that exist, as ``effective_policy_definition``, but
+shows it with its statistics: a policy that was set just now is missing there for up to 10 seconds.
+
 A pattern can be written so that matching it takes for ever.  So all but the plainest patterns are
 matched in a process of its own, which is ended when it takes too long.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-#: The limits, of which the lower one counts: milliseconds, messages, bytes, returns.
-LIMITS = ("expires", "max-length", "max-length-bytes", "message-ttl", "delivery-limit")
+#: The limits, of which the lower one counts: milliseconds, returns, messages, bytes.
+LIMITS = ("expires", "message-ttl", "delivery-limit", "max-length", "max-length-bytes")
 #: The types of queues that a policy may be for, beside all.
 _TYPES = {"classic_queues": "classic", "quorum_queues": "quorum", "streams": "stream"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """A policy, or an operator's.
-
-    :param queues: The queues whose names its pattern matches, where :func:`matched` found that out.
-    """
+class Policy(NamedTuple):
+    """A policy, or an operator's."""
 
     name: str
     pattern: str
@@ -38,33 +35,81 @@ class Policy:
     priority: int
     definition: Mapping[str, Any]
     operator: bool
-    queues: frozenset[str] | None = None
 
     @classmethod
     def of(cls, value: Mapping[str, Any], *, operator: bool) -> Policy:
-        """One as the management API shows it."""
+        """Reads a policy as the management API shows it."""
         priority = value.get("priority", 0)
         return cls(
-            name=str(value.get("name", "")),
-            pattern=str(value.get("pattern", "")),
-            apply_to=str(value.get("apply-to", "all")),
-            priority=priority if isinstance(priority, int) else 0,
-            definition=dict(value.get("definition") or {}),
-            operator=operator,
+            str(value.get("name", "")),
+            str(value.get("pattern", "")),
+            str(value.get("apply-to", "all")),
+            priority if isinstance(priority, int) else 0,
+            dict(value.get("definition") or {}),
+            operator,
         )
 
-    @property
-    def shown(self) -> str:
-        """It, for people."""
-        return f"the {'operator ' if self.operator else ''}policy {self.name!r}"
 
-    def matches(self, queue: str, kind: str) -> bool:
-        """Whether it is meant for a queue of that name and type."""
-        if self.apply_to not in ("all", "queues") and _TYPES.get(self.apply_to) != kind:
+class Setting(NamedTuple):
+    """A setting that counts for a queue.
+
+    :param by: What sets it, for people.
+    """
+
+    value: Any
+    by: str
+
+
+class Policies:
+    """The policies of a virtual host, as they apply to some queues.
+
+    A pattern that Python cannot read (Erlang's dialect knows more) or that takes too long counts as
+    matching all: rather too many than too few.
+
+    :param queues: The names of the queues.
+    """
+
+    def __init__(self, policies: Iterable[Policy], queues: Sequence[str]) -> None:
+        self._policies = sorted(policies, key=lambda policy: -policy.priority)
+        self._matching = _matching([policy.pattern for policy in self._policies], queues)
+
+    def effective(self, queue: str, kind: str, arguments: Mapping[str, Any]) -> dict[str, Setting]:
+        """Returns what counts for a queue: name without ``x-`` → value and what sets it.
+
+        :param kind: ``classic``, ``quorum`` or ``stream``.
+        :param arguments: With which the queue is declared.
+        """
+        settings = {
+            name.removeprefix("x-"): Setting(value, "its declaration")
+            for name, value in arguments.items()
+        }
+        for operator, kind_of_policy in ((False, "policy"), (True, "operator policy")):
+            for policy in self._policies:
+                if policy.operator is operator and self._applies(policy, queue, kind):
+                    by = f"the {kind_of_policy} {policy.name!r}"
+                    _override(settings, policy.definition, by)
+                    break
+        return settings
+
+    def _applies(self, policy: Policy, queue: str, kind: str) -> bool:
+        if policy.apply_to not in ("all", "queues") and _TYPES.get(policy.apply_to) != kind:
             return False
-        known = self if self.queues is not None else matched([self], [queue])[0]
-        return queue in (known.queues or ())
+        return queue in self._matching[policy.pattern]
 
+
+def _override(settings: dict[str, Setting], definition: Mapping[str, Any], by: str) -> None:
+    for name, value in definition.items():
+        before = settings.get(name)
+        if before is None or (name in LIMITS and _is_less(value, before.value)):
+            settings[name] = Setting(value, by)
+
+
+def _is_less(value: Any, other: Any) -> bool:
+    numbers = isinstance(value, (int, float)) and isinstance(other, (int, float))
+    return bool(numbers and value < other)
+
+
+# -- patterns --------------------------------------------------------------------------------------
 
 #: A pattern that takes no time: literal characters, and ``.*`` at its end.
 _PLAIN = re.compile(r"\^?(?:[\w<>/:%=-]|\\[.-]|\.(?![*+?{]))*(?:\.\*)?\$?")
@@ -76,95 +121,44 @@ import json, re, sys
 patterns, names = json.load(sys.stdin)
 for pattern in patterns:
     try:
-        found = [name for name in names if re.search(pattern, name)]
+        matching = [name for name in names if re.search(pattern, name)]
     except (re.error, OverflowError, RecursionError):
-        found = names
-    print(json.dumps(found), flush=True)
+        matching = names
+    print(json.dumps(matching), flush=True)
 """
 
 
-def matched(policies: Iterable[Policy], queues: Sequence[str]) -> list[Policy]:
-    """The policies, each with those of ``queues`` whose names its pattern matches.
-
-    A pattern that Python cannot read (Erlang's dialect knows more) or that takes too long counts as
-    matching all: rather too many than too few.
-    """
-    known, names = list(policies), list(queues)
-    hard = list(dict.fromkeys(p.pattern for p in known if not _PLAIN.fullmatch(p.pattern)))
-    found = dict(zip(hard, _match(hard, names), strict=True)) if hard else {}
-    return [
-        dataclasses.replace(
-            policy,
-            queues=frozenset(
-                found[policy.pattern]
-                if policy.pattern in found
-                else (name for name in names if re.search(policy.pattern, name))
-            ),
-        )
-        for policy in known
-    ]
-
-
-def _match(patterns: list[str], names: list[str]) -> list[list[str]]:
-    """For each pattern the names that it matches; all names where that takes too long."""
-    found: list[list[str]] = []
+def _matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, Collection[str]]:
+    """Returns the names that each pattern matches; all names where that takes too long."""
+    matching: dict[str, Collection[str]] = {}
+    hard = []
+    for pattern in dict.fromkeys(patterns):
+        if _PLAIN.fullmatch(pattern):
+            matching[pattern] = [name for name in names if re.search(pattern, name)]
+        else:
+            hard.append(pattern)
     slow = 0
-    while len(found) < len(patterns) and slow < _MAX_SLOW:
-        given = json.dumps([patterns[len(found) :], names]).encode()
-        try:
-            lines = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _MATCH],
-                input=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=_MATCH_TIMEOUT,
-                check=False,
-            ).stdout
-        except subprocess.TimeoutExpired as late:
-            lines = late.stdout or b""
-        found += [
-            json.loads(line) for line in lines.splitlines(keepends=True) if line[-1:] == b"\n"
-        ]
-        if len(found) < len(patterns):
-            found.append(names)
+    while hard and slow < _MAX_SLOW:
+        answers = _match_apart(hard, names)
+        matching.update(zip(hard, answers, strict=False))
+        hard = hard[len(answers) :]
+        if hard:
+            matching[hard.pop(0)] = names
             slow += 1
-    return found + [names] * (len(patterns) - len(found))
+    return {**matching, **dict.fromkeys(hard, names)}
 
 
-class Setting(NamedTuple):
-    """What counts for a queue.
-
-    :param by: Who says so, for people.
-    """
-
-    value: Any
-    by: str
-
-
-def effective(
-    queue: str, kind: str, arguments: Mapping[str, Any], policies: Iterable[Policy]
-) -> dict[str, Setting]:
-    """What counts for a queue: name without ``x-`` → value and by whom.
-
-    :param kind: ``classic``, ``quorum`` or ``stream``.
-    """
-    found = {
-        name.removeprefix("x-"): Setting(value, "its declaration")
-        for name, value in arguments.items()
-    }
-    known = list(policies)
-    for operator in (False, True):
-        fitting = [p for p in known if p.operator is operator and p.matches(queue, kind)]
-        if not fitting:
-            continue
-        policy = max(fitting, key=lambda each: each.priority)
-        for name, value in policy.definition.items():
-            before = found.get(name)
-            if before is None or (name in LIMITS and _less(value, before.value)):
-                found[name] = Setting(value, policy.shown)
-    return found
-
-
-def _less(value: Any, other: Any) -> bool:
-    numbers = isinstance(value, (int, float)) and isinstance(other, (int, float))
-    return bool(numbers and value < other)
+def _match_apart(patterns: list[str], names: Sequence[str]) -> list[list[str]]:
+    """Returns the names that the first patterns match: of all that were matched in time."""
+    try:
+        lines = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCH],
+            input=json.dumps([patterns, list(names)]).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_MATCH_TIMEOUT,
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        lines = late.stdout or b""
+    return [json.loads(line) for line in lines.splitlines(keepends=True) if line[-1:] == b"\n"]

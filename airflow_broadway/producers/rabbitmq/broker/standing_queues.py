@@ -1,4 +1,4 @@
-"""The queues of our own that stay: holding queues, dead letters, retries that wait.
+"""The queues of one producer: holding queues, dead letters, retries that wait.
 
 Each is declared when it is first needed, and relied on when it is old enough and has answered.
 """
@@ -9,9 +9,13 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.amqp.errors import MISSING, Refused, explained
+from airflow_broadway.producers.rabbitmq.amqp.get import Getter
+from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
+from airflow_broadway.producers.rabbitmq.broker.checks import LossCheck
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, QueueNames
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
@@ -20,108 +24,162 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How often a queue that does not answer is made anew on one connection.
+#: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
+#: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
+_RELIABLE_AGE = 2.0
+#: Seconds that a queue which may be dead may take to answer.
+_GET_TIMEOUT = 5.0
+#: How often a queue that does not answer is declared anew on one connection.
 _MAX_TRIES = 3
 
 
 class StandingQueues:
-    """Those of one producer.
+    """The queues of one producer, their journal, and where its dead letters go."""
 
-    :param journal: Where it is noted which of them are old enough to be relied on.
-    """
-
-    def __init__(self, options: RabbitMQOptions, journal: QueueJournal, names: QueueNames) -> None:
-        self._journal = journal
-        self._names = names
-        self._owns_dead = options.dead_letter is None
-        #: The connection, and what was declared on it.
+    def __init__(self, options: RabbitMQOptions, journal: QueueJournal) -> None:
+        self.names = QueueNames(options.queue)
+        self.holding = HoldingQueues(self.names)
+        self._dead_letter = options.dead_letter
+        self.journal = journal
+        self._losses = LossCheck(options)
+        #: Exchange → why it cannot take dead letters; empty if it can.
+        self._exchanges: dict[str, str] = {}
+        #: The connection, and the queues that are relied on over it.
         self._connection: ConnectionThread | None = None
-        self._made: set[str] = set()
-        #: Queues that may be new: their arguments, and since when they are there at the latest.
-        self._young: dict[str, tuple[dict[str, Any], float]] = {}
-        #: Queues to be made anew.  Kept over connections: asking such a queue may end one.
+        self._reliable: set[str] = set()
+        #: Queues to be declared anew.  Kept over connections: asking such a queue may end one.
         self._silent: set[str] = set()
 
+    # -- declared when they are needed ---------------------------------------------------------
+
     def ensure_held(self, connection: ConnectionThread, name: str) -> None:
-        """Declare a holding queue."""
+        """Declares a holding queue."""
         self._ensure(connection, name, KEEPING)
 
-    def ensure_dead(self, connection: ConnectionThread, *, rely: bool = True) -> None:
-        """Declare the dead-letter queue, if it is ours.
-
-        :param rely: Whether something is published to it next, so that it must be old enough.
-        """
-        if self._owns_dead:
-            self._ensure(connection, self._names.dead, KEEPING, rely=rely)
+    def ensure_dead(self, connection: ConnectionThread) -> None:
+        """Declares the dead-letter queue, if it is ours."""
+        if self._dead_letter is None:
+            self._ensure(connection, self.names.dead, KEEPING)
 
     def ensure_delay(self, connection: ConnectionThread, step: int) -> str:
-        """Declare a step of the delay ladder; its name."""
-        name = self._names.delay(step)
-        self._ensure(connection, name, self._names.delay_arguments(step))
+        """Declares a step of the delay ladder; returns its name."""
+        name = self.names.delay(step)
+        self._ensure(connection, name, self.names.delay_arguments(step))
         return name
 
-    def rely(self, connection: ConnectionThread) -> None:
-        """Wait until queues that may be new are old enough, and see that they answer.
+    def _ensure(self, connection: ConnectionThread, name: str, arguments: dict[str, Any]) -> None:
+        """Declares a queue, and waits until it may be relied on.
 
-        :raises ProducerUnavailable: If one does not.
+        :raises ProducerUnavailable: If it does not answer.
         """
-        for name, (arguments, since) in list(self._young.items()):
-            if not self._journal.relied(name):
-                queue_calls.await_age(time.monotonic() - since)
-                if name in self._silent or not self._is_alive(connection, name):
-                    self._make_anew(connection, name, arguments)
-                self._journal.note_relied(name)
-            del self._young[name]
-
-    def _ensure(
-        self,
-        connection: ConnectionThread,
-        name: str,
-        arguments: dict[str, Any],
-        *,
-        rely: bool = True,
-    ) -> None:
         if connection is not self._connection:
-            self._connection, self._made = connection, set()
-        if name not in self._made:
-            if queue_calls.depth(connection, name) is None:
-                # Before it is there again: who finds it there must not take it for the old one.
-                self._journal.note_declared(name)
-            queue_calls.declare(connection, name, arguments)
-            self._made.add(name)
-            self._young[name] = arguments, time.monotonic()
-        if rely:
-            self.rely(connection)
+            self._connection, self._reliable = connection, set()
+        if name in self._reliable:
+            return
+        if connection.depth(name) is None:
+            # Before it is there again: a run that finds it must not take it for the old one.
+            self.journal.note_declared(name)
+        _declare(connection, name, arguments)
+        if not self.journal.relied(name):
+            time.sleep(_RELIABLE_AGE)
+            if name in self._silent or not _is_alive(connection, name):
+                self._declare_anew(connection, name, arguments)
+            self.journal.note_relied(name)
+        self._reliable.add(name)
 
-    @staticmethod
-    def _is_alive(connection: ConnectionThread, name: str) -> bool:
-        """Whether a queue answers; one that has messages and may not give them up is not asked."""
-        depth = queue_calls.depth(connection, name)
-        return bool(depth) or (depth == 0 and queue_calls.is_empty(connection, name) is not None)
-
-    def _make_anew(
+    def _declare_anew(
         self, connection: ConnectionThread, name: str, arguments: dict[str, Any]
     ) -> None:
-        """Replace a queue that never answered since it was declared, and so holds nothing.
+        """Replaces a queue that never answered since it was declared, and so holds nothing.
 
         :raises ProducerUnavailable: If it may hold something, or does not answer either.  If asking
             it ended the connection, the next connection replaces it unasked.
         """
         for _ in range(_MAX_TRIES):
-            # Whoever relies on a queue has noted that before: this one was declared by a run of
-            # ours, and then RabbitMQ died.
-            if self._journal.relied(name) is not False:
+            # A run notes that it relies on a queue before it does: this one was declared by a run
+            # of ours, and then RabbitMQ died.
+            if self.journal.relied(name) is not False:
                 break
             log.warning("The queue %r was declared, and never answered: it is made anew.", name)
             self._silent.add(name)
-            queue_calls.delete(connection, name)
-            queue_calls.declare(connection, name, arguments)
+            connection.call(f"the queue {name!r}", "queue_delete", accepts=MISSING, queue=name)
+            _declare(connection, name, arguments)
             self._silent.discard(name)
-            queue_calls.await_age()
-            if self._is_alive(connection, name):
+            time.sleep(_RELIABLE_AGE)
+            if _is_alive(connection, name):
                 return
         raise ProducerUnavailable(
             f"the queue {name!r} does not answer: RabbitMQ may have died right after it was"
             " declared; look at its log, and if the queue stays so and holds nothing, delete it"
             " (rabbitmqctl delete_queue): the next run declares it anew"
         )
+
+    # -- where messages go ---------------------------------------------------------------------
+
+    def dead_for(self, route: bytes) -> tuple[str, str]:
+        """Exchange and routing key of the dead letter of a message that came by ``route``."""
+        place = self._dead_letter
+        if place is None:
+            return "", self.names.dead
+        if isinstance(place, str):
+            return "", place
+        key = place.get("routing_key", split_route(route)[1])
+        return str(place.get("exchange", "")), str(key)
+
+    def prepare_dead(self, connection: ConnectionThread) -> None:
+        """Sees that dead letters can be published.
+
+        :raises ProducerError: If they cannot.
+        """
+        self.ensure_dead(connection)
+        exchange, _ = self.dead_for(b"")
+        if exchange and (missing := self._missing_exchange(connection, exchange)):
+            raise ProducerError(missing)
+
+    def obstacle(self, connection: ConnectionThread, exchange: str, routing_key: str) -> str:
+        """Returns why a message would be lost that is published there; empty if it would not.
+
+        The exchange is missing, or a policy makes the broker lose what goes into a queue of ours.
+        """
+        if exchange:
+            return self._missing_exchange(connection, exchange)
+        return self._losses.reason(connection.address, routing_key)
+
+    def _missing_exchange(self, connection: ConnectionThread, name: str) -> str:
+        if name not in self._exchanges:
+            channel = connection.channel()
+            why = ""
+            try:
+                channel.call("exchange_declare", exchange=name, passive=True)
+                channel.close()
+            except Refused as error:
+                why = str(explained(error, f"the exchange {name!r} of dead letters"))
+            self._exchanges[name] = why
+        return self._exchanges[name]
+
+
+def _declare(connection: ConnectionThread, name: str, arguments: dict[str, Any]) -> None:
+    """Declares a queue that is there already, or is to be kept.
+
+    :raises ProducerError: If it is there with other arguments.
+    """
+    connection.call(
+        f"the queue {name!r}", "queue_declare", queue=name, durable=True, arguments=arguments
+    )
+
+
+def _is_alive(connection: ConnectionThread, name: str) -> bool:
+    """Whether a queue answers; one that has messages and may not give them up is not asked.
+
+    One that is dead, or slow to answer, has a depth too: 0.  The connection may be lost by asking.
+    """
+    depth = connection.depth(name)
+    if depth != 0:
+        return depth is not None
+    try:
+        getter = Getter(connection, name)
+        getter.get(_GET_TIMEOUT)
+    except ProducerUnavailable:
+        return False
+    getter.close()
+    return True

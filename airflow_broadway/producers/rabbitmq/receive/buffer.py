@@ -6,15 +6,26 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.receive.quarantine import Aside
 
 log = logging.getLogger(__name__)
 
 #: Messages that are named in the log when they are set aside; the others are counted.
 _LOGGED = 10
+
+
+class Aside(NamedTuple):
+    """A message that goes among the dead letters without being handled.
+
+    :param kind: ``oversized`` or ``bundle``.
+    """
+
+    message_id: str
+    kind: str
+    reason: str
 
 
 class Buffer:

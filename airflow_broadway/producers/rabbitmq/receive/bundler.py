@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames
-from airflow_broadway.producers.rabbitmq.bundle import Header, Held
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
+from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
 
 #: Seconds from a bundle's first message until it is published unfilled.
@@ -19,28 +20,17 @@ class Bundler:
     """Makes the bundles of one generation, on whatever connection there is.
 
     :param prefix: The bundles' names begin so; unique.
-    :param queue: The source queue.
-    :param owner: See :class:`~airflow_broadway.producers.rabbitmq.bundle.Header`.
+    :param key: The generation's routing key.
     """
 
-    def __init__(
-        self,
-        generation: str,
-        prefix: str,
-        queue: str,
-        owner: dict[str, Any],
-        lease: OpenLease,
-    ) -> None:
+    def __init__(self, lease: OpenLease, prefix: str, key: str) -> None:
         #: Bytes of messages in a bundle: no more than the broker takes.
         self.capacity = bundles.MAX_BYTES
         #: Bytes of a message alone, once the broker has refused a larger bundle.
-        self.largest: int | None = None
-        self._generation = generation
-        self._prefix = prefix
-        self._queue = queue
-        self._key = QueueNames(queue).key(generation)
-        self._owner = owner
+        self.largest = sys.maxsize
         self._lease = lease
+        self._prefix = prefix
+        self._key = key
         self._count = 0
 
     def fit(self, limit: int, *, refused: bool) -> bool:
@@ -49,7 +39,7 @@ class Bundler:
         :param refused: Whether it has just refused one; else it did so to an earlier run.
         :return: Whether that changes anything.
         """
-        room = limit - len(bundles.pack(self._header("x" * 48, bundles.MAX_MESSAGES), []))
+        room = limit - len(bundles.pack(self._lease.header("x" * 48, bundles.MAX_MESSAGES), []))
         if room <= 0:
             return False
         before = self.capacity, self.largest
@@ -62,7 +52,7 @@ class Bundler:
         """Secure ``messages``; then ``tag`` may be acknowledged.  For the connection's thread."""
         self._count += 1
         name = f"{self._prefix}.{self._count:x}"
-        body = bundles.pack(self._header(name, len(messages)), messages)
+        body = bundles.pack(self._lease.header(name, len(messages)), messages)
         properties = encode(
             {
                 "content_type": "application/x-broadway-bundle",
@@ -71,16 +61,6 @@ class Bundler:
             }
         )
         channel.publish(EXCHANGE, self._key, properties, body, key=name, tag=tag, load=messages)
-
-    def _header(self, name: str, count: int) -> Header:
-        return Header(
-            bundle=name,
-            generation=self._generation,
-            queue=self._queue,
-            count=count,
-            until=self._lease.deadline.timestamp(),
-            owner=self._owner,
-        )
 
 
 class OpenBundle:

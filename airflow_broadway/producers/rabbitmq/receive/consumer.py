@@ -8,21 +8,23 @@ while.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
-from airflow_broadway.producers.rabbitmq.marks import Mark, mark_of, publication_key
-from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
-from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler, OpenBundle
-from airflow_broadway.producers.rabbitmq.receive.ids import Ids
-from airflow_broadway.producers.rabbitmq.receive.marked import MarkedMessages
-from airflow_broadway.producers.rabbitmq.receive.quarantine import Quarantine
+from airflow_broadway.producers.rabbitmq.marks import (
+    Mark,
+    dead_lettered,
+    mark_of,
+    publication_key,
+    restored,
+)
+from airflow_broadway.producers.rabbitmq.receive.buffer import Aside
+from airflow_broadway.producers.rabbitmq.receive.bundler import OpenBundle
+from airflow_broadway.producers.rabbitmq.receive.intake import Intake
 from airflow_broadway.producers.rabbitmq.receive.subscription import Subscription
 
 
@@ -32,51 +34,36 @@ class Consumer:
     The properties are for any thread, :meth:`journal_read` and the constructor for the run's; all
     else is for the connection's.
 
-    :param generation: For errors.
-    :param opened: Whether there is a holding queue that bundles can go to.
     :param slow: Whether callbacks take so long that nothing may wait here.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        options: RabbitMQOptions,
-        generation: str,
-        ids: Ids,
-        marked: MarkedMessages,
-        quarantine: Quarantine,
-        bundler: Bundler,
-        buffer: Buffer,
-        *,
-        opened: bool,
-        slow: bool,
-    ) -> None:
+    def __init__(self, channel: Channel, intake: Intake, *, slow: bool) -> None:
+        options, generation = intake.options, intake.env.generation
         self.channel = channel
         self.confirm_channel = ConfirmChannel(
             channel,
-            multiple=True,
             secured=self._secured,
-            failed=buffer.fail,
+            failed=intake.buffer.fail,
             what=f"the holding queue of generation {generation}",
             key_of=publication_key,
         )
+        self._intake = intake
+        self._generation = generation
         self._queue = options.queue
         self._max_bytes = options.max_message_bytes
-        self._ids = ids
-        self._marked = marked
-        self._quarantine = quarantine
-        self._bundler = bundler
-        self._buffer = buffer
-        self._open = opened
+        self._ids = intake.ids
+        self._bundler = intake.bundler
+        self._buffer = intake.buffer
+        self._open = intake.lease.is_open
         self._stopped = False
         # The generation whose journal must be read before more is taken.
         self._unread = ""
-        self._bundle = OpenBundle(bundler, self.confirm_channel)
+        self._bundle = OpenBundle(intake.bundler, self.confirm_channel)
         arguments: dict[str, Any] = dict(options.consume_options or {})
         self._subscription = Subscription(
             channel,
             options.queue,
-            tag=arguments.pop("consumer_tag", None) or f"broadway-{ids.prefix}",
+            tag=arguments.pop("consumer_tag", None) or f"broadway-{self._ids.prefix}",
             prefetch=options.qos.prefetch_count,
             arguments=arguments,
             slow=slow,
@@ -165,7 +152,7 @@ class Consumer:
     def _take(self, room: int) -> int:
         """Move ``room`` deliveries into bundles; how many became messages."""
         backlog, bundle, fresh = self._subscription.backlog, self._bundle, self._ids.fresh
-        max_bytes, largest = self._max_bytes, self._largest
+        max_bytes, largest = self._max_bytes, self._bundler.largest
         taken = 0
         for _ in range(room):
             delivered = backlog[0]
@@ -178,14 +165,14 @@ class Consumer:
             backlog.popleft()
             weight = len(body) + len(properties) + len(route) + (64 if mark is None else 256)
             if len(body) > max_bytes or weight > largest:
-                self._set_aside(delivered)
+                self._quarantine_oversized(delivered)
                 continue
-            if body[:4] == MAGIC and self._is_misplaced(delivered):
+            if body[:4] == MAGIC and self._quarantine_bundle(delivered):
                 continue
             if mark is None:
                 bundle.add(Held(fresh(), 1, redelivered, route, properties, body), weight, tag)
             else:
-                held = self._marked.held(mark, delivered)
+                held = self._marked(mark, delivered)
                 if held is None:
                     bundle.add_repetition(tag)
                     continue
@@ -196,41 +183,80 @@ class Consumer:
 
     def _may_take(self, mark: Mark) -> bool:
         """Whether a message with this mark is for this generation, and can be judged now."""
-        if self._marked.is_own(mark):
+        if mark.released_by == self._generation:
             self._stopped = True
             self._subscription.give_up()
             return False
-        if not self._marked.is_known(mark):
+        if self._intake.turns.of(mark.released_by) is None:
             self._unread = mark.released_by
             return False
         return True
 
-    @property
-    def _largest(self) -> int:
-        """Bytes that a message may have in its bundle."""
-        largest = self._bundler.largest
-        return sys.maxsize if largest is None else largest
+    def _marked(self, mark: Mark, delivered: Delivered) -> Held | None:
+        """Returns a released message as it was before; ``None`` if it is here already.
 
-    def _set_aside(self, delivered: Delivered) -> None:
+        A repetition is only what settling can have made: each turn of it publishes a message once,
+        and the journal of the generation that released it names the turns.  All else is a message
+        of its own.
+        """
+        body = delivered.body
+        turns = self._intake.turns.of(mark.released_by) or ()
+        try:
+            route, properties = restored(
+                delivered.route, delivered.properties, trusted=mark.turn in turns
+            )
+        except ProducerError:  # no mark of ours: a message like any other
+            fresh = self._ids.fresh()
+            return Held(fresh, 1, True, delivered.route, delivered.properties, body)
+        content = hash((mark.released_by, mark.attempt, route, properties, body))
+        message_id = self._ids.marked(mark.message_id, content, mark.turn, turns)
+        if message_id is None:
+            return None
+        return Held(message_id, mark.attempt, True, route, properties, body)
+
+    def _quarantine_oversized(self, delivered: Delivered) -> None:
         size = len(delivered.body)
         if size > self._max_bytes:
             reason = f"its body has {size} bytes, more than max_message_bytes ({self._max_bytes})"
         else:
             reason = (
                 f"with {size} bytes it fits no bundle, for which RabbitMQ's max_message_size"
-                f" leaves {self._largest}"
+                f" leaves {self._bundler.largest}"
             )
-        self._bundle.publish()  # first: what follows acknowledges all before it
-        self._quarantine.unprocessed(self.confirm_channel, delivered, "oversized", reason)
+        self._quarantine(delivered, "oversized", reason)
 
-    def _is_misplaced(self, delivered: Delivered) -> bool:
-        """Set a bundle aside that was moved here; it is not unpacked: any sender can make one."""
+    def _quarantine_bundle(self, delivered: Delivered) -> bool:
+        """Quarantines a bundle that was moved here; not unpacked: any sender can make one."""
         bundle = contents(delivered.body)
         if bundle:
             reason = f"it is {bundle}: move it back into its holding queue, as it is"
-            self._bundle.publish()  # first: what follows acknowledges all before it
-            self._quarantine.unprocessed(self.confirm_channel, delivered, "bundle", reason)
+            self._quarantine(delivered, "bundle", reason)
         return bool(bundle)
+
+    def _quarantine(self, delivered: Delivered, kind: str, reason: str) -> None:
+        """Makes a dead letter of a message that no callback can handle."""
+        self._bundle.publish()  # first: what follows acknowledges all before it
+        key = self._ids.fresh()
+        properties = dead_lettered(
+            delivered,
+            Mark(key, self._generation, 1),
+            reason=reason,
+            stage="receive",
+            extra={
+                "x-broadway-queue": self._queue,
+                "x-broadway-dead-at": self._intake.env.clock.now().isoformat(),
+            },
+            limit=self.channel.connection.max_properties,
+        )
+        self.confirm_channel.publish(
+            *self._intake.queues.dead_for(delivered.route),
+            properties,
+            delivered.body,
+            key=key,
+            tag=delivered.tag,
+            load=Aside(key, kind, reason),
+            elsewhere=True,
+        )
 
     def _secured(self, loads: list[Any]) -> None:
         self._subscription.cancel_if_exact()

@@ -7,9 +7,8 @@ from datetime import datetime, timedelta
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Header, pack
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 #: A generation takes nothing more when this part of its lease is left.
@@ -19,16 +18,13 @@ _LEASE_MARGIN = 0.02
 class OpenLease:
     """The lease of one generation, from its first message on; for the run's thread."""
 
-    def __init__(
-        self, env: ProducerEnv, options: RabbitMQOptions, topology: Topology, journal: QueueJournal
-    ) -> None:
+    def __init__(self, env: ProducerEnv, options: RabbitMQOptions, queues: StandingQueues) -> None:
         self._generation = env.generation
         self._owner = dict(env.owner)
         self._clock = env.clock
         self._options = options
         self._seconds = options.lease
-        self._topology = topology
-        self._journal = journal
+        self._queues = queues
         self._lapsed: LeaseLapsed | None = None
         #: The holding queue; empty until it is opened.
         self.queue = ""
@@ -46,31 +42,33 @@ class OpenLease:
         :raises LeaseLapsed: If the generation was released before it began.
         :raises ProducerError: If it is not to be relied on, or the broker refuses.
         """
-        topology, generation = self._topology, self._generation
-        topology.prepare_dead(connection)
+        self._queues.prepare_dead(connection)
         self.deadline = self._fresh_deadline()
-        header = Header(
-            bundle=f"{generation}.0",
-            generation=generation,
-            queue=self._options.queue,
-            count=0,
-            until=self.deadline.timestamp(),
-            owner=self._owner,
-        )
-        self.queue = topology.holding.open(
+        self.queue = self._queues.holding.open(
             connection,
-            topology.standing,
-            generation,
-            pack(header, []),
+            self._queues.ensure_held,
+            self._generation,
+            pack(self.header(f"{self._generation}.0", 0), []),
             earlier=self._earlier,
             note=self._note,
+        )
+
+    def header(self, bundle: str, count: int) -> Header:
+        """The header of one of the generation's bundles."""
+        return Header(
+            bundle=bundle,
+            generation=self._generation,
+            queue=self._options.queue,
+            count=count,
+            until=self.deadline.timestamp(),
+            owner=self._owner,
         )
 
     def _note(self, name: str) -> None:
         """Note the holding queue, before it is bound; then see that nobody has released us."""
         self._earlier = name
-        self._journal.note_opened(self._generation, name, self.deadline)
-        if self._journal.is_over(self._generation):
+        self._queues.journal.note_opened(self._generation, name, self.deadline)
+        if self._queues.journal.is_over(self._generation):
             self._lapsed = LeaseLapsed(
                 "this run's task was released before its first message, by a sweep or by hand:"
                 " clear the task to receive again"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 
-from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
@@ -13,7 +15,11 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+    Channel,
+    ConnectionThread,
+    Reply,
+)
 from airflow_broadway.producers.rabbitmq.amqp.errors import (
     Blocked,
     Refused,
@@ -21,26 +27,14 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import (
     explained,
     too_large,
 )
-from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
-from airflow_broadway.producers.rabbitmq.broker.source_queue import prepare
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal, Turns
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
-from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler
 from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
-from airflow_broadway.producers.rabbitmq.receive.ending import (
-    await_confirms,
-    confirm_timeout,
-    end_channel,
-    in_thread,
-)
-from airflow_broadway.producers.rabbitmq.receive.ids import Ids
-from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
-from airflow_broadway.producers.rabbitmq.receive.marked import MarkedMessages
-from airflow_broadway.producers.rabbitmq.receive.quarantine import Quarantine
+from airflow_broadway.producers.rabbitmq.receive.intake import Intake
 
 log = logging.getLogger(__name__)
+
+#: Seconds for the broker to answer that channels are closed.
+_CLOSE_TIMEOUT = 5.0
 
 
 class Session:
@@ -55,35 +49,19 @@ class Session:
     connection: ConnectionThread
     consumer: Consumer
 
-    def __init__(
-        self,
-        options: RabbitMQOptions,
-        env: ProducerEnv,
-        topology: Topology,
-        journal: QueueJournal,
-        ids: Ids,
-        lease: OpenLease,
-        bundler: Bundler,
-        buffer: Buffer,
-    ) -> None:
+    def __init__(self, intake: Intake) -> None:
+        options, env = intake.options, intake.env
         self.address = address_for(options, env)
         #: How often the holding queue was left with bundles that may be there, and are not secured.
         self.uncertain_bundles = 0
         #: Whether the source queue held messages when this connection was made.
         self.found_messages = False
-        self._options = options
-        self._generation = env.generation
-        self._clock = env.clock
-        self._journal = journal
-        self._ids = ids
-        self._lease = lease
-        self._bundler = bundler
-        self._buffer = buffer
-        self._marked = MarkedMessages(env.generation, ids, Turns(journal))
-        self._quarantine = Quarantine(env.generation, ids, topology.dead, options.queue, env.clock)
-        self._attempts = Attempts(
+        #: One stretch of failures; it ends when the connection proves good.
+        self.attempts = Attempts(
             Backoff.of(options), options.reconnect_timeout, env.clock, env.stopping
         )
+        self._intake = intake
+        self._buffer = intake.buffer
         self._slow = False
         self._connect_in_time()
 
@@ -102,19 +80,15 @@ class Session:
         self._end_channel()
         self.connection.close()
         self._buffer.forget_unsecured()
-        self._ids.reconnect()
-        self._attempts.again(error)
-        self._lease.check_deadline()
+        self._intake.ids.reconnect()
+        self.attempts.again(error)
+        self._intake.lease.check_deadline()
         self._connect_in_time()
         log.info("Connected to RabbitMQ again.")
 
-    def worked(self) -> None:
-        """The connection proved good: the next failure begins a stretch of its own."""
-        self._attempts.worked()
-
     def _connect_in_time(self) -> None:
         try:
-            keep_trying(self._connect, self._attempts)
+            keep_trying(self._connect, self.attempts)
         except BroadwayError as error:
             self._buffer.fail(error)
             raise
@@ -124,19 +98,8 @@ class Session:
         connection = ConnectionThread.to(self.address, on_lost=self._buffer.fail)
         try:
             channel = connection.channel()
-            self.found_messages = prepare(self._options, channel) > 0
-            self.consumer = Consumer(
-                channel,
-                self._options,
-                self._generation,
-                self._ids,
-                self._marked,
-                self._quarantine,
-                self._bundler,
-                self._buffer,
-                opened=self._lease.is_open,
-                slow=self._slow,
-            )
+            self.found_messages = _prepare(self._intake.options, channel) > 0
+            self.consumer = Consumer(channel, self._intake, slow=self._slow)
             self.connection = connection
         except BaseException:  # a kill too; raised again
             connection.close()
@@ -148,7 +111,7 @@ class Session:
         :raises BroadwayError: If nothing does: the error.
         """
         if isinstance(error, LeaseLapsed):
-            self._lease.note_lapsed(error)
+            self._intake.lease.note_lapsed(error)
         if isinstance(error, Refused):
             limit = too_large(error)
             if limit is not None:
@@ -157,12 +120,7 @@ class Session:
             if acknowledged_too_late(error):
                 self._slow = True
                 return
-            if error.code == 404 and f"exchange '{EXCHANGE}'" in error.text:
-                raise LeaseLapsed(
-                    f"the exchange {EXCHANGE!r} was deleted while this run received: what is not"
-                    " secured stays in its queue; clear the task, which declares it again"
-                ) from None
-            raise explained(error, f"the queue {self._options.queue!r}") from None
+            raise explained(error, f"the queue {self._intake.options.queue!r}") from None
         if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
 
@@ -172,42 +130,143 @@ class Session:
         :raises ProducerError: If there are none.
         """
         known = f"RabbitMQ takes no message of more than {limit} bytes (its max_message_size)"
-        if not self._bundler.fit(limit, refused=True):
+        if not self._intake.bundler.fit(limit, refused=True):
             raise ProducerError(f"{known}, which is too few even for one alone: raise it")
         log.warning(
             "%s: bundles are made no larger, and a larger message is a dead letter.  To have it"
             " handled, raise the limit.",
             known,
         )
-        self._journal.note_limit(limit)
+        self._intake.journal.note_limit(limit)
 
     # -- what the source waits for -------------------------------------------------------------
 
     def read_wanted_journal(self) -> None:
-        """Read the journal that the consumer waits for, if any."""
+        """Reads the journal that the consumer waits for, if any."""
         generation = self.consumer.wants_journal
         if generation:
-            self._marked.read_journal(generation)
+            self._intake.turns.read(generation)
             self.consumer.journal_read()
 
-    def want(self, demand: int) -> None:
-        """Have the consumer take as much as is demanded."""
-        consumer = self.consumer
-        self.connection.post(lambda: consumer.want(demand))
-
     def confirm_timeout(self, end: float) -> float:
-        """See :func:`~airflow_broadway.producers.rabbitmq.receive.ending.confirm_timeout`."""
-        return confirm_timeout(self.connection, end, self._clock)
+        """See :func:`confirm_timeout`."""
+        return confirm_timeout(self.connection, end, self._intake.env.clock)
 
     # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Take nothing more; what is under way is secured, or goes back."""
-        in_thread(self.connection, self.consumer.stop)
-        channel = self.consumer.confirm_channel
-        await_confirms(self.connection, channel, self._buffer, self._clock)
+        """Takes nothing more; what is under way is secured, or goes back."""
+        self._in_thread(self.consumer.stop)
+        self._await_confirms()
         self._end_channel()
 
+    def _await_confirms(self) -> None:
+        """Waits until all that was taken is secured, as long as that may still be."""
+        clock, buffer = self._intake.env.clock, self._buffer
+        window = self.consumer.confirm_channel.window
+        end = clock.monotonic()
+        with buffer.changed:
+            while not (window.idle or buffer.error or self.connection.lost):
+                try:
+                    left = self.confirm_timeout(end)
+                except ProducerUnavailable as error:
+                    log.warning("%s: what is not secured goes back to its queue.", error)
+                    return
+                if buffer.changed.wait(left):
+                    end = clock.monotonic()
+
     def _end_channel(self) -> None:
-        if end_channel(self.connection, self.consumer.confirm_channel, self._clock):
-            self.uncertain_bundles += 1
+        """Sees to it that no confirm is heeded, and nothing acknowledged, from now on."""
+        channel = self.consumer.confirm_channel
+        self._in_thread(channel.end)
+        if self.connection.lost is None:
+            channel.channel.await_closed(_CLOSE_TIMEOUT)
+        self.uncertain_bundles += channel.window.uncertain
+
+    def _in_thread(self, function: Callable[[], None]) -> None:
+        """Has ``function`` called in the connection's thread, and waits for it.
+
+        A connection that is lost has no thread any more that could do anything.
+        """
+
+        def run(reply: Reply) -> None:
+            function()
+            reply.give()
+
+        try:
+            self.connection.ask(run)
+        except ProducerError:
+            self.connection.close()
+
+
+def confirm_timeout(connection: ConnectionThread, end: float, clock: Clock) -> float:
+    """Returns the seconds to wait for confirms that were due at ``end``.
+
+    :raises ProducerUnavailable: If they take too long, and nothing explains it.
+    """
+    left = end + connection.address.timeout - clock.monotonic()
+    if left > 0:
+        return left
+    if connection.blocked:  # for how long it may be is the connection's to say
+        return 1.0
+    raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
+
+
+# -- the source queue: a user's own, so little is done to it ---------------------------------------
+
+
+def _prepare(options: RabbitMQOptions, channel: Channel) -> int:
+    """Does what the options ask for, and sees that the source queue exists; returns its depth.
+
+    :raises ProducerUnavailable: If ``after_connect`` raises: it is called again later.
+    :raises ProducerError: If the queue does not exist, or the broker refuses.
+    """
+    if options.after_connect is not None:
+        try:
+            returned = options.after_connect(channel)
+        except Exception as error:
+            raise ProducerUnavailable(
+                f"after_connect raised {type(error).__name__}: {error}"
+            ) from error
+        if inspect.isawaitable(returned) or returned not in (None, True):
+            raise ProducerError(
+                f"after_connect must return None, or raise to refuse; it returned {returned!r}"
+            )
+    queue = options.queue
+    try:
+        if options.declare is not None:
+            channel.call("queue_declare", queue=queue, **dict(options.declare))
+        for exchange, arguments in options.bindings:
+            # Without a key pika would take the queue's name.
+            bound = {"routing_key": "", **dict(arguments)}
+            channel.call("queue_bind", queue=queue, exchange=exchange, **bound)
+        declared = channel.call("queue_declare", queue=queue, passive=True)
+    except Refused as error:
+        raise explained(error, f"the source queue {queue!r}") from None
+    return int(declared.method.message_count)
+
+
+def refuse_stream(connection: ConnectionThread, queue: str) -> None:
+    """Refuses to read a stream: what is acknowledged there is not removed.
+
+    A stream alone takes an offset from its consumers; the answer needs no more permission than
+    consuming does, and nothing is delivered for it.
+
+    :raises ProducerError: If the queue is one.
+    """
+    channel = connection.channel()
+    try:
+        channel.call("basic_qos", prefetch_count=1)
+        channel.call(
+            "basic_consume",
+            queue=queue,
+            on_message_callback=lambda *_: None,
+            arguments={"x-stream-offset": "next"},
+        )
+    except Refused:
+        return  # what else is refused is said where it matters
+    channel.close()
+    raise ProducerError(
+        f"{queue!r} is a stream: reading removes nothing from it, so there is nothing to"
+        " settle; use a classic or quorum queue, fed by the same exchange"
+    )

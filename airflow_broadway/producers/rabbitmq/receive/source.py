@@ -12,7 +12,6 @@ Between them is one buffer.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,17 +21,12 @@ from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerU
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.checks import refuse_losses
-from airflow_broadway.producers.rabbitmq.broker.source_queue import refuse_stream
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
-from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler
-from airflow_broadway.producers.rabbitmq.receive.ids import Ids
-from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
+from airflow_broadway.producers.rabbitmq.receive.intake import Intake
 from airflow_broadway.producers.rabbitmq.receive.messages import MessageMaker
-from airflow_broadway.producers.rabbitmq.receive.session import Session
+from airflow_broadway.producers.rabbitmq.receive.session import Session, refuse_stream
 
 log = logging.getLogger(__name__)
 
@@ -52,47 +46,27 @@ class RabbitSource:
         self,
         options: RabbitMQOptions,
         env: ProducerEnv,
-        sweep: Callable[[ConnectionThread, Topology, QueueJournal], None],
+        sweep: Callable[[ConnectionThread, StandingQueues, ProducerEnv], None],
     ) -> None:
         self._options = options
         self._env = env
         self._clock = env.clock
-        self._journal = QueueJournal(env.staging, options.queue, env.shared)
-        self._topology = Topology(options, self._journal)
-        self._buffer = Buffer()
-        self._lease = OpenLease(env, options, self._topology, self._journal)
-        ids = Ids(secrets.token_hex(8))
-        self._bundler = Bundler(
-            env.generation,
-            ids.prefix,
-            options.queue,
-            dict(env.owner),
-            self._lease,
-        )
-        limit = self._journal.limit()
-        if limit is not None:
-            self._bundler.fit(limit, refused=False)
+        intake = Intake(options, env)
+        self._journal = intake.journal
+        self._buffer = intake.buffer
+        self._lease = intake.lease
         self._make = MessageMaker(
             env.generation, options.metadata, env.clock, options.actions_of_messages
         )
         self._handed = 0
         self._stopped = False
         self._closed = False
-        self._session = Session(
-            options,
-            env,
-            self._topology,
-            self._journal,
-            ids,
-            self._lease,
-            self._bundler,
-            self._buffer,
-        )
+        self._session = Session(intake)
         connection = self._session.connection
         try:
             # First, of an empty run too: the sweep moves what a dead run holds.
             refuse_losses(connection, options)
-            sweep(connection, self._topology, self._journal)
+            sweep(connection, intake.queues, env)
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             connection.close()
             raise
@@ -136,7 +110,7 @@ class RabbitSource:
             self._ask_for(demand)
             held, quiet = self._wait(demand, end)
             if held:
-                self._session.worked()
+                self._session.attempts.worked()
                 return self._messages(held)
             if quiet:
                 if self._clock.monotonic() > last or not self._more_to_come():
@@ -175,7 +149,8 @@ class RabbitSource:
         """Have up to ``demand`` messages secured."""
         self._session.read_wanted_journal()
         self._buffer.demand(demand)
-        self._session.want(demand)
+        consumer = self._session.consumer
+        self._session.connection.post(lambda: consumer.want(demand))
 
     def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
         """Wait until there is something to do; what is secured, and whether nothing happened."""
@@ -233,7 +208,7 @@ class RabbitSource:
                 refuse_stream(self._session.connection, self._options.queue)
                 self._journal.note_type(now)
         if self._buffer.error is None:
-            self._session.worked()
+            self._session.attempts.worked()
 
     def _open(self) -> None:
         """Open a holding queue: at the first message, so that an empty run declares nothing."""

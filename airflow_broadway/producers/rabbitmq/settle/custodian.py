@@ -19,16 +19,14 @@ from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.settlement import (
     COUNT_TIMEOUT,
     LeaseSettlement,
     empty,
-    outbox_of,
     unreported,
 )
 
@@ -54,8 +52,8 @@ class RabbitCustodian:
         self._env = env
         self._clock = env.clock
         self._journal = QueueJournal(env.staging, options.queue, env.shared)
+        self._queues = StandingQueues(options, self._journal)
         self._opened: ConnectionThread | None = None
-        self._topology = Topology(options, self._journal)
         self._turns: dict[str, Turn] = {}
         self._unreachable = False
 
@@ -70,7 +68,7 @@ class RabbitCustodian:
         if self._clock.now() >= lease.deadline or self._journal.is_over(lease.generation):
             return False
         name = self._queue_of(lease)
-        return name is None or queue_calls.depth(self._connection, name) is not None
+        return name is None or self._connection.depth(name) is not None
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         lease = self._checked(lease)
@@ -85,7 +83,7 @@ class RabbitCustodian:
         name = self._queue_of(lease)
         if name is None:
             return self._unheld_report(lease, settlement)
-        with self._topology.holding.claim(self._connection, name, CLAIM_TIMEOUT) as queue:
+        with self._queues.holding.claim(self._connection, name, CLAIM_TIMEOUT) as queue:
             if queue is None:
                 raise ProducerUnavailable(
                     f"the holding queue {name!r} is claimed by another process for more than"
@@ -107,10 +105,7 @@ class RabbitCustodian:
             if own:  # killed before the queue was emptied
                 empty(queue, journal, generation, noted, None)
             return noted.report
-        outbox = outbox_of(
-            self._connection, self._topology, journal, lease, self._clock, queue.name
-        )
-        work = LeaseSettlement(journal, lease, outbox)
+        work = LeaseSettlement(journal, lease, self._outbox(lease, queue.name))
         report = work.run(queue, settlement) if own else None
         if report is not None:
             return report
@@ -120,7 +115,7 @@ class RabbitCustodian:
             return self._lost_report(lease, queue.name) + self._unheld_report(lease, settlement)
         if not settlement.expected:
             return self._unheld_report(lease, settlement)
-        self._topology.standing.ensure_held(self._connection, queue.name)
+        self._queues.ensure_held(self._connection, queue.name)
         return work.without_bundles(settlement, queue.name)
 
     def _unheld_report(self, lease: Lease, settlement: Settlement) -> SettleReport:
@@ -165,16 +160,7 @@ class RabbitCustodian:
                 lapsed=len(chosen), undone=frozenset(entry.message_id for entry in chosen)
             )
         done = self._journal.now(lease.generation)
-        outbox = Outbox(
-            self._connection,
-            self._topology,
-            lease.generation,
-            lease.deadline.timestamp(),
-            self._clock,
-            lambda: self._turn_of(lease.generation),
-            self._journal.limit(),
-            holding_queue=None,
-        )
+        outbox = self._outbox(lease, None, lambda: self._turn_of(lease.generation))
         actions: Counter[Action] = Counter()
         news: dict[str, Action] = {}
         for entry in chosen:
@@ -196,6 +182,19 @@ class RabbitCustodian:
         guard = outbox.guard
         report = report_of(+actions, failed=len(guard.refused), errors=guard.errors())
         return replace(report, undone=frozenset(guard.refused))
+
+    def _outbox(
+        self, lease: Lease, holding_queue: str | None, turn: Callable[[], Turn] | None = None
+    ) -> Outbox:
+        return Outbox(
+            self._connection,
+            self._queues,
+            self._clock,
+            lease.generation,
+            lease.deadline,
+            holding_queue=holding_queue,
+            turn=turn,
+        )
 
     def _turn_of(self, generation: str) -> Turn:
         """The turn in which this custodian settles messages at once."""
@@ -239,7 +238,7 @@ class RabbitCustodian:
     def _queue_of(self, lease: Lease) -> str | None:
         """The generation's holding queue; ``None`` if it never opened one."""
         name = lease.state.get("holding_queue") or self._journal.opened(lease.generation)
-        return self._topology.queues.own_held(name) if name else None
+        return self._queues.names.own_held(name) if name else None
 
     def _checked(self, lease: Lease) -> Lease:
         return check_lease(lease, self._options.kind, self._options.queue)

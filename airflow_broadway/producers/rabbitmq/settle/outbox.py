@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.protocol import Entry
@@ -16,11 +17,11 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.rabbitmq import bundle as bundles
+from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode, staged_delivery
-from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker.names import rung
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.marks import (
     Mark,
@@ -60,34 +61,35 @@ def staged(entry: Entry) -> bool:
 class Outbox:
     """What one settlement publishes.
 
-    :param until: When the lease lapses; seconds since the epoch.
-    :param turn: Called before the first message is published; notes it in the journal.
-    :param limit: The most bytes that the broker takes in one message, where that is known.
+    :param deadline: When the lease lapses.
     :param holding_queue: Where refused messages stay; ``None``: their bundles stay as they are.
+    :param turn: Called before the first message is published; by default the journal notes that the
+        whole generation is settled.
     """
 
     def __init__(
         self,
         connection: ConnectionThread,
-        topology: Topology,
-        generation: str,
-        until: float,
+        queues: StandingQueues,
         clock: Clock,
-        turn: Callable[[], Turn],
-        limit: int | None,
+        generation: str,
+        deadline: datetime,
         *,
         holding_queue: str | None,
+        turn: Callable[[], Turn] | None = None,
     ) -> None:
         self.guard = MessageGuard()
         #: The names of the bundles of refused messages.
         self.remainders: set[str] = set()
         self._connection = connection
-        self._topology = topology
-        self._generation = generation
-        self._until = until
+        self._queues = queues
         self._clock = clock
-        self._next_turn = turn
-        self._capacity = min(bundles.MAX_BYTES, (limit or sys.maxsize) - _BUNDLE_HEADER_BYTES)
+        self._generation = generation
+        self._deadline = deadline
+        self._next_turn = turn or (lambda: queues.journal.note_turn(generation, whole=True))
+        # The most bytes that the broker takes in one message, where that is known.
+        limit = queues.journal.limit() or sys.maxsize
+        self._capacity = min(bundles.MAX_BYTES, limit - _BUNDLE_HEADER_BYTES)
         self._holding_queue = holding_queue
         self._turn: Turn | None = None
         self._opened: Publisher | None = None
@@ -127,10 +129,7 @@ class Outbox:
 
     def _publish(self, held: Held, verdict: Verdict, repeated: bool) -> None:
         exchange, routing_key = self._place(held, verdict)
-        if exchange:
-            obstacle = self._topology.missing_exchange(self._connection, exchange)
-        else:
-            obstacle = self._topology.why_lossy(self._connection, routing_key)
+        obstacle = self._queues.obstacle(self._connection, exchange, routing_key)
         if obstacle:
             raise ProducerError(obstacle)
         properties = self._properties(held, verdict, repeated)
@@ -143,16 +142,16 @@ class Outbox:
         """Exchange and routing key."""
         delay = 0.0
         if verdict.action is Action.DEAD_LETTER:
-            self._topology.standing.ensure_dead(self._connection)
-            return self._topology.dead_for(held.route)
+            self._queues.ensure_dead(self._connection)
+            return self._queues.dead_for(held.route)
         if verdict.action is Action.RETRY:
             delay = verdict.delay
         elif verdict.action is Action.LEAVE:
-            delay = self._until - self._clock.now().timestamp()
+            delay = (self._deadline - self._clock.now()).total_seconds()
         step = rung(delay)
         if step is None:
-            return "", self._topology.queues.source
-        return "", self._topology.standing.ensure_delay(self._connection, step)
+            return "", self._queues.names.source
+        return "", self._queues.ensure_delay(self._connection, step)
 
     def _properties(self, held: Held, verdict: Verdict, repeated: bool) -> bytes:
         turn, repeats = self._turn = self._turn or self._next_turn()
@@ -162,7 +161,7 @@ class Outbox:
         if action is not Action.DEAD_LETTER:
             return republished(held, mark, limit=limit)
         extra: dict[str, Any] = {
-            "x-broadway-queue": self._topology.queues.source,
+            "x-broadway-queue": self._queues.names.source,
             "x-broadway-dead-at": self._clock.now().isoformat(),
         }
         if held.redelivered or repeats or repeated:
@@ -218,7 +217,7 @@ class Outbox:
         header = Header(
             bundle=name,
             generation=self._generation,
-            queue=self._topology.queues.source,
+            queue=self._queues.names.source,
             count=len(messages),
             until=0.0,
             remainder=True,

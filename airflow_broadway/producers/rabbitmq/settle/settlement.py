@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action, Verdict
@@ -25,9 +24,8 @@ from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.generation_log import Settled
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, held_of, staged
@@ -44,28 +42,6 @@ def unreported(now: Mapping[str, Action], settlement: Settlement) -> SettleRepor
     :param now: The messages that were settled immediately: message id → action.
     """
     return beyond(report_of(now.values()), settlement)
-
-
-def outbox_of(
-    connection: ConnectionThread,
-    topology: Topology,
-    journal: QueueJournal,
-    lease: Lease,
-    clock: Clock,
-    holding_queue: str,
-) -> Outbox:
-    """The outbox of one settlement of a whole generation."""
-    generation = lease.generation
-    return Outbox(
-        connection,
-        topology,
-        generation,
-        lease.deadline.timestamp(),
-        clock,
-        lambda: journal.note_turn(generation, whole=True),
-        journal.limit(),
-        holding_queue=holding_queue,
-    )
 
 
 class LeaseSettlement:
@@ -108,16 +84,9 @@ class LeaseSettlement:
         )
 
     def _by_staging(self, queue: HoldingQueue, settlement: Settlement) -> SettleReport | None:
-        """Settle without reading bundles."""
-        done: dict[str, Action] = {}
-        failed = self._publish(settlement.entries(), done)
-        actions = Counter(done.values())
+        """Settles without reading bundles."""
         messages = self._lease.state["messages"] - len(self._now)
-        actions[Action.ACK] += messages - len(failed) - actions.total()
-        report = report_of(actions, failed=len(failed), errors=self._outbox.guard.errors())
-        report += unreported(self._now, settlement)
-        done |= dict.fromkeys(failed, Action.RELEASE)
-        report = replace(report, again=_but_acked(done, self._now))
+        report = self._publish_staged(settlement, messages)
         noted = self._journal.note_settled(self._lease.generation, report, None)
         if is_swept(noted):
             return None
@@ -126,32 +95,37 @@ class LeaseSettlement:
         return empty(queue, self._journal, self._lease.generation, noted, counted)
 
     def without_bundles(self, settlement: Settlement, name: str) -> SettleReport:
-        """Settle although the bundles were removed by hand: staging still has every message."""
-        done: dict[str, Action] = {}
-        rest, named = settlement.rest, [*settlement.entries()]
-        keys = {entry.message_id for entry in named}
-        lost = [entry for entry in named if not _has_all(entry)]
-        failed = self._publish(iter(named), done)
-        if rest.action is not Action.ACK:
-            everything = settlement.everything() if settlement.everything else iter(())
-            others = [e._replace(verdict=rest) for e in everything if e.message_id not in keys]
-            lost += [entry for entry in others if not _has_all(entry)]
-            failed |= self._publish(iter(others), done)
-        actions = Counter(done.values())
-        if rest.action is Action.ACK:
-            others_count = self._others(settlement) - len(failed) - len(lost)
-            actions[Action.ACK] += others_count - actions.total()
+        """Settles although the bundles were removed by hand: staging still has every message."""
         note = f"the holding queue {name!r} was emptied or deleted by hand: settled from staging"
-        errors = (*self._outbox.guard.errors(), note)
+        report = self._publish_staged(settlement, self._others(settlement), note)
+        return self._journal.note_settled(self._lease.generation, report, None).report
+
+    def _publish_staged(self, settlement: Settlement, messages: int, *errors: str) -> SettleReport:
+        """Carries out all verdicts by what staging has; a message that it lacks has lapsed.
+
+        :param messages: How many there are that were not settled immediately.
+        """
+        done: dict[str, Action] = {}
+        lost: set[str] = set()
+        self._publish(settlement.entries(), done, lost)
+        acks = settlement.rest.action is Action.ACK
+        if not acks and settlement.everything is not None:
+            others = (e._replace(verdict=settlement.rest) for e in settlement.everything())
+            self._publish(others, done, lost)
+        failed = self._outbox.finish()
+        actions = Counter(action for key, action in done.items() if key not in failed)
+        if acks:
+            actions[Action.ACK] += messages - len(failed) - len(lost) - actions.total()
+        errors = (*self._outbox.guard.errors(), *errors)
         report = report_of(actions, lapsed=len(lost), failed=len(failed), errors=errors)
         report += unreported(self._now, settlement)
         done |= dict.fromkeys(failed, Action.RELEASE)
-        if rest.action is Action.ACK:
-            left = {entry.message_id: Action.RELEASE for entry in lost}
-            report = replace(report, again=_but_acked(done | left, self._now))
+        if acks:
+            final = {**done, **dict.fromkeys(lost, Action.RELEASE), **self._now}
+            again = ComingAgain(frozenset(key for key, a in final.items() if a in COMES_AGAIN))
         else:
-            report = replace(report, again=ComingAgain.of(self._now | done, whole=False))
-        return self._journal.note_settled(self._lease.generation, report, None).report
+            again = ComingAgain.of(self._now | done, whole=False)
+        return replace(report, again=again)
 
     def _others(self, settlement: Settlement) -> int:
         """How many messages of the manifest were not settled immediately."""
@@ -163,36 +137,41 @@ class LeaseSettlement:
         return expected - len(self._now) if counts_all else expected
 
     def _publish(
-        self, entries: Iterator[Entry], done: dict[str, Action], *, repeated: bool = False
-    ) -> dict[str, Action]:
-        """Publish what follows from verdicts, and wait for the confirms.
+        self,
+        entries: Iterator[Entry],
+        done: dict[str, Action],
+        lost: set[str],
+        *,
+        repeated: bool = False,
+    ) -> None:
+        """Publishes what follows from verdicts.
 
         :param done: Filled with what was done with each message.
-        :returns: What failed.
+        :param lost: Filled with the messages of which staging has not what it takes.
         """
         for entry in entries:
             key, action = entry.message_id, entry.verdict.action
-            if key in self._now or key in done or not _has_all(entry):
+            if key in self._now or key in done or key in lost:
+                continue
+            if not _has_all(entry):
+                lost.add(key)
                 continue
             if action is not Action.ACK:
                 action = self._outbox.carry_out(held_of(entry), entry.verdict, repeated=repeated)
             done[key] = action
-        failed = self._outbox.finish()
-        for key in failed:
-            done.pop(key, None)
-        return dict(failed)
 
     # -- by bundles ----------------------------------------------------------------------------
 
     def _by_bundles(self, queue: HoldingQueue, settlement: Settlement) -> SettleReport | None:
         """Settle what the holding queue still has."""
         read = _Read(settlement, self._now)
-        for tag, body in queue.bundles(self._lease.state.get("bundles"), COUNT_TIMEOUT):
-            self._settle_bundle(queue, tag, body, read)
+        for delivered in queue.bundles(self._lease.state.get("bundles"), COUNT_TIMEOUT):
+            self._settle_bundle(queue, delivered, read)
         unseen: dict[str, Action] = {}
         if settlement.expected is not None and len(read.became) < self._others(settlement):
-            self._publish(self._unseen(settlement, read), unseen, repeated=True)
+            self._publish(self._unseen(settlement, read), unseen, set(), repeated=True)
         for key in self._outbox.finish():
+            unseen.pop(key, None)
             read.fail(key)
         report = self._report(queue, settlement, read, unseen)
         noted = self._journal.note_settled(self._lease.generation, report, read.bundles)
@@ -201,9 +180,9 @@ class LeaseSettlement:
         queue.free()
         return noted.report
 
-    def _settle_bundle(self, queue: HoldingQueue, tag: int, body: bytes, read: _Read) -> None:
+    def _settle_bundle(self, queue: HoldingQueue, delivered: Delivered, read: _Read) -> None:
         try:
-            header, messages = bundles.unpack(body)
+            header, messages = bundles.unpack(delivered.body)
         except BundleError as error:  # it stays where it is
             read.errors.append(str(error))
             return
@@ -212,9 +191,9 @@ class LeaseSettlement:
         if header.remainder:
             # That of an earlier try, whose bundles are still here; this try's own stays.
             if header.bundle not in self._outbox.remainders:
-                queue.getter.keep(tag)
+                queue.getter.keep(delivered.tag)
             return
-        queue.getter.keep(tag)
+        queue.getter.keep(delivered.tag)
         read.bundles.append(header.bundle)
         for message in messages:
             verdict = read.verdict(message)
@@ -349,14 +328,14 @@ def empty(
             report += SettleReport(errors=(error,))
             journal.note_settled(generation, report, None, replace=True)
     else:
-        for tag, body in queue.bundles(None, 0.0):
+        for delivered in queue.bundles(None, 0.0):
             try:
-                header, _ = bundles.read_header(body)
+                header, _ = bundles.read_header(delivered.body)
             except BundleError as error:
                 log.error("A message stays in %r: %s.", queue.name, error)
                 continue
             if header.generation == generation and covers(noted, header):
-                queue.getter.keep(tag)
+                queue.getter.keep(delivered.tag)
     queue.free()
     return report
 
@@ -376,9 +355,3 @@ def _has_all(entry: Entry) -> bool:
 
 def _hash_of(message: Held) -> int:
     return hash((message.attempt, message.route, message.properties, message.body))
-
-
-def _but_acked(done: Mapping[str, Action], now: Mapping[str, Action]) -> ComingAgain:
-    """What comes again where all others are acknowledged."""
-    both = {**done, **now}
-    return ComingAgain(frozenset(key for key, each in both.items() if each in COMES_AGAIN))

@@ -8,9 +8,9 @@ messages, so a sweep that is killed is completed by the next.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.verdicts import RELEASE, Action
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.text import many
@@ -18,116 +18,84 @@ from airflow_broadway.producers.kit.generation_log import Settled
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
 from airflow_broadway.producers.rabbitmq.settle.settlement import COUNT_TIMEOUT, covers
 
 log = logging.getLogger(__name__)
 
 
-class Sweep:
-    """The sweep that a run begins with.
+def sweep(connection: ConnectionThread, queues: StandingQueues, env: ProducerEnv) -> None:
+    """Looks at every holding queue.  Never in the way of a run: errors are logged."""
+    try:
+        for name, depth in queues.holding.present(connection):
+            if not depth or env.stopping():
+                continue
+            with queues.holding.claim(connection, name) as queue:
+                owner = None if queue is None else _lapsed_owner(queue, queues, env)
+                if queue is not None and owner is not None:
+                    _take_over(connection, queues, env, queue, owner)
+        queues.journal.forget(env.clock.now())
+    except (BroadwayError, OSError, ValueError) as error:
+        log.warning("Holding queues of dead generations could not be swept: %s", error)
 
-    :param stopping: Whether the run is to stop.
-    """
 
-    def __init__(
-        self,
-        connection: ConnectionThread,
-        topology: Topology,
-        journal: QueueJournal,
-        clock: Clock,
-        stopping: Callable[[], bool],
-    ) -> None:
-        self._connection = connection
-        self._topology = topology
-        self._journal = journal
-        self._clock = clock
-        self._stopping = stopping
+def _lapsed_owner(queue: HoldingQueue, queues: StandingQueues, env: ProducerEnv) -> Header | None:
+    """Returns whose the queue is, if that generation is settled, or its lease has lapsed."""
+    try:
+        owner = queue.owner()
+    except BundleError as error:
+        text, code = "The holding queue %r is not used: %s.", {"code": "bundle_unreadable"}
+        log.error(text, queue.name, error, extra=code)
+        return None
+    if owner is None or owner.until <= env.clock.now().timestamp():
+        return owner
+    return None if queues.journal.settled(owner.generation) is None else owner
 
-    def run(self) -> None:
-        """Look at every holding queue.  Never in the way of a run: errors are logged."""
-        holding = self._topology.holding
+
+def _take_over(
+    connection: ConnectionThread,
+    queues: StandingQueues,
+    env: ProducerEnv,
+    queue: HoldingQueue,
+    owner: Header,
+) -> None:
+    journal, generation = queues.journal, owner.generation
+    queue.fence(generation)
+    journal.note_swept(generation)
+    now = env.clock.now()
+    outbox = Outbox(connection, queues, env.clock, generation, now, holding_queue=queue.name)
+    released, unreadable = 0, []
+    known: dict[str, tuple[Settled | None, Mapping[str, Action]]] = {}
+    for delivered in queue.bundles(queue.count(None, 0.0), COUNT_TIMEOUT):
         try:
-            for name, depth in holding.present(self._connection):
-                if self._stopping():
-                    return
-                if not depth:
-                    continue
-                with holding.claim(self._connection, name) as queue:
-                    if queue is not None:
-                        self._look_at(queue)
-            self._journal.forget(self._clock.now())
-        except (BroadwayError, OSError, ValueError) as error:
-            log.warning("Holding queues of dead generations could not be swept: %s", error)
-
-    def _look_at(self, queue: HoldingQueue) -> None:
-        try:
-            owner = queue.owner()
+            header, messages = bundles.unpack(delivered.body)
         except BundleError as error:
-            log.error(
-                "The holding queue %r is not used: %s.",
-                queue.name,
-                error,
-                extra={"code": "bundle_unreadable"},
+            unreadable.append(str(error))
+            continue
+        if header.bundle in outbox.remainders:
+            continue
+        if header.generation not in known:
+            known[header.generation] = (
+                journal.settled(header.generation),
+                journal.now(header.generation),
             )
-            return
-        if owner is None:
-            return
-        lapsed = owner.until <= self._clock.now().timestamp()
-        if lapsed or self._journal.settled(owner.generation) is not None:
-            self._take_over(queue, owner)
-
-    def _take_over(self, queue: HoldingQueue, owner: Header) -> None:
-        journal, generation = self._journal, owner.generation
-        queue.fence(generation)
-        journal.note_swept(generation)
-        outbox = self._outbox(queue, owner)
-        released, unreadable = 0, []
-        known: dict[str, tuple[Settled | None, Mapping[str, Action]]] = {}
-        for tag, body in queue.bundles(queue.count(None, 0.0), COUNT_TIMEOUT):
-            try:
-                header, messages = bundles.unpack(body)
-            except BundleError as error:
-                unreadable.append(str(error))
-                continue
-            if header.bundle in outbox.remainders:
-                continue
-            if header.generation not in known:
-                known[header.generation] = (
-                    journal.settled(header.generation),
-                    journal.now(header.generation),
-                )
-            settled, now = known[header.generation]
-            if not covers(settled, header):
-                for message in messages:
-                    if message.message_id not in now:
-                        outbox.carry_out(message._replace(redelivered=True), RELEASE)
-                        released += 1
-            queue.getter.keep(tag)
-        released -= len(outbox.finish())
-        queue.free()
-        for text in (*outbox.guard.errors(), *dict.fromkeys(unreadable)):
-            log.error("In the holding queue %r: %s.", queue.name, text)
-        if released:
-            log.warning(
-                "Generation %s has ended and left %s in %r: released into the source queue.",
-                generation,
-                many(released, "message"),
-                queue.name,
-            )
-
-    def _outbox(self, queue: HoldingQueue, owner: Header) -> Outbox:
-        journal = self._journal
-        return Outbox(
-            self._connection,
-            self._topology,
-            owner.generation,
-            owner.until,
-            self._clock,
-            lambda: journal.note_turn(owner.generation, whole=True),
-            journal.limit(),
-            holding_queue=queue.name,
+        settled, done = known[header.generation]
+        if not covers(settled, header):
+            for message in messages:
+                if message.message_id not in done:
+                    outbox.carry_out(message._replace(redelivered=True), RELEASE)
+                    released += 1
+        queue.getter.keep(delivered.tag)
+    released -= len(outbox.finish())
+    queue.free()
+    for text in (*outbox.guard.errors(), *dict.fromkeys(unreadable)):
+        log.error("In the holding queue %r: %s.", queue.name, text)
+    if released:
+        log.warning(
+            "Generation %s has ended and left %s in %r: released into the source queue.",
+            generation,
+            many(released, "message"),
+            queue.name,
         )

@@ -8,19 +8,12 @@ import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
 NAMES = QueueNames("q")
-
-
-class Connection:
-    """One that lasts until a queue without a process is asked for something."""
-
-    def __init__(self) -> None:
-        self.lost = False
 
 
 class Broker:
@@ -31,30 +24,49 @@ class Broker:
         self.there: set[str] = set()
         self.deleted: list[str] = []
 
-    def depth(self, connection: Connection, name: str) -> int | None:
-        self._check(connection)
-        return 0 if name in self.there else None
 
-    def is_empty(self, connection: Connection, name: str) -> bool | None:
-        self._check(connection)
-        if name in self.silent:
-            connection.lost = True
-            return None
-        return True
+class Connection:
+    """One that lasts until a queue without a process is asked for something."""
 
-    def declare(self, connection: Connection, name: str, arguments: dict[str, Any]) -> None:
-        self._check(connection)
-        self.there.add(name)
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._lost = False
 
-    def delete(self, connection: Connection, name: str) -> int:
-        self._check(connection)
-        self.deleted.append(name)
-        self.silent.discard(name)
-        return 0
+    def depth(self, name: str) -> int | None:
+        self._check()
+        return 0 if name in self._broker.there else None
 
-    def _check(self, connection: Connection) -> None:
-        if connection.lost:
+    def call(self, what: str, method: str, *, queue: str, **arguments: Any) -> None:
+        self._check()
+        if method == "queue_declare":
+            self._broker.there.add(queue)
+        else:
+            assert method == "queue_delete"
+            self._broker.deleted.append(queue)
+            self._broker.silent.discard(queue)
+
+    def get(self, name: str) -> None:
+        self._check()
+        if name in self._broker.silent:
+            self._lost = True
+            self._check()
+
+    def _check(self) -> None:
+        if self._lost:
             raise ProducerUnavailable("the connection is lost")
+
+
+class Getter:
+    """A channel that gets messages from a queue."""
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self._connection, self._name = connection, name
+
+    def get(self, seconds: float) -> None:
+        self._connection.get(self._name)
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -63,9 +75,8 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
     made = Broker()
     made.there.add(NAMES.dead)
     made.silent.add(NAMES.dead)
-    for name in ("depth", "is_empty", "declare", "delete"):
-        monkeypatch.setattr(queue_calls, name, getattr(made, name))
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
+    monkeypatch.setattr(standing_queues, "Getter", Getter)
+    monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     return made
 
 
@@ -76,24 +87,24 @@ def journal() -> QueueJournal:
     return made
 
 
-def ensure(standing: StandingQueues) -> None:
-    connection: Any = Connection()
+def ensure(standing: StandingQueues, broker: Broker) -> None:
+    connection: Any = Connection(broker)
     standing.ensure_dead(connection)
 
 
 @pytest.fixture
 def standing(broker: Broker, journal: QueueJournal) -> StandingQueues:
     """Has asked the queue once, and lost a connection by it."""
-    made = StandingQueues(RabbitMQProducer(queue="q"), journal, NAMES)
+    made = StandingQueues(RabbitMQProducer(queue="q"), journal)
     with pytest.raises(ProducerUnavailable):
-        ensure(made)
+        ensure(made, broker)
     return made
 
 
 def test_one_that_ended_a_connection_is_made_anew_on_the_next_unasked(
     broker: Broker, journal: QueueJournal, standing: StandingQueues
 ) -> None:
-    ensure(standing)
+    ensure(standing, broker)
 
     assert broker.deleted == [NAMES.dead]
     assert journal.relied(NAMES.dead)
@@ -106,6 +117,6 @@ def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(
     broker.silent.clear()
     journal.note_relied(NAMES.dead)
 
-    ensure(standing)
+    ensure(standing, broker)
 
     assert broker.deleted == []

@@ -11,9 +11,10 @@ import pytest
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
 from airflow_broadway.testing.clock import ManualClock
 
@@ -79,19 +80,15 @@ class Broker:
 
 
 class StandingQueues:
-    """All are there."""
+    """The queues of ``orders``: all are there."""
+
+    names = QUEUES
+    journal = QueueJournal(None, "orders")
 
     def ensure_dead(self, connection: Any) -> None:
         pass
 
-
-class Topology:
-    """The queues of ``orders``."""
-
-    queues = QUEUES
-    standing = StandingQueues()
-
-    def why_lossy(self, connection: Any, queue: str) -> str:
+    def obstacle(self, connection: Any, exchange: str, routing_key: str) -> str:
         return ""
 
     def dead_for(self, route: bytes) -> tuple[str, str]:
@@ -100,16 +97,14 @@ class Topology:
 
 def outbox(broker: Broker, *, holding_queue: str | None = HELD) -> Outbox:
     clock = ManualClock()
-    topology: Any = Topology()
+    queues: Any = StandingQueues()
     connection: Any = broker
     made = Outbox(
         connection,
-        topology,
-        "g",
-        clock.now().timestamp(),
+        queues,
         clock,
-        lambda: ("t", False),
-        None,
+        "g",
+        clock.now(),
         holding_queue=holding_queue,
     )
     made._opened = broker.publisher()
