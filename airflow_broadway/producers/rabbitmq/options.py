@@ -20,15 +20,6 @@ from airflow_broadway.core.model.rules import (
     one_of,
 )
 
-__all__ = [
-    "BACKOFF_TYPES",
-    "DEFAULT_CONNECTION",
-    "METADATA_FIELDS",
-    "Qos",
-    "RabbitMQOptions",
-    "backoff_bounds",
-]
-
 #: The connection of the broker where no address is given.
 DEFAULT_CONNECTION = "rabbitmq_default"
 
@@ -100,13 +91,10 @@ def backoff_bounds(low: float | None, high: float | None) -> tuple[float, float]
 
     :raises OptionsError: If the lower is above the upper.
     """
-    if low is None and high is None:
-        return _BACKOFF_MIN, _BACKOFF_MAX
     if low is None:
-        assert high is not None
-        return min(_BACKOFF_MIN, high), high
+        low = _BACKOFF_MIN if high is None else min(_BACKOFF_MIN, high)
     if high is None:
-        return low, max(low, _BACKOFF_MAX)
+        high = max(low, _BACKOFF_MAX)
     if low > high:
         raise OptionsError("RabbitMQProducer.backoff_min", f"at most backoff_max ({high})", low)
     return low, high

@@ -21,6 +21,16 @@ from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 _FRAME_MAX = 131072
 #: What the extra ``tls`` says when it is an object.
 _TLS = ("ca", "cert", "key", "server_name", "verify")
+#: Extras that are numbers, as fields of an address: the default, the least and the most.
+_NUMBERS: Mapping[str, tuple[float, float, float]] = {
+    "heartbeat": (60, 0, 65535),
+    "timeout": (30.0, 0.01, 1e6),
+    "blocked_connection_timeout": (300.0, 0.01, 1e6),
+    "frame_max": (_FRAME_MAX, 4096, _FRAME_MAX),
+    "channel_max": (2047, 16, 65535),
+}
+#: Extras that the query of a URI may give.
+_IN_A_URI = {*_NUMBERS, "auth_mechanism", "management_url"}
 #: Types of connections that may name a RabbitMQ.
 _TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
 
@@ -32,8 +42,8 @@ class Address:
     :param others: More hosts of the same cluster, with their ports, for when the first is away.
     :param heartbeat: Seconds after which a silent peer counts as dead.
     :param timeout: Seconds that connecting may take.
-    :param blocked_timeout: Seconds for which a broker may block a connection that publishes, before
-        it counts as lost.
+    :param blocked_connection_timeout: Seconds for which a broker may block a connection that
+        publishes, before it counts as lost.
     :param frame_max: Bytes of a frame at most, as far as the broker agrees.
     :param channel_max: Channels at most, as far as the broker agrees.
     :param client_properties: What the broker learns of this client, beside the connection's name.
@@ -51,7 +61,7 @@ class Address:
     virtual_host: str = "/"
     heartbeat: int = 60
     timeout: float = 30.0
-    blocked_timeout: float = 300.0
+    blocked_connection_timeout: float = 300.0
     others: tuple[tuple[str, int], ...] = ()
     frame_max: int = _FRAME_MAX
     channel_max: int = 2047
@@ -90,7 +100,7 @@ class Address:
                 else pika.PlainCredentials(self.login, self.password)
             ),
             heartbeat=self.heartbeat,
-            blocked_connection_timeout=self.blocked_timeout,
+            blocked_connection_timeout=self.blocked_connection_timeout,
             socket_timeout=self.timeout,
             stack_timeout=self.timeout,
             connection_attempts=1,
@@ -142,7 +152,7 @@ def address_for(options: RabbitMQOptions, env: ProducerEnv) -> Address:
 
 
 def address_of(connection: Connection, *, name: str) -> Address:
-    """The broker that an Airflow connection names.
+    """Returns the broker that an Airflow connection names.
 
     Its host may name several, ``"a, b:5673"``; its schema is the virtual host; its extras say the
     rest: see ``docs/rabbitmq.md``.  An extra that is ``null`` or empty counts as not given.
@@ -159,39 +169,53 @@ def address_of(connection: Connection, *, name: str) -> Address:
     hosts = _hosts_of(connection.host, int(connection.port or (5672 if tls is None else 5671)))
     if not hosts:
         raise ConnectionMissing(f"{shown} names no host")
-    external = _is_external(extra, tls, shown)
+    mechanism = str(extra.get("auth_mechanism", "plain")).lower()
+    external = mechanism == "external"
     properties = extra.get("client_properties", {})
-    if not isinstance(properties, Mapping):
-        raise ConnectionMissing(f"{shown}: its extra 'client_properties' must be an object")
+    url = extra.get("management_url")
+    url = "" if url is False or url == "false" else url
+    for extra_name, fits, rule in (
+        ("auth_mechanism", mechanism in ("plain", "external"), "must be plain or external"),
+        (
+            "auth_mechanism",
+            not external or (tls or {}).get("cert"),
+            "is external, which needs TLS with a certificate: the extras 'tls_cert' and 'tls_key'",
+        ),
+        ("client_properties", isinstance(properties, Mapping), "must be an object"),
+        (
+            "management_url",
+            url is None or isinstance(url, str),
+            "must be an address, http(s)://host:port, or false",
+        ),
+    ):
+        if not fits:
+            raise ConnectionMissing(f"{shown}: its extra {extra_name!r} {rule}")
+    default = "" if external else "guest"
     return Address(
         host=hosts[0][0],
         port=hosts[0][1],
         others=tuple(hosts[1:]),
-        login=connection.login or ("" if external else "guest"),
-        password=connection.password or ("" if external else "guest"),
+        login=connection.login or default,
+        password=connection.password or default,
         virtual_host=connection.schema or "/",
-        heartbeat=int(_number(extra, "heartbeat", 60, 0, 65535, shown)),
-        timeout=_number(extra, "timeout", 30.0, 0.01, 1e6, shown),
-        blocked_timeout=_number(extra, "blocked_connection_timeout", 300.0, 0.01, 1e6, shown),
-        frame_max=int(_number(extra, "frame_max", _FRAME_MAX, 4096, _FRAME_MAX, shown)),
-        channel_max=int(_number(extra, "channel_max", 2047, 16, 65535, shown)),
         client_properties=dict(properties),
         external=external,
         tls=tls,
         name=name,
-        management_url=_management_url_of(extra, shown),
+        management_url=url,
+        **{number: _number(extra, number, shown) for number in _NUMBERS},
     )
 
 
 def _hosts_of(text: str, port: int) -> list[tuple[str, int]]:
     """The hosts that a text names, ``"a, b:5673, [::1]:5674"``, with their ports."""
-    found = []
-    for each in (part.strip() for part in text.split(",")):
-        match = re.fullmatch(r"(\[[^\]]*\]|[^:]+):(\d{1,5})", each)
-        host, own = (match[1], int(match[2])) if match else (each, port)
+    hosts = []
+    for part in (part.strip() for part in text.split(",")):
+        match = re.fullmatch(r"(\[[^\]]*\]|[^:]+):(\d{1,5})", part)
+        host, own = (match[1], int(match[2])) if match else (part, port)
         if host.strip("[]"):
-            found.append((host.strip("[]"), own))
-    return found
+            hosts.append((host.strip("[]"), own))
+    return hosts
 
 
 def _tls_of(
@@ -209,35 +233,8 @@ def _tls_of(
     return None if tls is None else {**tls, **single}
 
 
-def _is_external(extra: Mapping[str, Any], tls: Mapping[str, Any] | None, shown: str) -> bool:
-    """Whether the certificate says who logs in."""
-    mechanism = str(extra.get("auth_mechanism", "plain")).lower()
-    if mechanism not in ("plain", "external"):
-        raise ConnectionMissing(f"{shown}: its extra 'auth_mechanism' must be plain or external")
-    external = mechanism == "external"
-    if external and not (tls or {}).get("cert"):
-        raise ConnectionMissing(
-            f"{shown}: its extra 'auth_mechanism' is external, which needs TLS with a certificate:"
-            " the extras 'tls_cert' and 'tls_key'"
-        )
-    return external
-
-
-def _management_url_of(extra: Mapping[str, Any], shown: str) -> str | None:
-    """As :class:`Address` has it."""
-    url = extra.get("management_url")
-    if url is False or url == "false":
-        return ""
-    if url is not None and not isinstance(url, str):
-        raise ConnectionMissing(
-            f"{shown}: its extra 'management_url' must be an address, http(s)://host:port, or false"
-        )
-    return url
-
-
-def _number(
-    extra: Mapping[str, Any], name: str, default: float, low: float, high: float, shown: str
-) -> float:
+def _number(extra: Mapping[str, Any], name: str, shown: str) -> Any:
+    default, low, high = _NUMBERS[name]
     try:
         value = float(extra.get(name, default))
     except (TypeError, ValueError):
@@ -246,11 +243,11 @@ def _number(
         raise ConnectionMissing(
             f"{shown}: its extra {name!r} must be a number from {low:,g} to {high:,g}"
         )
-    return value
+    return type(default)(value)
 
 
 def address_of_uri(uri: str, *, name: str) -> Address:
-    """The broker of an ``amqp://`` or ``amqps://`` address.
+    """Returns the broker of an ``amqp://`` or ``amqps://`` address.
 
     :raises ConnectionMissing: If it is none; the address itself is not shown, for its password.
     """
@@ -260,36 +257,21 @@ def address_of_uri(uri: str, *, name: str) -> Address:
         parts = urlsplit("")
     user, _, hosts = parts.netloc.rpartition("@")
     login, _, password = user.partition(":")
-    if (
-        parts.scheme not in ("amqp", "amqps")
-        or not hosts
-        or any(":" in host for host, _ in _hosts_of(unquote(hosts), 0) if host.count(":") == 1)
-    ):
+    named = [host for host, _ in _hosts_of(unquote(hosts), 0)]
+    if parts.scheme not in ("amqp", "amqps") or not hosts or any(h.count(":") == 1 for h in named):
         raise ConnectionMissing(
             "the address of RabbitMQ must be amqp://user:password@host:port/virtual-host"
         )
     query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
-    return address_of(
-        Connection(
-            conn_id="of the option 'uri'",
-            conn_type=parts.scheme,
-            host=unquote(hosts),
-            login=unquote(login),
-            password=unquote(password),
-            schema=unquote(parts.path[1:]) if len(parts.path) > 1 else "",
-            extra={
-                extra: query[name]
-                for extra, name in (
-                    ("heartbeat", "heartbeat"),
-                    ("timeout", "connection_timeout"),
-                    ("blocked_connection_timeout", "blocked_connection_timeout"),
-                    ("frame_max", "frame_max"),
-                    ("channel_max", "channel_max"),
-                    ("auth_mechanism", "auth_mechanism"),
-                    ("management_url", "management_url"),
-                )
-                if name in query
-            },
-        ),
-        name=name,
+    if "connection_timeout" in query:
+        query["timeout"] = query.pop("connection_timeout")
+    connection = Connection(
+        conn_id="of the option 'uri'",
+        conn_type=parts.scheme,
+        host=unquote(hosts),
+        login=unquote(login),
+        password=unquote(password),
+        schema=unquote(parts.path[1:]),
+        extra={key: value for key, value in query.items() if key in _IN_A_URI},
     )
+    return address_of(connection, name=name)

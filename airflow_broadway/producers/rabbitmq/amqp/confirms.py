@@ -164,7 +164,7 @@ def _select_confirms(
         on_return(key_of(properties), f"{text} ({code})")
 
     connection, number = channel.connection, channel.number
-    connection.post(lambda: connection.raw.frames.returned.__setitem__(number, returned))
+    connection.post(lambda: connection.raw.frames.on_return(number, returned))
     channel.call("confirm_delivery", ack_nack_callback=answered)
 
 

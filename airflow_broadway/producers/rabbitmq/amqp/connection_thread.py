@@ -261,7 +261,7 @@ class ConnectionThread:
             log.warning(
                 "RabbitMQ is short of memory or disk and blocks this connection: waiting for"
                 " %.0f s at most.",
-                self.address.blocked_timeout,
+                self.address.blocked_connection_timeout,
             )
         else:
             log.warning("RabbitMQ unblocked this connection.")

@@ -105,7 +105,7 @@ def _refusal(cause: BaseException, address: Address) -> ProducerError | None:
     if isinstance(cause, exceptions.ConnectionBlockedTimeout):
         return Blocked(
             f"{where} is short of memory or disk, and has taken nothing from this connection"
-            f" for {address.blocked_timeout:.0f} s: make room there and clear the task"
+            f" for {address.blocked_connection_timeout:.0f} s: make room there and clear the task"
         )
     return None
 

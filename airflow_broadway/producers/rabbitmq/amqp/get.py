@@ -39,7 +39,7 @@ class Getter:
         raw, number = self._channel.raw, self._channel.number
 
         def attach() -> None:
-            connection.raw.frames.got[number] = self._answer
+            connection.raw.frames.on_get(number, self._answer)
             raw.add_callback(
                 lambda frame: self._answer(None), [spec.Basic.GetEmpty], one_shot=False
             )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from decimal import Decimal
 from typing import Any
@@ -34,6 +35,8 @@ FIELDS = (
     "cluster_id",
 )
 
+#: The properties of one byte.
+_OCTETS = ("delivery_mode", "priority")
 #: How deep tables may nest; what is deeper is hostile.
 _MAX_DEPTH = 64
 
@@ -43,49 +46,24 @@ class Instant(int):
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The properties by name; ``headers`` with the types of AMQP in Python.
+    """Returns the properties by name; ``headers`` with the types of AMQP in Python.
 
     :raises ProducerError: If they are no properties.
     """
-    try:
-        (flags,) = struct.unpack_from(">H", data, 0)
-        at = 2
-        made: dict[str, Any] = {}
-        for place, name in enumerate(FIELDS):
-            if not flags & (1 << (15 - place)):
-                continue
-            if name == "headers":
-                made[name], at = _table(data, at, 0)
-            elif name in ("delivery_mode", "priority"):
-                made[name] = data[at]
-                at += 1
-            elif name == "timestamp":
-                made[name] = struct.unpack_from(">Q", data, at)[0]
-                at += 8
-            else:
-                made[name], at = _short(data, at)
-    except (struct.error, IndexError, ValueError, ArithmeticError) as error:
-        raise ProducerError(f"the properties of a message cannot be read: {error}") from None
-    return made
+    fields = fields_of(data)
+    with _translated("the properties of a message"):
+        return {name: _decode_field(name, raw) for name, raw in fields.items()}
 
 
 def encode(properties: Mapping[str, Any]) -> bytes:
-    """The bytes that :func:`decode` reads."""
-    flags, parts = 0, []
-    for place, name in enumerate(FIELDS):
-        value = properties.get(name)
-        if value is None:
-            continue
-        flags |= 1 << (15 - place)
-        if name == "headers":
-            parts.append(_encode_table(value))
-        elif name in ("delivery_mode", "priority"):
-            parts.append(bytes([value]))
-        elif name == "timestamp":
-            parts.append(struct.pack(">Q", value))
-        else:
-            parts.append(_encode_short(value))
-    return struct.pack(">H", flags) + b"".join(parts)
+    """Returns the bytes that :func:`decode` reads."""
+    return join_fields(
+        {
+            name: _encode_field(name, value)
+            for name, value in properties.items()
+            if value is not None
+        }
+    )
 
 
 def message_id_of(data: bytes) -> str | None:
@@ -101,20 +79,20 @@ def message_id_of(data: bytes) -> str | None:
 
 
 def fields_of(data: bytes) -> dict[str, bytes]:
-    """The properties by name, each as the bytes it came in: what is kept unchanged stays so.
+    """Returns the properties by name, each as the bytes it came in: unchanged ones stay so.
 
     :raises ProducerError: If they are no properties.
     """
-    try:
+    with _translated("the properties of a message"):
         (flags,) = struct.unpack_from(">H", data, 0)
         at = 2
-        made: dict[str, bytes] = {}
+        fields: dict[str, bytes] = {}
         for place, name in enumerate(FIELDS):
             if not flags & (1 << (15 - place)):
                 continue
             if name == "headers":
                 end = at + 4 + int(struct.unpack_from(">I", data, at)[0])
-            elif name in ("delivery_mode", "priority"):
+            elif name in _OCTETS:
                 end = at + 1
             elif name == "timestamp":
                 end = at + 8
@@ -122,11 +100,9 @@ def fields_of(data: bytes) -> dict[str, bytes]:
                 end = at + 1 + data[at]
             if end > len(data):
                 raise ValueError(f"{name} is cut off")
-            made[name] = data[at:end]
+            fields[name] = data[at:end]
             at = end
-    except (struct.error, IndexError, ValueError) as error:
-        raise ProducerError(f"the properties of a message cannot be read: {error}") from None
-    return made
+    return fields
 
 
 def join_fields(fields: Mapping[str, bytes]) -> bytes:
@@ -140,27 +116,12 @@ def join_fields(fields: Mapping[str, bytes]) -> bytes:
 
 
 def entries_of(table: bytes | None) -> list[tuple[bytes, bytes]]:
-    """The entries of a table in order: name, and the value with its type as the bytes it came in.
+    """Returns the entries of a table: name, and the value with its type as the bytes it came in.
 
     :raises ProducerError: If it is no table.
     """
-    if table is None:
-        return []
-    made = []
-    try:
-        inner, _ = _long(table, 0)
-        at = 0
-        while at < len(inner):
-            start = at + 1
-            at = start + inner[at]
-            end = _after(inner, at)
-            if end > len(inner):
-                raise ValueError("a value is cut off")
-            made.append((inner[start:at], inner[at:end]))
-            at = end
-    except (struct.error, IndexError, ValueError) as error:
-        raise ProducerError(f"the headers of a message cannot be read: {error}") from None
-    return made
+    with _translated("the headers of a message"):
+        return [] if table is None else list(_entries(table))
 
 
 def join_entries(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -170,19 +131,29 @@ def join_entries(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def encode_entry(name: str, value: object) -> tuple[bytes, bytes]:
-    """An entry of a table."""
+    """Returns an entry of a table."""
     return _encode_short(name)[1:], _encode_value(value)
 
 
 def decode_entry(raw: bytes) -> Any:
-    """The value of an entry.
+    """Returns the value of an entry.
 
     :raises ProducerError: If it cannot be read.
     """
+    with _translated("a header of a message"):
+        return _value(raw[: _end(raw, 0)], 0)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Raises :class:`ProducerError` for bytes that cannot be read.
+
+    :param what: What they are to be.
+    """
     try:
-        return _value(raw, 0, 0)[0]
-    except (struct.error, IndexError, ValueError, OverflowError, ArithmeticError) as error:
-        raise ProducerError(f"a header of a message cannot be read: {error}") from None
+        yield
+    except (struct.error, IndexError, ValueError, ArithmeticError) as error:
+        raise ProducerError(f"{what} cannot be read: {error}") from None
 
 
 # -- JSON for staging ------------------------------------------------------------------------------
@@ -234,81 +205,98 @@ def json_value(value: object) -> Any:
 
 # -- tables ----------------------------------------------------------------------------------------
 
+#: The layout of values of a fixed size, by their type.
 _FIXED = {
-    b"b": struct.Struct(">b"),
-    b"B": struct.Struct(">B"),
-    b"s": struct.Struct(">h"),
-    b"u": struct.Struct(">H"),
-    b"I": struct.Struct(">i"),
-    b"i": struct.Struct(">I"),
-    b"l": struct.Struct(">q"),
-    b"L": struct.Struct(">q"),
-    b"f": struct.Struct(">f"),
-    b"d": struct.Struct(">d"),
-}
+    kind.encode(): struct.Struct(f">{layout}")
+    for kind, layout in {
+        "b": "b", "B": "B", "s": "h", "u": "H", "I": "i", "i": "I", "l": "q", "L": "q",
+        "f": "f", "d": "d", "t": "?", "T": "Q", "D": "Bi", "V": "",
+    }.items()
+}  # fmt: skip
 
 
-def _short(data: bytes, at: int) -> tuple[str, int]:
-    end = at + 1 + data[at]
-    if end > len(data):
-        raise ValueError("a short string is cut off")
-    return data[at + 1 : end].decode("utf-8", "backslashreplace"), end
+def _decode_field(name: str, raw: bytes) -> Any:
+    if name == "headers":
+        return _table(raw, 0)
+    if name in _OCTETS:
+        return raw[0]
+    if name == "timestamp":
+        return struct.unpack(">Q", raw)[0]
+    return raw[1:].decode("utf-8", "backslashreplace")
 
 
-def _long(data: bytes, at: int) -> tuple[bytes, int]:
-    end = at + 4 + struct.unpack_from(">I", data, at)[0]
-    if end > len(data):
-        raise ValueError("a long string is cut off")
-    return data[at + 4 : end], end
+def _table(raw: bytes, depth: int) -> dict[str, Any]:
+    return {
+        name.decode("utf-8", "backslashreplace"): _value(value, depth)
+        for name, value in _entries(raw)
+    }
 
 
-def _table(data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"tables nested more than {_MAX_DEPTH} deep")
-    inner, end = _long(data, at)
-    made: dict[str, Any] = {}
+def _entries(table: bytes) -> Iterator[tuple[bytes, bytes]]:
+    inner = _content(table)
     at = 0
     while at < len(inner):
-        key, at = _short(inner, at)
-        made[key], at = _value(inner, at, depth)
-    return made, end
+        start = at + 1
+        at = start + inner[at]
+        end = _end(inner, at)
+        yield inner[start:at], inner[at:end]
+        at = end
 
 
-def _value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
+def _items(array: bytes) -> Iterator[bytes]:
+    inner = _content(array)
+    at = 0
+    while at < len(inner):
+        end = _end(inner, at)
+        yield inner[at:end]
+        at = end
+
+
+def _content(data: bytes) -> bytes:
+    """What comes after a length."""
+    end = 4 + struct.unpack_from(">I", data, 0)[0]
+    if end > len(data):
+        raise ValueError("a long string is cut off")
+    return data[4:end]
+
+
+def _end(data: bytes, at: int) -> int:
+    """Where the value at ``at`` ends."""
     kind = data[at : at + 1]
-    at += 1
     fixed = _FIXED.get(kind)
     if fixed is not None:
-        return fixed.unpack_from(data, at)[0], at + fixed.size
-    if kind == b"S":
-        raw, at = _long(data, at)
-        try:
-            return raw.decode(), at
-        except UnicodeDecodeError:
-            return raw, at
-    if kind == b"x":
-        return _long(data, at)
-    if kind == b"t":
-        return data[at] != 0, at + 1
-    if kind == b"V":
-        return None, at
-    if kind == b"F":
-        return _table(data, at, depth + 1)
-    if kind == b"A":
+        end = at + 1 + fixed.size
+    elif kind in (b"S", b"x", b"F", b"A"):
+        end = at + 5 + int(struct.unpack_from(">I", data, at + 1)[0])
+    else:
+        raise ValueError(f"a value of unknown type {kind!r}")
+    if end > len(data):
+        raise ValueError("a value is cut off")
+    return end
+
+
+def _value(raw: bytes, depth: int) -> Any:
+    """The value of all of ``raw``."""
+    kind, data = raw[:1], raw[1:]
+    if kind in (b"F", b"A"):
         if depth > _MAX_DEPTH:
             raise ValueError(f"tables nested more than {_MAX_DEPTH} deep")
-        inner, end = _long(data, at)
-        items, place = [], 0
-        while place < len(inner):
-            item, place = _value(inner, place, depth + 1)
-            items.append(item)
-        return items, end
+        if kind == b"F":
+            return _table(data, depth + 1)
+        return [_value(item, depth + 1) for item in _items(data)]
+    if kind == b"x":
+        return data[4:]
+    if kind == b"S":
+        try:
+            return data[4:].decode()
+        except UnicodeDecodeError:
+            return data[4:]
+    parts = _FIXED[kind].unpack(data)
     if kind == b"T":
-        return _instant(struct.unpack_from(">Q", data, at)[0]), at + 8
+        return _instant(parts[0])
     if kind == b"D":
-        scale, number = struct.unpack_from(">Bi", data, at)
-        return Decimal(number).scaleb(-scale), at + 5
-    raise ValueError(f"a value of unknown type {kind!r}")
+        return Decimal(parts[1]).scaleb(-parts[0])
+    return parts[0] if parts else None
 
 
 def _instant(seconds: int) -> datetime | Instant:
@@ -318,19 +306,12 @@ def _instant(seconds: int) -> datetime | Instant:
         return Instant(seconds)
 
 
-def _after(data: bytes, at: int) -> int:
-    """Where the value at ``at`` ends."""
-    kind = data[at : at + 1]
-    at += 1
-    fixed = _FIXED.get(kind)
-    if fixed is not None:
-        return at + fixed.size
-    if kind in (b"S", b"x", b"F", b"A"):
-        return at + 4 + int(struct.unpack_from(">I", data, at)[0])
-    sizes = {b"t": 1, b"V": 0, b"T": 8, b"D": 5}
-    if kind not in sizes:
-        raise ValueError(f"a value of unknown type {kind!r}")
-    return at + sizes[kind]
+def _encode_field(name: str, value: Any) -> bytes:
+    if name == "headers":
+        return _encode_table(value)
+    if name in _OCTETS:
+        return bytes([value])
+    return struct.pack(">Q", value) if name == "timestamp" else _encode_short(value)
 
 
 def _encode_short(text: str) -> bytes:

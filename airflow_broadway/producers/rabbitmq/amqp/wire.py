@@ -48,18 +48,20 @@ def join_route(exchange: str, key: str) -> bytes:
     return b"".join(bytes([len(raw)]) + raw for raw in parts)
 
 
-#: type, channel, size, class id, method id, length of the consumer tag
-_DELIVER = struct.Struct(">BHIHHB")
+#: type, channel, size, class id, method id
+_METHOD = struct.Struct(">BHIHH")
+#: Delivery tag, and whether it was delivered before.
 _TAG = struct.Struct(">QB")
 #: type, channel, size, class id, weight, body size
 _HEADER = struct.Struct(">BHIHHQ")
 _FRAME = struct.Struct(">BHI")
-_METHOD_FRAME = struct.Struct(">BHIHH")
 
-#: The class ``basic``, and its methods ``deliver`` and ``get-ok``.
-_BASIC, _DELIVERY, _GOT = 60, 60, 71
-#: Class and method of ``basic.return`` and ``basic.get-ok``, as bytes.
-_RETURN, _GET_OK = b"\x00\x3c\x00\x32", b"\x00\x3c\x00\x47"
+#: The class ``basic``, and those of its methods that bring a message.
+_BASIC = 60
+_RETURN, _DELIVER, _GET_OK = 50, 60, 71
+
+#: Takes a message: all that came, where its method begins and ends, its properties and its body.
+_Taker = Callable[[bytes, int, int, bytes, bytes], None]
 
 
 def _content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
@@ -88,43 +90,8 @@ def _content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
     return properties, parts[0] if len(parts) == 1 else b"".join(parts), after
 
 
-class Parser:
-    """Finds the deliveries of one channel in a stream of frames.
-
-    :param deliver: Called with each delivery.
-    """
-
-    def __init__(self, channel: int, deliver: Callable[[Delivered], None]) -> None:
-        self._channel = channel
-        self._deliver = deliver
-
-    def parse(self, data: bytes, start: int) -> tuple[int, bool]:
-        """Read whole deliveries from ``start`` on.
-
-        :return: Where reading stopped, and whether there is another frame than a delivery's; else
-            the rest of a delivery is still to come.
-        """
-        channel, deliver, make = self._channel, self._deliver, Delivered._make
-        unpack, unpack_tag, content_of = _DELIVER.unpack_from, _TAG.unpack_from, _content
-        end, at = len(data), start
-        while at + 12 <= end:
-            kind, number, size, class_id, method_id, length = unpack(data, at)
-            if kind != 1 or number != channel or method_id != _DELIVERY or class_id != _BASIC:
-                return at, True
-            head = at + size + 8
-            content = content_of(data, head)
-            if content is None:
-                return at, False
-            place = at + 12 + length
-            tag, redelivered = unpack_tag(data, place)
-            properties, body, after = content
-            deliver(make((tag, redelivered != 0, data[place + 9 : head - 1], properties, body)))
-            at = after
-        return at, at + 7 <= end and data[at] != 1
-
-
 class FrameReader:
-    """Reads what comes over one connection: deliveries by parsers, the rest as pika does.
+    """Reads what comes over one connection: messages as they are asked for, the rest as pika does.
 
     :param process_frame: Called with each frame that is left to pika.
     """
@@ -132,18 +99,44 @@ class FrameReader:
     def __init__(self, process_frame: Callable[[Any], None]) -> None:
         from pika.frame import decode_frame
 
-        #: Channel number → the parser of its deliveries.
-        self.parsers: dict[int, Parser] = {}
-        #: Channel number → what is called with code, text and properties of a return.
-        self.returned: dict[int, Callable[[int, str, bytes], None]] = {}
-        #: Channel number → what is called with the message that was asked for.
-        self.got: dict[int, Callable[[Delivered], None]] = {}
         #: Called after every portion of data.
         self.after_data: Callable[[], None] | None = None
+        self._takers: dict[tuple[int, int], _Taker] = {}
         self._decode = decode_frame
         self._process_frame = process_frame
         self._parts: list[bytes] = []
         self._missing = 0
+
+    def on_delivery(self, channel: int, function: Callable[[Delivered], None]) -> None:
+        """Has ``function`` called with each delivery on a channel."""
+
+        def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
+            place = at + 12 + data[at + 11]  # after the consumer's tag
+            tag, redelivered = _TAG.unpack_from(data, place)
+            route = data[place + 9 : end - 1]
+            function(Delivered(tag, redelivered != 0, route, properties, body))
+
+        self._takers[channel, _DELIVER] = take
+
+    def on_get(self, channel: int, function: Callable[[Delivered], None]) -> None:
+        """Has ``function`` called with each message that was asked for on a channel."""
+
+        def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
+            tag, redelivered = _TAG.unpack_from(data, at + 11)
+            route = data[at + 20 : end - 5]  # a count of messages follows
+            function(Delivered(tag, redelivered != 0, route, properties, body))
+
+        self._takers[channel, _GET_OK] = take
+
+    def on_return(self, channel: int, function: Callable[[int, str, bytes], None]) -> None:
+        """Has ``function`` called with code, text and properties of each return on a channel."""
+
+        def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
+            code = int.from_bytes(data[at + 11 : at + 13], "big")
+            text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
+            function(code, text, properties)
+
+        self._takers[channel, _RETURN] = take
 
     def feed(self, data_in: bytes) -> None:
         """Read what came, after what was left of the portion before."""
@@ -160,20 +153,20 @@ class FrameReader:
             self.after_data()
 
     def _read(self, data: bytes) -> int:
-        """Read all frames that are whole; where reading stopped."""
+        """Reads all frames that are whole; returns where reading stopped."""
+        takers, unpack = self._takers, _METHOD.unpack_from
         at, end = 0, len(data)
         while at < end:
-            if end - at >= 7:
-                parser = self.parsers.get(int.from_bytes(data[at + 1 : at + 3], "big"))
-                if parser is not None:
-                    at, other = parser.parse(data, at)
-                    if not other:
+            if end - at >= 12 and data[at] == 1:
+                _, channel, size, class_id, method_id = unpack(data, at)
+                take = takers.get((channel, method_id)) if class_id == _BASIC else None
+                if take is not None:
+                    head = at + size + 8
+                    content = _content(data, head)
+                    if content is None:
                         return at
-                method = data[at + 7 : at + 11] if data[at] == 1 else b""
-                if method == _RETURN or (method == _GET_OK and self.got):
-                    after = self._take_content(data, at)
-                    if after is None:
-                        return at
+                    properties, body, after = content
+                    take(data, at, head, properties, body)
                     at = after
                     continue
             consumed, value = self._decode(_one_frame(data, at))
@@ -182,28 +175,6 @@ class FrameReader:
             at += consumed
             self._process_frame(value)
         return at
-
-    def _take_content(self, data: bytes, at: int) -> int | None:
-        """Read one message that pika might not; where it ends, ``None`` if it is not all there."""
-        _, channel, size, _, method = _METHOD_FRAME.unpack_from(data, at)
-        head = at + size + 8
-        content = _content(data, head)
-        if content is None:
-            return None
-        properties, body, after = content
-        if method == _GOT:
-            got = self.got.get(channel)
-            if got is not None:
-                tag, redelivered = _TAG.unpack_from(data, at + 11)
-                route = data[at + 20 : head - 5]
-                got(Delivered(tag, redelivered != 0, route, properties, body))
-        else:
-            returned = self.returned.get(channel)
-            if returned is not None:
-                code = int.from_bytes(data[at + 11 : at + 13], "big")
-                text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
-                returned(code, text, properties)
-        return after
 
 
 def connection_class() -> type[Any]:
@@ -257,9 +228,9 @@ def _missing(data: bytes) -> int:
     """Bytes to wait for before reading on: to the end of the first body, where it shows."""
     if len(data) < 12 or data[0] != 1:
         return 0
-    _kind, _, size, class_id, method_id, _ = _DELIVER.unpack_from(data, 0)
+    _kind, _, size, class_id, method_id = _METHOD.unpack_from(data, 0)
     head = size + 8
-    if class_id != _BASIC or method_id != _DELIVERY or len(data) < head + 19:
+    if class_id != _BASIC or method_id != _DELIVER or len(data) < head + 19:
         return 0
     size, body = _HEADER.unpack_from(data, head)[2], _HEADER.unpack_from(data, head)[5]
     return int(max(0, head + size + 8 + body - len(data)))

@@ -59,13 +59,10 @@ class Consumer:
         # The generation whose journal must be read before more is taken.
         self._unread = ""
         self._bundle = OpenBundle(intake.bundler, self.confirm_channel)
-        arguments: dict[str, Any] = dict(options.consume_options or {})
         self._subscription = Subscription(
             channel,
-            options.queue,
-            tag=arguments.pop("consumer_tag", None) or f"broadway-{self._ids.prefix}",
-            prefetch=options.qos.prefetch_count,
-            arguments=arguments,
+            options,
+            f"broadway-{self._ids.prefix}",
             slow=slow,
             requeue=self.confirm_channel.requeue,
             ended=self._ended,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
-from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, Parser
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +21,7 @@ DEMAND_TIMEOUT = 10.0
 class Subscription:
     """AMQP's consumer on a channel, and the deliveries that wait; for the connection's thread.
 
-    :param tag: The consumers' tags begin so.
-    :param prefetch: Deliveries that the broker sends ahead of their acknowledgement.
-    :param arguments: More arguments of ``basic.consume``.
+    :param tag: The consumers' tags begin so, unless the options give another.
     :param slow: Whether callbacks take so long that nothing may wait here.
     :param requeue: Has the broker deliver these tags again.
     :param ended: Called when the broker has ended the consumer.
@@ -31,11 +30,9 @@ class Subscription:
     def __init__(
         self,
         channel: Channel,
-        queue: str,
-        *,
+        options: RabbitMQOptions,
         tag: str,
-        prefetch: int,
-        arguments: Mapping[str, Any],
+        *,
         slow: bool,
         requeue: Callable[[Iterable[int]], None],
         ended: Callable[[], None],
@@ -43,10 +40,10 @@ class Subscription:
         #: What came and nobody has taken yet.
         self.backlog: deque[Delivered] = deque()
         self._channel = channel
-        self._queue = queue
-        self._tag_prefix = tag
-        self._prefetch = prefetch
-        self._arguments = arguments
+        self._queue = options.queue
+        self._prefetch = options.qos.prefetch_count
+        self._arguments = dict(options.consume_options or {})
+        self._tag_prefix = self._arguments.pop("consumer_tag", None) or tag
         self._slow = slow
         self._requeue = requeue
         self._ended = ended
@@ -61,7 +58,7 @@ class Subscription:
     def attach(self, after_data: Callable[[], None]) -> None:
         """Take deliveries from now on; ``after_data`` is called after every portion of data."""
         frames, number = self._channel.connection.raw.frames, self._channel.number
-        frames.parsers[number] = Parser(number, self.backlog.append)
+        frames.on_delivery(number, self.backlog.append)
         frames.after_data = after_data
         self._channel.raw.add_on_cancel_callback(self._on_cancelled)
 

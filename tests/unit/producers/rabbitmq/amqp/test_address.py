@@ -125,7 +125,7 @@ def test_an_address_that_is_none_is_an_error_without_it(uri: str) -> None:
 
 def test_what_a_connection_does_not_say_is_as_the_guide_has_it() -> None:
     made = address_of(Connection(conn_id="c", conn_type="rabbitmq", host="b"), name="n")
-    assert (made.heartbeat, made.timeout, made.blocked_timeout) == (60, 30.0, 300.0)
+    assert (made.heartbeat, made.timeout, made.blocked_connection_timeout) == (60, 30.0, 300.0)
     assert (made.frame_max, made.channel_max) == (131_072, 2_047)
     assert made.tls is None
 

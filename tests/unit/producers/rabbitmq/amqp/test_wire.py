@@ -14,7 +14,6 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.amqp.wire import (
     Delivered,
     FrameReader,
-    Parser,
     connection_class,
 )
 
@@ -42,8 +41,8 @@ class Reader:
         self.others: list[Any] = []
         self.returned: list[tuple[int, str, bytes]] = []
         self._frames = FrameReader(self.others.append)
-        self._frames.parsers[1] = Parser(1, self.deliveries.append)
-        self._frames.returned[2] = lambda *given_: self.returned.append(given_)
+        self._frames.on_delivery(1, self.deliveries.append)
+        self._frames.on_return(2, lambda *given_: self.returned.append(given_))
 
     def feed(self, data: bytes) -> None:
         self._frames.feed(data)

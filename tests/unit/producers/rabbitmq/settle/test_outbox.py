@@ -42,7 +42,7 @@ class Broker:
         self.number = 1
         self.blocked = False
         self.max_properties = 100_000
-        frames = SimpleNamespace(returned={})
+        frames = SimpleNamespace(on_return=lambda channel, function: None)
         self.raw = SimpleNamespace(frames=frames, basic_publish=self._publish)
 
     def channel(self) -> Broker:
