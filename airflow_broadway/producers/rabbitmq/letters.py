@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from typing import Any, Final, NamedTuple
 
@@ -70,7 +70,7 @@ class _Place(NamedTuple):
     @property
     def is_ours(self) -> bool:
         """Whether the queue was declared by this package, without a delivery limit."""
-        return self.queue in {QueueNames(each).dead for each in self.sources}
+        return self.queue in {QueueNames(source).dead for source in self.sources}
 
 
 class RabbitDeadLetters:
@@ -86,80 +86,74 @@ class RabbitDeadLetters:
     def __init__(
         self, all_options: Sequence[RabbitMQOptions], env: ProducerEnv, place: str | None
     ) -> None:
-        found: dict[tuple[str, str], _Place] = {}
-        for each in all_options:
-            address, queue = address_for(each, env), place or _queue_of(each)
-            before = found.get((address.shown, queue))
-            sources = (*(before.sources if before else ()), each.queue)
-            found[address.shown, queue] = _Place(address, queue, sources)
-        self._places = list(found.values())
+        places: dict[tuple[str, str], _Place] = {}
+        for options in all_options:
+            address, queue = address_for(options, env), place or _queue_of(options)
+            before = places.get((address.shown, queue))
+            sources = (*(before.sources if before else ()), options.queue)
+            places[address.shown, queue] = _Place(address, queue, sources)
+        self._places = list(places.values())
         self._staging = env.staging
 
     @property
     def place(self) -> str:
-        return ", ".join(f"queue {each.queue!r}" for each in self._places)
+        return ", ".join(f"queue {place.queue!r}" for place in self._places)
 
     def count(self) -> int:
         total = 0
         for place in self._places:
-            with _connected(place) as connection:
+            with closing(ConnectionThread.to(place.address)) as connection:
                 total += connection.depth(place.queue) or 0
         return total
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         for place in self._places:
-            with _connected(place) as connection:
-                getter = Getter(connection, place.queue)
-                looks = self._looks(connection, place)
-                try:
-                    for _, letter in _each(getter, connection, place, looks):
-                        if choice.takes(letter):
-                            yield letter
-                finally:
-                    getter.give_back()
+            with self._walk(place, None) as walk:
+                for _, letter in walk.letters():
+                    if choice.takes(letter):
+                        yield letter
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         moving = Moving(choice)
         for place in self._places:
-            with _connected(place) as connection:
-                looks = self._looks(connection, place, choice)
-                _Requeueing(connection, place, moving, looks, to).run()
+            with self._walk(place, choice) as walk:
+                _Requeueing(walk, moving, to).run()
         return moving.result()
 
     def delete(self, choice: Choice = EVERY) -> Moved:
         moving = Moving(choice)
         for place in self._places:
-            with _connected(place) as connection:
-                getter = Getter(connection, place.queue)
-                looks = self._looks(connection, place, choice)
+            with self._walk(place, choice) as walk:
                 kept = 0
-                for delivered, letter in _each(getter, connection, place, looks):
+                for delivered, letter in walk.letters():
                     if moving.takes(letter):
-                        getter.keep(delivered.tag)
+                        walk.getter.keep(delivered.tag)
                         moving.count += 1
                         kept += 1
                         if kept % ACKS_AT_ONCE == 0:
-                            getter.ack()
-                getter.ack()
-                getter.give_back()
+                            walk.getter.ack()
+                walk.getter.ack()
         return moving.result()
 
-    def _looks(
-        self, connection: ConnectionThread, place: _Place, choice: Choice | None = None
-    ) -> LookCount | None:
-        """Counts what a walk through a queue returns to it; ``None``: nothing counts.
+    @contextmanager
+    def _walk(self, place: _Place, moved: Choice | None) -> Iterator[_Walk]:
+        """Begins a walk, at whose end what is not acknowledged goes back.
 
-        :param choice: The letters that are moved, and so not returned; ``None``: all are returned.
+        :param moved: The letters that are moved, and so not returned; ``None``: all are returned.
         :raises ProducerError: If the queue's delivery limit leaves no look, or is not known.
         """
-        if choice == EVERY or place.is_ours:
-            return None  # our own queue has no delivery limit
-        limit = delivery_limit(place.address, place.queue, connection.version)
-        looks = LookCount(
-            self._staging, f"the queue {place.queue!r}", limit, "the queue's delivery-limit"
-        )
-        looks.begin(empty=not connection.depth(place.queue))
-        return looks
+        with closing(ConnectionThread.to(place.address)) as connection:
+            looks = None
+            if moved != EVERY and not place.is_ours:
+                limit = delivery_limit(place.address, place.queue, connection.version)
+                named = f"the queue {place.queue!r}"
+                looks = LookCount(self._staging, named, limit, "the queue's delivery-limit")
+                looks.begin(empty=not connection.depth(place.queue))
+            walk = _Walk(connection, place, looks)
+            try:
+                yield walk
+            finally:
+                walk.getter.give_back()
 
     def close(self) -> None:
         """Nothing is open between two calls."""
@@ -181,64 +175,57 @@ def _queue_of(options: RabbitMQOptions) -> str:
     return str(given)
 
 
-@contextmanager
-def _connected(place: _Place) -> Iterator[ConnectionThread]:
-    connection = ConnectionThread.to(place.address)
-    try:
-        yield connection
-    finally:
-        connection.close()
+class _Walk:
+    """A walk through the letters of a place.
 
-
-def _each(
-    getter: Getter, connection: ConnectionThread, place: _Place, looks: LookCount | None
-) -> Iterator[tuple[Delivered, DeadLetter]]:
-    """The letters that are there now; what is not acknowledged goes back with the connection.
-
-    :raises ProducerError: If other clients have used up the queue's delivery limit.
+    :param looks: Counts what the walk returns to the queue; ``None``: nothing counts.
     """
-    for _ in range(connection.depth(place.queue) or 0):
-        delivered = getter.get()
-        if delivered is None:  # somebody else was faster
-            break
-        if looks is not None:
-            _count(delivered, getter, connection, place, looks)
-        yield delivered, _letter(delivered, place)
-    else:
-        if looks is not None:
-            looks.end()
 
+    def __init__(
+        self, connection: ConnectionThread, place: _Place, looks: LookCount | None
+    ) -> None:
+        self.connection = connection
+        self.place = place
+        self.looks = looks
+        self.getter = Getter(connection, place.queue)
 
-def _count(
-    delivered: Delivered,
-    getter: Getter,
-    connection: ConnectionThread,
-    place: _Place,
-    looks: LookCount,
-) -> None:
-    """Note how often a letter was returned, this look included.
+    def letters(self) -> Iterator[tuple[Delivered, DeadLetter]]:
+        """Yields the letters that are there now.
 
-    A letter that has no return left is replaced by a copy of itself, whose count begins anew.
+        :raises ProducerError: If other clients have used up the queue's delivery limit.
+        """
+        for _ in range(self.connection.depth(self.place.queue) or 0):
+            delivered = self.getter.get()
+            if delivered is None:  # another client was faster
+                break
+            if self.looks is not None:
+                self._count(delivered, self.looks)
+            yield delivered, _letter(delivered, self.place)
+        else:
+            if self.looks is not None:
+                self.looks.end()
 
-    :raises ProducerError: If another look might remove it.
-    """
-    returned = _returns(delivered) + 1
-    if looks.limit is not None and returned > looks.limit:
-        _renew(delivered, getter, connection, place)
-    looks.note(returned)
+    def _count(self, delivered: Delivered, looks: LookCount) -> None:
+        """Notes how often a letter was returned, this look included.
 
+        A letter that has no return left is replaced by a copy of itself, whose count begins anew.
 
-def _renew(
-    delivered: Delivered, getter: Getter, connection: ConnectionThread, place: _Place
-) -> None:
-    """Publish a letter into its own queue again, and acknowledge it once that is confirmed."""
-    fields = fields_of(_uncounted(delivered.properties))
-    fields.pop("user_id", None)  # the broker refuses that of another user
-    publisher = Publisher(connection, lambda properties: "")
-    publisher.publish("", place.queue, join_fields(fields), delivered.body, key="")
-    if not publisher.flush():
-        getter.keep(delivered.tag)
-        getter.ack()
+        :raises ProducerError: If another look might remove it.
+        """
+        returned = _returns(delivered) + 1
+        if looks.limit is not None and returned > looks.limit:
+            self.renew(delivered)
+        looks.note(returned)
+
+    def renew(self, delivered: Delivered) -> None:
+        """Publishes a letter into its own queue again, and acknowledges it behind the confirm."""
+        fields = fields_of(_uncounted(delivered.properties))
+        fields.pop("user_id", None)  # the broker refuses that of another user
+        publisher = Publisher(self.connection, lambda properties: "")
+        publisher.publish("", self.place.queue, join_fields(fields), delivered.body, key="")
+        if not publisher.flush():
+            self.getter.keep(delivered.tag)
+            self.getter.ack()
 
 
 def _returns(delivered: Delivered) -> int:
@@ -253,58 +240,47 @@ class _Requeueing:
     They are acknowledged in small portions, each behind its confirms: see :class:`Getter`.
     """
 
-    def __init__(
-        self,
-        connection: ConnectionThread,
-        place: _Place,
-        moving: Moving,
-        looks: LookCount | None,
-        to: str | None,
-    ) -> None:
-        self._connection = connection
-        self._place = place
+    def __init__(self, walk: _Walk, moving: Moving, to: str | None) -> None:
+        self._walk = walk
         self._moving = moving
-        self._looks = looks
         self._to = to
-        self._publisher = Publisher(connection, publication_key)
+        self._publisher = Publisher(walk.connection, publication_key)
         #: Under way: message id → ids and delivery tags of its letters.
         self._sent: dict[str, list[tuple[str, int]]] = {}
 
     def run(self) -> None:
-        getter = Getter(self._connection, self._place.queue)
-        for delivered, letter in _each(getter, self._connection, self._place, self._looks):
+        for delivered, letter in self._walk.letters():
             if self._moving.takes(letter):
-                self._send(delivered, letter, getter)
+                self._send(delivered, letter)
                 if sum(map(len, self._sent.values())) >= ACKS_AT_ONCE:
-                    self._confirm(getter)
-        self._confirm(getter)
-        getter.give_back()
+                    self._confirm()
+        self._confirm()
 
-    def _send(self, delivered: Delivered, letter: DeadLetter, getter: Getter) -> None:
-        key = letter.original_id
+    def _send(self, delivered: Delivered, letter: DeadLetter) -> None:
+        walk, key = self._walk, letter.original_id
         try:
-            queue = destination_of(letter, self._place.sources, self._to)
-            properties = _sent_back(delivered, key, self._connection.max_properties)
+            queue = destination_of(letter, walk.place.sources, self._to)
+            properties = _sent_back(delivered, key, walk.connection.max_properties)
         except ProducerError as error:
             self._moving.refused[letter.message_id] = str(error)
-            if self._looks is None and not self._place.is_ours and _returns(delivered):
+            if walk.looks is None and not walk.place.is_ours and _returns(delivered):
                 # It stays where looks are limited, and this one was not counted.
-                _renew(delivered, getter, self._connection, self._place)
+                walk.renew(delivered)
             return
         self._publisher.publish("", queue, properties, delivered.body, key=key)
         self._sent.setdefault(key, []).append((letter.message_id, delivered.tag))
 
-    def _confirm(self, getter: Getter) -> None:
+    def _confirm(self) -> None:
         refused = self._publisher.flush()
         for key, letters in self._sent.items():
             for message_id, tag in letters:
                 if key in refused:
                     self._moving.refused[message_id] = f"RabbitMQ refused: {refused[key]}"
                 else:
-                    getter.keep(tag)
+                    self._walk.getter.keep(tag)
                     self._moving.count += 1
         self._sent.clear()
-        getter.ack()
+        self._walk.getter.ack()
 
 
 # -- one letter ------------------------------------------------------------------------------------
@@ -375,10 +351,10 @@ def _instant(value: object) -> datetime | None:
     try:
         if isinstance(value, int):
             return datetime.fromtimestamp(value, timezone.utc)
-        found = datetime.fromisoformat(str(value))
+        instant = datetime.fromisoformat(str(value))
     except (ValueError, OverflowError, OSError):
         return None
-    return found if found.tzinfo else None
+    return instant if instant.tzinfo else None
 
 
 def _original(delivered: Delivered) -> tuple[bytes, bytes]:

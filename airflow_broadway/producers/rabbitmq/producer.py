@@ -41,8 +41,10 @@ class RabbitMQProducer(RabbitMQOptions):
         return RabbitSource(own, env, sweep)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
-        from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian
-        from airflow_broadway.producers.rabbitmq.settle.sharding import ShardedCustodian
+        from airflow_broadway.producers.rabbitmq.settle.custodian import (
+            RabbitCustodian,
+            ShardedCustodian,
+        )
 
         return (RabbitCustodian if self.merge_options is None else ShardedCustodian)(self, env)
 

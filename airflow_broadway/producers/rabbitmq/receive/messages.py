@@ -41,7 +41,8 @@ class MessageMaker:
     ) -> None:
         self._generation = generation
         self._actions = dict(actions)
-        self._describe = MetadataMaker(metadata)
+        self._names = tuple(metadata)
+        self._decodes = any(name in FIELDS or name == "persistent" for name in metadata)
         self._clock = clock
         self._position = 0
         self._texts: dict[tuple[bytes, bytes, bool], str] = {}
@@ -78,16 +79,8 @@ class MessageMaker:
         self._position += len(made)
         return made
 
-
-class MetadataMaker:
-    """Makes the metadata of messages."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-        self._decodes = any(name in FIELDS or name == "persistent" for name in names)
-
-    def __call__(self, held: Held) -> Mapping[str, Any]:
-        """The metadata of one message: JSON values."""
+    def _describe(self, held: Held) -> Mapping[str, Any]:
+        """Returns the metadata of one message: JSON values."""
         if not self._names:
             return _NOTHING
         known: dict[str, Any] = {}

@@ -253,3 +253,35 @@ class RabbitCustodian:
             self._opened = keep_trying(lambda: ConnectionThread.to(address), self._attempts())
             self._unreachable = False
         return self._opened
+
+
+class ShardedCustodian:
+    """A custodian for every producer of a pipeline, told apart by the index that a lease notes."""
+
+    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
+        self._producer = producer
+        self._env = env
+        self._custodians: dict[int, RabbitCustodian] = {}
+
+    def renew(self, lease: Lease) -> Lease | None:
+        return self._of(lease).renew(lease)
+
+    def holds(self, lease: Lease) -> bool:
+        return self._of(lease).holds(lease)
+
+    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        return self._of(lease).settle(lease, settlement)
+
+    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
+        return self._of(lease).settle_now(lease, entries)
+
+    def close(self) -> None:
+        for custodian in self._custodians.values():
+            custodian.close()
+        self._custodians.clear()
+
+    def _of(self, lease: Lease) -> RabbitCustodian:
+        index = int(lease.state.get("index", self._env.index))
+        if index not in self._custodians:
+            self._custodians[index] = RabbitCustodian(self._producer.merged(index), self._env)
+        return self._custodians[index]
