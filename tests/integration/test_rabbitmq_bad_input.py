@@ -15,7 +15,7 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     ConnectionThread,
-    raw_properties,
+    RawProperties,
 )
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
@@ -174,7 +174,7 @@ def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
     properties = b"\x20\x00" + struct.pack(">I", len(table)) + table
     channel = connection.channel()
     connection.post(
-        lambda: channel.raw.basic_publish("", place.name, b"odd", raw_properties(properties))
+        lambda: channel.raw.basic_publish("", place.name, b"odd", RawProperties(properties))
     )
     channel.flush_and_close()
     connection.close()
@@ -218,7 +218,7 @@ def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) ->
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     channel = connection.channel()
     for name, headers in HOSTILE.items():
-        raw = raw_properties(encode({"headers": headers}))
+        raw = RawProperties(encode({"headers": headers}))
         connection.post(partial(channel.raw.basic_publish, "", place.name, name.encode(), raw))
     channel.flush_and_close()
     connection.close()

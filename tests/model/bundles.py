@@ -98,7 +98,7 @@ class Bundles:
         "note opened": "producers.rabbitmq.journal.QueueJournal.note_opened",
         "is over": "producers.rabbitmq.journal.QueueJournal.is_over",
         "bind": "producers.rabbitmq.broker.holding_queues.HoldingQueues.open",
-        "bundle": "producers.rabbitmq.receive.bundler.Bundler.publish",
+        "bundle": "producers.rabbitmq.receive.intake.Intake.publish",
         "confirmed": "producers.rabbitmq.amqp.confirms.ConfirmChannel",
         "settle": "producers.rabbitmq.journal.QueueJournal.opened",
         "note closed": "producers.rabbitmq.journal.QueueJournal.note_closed",

@@ -25,7 +25,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     ANSWER_TIMEOUT,
     Channel,
     ConnectionThread,
-    raw_properties,
+    RawProperties,
 )
 from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
 
@@ -169,7 +169,7 @@ def _select_confirms(
 
 
 def _publish(channel: Channel, exchange: str, key: str, properties: bytes, body: bytes) -> None:
-    channel.raw.basic_publish(exchange, key, body, raw_properties(properties), mandatory=True)
+    channel.raw.basic_publish(exchange, key, body, RawProperties(properties), mandatory=True)
 
 
 class ConfirmChannel:

@@ -7,13 +7,12 @@ replies.  A connection that is lost stays lost; whoever wants to go on opens ano
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.log_context import keep_ids, log_ids
@@ -388,22 +387,11 @@ class Channel:
         self._gone.set()
 
 
-@functools.cache
-def _raw_class() -> type[Any]:
-    from pika import BasicProperties
-
-    class Raw(BasicProperties):  # type: ignore[misc]
-        """Properties that are sent as the bytes they are."""
-
-        def __init__(self, data: bytes) -> None:
-            self.data = data
-
-        def encode(self) -> list[bytes]:
-            return [self.data]
-
-    return Raw
-
-
-def raw_properties(data: bytes) -> Any:
+class RawProperties(NamedTuple):
     """Properties for pika that are sent as the bytes they are."""
-    return _raw_class()(data)
+
+    data: bytes
+
+    def encode(self) -> list[bytes]:
+        """What pika calls to send them."""
+        return [self.data]

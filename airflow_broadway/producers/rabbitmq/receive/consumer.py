@@ -23,8 +23,8 @@ from airflow_broadway.producers.rabbitmq.marks import (
     restored,
 )
 from airflow_broadway.producers.rabbitmq.receive.buffer import Aside
-from airflow_broadway.producers.rabbitmq.receive.bundler import OpenBundle
 from airflow_broadway.producers.rabbitmq.receive.intake import Intake
+from airflow_broadway.producers.rabbitmq.receive.open_bundle import OpenBundle
 from airflow_broadway.producers.rabbitmq.receive.subscription import Subscription
 
 
@@ -52,13 +52,12 @@ class Consumer:
         self._queue = options.queue
         self._max_bytes = options.max_message_bytes
         self._ids = intake.ids
-        self._bundler = intake.bundler
         self._buffer = intake.buffer
-        self._open = intake.lease.is_open
+        self._open = intake.is_open
         self._stopped = False
         # The generation whose journal must be read before more is taken.
         self._unread = ""
-        self._bundle = OpenBundle(intake.bundler, self.confirm_channel)
+        self._bundle = OpenBundle(intake, self.confirm_channel)
         self._subscription = Subscription(
             channel,
             options,
@@ -149,7 +148,7 @@ class Consumer:
     def _take(self, room: int) -> int:
         """Move ``room`` deliveries into bundles; how many became messages."""
         backlog, bundle, fresh = self._subscription.backlog, self._bundle, self._ids.fresh
-        max_bytes, largest = self._max_bytes, self._bundler.largest
+        max_bytes, largest = self._max_bytes, self._intake.largest
         taken = 0
         for _ in range(room):
             delivered = backlog[0]
@@ -218,7 +217,7 @@ class Consumer:
         else:
             reason = (
                 f"with {size} bytes it fits no bundle, for which RabbitMQ's max_message_size"
-                f" leaves {self._bundler.largest}"
+                f" leaves {self._intake.largest}"
             )
         self._quarantine(delivered, "oversized", reason)
 

@@ -82,7 +82,7 @@ class Session:
         self._buffer.forget_unsecured()
         self._intake.ids.reconnect()
         self.attempts.again(error)
-        self._intake.lease.check_deadline()
+        self._intake.check_deadline()
         self._connect_in_time()
         log.info("Connected to RabbitMQ again.")
 
@@ -111,7 +111,7 @@ class Session:
         :raises BroadwayError: If nothing does: the error.
         """
         if isinstance(error, LeaseLapsed):
-            self._intake.lease.note_lapsed(error)
+            self._intake.lapsed = error
         if isinstance(error, Refused):
             limit = too_large(error)
             if limit is not None:
@@ -130,7 +130,7 @@ class Session:
         :raises ProducerError: If there are none.
         """
         known = f"RabbitMQ takes no message of more than {limit} bytes (its max_message_size)"
-        if not self._intake.bundler.fit(limit, refused=True):
+        if not self._intake.fit(limit, refused=True):
             raise ProducerError(f"{known}, which is too few even for one alone: raise it")
         log.warning(
             "%s: bundles are made no larger, and a larger message is a dead letter.  To have it"

@@ -54,7 +54,7 @@ class RabbitSource:
         intake = Intake(options, env)
         self._journal = intake.journal
         self._buffer = intake.buffer
-        self._lease = intake.lease
+        self._intake = intake
         self._make = MessageMaker(
             env.generation, options.metadata, env.clock, options.actions_of_messages
         )
@@ -74,12 +74,12 @@ class RabbitSource:
     @property
     def lease(self) -> Lease:
         """The lease as of now; its state counts what was handed out."""
-        buffer, lease = self._buffer, self._lease
+        buffer, intake = self._buffer, self._intake
         with buffer.changed:
             state = {
                 "queue": self._options.queue,
                 "index": self._env.index,
-                "holding_queue": lease.queue,
+                "holding_queue": intake.holding_queue,
                 "virtual_host": self._session.address.virtual_host,
                 "bundles": buffer.bundles,
                 "messages": self._handed,
@@ -92,7 +92,7 @@ class RabbitSource:
             kind=self._options.kind,
             generation=self._env.generation,
             seconds=self._options.lease,
-            deadline=lease.deadline,
+            deadline=intake.deadline,
             owner=dict(self._env.owner),
             state=state,
         )
@@ -100,12 +100,13 @@ class RabbitSource:
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        self._lease.refuse_if_lapsed()
+        if self._intake.lapsed is not None:
+            raise self._intake.lapsed
         if demand < 1 or self._stopped:
             return []
         end = self._clock.monotonic() + max(timeout, self._least_timeout)
         last = end + _QUIET_TIMEOUT
-        self._lease.check_deadline()
+        self._intake.check_deadline()
         while self._is_connected():
             self._ask_for(demand)
             held, quiet = self._wait(demand, end)
@@ -178,7 +179,7 @@ class RabbitSource:
     @property
     def _wants_to_open(self) -> bool:
         """Whether deliveries wait for a holding queue."""
-        return self._session.consumer.has_backlog and not self._lease.is_open
+        return self._session.consumer.has_backlog and not self._intake.is_open
 
     def _more_to_come(self) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
@@ -212,12 +213,12 @@ class RabbitSource:
 
     def _open(self) -> None:
         """Open a holding queue: at the first message, so that an empty run declares nothing."""
-        if self._lease.is_open:
+        if self._intake.is_open:
             return
         connection, consumer = self._session.connection, self._session.consumer
         if consumer.may_be_stream:
             refuse_stream(connection, self._options.queue)
-        self._lease.open(connection)
+        self._intake.open(connection)
         connection.post(consumer.open)
 
     @contextmanager
