@@ -28,7 +28,6 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import join_entries, jo
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.marks import MARK
-from airflow_broadway.producers.rabbitmq.settle import custodian
 from airflow_broadway.producers.rabbitmq.settle import settlement as settling
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
 from airflow_broadway.testing.contract import ids, settlement_of
@@ -42,8 +41,7 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 
 @pytest.fixture
 def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    for module in (settling, custodian):
-        monkeypatch.setattr(module, "COUNT_TIMEOUT", 0.3)
+    monkeypatch.setattr(settling, "COUNT_TIMEOUT", 0.3)
     return place
 
 

@@ -9,26 +9,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.report import ComingAgain, SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import about_set_aside, report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
-from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
-from airflow_broadway.producers.rabbitmq.settle.settlement import (
-    COUNT_TIMEOUT,
-    LeaseSettlement,
-    empty,
-    unreported,
-)
+from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement, unheld_report
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -76,72 +69,21 @@ class RabbitCustodian:
         return report + SettleReport(errors=about_set_aside(lease))
 
     def _settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        journal, generation = self._journal, lease.generation
         if settlement.expected is None:
             # Noted first, then looked up: of this and the source's opening one sees the other.
-            journal.note_closed(generation, self._clock.now())
+            self._journal.note_closed(lease.generation, self._clock.now())
         name = self._queue_of(lease)
         if name is None:
-            return self._unheld_report(lease, settlement)
+            return unheld_report(self._journal, lease, settlement)
         with self._queues.holding.claim(self._connection, name, CLAIM_TIMEOUT) as queue:
             if queue is None:
                 raise ProducerUnavailable(
                     f"the holding queue {name!r} is claimed by another process for more than"
                     f" {CLAIM_TIMEOUT:.0f} s"
                 )
-            return self._settle_claimed(queue, lease, settlement)
-
-    def _settle_claimed(
-        self, queue: HoldingQueue, lease: Lease, settlement: Settlement
-    ) -> SettleReport:
-        journal, generation = self._journal, lease.generation
-        noted = journal.settled(generation)
-        if is_swept(noted):
-            return self._lapsed_report(lease, settlement)
-        expects = lease.state.get("bundles") and noted is None
-        owner = queue.owner(COUNT_TIMEOUT if expects else 0.0)
-        own = owner is not None and owner.generation == generation
-        if noted is not None:
-            if own:  # killed before the queue was emptied
-                empty(queue, journal, generation, noted, None)
-            return noted.report
-        work = LeaseSettlement(journal, lease, self._outbox(lease, queue.name))
-        report = work.run(queue, settlement) if own else None
-        if report is not None:
-            return report
-        if own or self._clock.now() >= lease.deadline:
-            return self._lapsed_report(lease, settlement)
-        if settlement.expected is None:
-            return self._lost_report(lease, queue.name) + self._unheld_report(lease, settlement)
-        if not settlement.expected:
-            return self._unheld_report(lease, settlement)
-        self._queues.ensure_held(self._connection, queue.name)
-        return work.without_bundles(settlement, queue.name)
-
-    def _unheld_report(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        """The report of a generation that holds nothing: what was settled immediately."""
-        now = self._journal.now(lease.generation)
-        whole = not settlement.expected
-        return replace(unreported(now, settlement), again=ComingAgain.of(now, whole=whole))
-
-    def _lapsed_report(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        """The report of a generation whose messages another run has, or will have."""
-        early = self._unheld_report(lease, settlement)
-        return SettleReport(lapsed=max(0, (settlement.expected or 0) - early.total)) + early
-
-    def _lost_report(self, lease: Lease, name: str) -> SettleReport:
-        """The report of a generation that published no manifest, and whose bundles are gone."""
-        count = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
-        if not lease.state.get("bundles"):  # as it was before the first message
-            return SettleReport()
-        held = many(count, "message") if count > 0 else "all of it"
-        error = (
-            f"the holding queue {name!r} was emptied or deleted by hand before this run had"
-            f" published its manifest: what it held is lost ({held}); holding queues are emptied"
-            " by this package alone"
-        )
-        log.error("%s", error, extra={"code": "holding_queue_emptied"})
-        return SettleReport(lapsed=max(0, count), errors=(error,))
+            outbox = self._outbox(lease, queue.name)
+            work = LeaseSettlement(self._journal, lease, settlement, outbox)
+            return work.run(queue, self._clock.now())
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         lease = self._checked(lease)

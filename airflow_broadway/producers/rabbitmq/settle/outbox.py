@@ -223,9 +223,11 @@ class Outbox:
             remainder=True,
         )
         self.remainders.add(name)
+        holding_queue = str(self._holding_queue)
+        self._queues.ensure_held(self._connection, holding_queue)
         self._publisher.publish(
             "",
-            str(self._holding_queue),
+            holding_queue,
             encode({"delivery_mode": 2, "message_id": name}),
             bundles.pack(header, [held._replace(redelivered=True) for held in messages]),
             key=name,

@@ -16,6 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
@@ -36,12 +37,11 @@ log = logging.getLogger(__name__)
 COUNT_TIMEOUT = 3.0
 
 
-def unreported(now: Mapping[str, Action], settlement: Settlement) -> SettleReport:
-    """What was settled immediately, beyond what the settlement knows of.
-
-    :param now: The messages that were settled immediately: message id → action.
-    """
-    return beyond(report_of(now.values()), settlement)
+def unheld_report(journal: QueueJournal, lease: Lease, settlement: Settlement) -> SettleReport:
+    """Returns the report of a generation that holds nothing: what was settled immediately."""
+    now = journal.now(lease.generation)
+    again = ComingAgain.of(now, whole=not settlement.expected)
+    return replace(beyond(report_of(now.values()), settlement), again=again)
 
 
 class LeaseSettlement:
@@ -50,61 +50,104 @@ class LeaseSettlement:
     :param outbox: Publishes what follows from the verdicts.
     """
 
-    def __init__(self, journal: QueueJournal, lease: Lease, outbox: Outbox) -> None:
+    def __init__(
+        self, journal: QueueJournal, lease: Lease, settlement: Settlement, outbox: Outbox
+    ) -> None:
         self._journal = journal
         self._lease = lease
+        self._settlement = settlement
         self._outbox = outbox
         self._now = journal.now(lease.generation)
+        # What was settled immediately, beyond what the settlement knows of.
+        self._unreported = beyond(report_of(self._now.values()), settlement)
         # Bundles that the lease counts; ``None`` if there may be others.
         self._counted = None if lease.state.get("extra", 1) else lease.state.get("bundles")
 
-    def run(self, queue: HoldingQueue, settlement: Settlement) -> SettleReport | None:
-        """Settle what the holding queue holds; ``None`` if the generation was swept meanwhile."""
+    def run(self, queue: HoldingQueue, now: datetime) -> SettleReport:
+        """Settles what the claimed holding queue holds."""
+        noted = self._journal.settled(self._lease.generation)
+        if is_swept(noted):
+            return self._lapsed_report()
+        expects = self._lease.state.get("bundles") and noted is None
+        owner = queue.owner(COUNT_TIMEOUT if expects else 0.0)
+        own = owner is not None and owner.generation == self._lease.generation
+        if noted is not None:
+            if own:  # killed before the queue was emptied
+                empty(queue, self._journal, self._lease.generation, noted, None)
+            return noted.report
+        if own:
+            report = self._settle(queue)
+            return self._lapsed_report() if report is None else report
+        if now >= self._lease.deadline:
+            return self._lapsed_report()
+        if self._settlement.expected is None:
+            return self._lost_report(queue.name) + self._unheld_report()
+        if not self._settlement.expected:
+            return self._unheld_report()
+        note = f"the holding queue {queue.name!r} was emptied or deleted by hand"
+        report = self._publish_staged(self._others(), f"{note}: settled from staging")
+        return self._journal.note_settled(self._lease.generation, report, None).report
+
+    def _settle(self, queue: HoldingQueue) -> SettleReport | None:
+        """Settles its own queue; ``None`` if the generation was swept meanwhile."""
         queue.fence(self._lease.generation)
-        if self._is_known(settlement) and queue.count(self._counted, COUNT_TIMEOUT) == (
-            self._counted
-        ):
-            return self._by_staging(queue, settlement)
-        return self._by_bundles(queue, settlement)
+        if self._is_known() and queue.count(self._counted, COUNT_TIMEOUT) == self._counted:
+            messages = self._lease.state["messages"] - len(self._now)
+            report = self._publish_staged(messages)
+            noted = self._journal.note_settled(self._lease.generation, report, None)
+            if is_swept(noted):
+                return None
+            return empty(queue, self._journal, self._lease.generation, noted, self._counted)
+        report, covered = self._settle_bundles(queue)
+        noted = self._journal.note_settled(self._lease.generation, report, covered)
+        if is_swept(noted):
+            return None
+        queue.free()
+        return noted.report
 
-    # -- with everything known -----------------------------------------------------------------
+    # -- of a generation without bundles -------------------------------------------------------
 
-    def _is_known(self, settlement: Settlement) -> bool:
+    def _unheld_report(self) -> SettleReport:
+        return unheld_report(self._journal, self._lease, self._settlement)
+
+    def _lapsed_report(self) -> SettleReport:
+        """The report of a generation whose messages another run has, or will have."""
+        early = self._unheld_report()
+        return SettleReport(lapsed=max(0, (self._settlement.expected or 0) - early.total)) + early
+
+    def _lost_report(self, name: str) -> SettleReport:
+        """The report of a generation that published no manifest, and whose bundles are gone."""
+        if not self._lease.state.get("bundles"):  # as it was before the first message
+            return SettleReport()
+        count = int(self._lease.state.get("messages", 0)) - len(self._now)
+        held = many(count, "message") if count > 0 else "all of it"
+        error = (
+            f"the holding queue {name!r} was emptied or deleted by hand before this run had"
+            f" published its manifest: what it held is lost ({held}); holding queues are emptied"
+            " by this package alone"
+        )
+        log.error("%s", error, extra={"code": "holding_queue_emptied"})
+        return SettleReport(lapsed=max(0, count), errors=(error,))
+
+    # -- by staging ----------------------------------------------------------------------------
+
+    def _is_known(self) -> bool:
         """Whether the bundles need not be read: staging has what it takes."""
-        expected, messages = settlement.expected, self._lease.state.get("messages", -1)
+        expected, messages = self._settlement.expected, self._lease.state.get("messages", -1)
         return (
-            settlement.rest.action is Action.ACK
+            self._settlement.rest.action is Action.ACK
             and expected is not None
             and self._counted is not None
             and expected in (messages, messages - len(self._now))
-            and all(
-                entry.verdict.action is Action.ACK or staged(entry)
-                for entry in settlement.entries()
-            )
+            and all(map(_has_all, self._settlement.entries()))
         )
 
-    def _by_staging(self, queue: HoldingQueue, settlement: Settlement) -> SettleReport | None:
-        """Settles without reading bundles."""
-        messages = self._lease.state["messages"] - len(self._now)
-        report = self._publish_staged(settlement, messages)
-        noted = self._journal.note_settled(self._lease.generation, report, None)
-        if is_swept(noted):
-            return None
-        # Counts lag: what was put back is not to be purged with the rest.
-        counted = None if self._outbox.remainders else self._counted
-        return empty(queue, self._journal, self._lease.generation, noted, counted)
-
-    def without_bundles(self, settlement: Settlement, name: str) -> SettleReport:
-        """Settles although the bundles were removed by hand: staging still has every message."""
-        note = f"the holding queue {name!r} was emptied or deleted by hand: settled from staging"
-        report = self._publish_staged(settlement, self._others(settlement), note)
-        return self._journal.note_settled(self._lease.generation, report, None).report
-
-    def _publish_staged(self, settlement: Settlement, messages: int, *errors: str) -> SettleReport:
+    def _publish_staged(self, messages: int, *errors: str) -> SettleReport:
         """Carries out all verdicts by what staging has; a message that it lacks has lapsed.
 
         :param messages: How many there are that were not settled immediately.
         """
+        settlement = self._settlement
         done: dict[str, Action] = {}
         lost: set[str] = set()
         self._publish(settlement.entries(), done, lost)
@@ -118,20 +161,19 @@ class LeaseSettlement:
             actions[Action.ACK] += messages - len(failed) - len(lost) - actions.total()
         errors = (*self._outbox.guard.errors(), *errors)
         report = report_of(actions, lapsed=len(lost), failed=len(failed), errors=errors)
-        report += unreported(self._now, settlement)
         done |= dict.fromkeys(failed, Action.RELEASE)
         if acks:
             final = {**done, **dict.fromkeys(lost, Action.RELEASE), **self._now}
             again = ComingAgain(frozenset(key for key, a in final.items() if a in COMES_AGAIN))
         else:
             again = ComingAgain.of(self._now | done, whole=False)
-        return replace(report, again=again)
+        return replace(report + self._unreported, again=again)
 
-    def _others(self, settlement: Settlement) -> int:
+    def _others(self) -> int:
         """How many messages of the manifest were not settled immediately."""
-        expected = settlement.expected or 0
-        if settlement.settled_now is not None:
-            return max(0, expected - unreported(self._now, settlement).total)
+        expected = self._settlement.expected or 0
+        if self._settlement.settled_now is not None:
+            return max(0, expected - self._unreported.total)
         # Whether the manifest counts those is told by the lease alone.
         counts_all = expected == self._lease.state.get("messages")
         return expected - len(self._now) if counts_all else expected
@@ -162,23 +204,18 @@ class LeaseSettlement:
 
     # -- by bundles ----------------------------------------------------------------------------
 
-    def _by_bundles(self, queue: HoldingQueue, settlement: Settlement) -> SettleReport | None:
-        """Settle what the holding queue still has."""
-        read = _Read(settlement, self._now)
+    def _settle_bundles(self, queue: HoldingQueue) -> tuple[SettleReport, list[str]]:
+        """Settles what the holding queue still has; returns the bundles that this covers, too."""
+        read = _Read(self._settlement, self._now)
         for delivered in queue.bundles(self._lease.state.get("bundles"), COUNT_TIMEOUT):
             self._settle_bundle(queue, delivered, read)
         unseen: dict[str, Action] = {}
-        if settlement.expected is not None and len(read.became) < self._others(settlement):
-            self._publish(self._unseen(settlement, read), unseen, set(), repeated=True)
+        if self._settlement.expected is not None and len(read.became) < self._others():
+            self._publish(self._unseen(read), unseen, set(), repeated=True)
         for key in self._outbox.finish():
             unseen.pop(key, None)
             read.fail(key)
-        report = self._report(queue, settlement, read, unseen)
-        noted = self._journal.note_settled(self._lease.generation, report, read.bundles)
-        if is_swept(noted):
-            return None
-        queue.free()
-        return noted.report
+        return self._report(queue.name, read, unseen), read.bundles
 
     def _settle_bundle(self, queue: HoldingQueue, delivered: Delivered, read: _Read) -> None:
         try:
@@ -203,8 +240,9 @@ class LeaseSettlement:
                     action = self._outbox.carry_out(message, verdict)
                 read.note(message, action)
 
-    def _unseen(self, settlement: Settlement, read: _Read) -> Iterator[Entry]:
+    def _unseen(self, read: _Read) -> Iterator[Entry]:
         """The decided messages whose bundles were removed by hand."""
+        settlement = self._settlement
         for entry in settlement.entries():
             if entry.message_id not in read.became and entry.verdict.action is not Action.RELEASE:
                 yield entry
@@ -213,37 +251,30 @@ class LeaseSettlement:
                 if entry.message_id not in read.became and entry.message_id not in read.named:
                     yield entry._replace(verdict=settlement.rest)
 
-    def _report(
-        self,
-        queue: HoldingQueue,
-        settlement: Settlement,
-        read: _Read,
-        unseen: Mapping[str, Action],
-    ) -> SettleReport:
+    def _report(self, name: str, read: _Read, unseen: Mapping[str, Action]) -> SettleReport:
         """The report of what was read, and of what was not there."""
         actions = read.actions + Counter(unseen.values())
         failed = len(self._outbox.guard.refused)
-        lapsed = 0
-        if settlement.expected is not None:
-            short = self._others(settlement) - sum(actions.values()) - failed
+        published, lapsed = self._settlement.expected is not None, 0
+        if published:
+            short = self._others() - sum(actions.values()) - failed
             lapsed = max(0, short)
             # What is in no manifest is released as well, and in no account: of a bundle whose
             # confirm never came its messages were received again.
             actions[Action.RELEASE] -= min(max(0, -short), actions[Action.RELEASE])
         errors = [*read.errors, *self._outbox.guard.errors()]
-        counted = self._lease.state.get("bundles", 0)
-        if settlement.expected is not None and (lapsed or unseen):
+        if published and (lapsed or unseen):
+            counted = self._lease.state.get("bundles", 0)
             missing = max(0, counted - len(read.bundles))
             errors.append(
                 f"{missing:,} of {many(counted, 'bundle')} {'was' if missing == 1 else 'were'} not"
-                f" in the holding queue {queue.name!r}: removed by hand; of the messages"
+                f" in the holding queue {name!r}: removed by hand; of the messages"
                 f" {len(unseen):,} settled from staging, and {lapsed:,} lost there"
             )
         report = report_of(actions, lapsed=lapsed, failed=failed, errors=errors)
         done = {**self._now, **unseen, **read.became, **dict.fromkeys(read.failed, Action.RELEASE)}
-        whole = settlement.expected is not None and not lapsed
-        report = replace(report, again=ComingAgain.of(done, whole=whole))
-        return report + unreported(self._now, settlement)
+        again = ComingAgain.of(done, whole=published and not lapsed)
+        return replace(report, again=again) + self._unreported
 
 
 class _Read:

@@ -88,6 +88,9 @@ class StandingQueues:
     def ensure_dead(self, connection: Any) -> None:
         pass
 
+    def ensure_held(self, connection: Any, name: str) -> None:
+        pass
+
     def obstacle(self, connection: Any, exchange: str, routing_key: str) -> str:
         return ""
 

@@ -16,10 +16,8 @@ from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement, _Read
 from airflow_broadway.testing.clock import ManualClock
 
-QUEUE: Any = SimpleNamespace(name="broadway.held.q.0")
 
-
-def settlement_of(generation: str) -> LeaseSettlement:
+def report_of(generation: str, settlement: Settlement, read: int) -> SettleReport:
     clock = ManualClock()
     lease = Lease(
         kind="rabbitmq",
@@ -30,7 +28,8 @@ def settlement_of(generation: str) -> LeaseSettlement:
         state={"bundles": 1, "messages": 4, "extra": 1},
     )
     outbox: Any = SimpleNamespace(guard=MessageGuard())
-    return LeaseSettlement(QueueJournal(None, "counted"), lease, outbox)
+    work = LeaseSettlement(QueueJournal(None, "counted"), lease, settlement, outbox)
+    return work._report("broadway.held.q.0", released(settlement, read), {})
 
 
 def released(settlement: Settlement, count: int) -> _Read:
@@ -56,7 +55,7 @@ def test_what_is_released_and_in_no_manifest_is_in_no_account(
 ) -> None:
     settlement = Settlement(rest=RELEASE, expected=4)
 
-    made = settlement_of(f"g{read}")._report(QUEUE, settlement, released(settlement, read), {})
+    made = report_of(f"g{read}", settlement, read)
 
     assert (made.released, made.lapsed, made.total) == (report.released, report.lapsed, 4)
 
@@ -64,6 +63,6 @@ def test_what_is_released_and_in_no_manifest_is_in_no_account(
 def test_without_a_manifest_all_that_is_released_counts() -> None:
     settlement = Settlement(rest=RELEASE)
 
-    made = settlement_of("g")._report(QUEUE, settlement, released(settlement, 8), {})
+    made = report_of("g", settlement, 8)
 
     assert made == SettleReport(released=8)
