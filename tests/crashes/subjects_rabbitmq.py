@@ -17,7 +17,7 @@ import pika
 from airflow_broadway import Broadway, Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
-from airflow_broadway.producers.rabbitmq.receive import open_bundle
+from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.producers.rabbitmq.settle import settlement
 from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.amqp import Amqp
@@ -41,7 +41,7 @@ class _Hurry:
         standing_queues._RELIABLE_AGE = 0.0
         settlement.COUNT_TIMEOUT = 1.0
         # A bundle has the same messages in every run, however slowly they come.
-        open_bundle.LINGER_SECONDS = 0.5
+        consumer.LINGER_SECONDS = 0.5
 
 
 class Rabbit(Subject):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 from airflow_broadway.core.custody.verdicts import MAX_REASON
@@ -47,6 +48,11 @@ _HARMFUL = ("user_id", "expiration")
 #: What a mark is bound to, beside the body: properties that no broker and no plugin writes.
 _BOUND = ("content_type", "correlation_id", "message_id", "type", "app_id")
 
+#: What reading a header raises that is no mark.
+_NO_MARK = (
+    ProducerError, StopIteration, TypeError, AttributeError,
+    LookupError, ValueError, ArithmeticError,
+)  # fmt: skip
 #: What a mark of ours never exceeds.
 _MAX_ID, _MAX_ATTEMPT = 200, 1_000_000
 #: Bytes of the reason where the message has no room for more.
@@ -106,15 +112,7 @@ def mark_of(properties: bytes) -> Mark | None:
             str(value.get("turn", "")),
             str(value.get("digest", "")),
         )
-    except (
-        ProducerError,
-        StopIteration,
-        TypeError,
-        KeyError,
-        ValueError,
-        OverflowError,
-        AttributeError,
-    ):
+    except _NO_MARK:
         return None
     texts = (mark.message_id, mark.released_by, mark.turn)
     longest = max(len(text.encode("utf-8", "replace")) for text in texts)
@@ -185,29 +183,35 @@ def dead_lettered(
     *,
     reason: str,
     stage: str,
-    extra: Mapping[str, Any] | None = None,
+    source: str,
+    now: datetime,
+    repeated: bool = False,
     limit: int = MAX_PROPERTIES,
 ) -> bytes:
     """The properties of a dead letter, which starts with fresh attempts if it is sent back.
 
     :param mark: With the attempt that it died on.
+    :param source: The queue that it comes from.
+    :param repeated: Whether there may be another of the same message.
     :param limit: See :func:`republished`; a message without room for a word of ours goes bare.
     """
     why = {
         "x-broadway-reason": cut(reason, MAX_REASON),
         "x-broadway-stage": stage,
         "x-broadway-attempt": mark.attempt,
-        **(extra or {}),
+        "x-broadway-queue": source,
+        "x-broadway-dead-at": now.isoformat(),
     }
+    if repeated:
+        why["x-broadway-redelivered"] = True
     try:
         return republished(message, mark._replace(attempt=1), extra=why, limit=limit)
     except TooLarge:
         fields, kept, _ = _taken_apart(message)
         bare = {**fields, "headers": join_entries(kept)}
-        made = join_fields(bare)
-        if len(made) > limit:  # by the byte that makes it persistent
-            made = join_fields({n: raw for n, raw in bare.items() if n != "delivery_mode"})
-        return made
+        if len(join_fields(bare)) > limit:  # by the byte that makes it persistent
+            del bare["delivery_mode"]
+        return join_fields(bare)
 
 
 def _taken_apart(

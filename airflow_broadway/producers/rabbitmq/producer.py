@@ -29,7 +29,7 @@ class RabbitMQProducer(RabbitMQOptions):
 
     def source(self, env: ProducerEnv) -> Source:
         from airflow_broadway.producers.rabbitmq.receive.source import RabbitSource
-        from airflow_broadway.producers.rabbitmq.settle.sweep import sweep
+        from airflow_broadway.producers.rabbitmq.settle.settlement import sweep
 
         own = self.merged(env.index)
         if "on_failure" in getattr(own, "_auto", ()):

@@ -181,14 +181,12 @@ class ConnectionThread:
 
         :raises ProducerError: If the connection is lost.
         """
-        made: list[Channel] = []
 
-        def opened(raw: Any, reply: Reply) -> None:
-            made.append(Channel(self, raw))
-            reply.give()
+        def open_channel(reply: Reply) -> None:
+            self._raw.channel(on_open_callback=lambda raw: reply.give(Channel(self, raw)))
 
-        self.ask(lambda reply: self._raw.channel(on_open_callback=lambda raw: opened(raw, reply)))
-        return made[0]
+        channel: Channel = self.ask(open_channel)
+        return channel
 
     def call(self, what: str, method: str, *, accepts: int = 0, **arguments: Any) -> Any:
         """Calls a method of pika's channel on a channel of its own, and returns the answer.
@@ -388,9 +386,10 @@ class Channel:
 
 
 class RawProperties(NamedTuple):
-    """Properties for pika that are sent as the bytes they are."""
+    """Properties for pika that are sent as the bytes they are: those of the class ``basic``."""
 
     data: bytes
+    INDEX: int = 60
 
     def encode(self) -> list[bytes]:
         """What pika calls to send them."""

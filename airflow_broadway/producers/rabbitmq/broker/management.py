@@ -38,22 +38,21 @@ class Management:
     Without an address of its own it is asked at its usual port of the broker's host, but the
     password goes there only by TLS or on this machine: anybody may listen on that port.
 
-    :param timeout: Seconds that one answer may take.
     :raises Unseen: If the connection says that there is none, or names no address of one.
     """
 
-    def __init__(self, address: Address, *, timeout: float = ANSWER_TIMEOUT) -> None:
-        given = address.management_url
+    def __init__(self, address: Address) -> None:
+        given, secure = address.management_url, address.tls is not None
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        usual = f"https://{host}:{_TLS_PORT}" if secure else f"http://{host}:{_PORT}"
         if given == "":
             raise Unseen("the connection's extra 'management_url' is false")
-        secure = address.tls is not None
-        port = _TLS_PORT if secure else _PORT
         if given is None and not secure and not is_loopback(address.host):
             raise Unseen(
                 "without TLS the password is sent to no port but the broker's; set the connection's"
-                f" extra 'management_url' to 'http://{_bracketed(address.host)}:{port}', or false"
+                f" extra 'management_url' to {usual!r}, or false"
             )
-        url = given or f"{'https' if secure else 'http'}://{_bracketed(address.host)}:{port}"
+        url = given or usual
         try:
             parts = urlsplit(url)
             named = bool(parts.hostname) and parts.port != 0
@@ -72,7 +71,6 @@ class Management:
         self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
         warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
         self._address = address
-        self._timeout = timeout
 
     def queue(self, name: str) -> dict[str, Any] | None:
         """What is known of a queue; ``None`` if there is none of that name.
@@ -123,7 +121,7 @@ class Management:
                 context = self._address.ssl_context() or ssl.create_default_context()
             # No proxy and no netrc of the environment: the password is for one host alone.
             with (
-                httpx.Client(verify=context, timeout=self._timeout, trust_env=False) as client,
+                httpx.Client(verify=context, timeout=ANSWER_TIMEOUT, trust_env=False) as client,
                 client.stream(
                     "GET",
                     f"{self.shown}/api/{path}",
@@ -156,10 +154,6 @@ class Management:
             raise Unseen(f"the management API at {self.shown} cannot be reached: {why}") from None
         except ValueError:
             raise Unseen(f"what answers at {self.shown} is no management API") from None
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def delivery_limit(address: Address, queue: str, version: str) -> int | None:

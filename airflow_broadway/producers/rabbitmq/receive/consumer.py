@@ -14,7 +14,7 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
-from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
+from airflow_broadway.producers.rabbitmq.bundle import MAGIC, MAX_MESSAGES, Held, contents
 from airflow_broadway.producers.rabbitmq.marks import (
     Mark,
     dead_lettered,
@@ -24,8 +24,10 @@ from airflow_broadway.producers.rabbitmq.marks import (
 )
 from airflow_broadway.producers.rabbitmq.receive.buffer import Aside
 from airflow_broadway.producers.rabbitmq.receive.intake import Intake
-from airflow_broadway.producers.rabbitmq.receive.open_bundle import OpenBundle
 from airflow_broadway.producers.rabbitmq.receive.subscription import Subscription
+
+#: Seconds from a bundle's first message until it is published unfilled.
+LINGER_SECONDS = 0.02
 
 
 class Consumer:
@@ -238,10 +240,8 @@ class Consumer:
             Mark(key, self._generation, 1),
             reason=reason,
             stage="receive",
-            extra={
-                "x-broadway-queue": self._queue,
-                "x-broadway-dead-at": self._intake.env.clock.now().isoformat(),
-            },
+            source=self._queue,
+            now=self._intake.env.clock.now(),
             limit=self.channel.connection.max_properties,
         )
         self.confirm_channel.publish(
@@ -266,3 +266,56 @@ class Consumer:
                 " to another node"
             )
         )
+
+
+class OpenBundle:
+    """The bundle that is being filled on a channel; for the connection's thread."""
+
+    def __init__(self, intake: Intake, channel: ConfirmChannel) -> None:
+        self._intake = intake
+        self._channel = channel
+        self._timer: Any = None
+        #: What is in it; to be read only.
+        self.messages: list[Held] = []
+        self._bytes = 0
+        #: The delivery up to which all is done with once this bundle is secured.
+        self._tag: int | None = None
+
+    def add(self, held: Held, weight: int, tag: int) -> None:
+        """Put a message in; a full bundle is published, and another begun."""
+        full = self._bytes + weight > self._intake.capacity
+        if full or len(self.messages) >= MAX_MESSAGES:
+            self.publish()
+        self.messages.append(held)
+        self._bytes += weight
+        self._tag = tag
+
+    def add_repetition(self, tag: int) -> None:
+        """Note a message that came before: its delivery is done with when all up to it is."""
+        self._tag = tag
+
+    def publish_full(self) -> None:
+        """Publish it if it is full; if there were repetitions alone, have them acknowledged."""
+        if len(self.messages) >= MAX_MESSAGES:
+            self.publish()
+        elif self._tag is not None and not self.messages:
+            tag, self._tag = self._tag, None
+            self._channel.done(tag)
+
+    def publish_soon(self) -> None:
+        """Publish it when more messages have had a moment to come."""
+        if self._timer is None:
+            ioloop = self._channel.channel.connection.raw.ioloop
+            self._timer = ioloop.call_later(LINGER_SECONDS, self._linger_over)
+
+    def publish(self) -> None:
+        """Publish it, if there is a message in it, and begin another."""
+        messages, tag = self.messages, self._tag
+        self.messages, self._bytes, self._tag = [], 0, None
+        if messages:
+            self._intake.publish(self._channel, messages, tag)
+
+    def _linger_over(self) -> None:
+        self._timer = None
+        if self._channel.failure is None:
+            self.publish()

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Verdict
@@ -160,15 +160,16 @@ class Outbox:
         mark = Mark(held.message_id, self._generation, attempt, turn)
         if action is not Action.DEAD_LETTER:
             return republished(held, mark, limit=limit)
-        extra: dict[str, Any] = {
-            "x-broadway-queue": self._queues.names.source,
-            "x-broadway-dead-at": self._clock.now().isoformat(),
-        }
-        if held.redelivered or repeats or repeated:
-            # Retries need no such mark: what bears our header is received as redelivered.
-            extra["x-broadway-redelivered"] = True
         return dead_lettered(
-            held, mark, reason=verdict.reason, stage=verdict.stage, extra=extra, limit=limit
+            held,
+            mark,
+            reason=verdict.reason,
+            stage=verdict.stage,
+            source=self._queues.names.source,
+            now=self._clock.now(),
+            # Retries need no such note: what bears our header is received as redelivered.
+            repeated=held.redelivered or repeats or repeated,
+            limit=limit,
         )
 
     @property

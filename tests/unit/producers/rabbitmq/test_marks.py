@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import (
     MARK,
+    MAX_PROPERTIES,
     ORIGINAL,
     Mark,
     TooLarge,
@@ -37,6 +39,13 @@ LADDER = {"queue": "broadway.delay.60.flights", "reason": "expired", "count": 1}
 def message(properties: bytes | dict[str, Any], body: bytes = b"body") -> Held:
     raw = properties if isinstance(properties, bytes) else encode(properties)
     return Held("id-1", 3, True, ROUTE, raw, body)
+
+
+def dead(sent: Held, reason: str, *, limit: int = MAX_PROPERTIES) -> bytes:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    return dead_lettered(
+        sent, MARKED, reason=reason, stage="process", source="q", now=now, limit=limit
+    )
 
 
 def with_headers(*entries: tuple[bytes, bytes]) -> bytes:
@@ -188,9 +197,7 @@ def test_hostile_bytes_are_an_error_or_a_mark_and_nothing_else(data: bytes) -> N
 
 
 def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
-    made = dead_lettered(
-        message({"headers": {"a": 1}}), MARKED, reason="Bob \ud83d", stage="process"
-    )
+    made = dead(message({"headers": {"a": 1}}), "Bob \ud83d")
 
     headers = decode(made)["headers"]
     assert headers["x-broadway-reason"] == "Bob \\ud83d"
@@ -199,21 +206,21 @@ def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
     assert mark is not None
     assert (mark.message_id, mark.attempt) == ("id-1", 1)
     assert decode(restored(ROUTE, made, trusted=True)[1])["headers"] == {"a": 1}
-    long = dead_lettered(message({}), MARKED, reason="é" * 5_000, stage="process")
+    long = dead(message({}), "é" * 5_000)
     assert len(decode(long)["headers"]["x-broadway-reason"].encode()) <= 2_048
 
 
 def test_what_leaves_little_room_is_published_with_less_and_at_last_bare() -> None:
-    def dead(size: int) -> dict[str, Any]:
+    def headers_of(size: int) -> dict[str, Any]:
         sent = message({"headers": {"large": b"x" * size}, "delivery_mode": 2})
-        made = dead_lettered(sent, MARKED, reason="y" * 500, stage="batch", limit=10_000)
+        made = dead(sent, "y" * 500, limit=10_000)
         assert len(made) <= 10_000
         return {k: v for k, v in decode(made)["headers"].items() if k != "large"}
 
-    assert len(dead(9_000)["x-broadway-reason"]) == 500
-    assert len(dead(9_400)["x-broadway-reason"].encode()) == 64
-    assert dead(9_700)[MARK]["id"] == "id-1"
-    assert dead(9_970) == {}
+    assert len(headers_of(9_000)["x-broadway-reason"]) == 500
+    assert len(headers_of(9_400)["x-broadway-reason"].encode()) == 64
+    assert headers_of(9_700)[MARK]["id"] == "id-1"
+    assert headers_of(9_970) == {}
 
 
 def test_a_retry_needs_room_for_its_mark() -> None:
