@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
-from airflow_broadway.producers.rabbitmq.bundle import MAGIC, MAX_MESSAGES, Held, contents
+from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
 from airflow_broadway.producers.rabbitmq.marks import (
     Mark,
     dead_lettered,
@@ -284,7 +285,7 @@ class OpenBundle:
     def add(self, held: Held, weight: int, tag: int) -> None:
         """Put a message in; a full bundle is published, and another begun."""
         full = self._bytes + weight > self._intake.capacity
-        if full or len(self.messages) >= MAX_MESSAGES:
+        if full or len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
         self.messages.append(held)
         self._bytes += weight
@@ -296,7 +297,7 @@ class OpenBundle:
 
     def publish_full(self) -> None:
         """Publish it if it is full; if there were repetitions alone, have them acknowledged."""
-        if len(self.messages) >= MAX_MESSAGES:
+        if len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
         elif self._tag is not None and not self.messages:
             tag, self._tag = self._tag, None
