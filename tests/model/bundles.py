@@ -104,7 +104,7 @@ class Bundles:
         "note closed": "producers.rabbitmq.journal.QueueJournal.note_closed",
         "opened": "producers.rabbitmq.journal.QueueJournal.opened",
         "claim": "producers.rabbitmq.broker.holding_queues.HoldingQueues.claim",
-        "settled": "producers.rabbitmq.journal.QueueJournal.settled",
+        "settled": "producers.kit.generation_log.GenerationLog.settled",
         "fence": "producers.rabbitmq.broker.holding_queues.HoldingQueue.fence",
         "get": "producers.rabbitmq.broker.holding_queues.HoldingQueue.bundles",
         "turn": "producers.rabbitmq.journal.QueueJournal.note_turn",

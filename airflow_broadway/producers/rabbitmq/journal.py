@@ -20,12 +20,11 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled, forget_ended
 from airflow_broadway.producers.kit.state_files import day_of, digest, state_files
@@ -90,10 +89,6 @@ class QueueJournal:
 
     # -- settling ------------------------------------------------------------------------------
 
-    def settled(self, generation: str) -> Settled | None:
-        """The settlement or sweep that is noted, if any."""
-        return self.log_of(generation).settled()
-
     def note_settled(
         self,
         generation: str,
@@ -139,14 +134,6 @@ class QueueJournal:
         self.log_of(generation).write(f"turn-{name}.json", {})
         others = self.turns(generation) - {name}
         return name, whole and any(not each.startswith("now-") for each in others)
-
-    def note_now(self, generation: str, actions: Mapping[str, Action]) -> None:
-        """Note what callbacks settled immediately: message id → action."""
-        self.log_of(generation).note_now(actions)
-
-    def now(self, generation: str) -> dict[str, Action]:
-        """What callbacks settled immediately: message id → action."""
-        return self.log_of(generation).now()
 
     # -- the broker's queues -------------------------------------------------------------------
 

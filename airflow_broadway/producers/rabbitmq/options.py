@@ -49,10 +49,8 @@ METADATA_FIELDS = (
 )
 
 
-_DECLARE = ("durable", "passive", "arguments")
 #: Options that no producer has alone: tasks and verdicts go by what is declared.
 _FOR_ALL = {"concurrency", "merge_options", "rate_limiting", "retry", "transformer"}
-_CONSUME = ("consumer_tag", "exclusive", "arguments")
 
 
 def _keys_of(value: object, names: tuple[str, ...]) -> bool:
@@ -66,6 +64,11 @@ def _is_binding(value: object) -> bool:
         and isinstance(value[0], str)
         and _keys_of(value[1], ("routing_key", "arguments"))
     )
+
+
+def _mapping_of(names: tuple[str, ...], note: str = "") -> Rule:
+    text = f"a mapping with keys of {list(names)}{note}"
+    return Rule(text, lambda value: _keys_of(value, names)).or_none()
 
 
 _BINDINGS = Rule(
@@ -166,9 +169,7 @@ class RabbitMQOptions(Producer):
     )
     declare: Mapping[str, Any] | None = option(
         default=None,
-        rule=Rule(
-            f"a mapping with keys of {list(_DECLARE)}", lambda v: _keys_of(v, _DECLARE)
-        ).or_none(),
+        rule=_mapping_of(("durable", "passive", "arguments")),
         doc="Declares the queue with these arguments before it is read; ``None``: it must exist."
         "  An exclusive or auto-deleted queue would end with the run, and its messages with it.",
     )
@@ -179,10 +180,9 @@ class RabbitMQOptions(Producer):
     )
     consume_options: Mapping[str, Any] | None = option(
         default=None,
-        rule=Rule(
-            f"a mapping with keys of {list(_CONSUME)} (no_ack would lose messages)",
-            lambda v: _keys_of(v, _CONSUME),
-        ).or_none(),
+        rule=_mapping_of(
+            ("consumer_tag", "exclusive", "arguments"), " (no_ack would lose messages)"
+        ),
         doc="More arguments of ``basic.consume``.",
     )
     name: str | None = option(

@@ -85,14 +85,14 @@ def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
 def test_strays_do_not_disturb_the_journal_of_a_queue(tmp_path: Path) -> None:
     journal = QueueJournal(f"file://{tmp_path}", "flights")
     turn, _ = journal.note_turn("g", whole=True)
-    journal.note_now("g", {"m1": Action.ACK})
+    journal.log_of("g").note_now({"m1": Action.ACK})
     notes = StateFiles(f"file://{tmp_path}", "x")
     notes.write("y/1.json", {})
     litter(tmp_path)
     assert [name for name in notes.names("y") if name.startswith(".")] == []
     assert notes.names("y/1.json") == []
     assert journal.turns("g") == {turn}
-    assert journal.now("g") == {"m1": Action.ACK}
+    assert journal.log_of("g").now() == {"m1": Action.ACK}
 
 
 def test_a_generation_whose_opening_was_answered_by_silence_is_opened_all_the_same(

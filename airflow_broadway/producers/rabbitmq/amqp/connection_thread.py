@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
@@ -26,35 +27,22 @@ log = logging.getLogger(__name__)
 ANSWER_TIMEOUT = 60.0
 
 
-class Reply:
-    """What one thread waits for and another gives."""
-
-    def __init__(self) -> None:
-        self._ready = threading.Event()
-        self._value: Any = None
-        self._error: Exception | None = None
+class Reply(Future[Any]):
+    """What one thread waits for and another gives: once, what comes later is of no effect."""
 
     def give(self, value: Any = None) -> None:
-        if not self._ready.is_set():
-            self._value = value
-            self._ready.set()
+        if not self.done():
+            self.set_result(value)
 
     def fail(self, error: Exception) -> None:
-        if not self._ready.is_set():
-            self._error = error
-            self._ready.set()
-
-    @property
-    def given(self) -> bool:
-        """Whether there is a value, or an error."""
-        return self._ready.is_set()
+        if not self.done():
+            self.set_exception(error)
 
     def wait(self, seconds: float) -> Any:
-        if not self._ready.wait(seconds):
-            raise ProducerUnavailable(f"RabbitMQ did not answer within {seconds:.0f} s")
-        if self._error is not None:
-            raise self._error
-        return self._value
+        try:
+            return self.result(seconds)
+        except TimeoutError:
+            raise ProducerUnavailable(f"RabbitMQ did not answer within {seconds:.0f} s") from None
 
 
 def _silence_pika() -> None:
@@ -171,7 +159,7 @@ class ConnectionThread:
                 try:
                     return reply.wait(seconds)
                 except ProducerUnavailable:
-                    if reply.given or not self.blocked:
+                    if reply.done() or not self.blocked:
                         raise
         finally:
             self._waiting.discard(reply)
@@ -275,10 +263,10 @@ class ConnectionThread:
             self.lost = (
                 ProducerUnavailable("the connection was closed")
                 if self._closing
-                else translate(error, self.address, opened=self._opened.given)
+                else translate(error, self.address, opened=self._opened.done())
             )
         assert self.lost is not None
-        opened = self._opened.given
+        opened = self._opened.done()
         self._opened.fail(self.lost)
         for reply in list(self._waiting):
             reply.fail(self.lost)
@@ -344,7 +332,7 @@ class Channel:
         """
         if self.lost is not None:
             raise self.lost
-        self._waiting = {each for each in self._waiting if not each.given}
+        self._waiting = {each for each in self._waiting if not each.done()}
         self._waiting.add(reply)
 
     def await_closed(self, seconds: float) -> None:

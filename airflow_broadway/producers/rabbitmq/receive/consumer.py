@@ -164,9 +164,12 @@ class Consumer:
             backlog.popleft()
             weight = len(body) + len(properties) + len(route) + (64 if mark is None else 256)
             if len(body) > max_bytes or weight > largest:
-                self._quarantine_oversized(delivered)
+                self._quarantine(delivered, "oversized", self._why_oversized(len(body)))
                 continue
-            if body[:4] == MAGIC and self._quarantine_bundle(delivered):
+            if body[:4] == MAGIC and (bundle_of := contents(body)):
+                # It was moved here; it is not unpacked: any sender can make one.
+                reason = f"it is {bundle_of}: move it back into its holding queue, as it is"
+                self._quarantine(delivered, "bundle", reason)
                 continue
             if mark is None:
                 bundle.add(Held(fresh(), 1, redelivered, route, properties, body), weight, tag)
@@ -213,24 +216,13 @@ class Consumer:
             return None
         return Held(message_id, mark.attempt, True, route, properties, body)
 
-    def _quarantine_oversized(self, delivered: Delivered) -> None:
-        size = len(delivered.body)
+    def _why_oversized(self, size: int) -> str:
         if size > self._max_bytes:
-            reason = f"its body has {size} bytes, more than max_message_bytes ({self._max_bytes})"
-        else:
-            reason = (
-                f"with {size} bytes it fits no bundle, for which RabbitMQ's max_message_size"
-                f" leaves {self._intake.largest}"
-            )
-        self._quarantine(delivered, "oversized", reason)
-
-    def _quarantine_bundle(self, delivered: Delivered) -> bool:
-        """Quarantines a bundle that was moved here; not unpacked: any sender can make one."""
-        bundle = contents(delivered.body)
-        if bundle:
-            reason = f"it is {bundle}: move it back into its holding queue, as it is"
-            self._quarantine(delivered, "bundle", reason)
-        return bool(bundle)
+            return f"its body has {size} bytes, more than max_message_bytes ({self._max_bytes})"
+        return (
+            f"with {size} bytes it fits no bundle, for which RabbitMQ's max_message_size leaves"
+            f" {self._intake.largest}"
+        )
 
     def _quarantine(self, delivered: Delivered, kind: str, reason: str) -> None:
         """Makes a dead letter of a message that no callback can handle."""

@@ -101,7 +101,7 @@ class RabbitCustodian:
             return SettleReport(
                 lapsed=len(chosen), undone=frozenset(entry.message_id for entry in chosen)
             )
-        done = self._journal.now(lease.generation)
+        done = self._journal.log_of(lease.generation).now()
         outbox = self._outbox(lease, None, lambda: self._turn_of(lease.generation))
         actions: Counter[Action] = Counter()
         news: dict[str, Action] = {}
@@ -120,7 +120,7 @@ class RabbitCustodian:
         for key in outbox.finish():  # it stays with the others
             actions[news.pop(key)] -= 1
         if news:
-            self._journal.note_now(lease.generation, news)
+            self._journal.log_of(lease.generation).note_now(news)
         guard = outbox.guard
         report = report_of(+actions, failed=len(guard.refused), errors=guard.errors())
         return replace(report, undone=frozenset(guard.refused))

@@ -48,7 +48,7 @@ COUNT_TIMEOUT = 3.0
 
 def unheld_report(journal: QueueJournal, lease: Lease, settlement: Settlement) -> SettleReport:
     """Returns the report of a generation that holds nothing: what was settled immediately."""
-    now = journal.now(lease.generation)
+    now = journal.log_of(lease.generation).now()
     again = ComingAgain.of(now, whole=not settlement.expected)
     return replace(beyond(report_of(now.values()), settlement), again=again)
 
@@ -66,7 +66,7 @@ class LeaseSettlement:
         self._lease = lease
         self._settlement = settlement
         self._outbox = outbox
-        self._now = journal.now(lease.generation)
+        self._now = journal.log_of(lease.generation).now()
         # What was settled immediately, beyond what the settlement knows of.
         self._unreported = beyond(report_of(self._now.values()), settlement)
         # Bundles that the lease counts; ``None`` if there may be others.
@@ -74,7 +74,7 @@ class LeaseSettlement:
 
     def run(self, queue: HoldingQueue, now: datetime) -> SettleReport:
         """Settles what the claimed holding queue holds."""
-        noted = self._journal.settled(self._lease.generation)
+        noted = self._journal.log_of(self._lease.generation).settled()
         if is_swept(noted):
             return self._lapsed_report()
         expects = self._lease.state.get("bundles") and noted is None
@@ -425,7 +425,7 @@ def _lapsed_owner(queue: HoldingQueue, queues: StandingQueues, env: ProducerEnv)
         return None
     if owner is None or owner.until <= env.clock.now().timestamp():
         return owner
-    return None if queues.journal.settled(owner.generation) is None else owner
+    return None if queues.journal.log_of(owner.generation).settled() is None else owner
 
 
 def _take_over(
@@ -452,8 +452,8 @@ def _take_over(
             continue
         if header.generation not in known:
             known[header.generation] = (
-                journal.settled(header.generation),
-                journal.now(header.generation),
+                journal.log_of(header.generation).settled(),
+                journal.log_of(header.generation).now(),
             )
         settled, done = known[header.generation]
         if not covers(settled, header):

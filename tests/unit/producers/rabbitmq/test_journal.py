@@ -67,10 +67,10 @@ def test_a_generation_is_over_once_it_is_closed_swept_or_settled(tmp_path: Path)
 def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path: Path) -> None:
     shared = f"file://{tmp_path}/shared"
     one, other = (QueueJournal(f"file://{tmp_path}/{n}", "q", shared) for n in "ab")
-    one.note_now("g", {"m1": Action.ACK})
+    one.log_of("g").note_now({"m1": Action.ACK})
     one.note_limit(1000)
 
-    assert other.now("g") == {"m1": Action.ACK}
+    assert other.log_of("g").now() == {"m1": Action.ACK}
     assert other.limit() is None
 
 
