@@ -279,7 +279,7 @@ def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(
 def test_an_unexpected_error_closes_the_connection_and_is_told(
     place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    from airflow_broadway.producers.rabbitmq.receive import consumer
+    from airflow_broadway.producers.rabbitmq import marks
 
     def broken(properties: bytes) -> None:
         raise error
@@ -287,7 +287,7 @@ def test_an_unexpected_error_closes_the_connection_and_is_told(
     place.send(b"1", b"2")
     source: Source = place.producer().source(place.env())
     with monkeypatch.context() as patch:
-        patch.setattr(consumer, "mark_of", broken)
+        patch.setattr(marks, "mark_of", broken)
         with pytest.raises(BroadwayError, match=f"an unexpected .*{type(error).__name__}"):
             source.receive(10, timeout=5.0)
 

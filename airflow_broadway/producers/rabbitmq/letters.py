@@ -26,29 +26,16 @@ from airflow_broadway.core.custody.dead_letters import (
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.looks import LookCount
+from airflow_broadway.producers.rabbitmq import marks
+from airflow_broadway.producers.rabbitmq.amqp import properties as codec
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import ACKS_AT_ONCE, Getter
-from airflow_broadway.producers.rabbitmq.amqp.properties import (
-    decode,
-    entries_of,
-    fields_of,
-    join_entries,
-    join_fields,
-    json_value,
-)
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, join_route, split_route
 from airflow_broadway.producers.rabbitmq.broker.management import delivery_limit
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.marks import (
-    Mark,
-    mark_of,
-    publication_key,
-    republished,
-    restored,
-)
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 #: The header in which a quorum queue counts how often it delivered a message before.
@@ -219,10 +206,10 @@ class _Walk:
 
     def renew(self, delivered: Delivered) -> None:
         """Publishes a letter into its own queue again, and acknowledges it behind the confirm."""
-        fields = fields_of(_uncounted(delivered.properties))
+        fields = codec.fields_of(_uncounted(delivered.properties))
         fields.pop("user_id", None)  # the broker refuses that of another user
         publisher = Publisher(self.connection, lambda properties: "")
-        publisher.publish("", self.place.queue, join_fields(fields), delivered.body, key="")
+        publisher.publish("", self.place.queue, codec.join_fields(fields), delivered.body, key="")
         if not publisher.flush():
             self.getter.keep(delivered.tag)
             self.getter.ack()
@@ -244,7 +231,7 @@ class _Requeueing:
         self._walk = walk
         self._moving = moving
         self._to = to
-        self._publisher = Publisher(walk.connection, publication_key)
+        self._publisher = Publisher(walk.connection, marks.publication_key)
         #: Under way: message id → ids and delivery tags of its letters.
         self._sent: dict[str, list[tuple[str, int]]] = {}
 
@@ -287,7 +274,7 @@ class _Requeueing:
 
 
 def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
-    mark = mark_of(delivered.properties)
+    mark = marks.mark_of(delivered.properties)
     properties = _decoded(delivered.properties)
     headers = properties.get("headers") or {}
     death = _death(headers)
@@ -318,20 +305,20 @@ def _id_of(delivered: Delivered) -> str:
 def _uncounted(properties: bytes) -> bytes:
     """The properties without what a quorum queue adds to them at each look."""
     try:
-        fields = fields_of(properties)
-        headers = entries_of(fields.get("headers"))
+        fields = codec.fields_of(properties)
+        headers = codec.entries_of(fields.get("headers"))
     except ProducerError:
         return properties
     kept = [each for each in headers if each[0] != _COUNT]
     if len(kept) == len(headers):
         return properties
-    fields["headers"] = join_entries(kept)
-    return join_fields({n: raw for n, raw in fields.items() if n != "headers" or kept})
+    fields["headers"] = codec.join_entries(kept)
+    return codec.join_fields({n: raw for n, raw in fields.items() if n != "headers" or kept})
 
 
 def _decoded(properties: bytes) -> dict[str, Any]:
     try:
-        return decode(properties)
+        return codec.decode(properties)
     except ProducerError:
         return {}
 
@@ -360,8 +347,8 @@ def _instant(value: object) -> datetime | None:
 def _original(delivered: Delivered) -> tuple[bytes, bytes]:
     """Route and properties of the message when it was first received."""
     was = _uncounted(delivered.properties)
-    route, properties = restored(delivered.route, was, trusted=True)
-    if mark_of(delivered.properties) is None:  # the broker itself set it aside
+    route, properties = marks.restored(delivered.route, was, trusted=True)
+    if marks.mark_of(delivered.properties) is None:  # the broker itself set it aside
         death = _death(_decoded(delivered.properties).get("headers") or {})
         keys = death.get("routing-keys")
         if death.get("exchange") is not None and isinstance(keys, list) and keys:
@@ -373,7 +360,7 @@ def _shown(delivered: Delivered) -> dict[str, Any]:
     """Route and properties as they were, for people."""
     try:
         route, properties = _original(delivered)
-        shown: dict[str, Any] = json_value(decode(properties))
+        shown: dict[str, Any] = codec.json_value(codec.decode(properties))
     except ProducerError as error:
         return {"unreadable": str(error)}
     exchange, key = split_route(route)
@@ -387,6 +374,6 @@ def _sent_back(delivered: Delivered, message_id: str, limit: int) -> bytes:
         may come twice.
     """
     route, properties = _original(delivered)
-    mark = mark_of(delivered.properties) or Mark(message_id, _NOBODY, 1)
+    mark = marks.mark_of(delivered.properties) or marks.Mark(message_id, _NOBODY, 1)
     held = Held(message_id, 1, True, route, properties, delivered.body)
-    return republished(held, mark._replace(attempt=1), limit=limit)
+    return marks.republished(held, mark._replace(attempt=1), limit=limit)

@@ -21,15 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
-from airflow_broadway.producers.rabbitmq.amqp.properties import (
-    decode_entry,
-    encode_entry,
-    entries_of,
-    fields_of,
-    join_entries,
-    join_fields,
-    message_id_of,
-)
+from airflow_broadway.producers.rabbitmq.amqp import properties as codec
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 
 #: The header of a message that was published again: see :class:`Mark`.
@@ -103,8 +95,8 @@ def mark_of(properties: bytes) -> Mark | None:
     if _MARK not in properties:
         return None
     try:
-        headers = entries_of(fields_of(properties).get("headers"))
-        value = next(decode_entry(raw) for name, raw in headers if name == _MARK)
+        headers = codec.entries_of(codec.fields_of(properties).get("headers"))
+        value = next(codec.decode_entry(raw) for name, raw in headers if name == _MARK)
         mark = Mark(
             str(value["id"]),
             str(value["giver"]),
@@ -124,7 +116,7 @@ def mark_of(properties: bytes) -> Mark | None:
 def _digest(message: Content) -> str:
     digest = hashlib.blake2b(message.body, digest_size=12)
     try:
-        fields = fields_of(message.properties)
+        fields = codec.fields_of(message.properties)
     except ProducerError:
         fields = {}
     for name in _BOUND:
@@ -135,7 +127,7 @@ def _digest(message: Content) -> str:
 def publication_key(properties: bytes) -> str | None:
     """What names a publication of ours when the broker returns it: its mark's id, else its own."""
     mark = mark_of(properties)
-    return message_id_of(properties) if mark is None else mark.message_id
+    return codec.message_id_of(properties) if mark is None else mark.message_id
 
 
 # -- published again -------------------------------------------------------------------------------
@@ -164,11 +156,11 @@ def republished(
     value = {"id": mark.message_id, "giver": mark.released_by, "attempt": mark.attempt}
     value |= {"turn": mark.turn, "digest": _digest(message)}
     for more, was in ((extra, original), (short, lean), ({}, lean), ({}, [])):
-        ours = [encode_entry(MARK, value)]
-        ours += [encode_entry(name, each) for name, each in more.items()]
+        ours = [codec.encode_entry(MARK, value)]
+        ours += [codec.encode_entry(name, each) for name, each in more.items()]
         if was:
-            ours.append((ORIGINAL.encode(), b"F" + join_entries(was)))
-        made = join_fields({**fields, "headers": join_entries([*kept, *ours])})
+            ours.append((ORIGINAL.encode(), b"F" + codec.join_entries(was)))
+        made = codec.join_fields({**fields, "headers": codec.join_entries([*kept, *ours])})
         if len(made) <= limit:
             return made
     raise TooLarge(
@@ -208,10 +200,10 @@ def dead_lettered(
         return republished(message, mark._replace(attempt=1), extra=why, limit=limit)
     except TooLarge:
         fields, kept, _ = _taken_apart(message)
-        bare = {**fields, "headers": join_entries(kept)}
-        if len(join_fields(bare)) > limit:  # by the byte that makes it persistent
+        bare = {**fields, "headers": codec.join_entries(kept)}
+        if len(codec.join_fields(bare)) > limit:  # by the byte that makes it persistent
             del bare["delivery_mode"]
-        return join_fields(bare)
+        return codec.join_fields(bare)
 
 
 def _taken_apart(
@@ -221,12 +213,15 @@ def _taken_apart(
     original: list[tuple[bytes, bytes]] = []
     exchange, key = split_route(message.route)
     if exchange:  # else it is the queue's own name
-        original += [encode_entry("exchange", exchange), encode_entry("routing_key", key)]
+        original += [
+            codec.encode_entry("exchange", exchange),
+            codec.encode_entry("routing_key", key),
+        ]
     try:
-        fields = fields_of(message.properties)
-        headers = entries_of(fields.get("headers"))
+        fields = codec.fields_of(message.properties)
+        headers = codec.entries_of(fields.get("headers"))
     except ProducerError:  # it cannot be read, so it cannot be kept but as it was
-        unreadable = encode_entry("unreadable", message.properties)
+        unreadable = codec.encode_entry("unreadable", message.properties)
         return {"delivery_mode": b"\x02"}, [], [*original, unreadable]
     kept = []
     for name, raw in headers:
@@ -240,7 +235,7 @@ def _taken_apart(
             original.append((field.encode(), b"S" + struct.pack(">I", value[0]) + value[1:]))
     mode = fields.get("delivery_mode")
     if mode != b"\x02":
-        original.append(encode_entry("delivery_mode", None if mode is None else mode[0]))
+        original.append(codec.encode_entry("delivery_mode", None if mode is None else mode[0]))
     fields["delivery_mode"] = b"\x02"
     return fields, kept, original
 
@@ -258,37 +253,37 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
     :param trusted: Whether it is known to have been us who did: only then does it keep a
         ``user_id``, which the broker vouches for at the first receipt alone.
     """
-    fields = fields_of(properties)
-    headers = entries_of(fields.get("headers"))
+    fields = codec.fields_of(properties)
+    headers = codec.entries_of(fields.get("headers"))
     original = _original(headers)
     if b"unreadable" in original:
-        was = decode_entry(original[b"unreadable"])
+        was = codec.decode_entry(original[b"unreadable"])
         return _route(route, original), was if isinstance(was, bytes) else properties
     kept = [each for each in headers if not each[0].startswith((_OURS, *_DEATHS))]
     # Deaths since it was published again are our own ladder's, or else a queue's of somebody else.
     deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
     if deaths:
-        kept.append(encode_entry("x-death", deaths))
+        kept.append(codec.encode_entry("x-death", deaths))
     kept += [each for each in original.items() if _harmful(each[0])]
     if kept:
-        fields["headers"] = join_entries(kept)
+        fields["headers"] = codec.join_entries(kept)
     else:
         fields.pop("headers", None)
     for field in _HARMFUL:
         text = original.get(field.encode())
         if text is not None and text[:1] == b"S" and (trusted or field != "user_id"):
             fields[field] = bytes([len(text[5:260])]) + text[5:260]
-    mode = decode_entry(original.get(b"delivery_mode", b"l" + bytes(7) + b"\x02"))
+    mode = codec.decode_entry(original.get(b"delivery_mode", b"l" + bytes(7) + b"\x02"))
     fields.pop("delivery_mode", None)
     if isinstance(mode, int) and 0 <= mode < 256:
         fields["delivery_mode"] = bytes([mode])
-    return _route(route, original), join_fields(fields)
+    return _route(route, original), codec.join_fields(fields)
 
 
 def _original(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     raw = dict(headers).get(ORIGINAL.encode(), b"V")
     try:
-        return dict(entries_of(raw[1:])) if raw[:1] == b"F" else {}
+        return dict(codec.entries_of(raw[1:])) if raw[:1] == b"F" else {}
     except ProducerError:
         return {}
 
@@ -303,7 +298,7 @@ def _route(route: bytes, original: Mapping[bytes, bytes]) -> bytes:
 def _deaths(raw: bytes | None) -> list[Any]:
     """The entries of an ``x-death`` but for those of our own queues."""
     try:
-        value = decode_entry(raw or b"V")
+        value = codec.decode_entry(raw or b"V")
     except ProducerError:
         return []
     found = value if isinstance(value, list) else []

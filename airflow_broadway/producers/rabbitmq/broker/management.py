@@ -16,7 +16,6 @@ from urllib.parse import quote, urlsplit
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.producers.kit.checks import is_loopback, warn_of_plain_http
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
-from airflow_broadway.producers.rabbitmq.broker.policies import Policy
 
 #: Seconds that one answer may take.
 ANSWER_TIMEOUT = 2.0
@@ -24,6 +23,8 @@ ANSWER_TIMEOUT = 2.0
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 #: The delivery limit of a quorum queue of RabbitMQ 4 where nothing sets one.
 _DEFAULT_LIMIT = 20
+#: What the API shows of each policy, at least.
+_POLICY = {"name", "pattern", "apply-to", "priority", "definition"}
 #: The ports of the management plugin without and with TLS.
 _PORT, _TLS_PORT = 15672, 15671
 
@@ -82,17 +83,17 @@ class Management:
         found = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
         return dict(found) if isinstance(found, dict) else None
 
-    def policies(self) -> list[Policy]:
-        """The policies of the virtual host, the users' and the operators'.
+    def policies(self) -> dict[str, list[dict[str, Any]]]:
+        """The policies of the virtual host: what they are called, for people → those.
 
         :raises Unseen: If it does not answer.
         """
-        policies = []
-        for kind, operator in (("policies", False), ("operator-policies", True)):
-            found = self._get(f"{kind}/{self._virtual_host}")
-            if not isinstance(found, list):
-                raise Unseen(f"the management API at {self.shown} knows no {kind}")
-            policies += [Policy.of(value, operator=operator) for value in found]
+        policies = {}
+        for kind, path in (("policy", "policies"), ("operator policy", "operator-policies")):
+            found = self._get(f"{path}/{self._virtual_host}")
+            if not isinstance(found, list) or not all(policy.keys() >= _POLICY for policy in found):
+                raise Unseen(f"the management API at {self.shown} knows no {path}")
+            policies[kind] = found
         return policies
 
     def feature_flags(self) -> dict[str, str]:

@@ -26,30 +26,6 @@ LIMITS = ("expires", "message-ttl", "delivery-limit", "max-length", "max-length-
 _TYPES = {"classic_queues": "classic", "quorum_queues": "quorum", "streams": "stream"}
 
 
-class Policy(NamedTuple):
-    """A policy, or an operator's."""
-
-    name: str
-    pattern: str
-    apply_to: str
-    priority: int
-    definition: Mapping[str, Any]
-    operator: bool
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any], *, operator: bool) -> Policy:
-        """Reads a policy as the management API shows it."""
-        priority = value.get("priority", 0)
-        return cls(
-            str(value.get("name", "")),
-            str(value.get("pattern", "")),
-            str(value.get("apply-to", "all")),
-            priority if isinstance(priority, int) else 0,
-            dict(value.get("definition") or {}),
-            operator,
-        )
-
-
 class Setting(NamedTuple):
     """A setting that counts for a queue.
 
@@ -66,12 +42,20 @@ class Policies:
     A pattern that Python cannot read (Erlang's dialect knows more) or that takes too long counts as
     matching all: rather too many than too few.
 
+    :param policies: What they are called, for people → those, as the management API shows them.
     :param queues: The names of the queues.
     """
 
-    def __init__(self, policies: Iterable[Policy], queues: Sequence[str]) -> None:
-        self._policies = sorted(policies, key=lambda policy: -policy.priority)
-        self._matching = _matching([policy.pattern for policy in self._policies], queues)
+    def __init__(
+        self, policies: Mapping[str, Iterable[Mapping[str, Any]]], queues: Sequence[str]
+    ) -> None:
+        # The highest priority first.
+        self._policies = {
+            kind: sorted(shown, key=lambda policy: -policy["priority"])
+            for kind, shown in policies.items()
+        }
+        patterns = [policy["pattern"] for shown in self._policies.values() for policy in shown]
+        self._matching = _matching(patterns, queues)
 
     def effective(self, queue: str, kind: str, arguments: Mapping[str, Any]) -> dict[str, Setting]:
         """Returns what counts for a queue: name without ``x-`` → value and what sets it.
@@ -83,25 +67,20 @@ class Policies:
             name.removeprefix("x-"): Setting(value, "its declaration")
             for name, value in arguments.items()
         }
-        for operator, kind_of_policy in ((False, "policy"), (True, "operator policy")):
-            for policy in self._policies:
-                if policy.operator is operator and self._applies(policy, queue, kind):
-                    by = f"the {kind_of_policy} {policy.name!r}"
-                    _override(settings, policy.definition, by)
-                    break
+        for policy_kind, policies in self._policies.items():
+            fitting = [policy for policy in policies if self._applies(policy, queue, kind)]
+            for policy in fitting[:1]:
+                for name, value in policy["definition"].items():
+                    before = settings.get(name)
+                    if before is None or (name in LIMITS and _is_less(value, before.value)):
+                        settings[name] = Setting(value, f"the {policy_kind} {policy['name']!r}")
         return settings
 
-    def _applies(self, policy: Policy, queue: str, kind: str) -> bool:
-        if policy.apply_to not in ("all", "queues") and _TYPES.get(policy.apply_to) != kind:
+    def _applies(self, policy: Mapping[str, Any], queue: str, kind: str) -> bool:
+        apply_to = policy["apply-to"]
+        if apply_to not in ("all", "queues") and _TYPES.get(apply_to) != kind:
             return False
-        return queue in self._matching[policy.pattern]
-
-
-def _override(settings: dict[str, Setting], definition: Mapping[str, Any], by: str) -> None:
-    for name, value in definition.items():
-        before = settings.get(name)
-        if before is None or (name in LIMITS and _is_less(value, before.value)):
-            settings[name] = Setting(value, by)
+        return queue in self._matching[policy["pattern"]]
 
 
 def _is_less(value: Any, other: Any) -> bool:

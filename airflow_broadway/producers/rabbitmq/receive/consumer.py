@@ -12,17 +12,11 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import bundle as bundles
+from airflow_broadway.producers.rabbitmq import marks
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
-from airflow_broadway.producers.rabbitmq.marks import (
-    Mark,
-    dead_lettered,
-    mark_of,
-    publication_key,
-    restored,
-)
 from airflow_broadway.producers.rabbitmq.receive.buffer import Aside
 from airflow_broadway.producers.rabbitmq.receive.intake import Intake
 from airflow_broadway.producers.rabbitmq.receive.subscription import Subscription
@@ -48,7 +42,7 @@ class Consumer:
             secured=self._secured,
             failed=intake.buffer.fail,
             what=f"the holding queue of generation {generation}",
-            key_of=publication_key,
+            key_of=marks.publication_key,
         )
         self._intake = intake
         self._generation = generation
@@ -156,7 +150,7 @@ class Consumer:
         for _ in range(room):
             delivered = backlog[0]
             tag, redelivered, route, properties, body = delivered
-            mark = mark_of(properties)
+            mark = marks.mark_of(properties)
             if mark is not None and not mark.belongs_to(delivered):
                 mark, redelivered = None, True  # another message's header: a message like any other
             if mark is not None and not self._may_take(mark):
@@ -183,7 +177,7 @@ class Consumer:
         bundle.publish_full()
         return taken
 
-    def _may_take(self, mark: Mark) -> bool:
+    def _may_take(self, mark: marks.Mark) -> bool:
         """Whether a message with this mark is for this generation, and can be judged now."""
         if mark.released_by == self._generation:
             self._stopped = True
@@ -194,7 +188,7 @@ class Consumer:
             return False
         return True
 
-    def _marked(self, mark: Mark, delivered: Delivered) -> Held | None:
+    def _marked(self, mark: marks.Mark, delivered: Delivered) -> Held | None:
         """Returns a released message as it was before; ``None`` if it is here already.
 
         A repetition is only what settling can have made: each turn of it publishes a message once,
@@ -204,7 +198,7 @@ class Consumer:
         body = delivered.body
         turns = self._intake.turns.of(mark.released_by) or ()
         try:
-            route, properties = restored(
+            route, properties = marks.restored(
                 delivered.route, delivered.properties, trusted=mark.turn in turns
             )
         except ProducerError:  # no mark of ours: a message like any other
@@ -228,9 +222,9 @@ class Consumer:
         """Makes a dead letter of a message that no callback can handle."""
         self._bundle.publish()  # first: what follows acknowledges all before it
         key = self._ids.fresh()
-        properties = dead_lettered(
+        properties = marks.dead_lettered(
             delivered,
-            Mark(key, self._generation, 1),
+            marks.Mark(key, self._generation, 1),
             reason=reason,
             stage="receive",
             source=self._queue,

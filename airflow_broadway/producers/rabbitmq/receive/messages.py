@@ -11,12 +11,7 @@ from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.amqp.properties import (
-    FIELDS,
-    decode,
-    json_value,
-    staged_text,
-)
+from airflow_broadway.producers.rabbitmq.amqp import properties as codec
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
@@ -42,7 +37,7 @@ class MessageMaker:
         self._generation = generation
         self._actions = dict(actions)
         self._names = tuple(metadata)
-        self._decodes = any(name in FIELDS or name == "persistent" for name in metadata)
+        self._decodes = any(name in codec.FIELDS or name == "persistent" for name in metadata)
         self._clock = clock
         self._position = 0
         self._texts: dict[tuple[bytes, bytes, bool], str] = {}
@@ -59,7 +54,7 @@ class MessageMaker:
             if text is None:
                 if len(texts) > 10_000:
                     texts.clear()
-                text = texts[key] = staged_text(*key)
+                text = texts[key] = codec.staged_text(*key)
             body = each.body
             made.append(
                 Message(
@@ -86,7 +81,7 @@ class MessageMaker:
         known: dict[str, Any] = {}
         if self._decodes:
             try:
-                known = decode(held.properties)
+                known = codec.decode(held.properties)
             except ProducerError as error:
                 return {"unreadable": str(error)}
         known["redelivered"] = held.redelivered
@@ -95,4 +90,4 @@ class MessageMaker:
         headers = known.get("headers")
         if headers:
             known["headers"] = {k: v for k, v in headers.items() if k not in (MARK, ORIGINAL)}
-        return {name: json_value(known.get(name)) for name in self._names}
+        return {name: codec.json_value(known.get(name)) for name in self._names}

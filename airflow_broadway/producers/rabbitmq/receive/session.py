@@ -13,19 +13,13 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
+from airflow_broadway.producers.rabbitmq.amqp import errors
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Channel,
     ConnectionThread,
     Reply,
-)
-from airflow_broadway.producers.rabbitmq.amqp.errors import (
-    Blocked,
-    Refused,
-    acknowledged_too_late,
-    explained,
-    too_large,
 )
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
@@ -112,16 +106,16 @@ class Session:
         """
         if isinstance(error, LeaseLapsed):
             self._intake.lapsed = error
-        if isinstance(error, Refused):
-            limit = too_large(error)
+        if isinstance(error, errors.Refused):
+            limit = errors.too_large(error)
             if limit is not None:
                 self._fit(limit)
                 return
-            if acknowledged_too_late(error):
+            if errors.acknowledged_too_late(error):
                 self._slow = True
                 return
-            raise explained(error, f"the queue {self._intake.options.queue!r}") from None
-        if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
+            raise errors.explained(error, f"the queue {self._intake.options.queue!r}") from None
+        if isinstance(error, errors.Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
 
     def _fit(self, limit: int) -> None:
@@ -241,8 +235,8 @@ def _prepare(options: RabbitMQOptions, channel: Channel) -> int:
             bound = {"routing_key": "", **dict(arguments)}
             channel.call("queue_bind", queue=queue, exchange=exchange, **bound)
         declared = channel.call("queue_declare", queue=queue, passive=True)
-    except Refused as error:
-        raise explained(error, f"the source queue {queue!r}") from None
+    except errors.Refused as error:
+        raise errors.explained(error, f"the source queue {queue!r}") from None
     return int(declared.method.message_count)
 
 
@@ -263,7 +257,7 @@ def refuse_stream(connection: ConnectionThread, queue: str) -> None:
             on_message_callback=lambda *_: None,
             arguments={"x-stream-offset": "next"},
         )
-    except Refused:
+    except errors.Refused:
         return  # what else is refused is said where it matters
     channel.close()
     raise ProducerError(

@@ -17,19 +17,13 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.rabbitmq import bundle as bundles
+from airflow_broadway.producers.rabbitmq import marks
 from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode, staged_delivery
 from airflow_broadway.producers.rabbitmq.broker.names import rung
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
-from airflow_broadway.producers.rabbitmq.marks import (
-    Mark,
-    TooLarge,
-    dead_lettered,
-    publication_key,
-    republished,
-)
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
@@ -112,7 +106,7 @@ class Outbox:
         with self.guard.each(key):
             try:
                 self._publish(held, verdict, repeated)
-            except TooLarge as error:
+            except marks.TooLarge as error:
                 if action is Action.DEAD_LETTER:
                     raise
                 action = Action.DEAD_LETTER
@@ -157,10 +151,10 @@ class Outbox:
         turn, repeats = self._turn = self._turn or self._next_turn()
         action, limit = verdict.action, self._connection.max_properties
         attempt = held.attempt + (1 if action is Action.RETRY else 0)
-        mark = Mark(held.message_id, self._generation, attempt, turn)
+        mark = marks.Mark(held.message_id, self._generation, attempt, turn)
         if action is not Action.DEAD_LETTER:
-            return republished(held, mark, limit=limit)
-        return dead_lettered(
+            return marks.republished(held, mark, limit=limit)
+        return marks.dead_lettered(
             held,
             mark,
             reason=verdict.reason,
@@ -175,7 +169,7 @@ class Outbox:
     @property
     def _publisher(self) -> Publisher:
         if self._opened is None:
-            self._opened = Publisher(self._connection, publication_key)
+            self._opened = Publisher(self._connection, marks.publication_key)
         return self._opened
 
     # -- what came of it -----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from airflow_broadway.producers.rabbitmq.broker.checks import (
     roles_of,
 )
 from airflow_broadway.producers.rabbitmq.broker.management import Unseen
-from airflow_broadway.producers.rabbitmq.broker.policies import Policies, Policy, Setting, _matching
+from airflow_broadway.producers.rabbitmq.broker.policies import Policies, Setting, _matching
 
 ORDERS = RabbitMQProducer(queue="orders")
 
@@ -34,28 +34,34 @@ def policy(
     pattern: str = ".*",
     apply_to: str = "all",
     priority: int = 0,
-    operator: bool = False,
     **definition: Any,
-) -> Policy:
-    return Policy(
-        name=name,
-        pattern=pattern,
-        apply_to=apply_to,
-        priority=priority,
-        definition={key.replace("_", "-"): value for key, value in definition.items()},
-        operator=operator,
-    )
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "pattern": pattern,
+        "apply-to": apply_to,
+        "priority": priority,
+        "definition": {key.replace("_", "-"): value for key, value in definition.items()},
+    }
 
 
-def found(role: Role, *policies: Policy, kind: str = "quorum", **arguments: Any) -> list[Finding]:
+def found(
+    role: Role, *policies: dict[str, Any], kind: str = "quorum", **arguments: Any
+) -> list[Finding]:
     own = {key.replace("_", "-"): value for key, value in arguments.items()} or role.arguments or {}
     return judge(role, kind, effective(role.queue, kind, own, policies))
 
 
 def effective(
-    queue: str, kind: str, arguments: Mapping[str, Any], policies: Iterable[Policy]
+    queue: str,
+    kind: str,
+    arguments: Mapping[str, Any],
+    policies: Iterable[dict[str, Any]],
+    operators: Iterable[dict[str, Any]] = (),
 ) -> dict[str, Setting]:
-    return Policies(policies, [queue]).effective(queue, kind, arguments)
+    return Policies({"policy": policies, "operator policy": operators}, [queue]).effective(
+        queue, kind, arguments
+    )
 
 
 def role(name: str) -> Role:
@@ -90,8 +96,8 @@ def test_of_a_limit_the_lower_value_counts_and_of_all_else_the_declaration() -> 
         {"x-message-ttl": 50, "x-max-length": 5, "x-overflow": "reject-publish"},
         [
             policy("users", message_ttl=40, max_length=9, overflow="drop-head"),
-            policy("operators", operator=True, message_ttl=30),
         ],
+        [policy("operators", message_ttl=30)],
     )
 
     assert settings["message-ttl"] == (30, "the operator policy 'operators'")
@@ -219,15 +225,15 @@ class Api:
     """A management API that knows one source queue."""
 
     shown = "http://broker:15672"
-    policy_list: tuple[Policy, ...] = ()
+    policy_list: tuple[dict[str, Any], ...] = ()
     queues: dict[str, dict[str, Any]] = {}
     flags: dict[str, str] | None = None
 
     def __init__(self, address: Address) -> None:
         pass
 
-    def policies(self) -> list[Policy]:
-        return list(self.policy_list)
+    def policies(self) -> dict[str, Iterable[dict[str, Any]]]:
+        return {"policy": self.policy_list}
 
     def queue(self, name: str) -> dict[str, Any] | None:
         return self.queues.get(name)
