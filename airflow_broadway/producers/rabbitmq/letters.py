@@ -101,25 +101,16 @@ class RabbitDeadLetters:
                         yield letter
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
-        moving = Moving(choice)
-        for place in self._places:
-            with self._walk(place, choice) as walk:
-                _Requeueing(walk, moving, to).run()
-        return moving.result()
+        return self._move(choice, send=True, to=to)
 
     def delete(self, choice: Choice = EVERY) -> Moved:
+        return self._move(choice, send=False)
+
+    def _move(self, choice: Choice, *, send: bool, to: str | None = None) -> Moved:
         moving = Moving(choice)
         for place in self._places:
             with self._walk(place, choice) as walk:
-                kept = 0
-                for delivered, letter in walk.letters():
-                    if moving.takes(letter):
-                        walk.getter.keep(delivered.tag)
-                        moving.count += 1
-                        kept += 1
-                        if kept % ACKS_AT_ONCE == 0:
-                            walk.getter.ack()
-                walk.getter.ack()
+                _Move(walk, moving, send=send, to=to).run()
         return moving.result()
 
     @contextmanager
@@ -221,29 +212,33 @@ def _returns(delivered: Delivered) -> int:
     return value if isinstance(value, int) else 0
 
 
-class _Requeueing:
-    """Sends the letters of one place back.
+class _Move:
+    """Sends the letters of one place back, or deletes them.
 
     They are acknowledged in small portions, each behind its confirms: see :class:`Getter`.
     """
 
-    def __init__(self, walk: _Walk, moving: Moving, to: str | None) -> None:
+    def __init__(self, walk: _Walk, moving: Moving, *, send: bool, to: str | None) -> None:
         self._walk = walk
         self._moving = moving
         self._to = to
-        self._publisher = Publisher(walk.connection, marks.publication_key)
+        self._publisher = Publisher(walk.connection, marks.publication_key) if send else None
         #: Under way: message id → ids and delivery tags of its letters.
         self._sent: dict[str, list[tuple[str, int]]] = {}
 
     def run(self) -> None:
         for delivered, letter in self._walk.letters():
-            if self._moving.takes(letter):
-                self._send(delivered, letter)
+            if self._moving.takes(letter) and self._send(delivered, letter):
+                own = letter.message_id, delivered.tag
+                self._sent.setdefault(letter.original_id, []).append(own)
                 if sum(map(len, self._sent.values())) >= ACKS_AT_ONCE:
                     self._confirm()
         self._confirm()
 
-    def _send(self, delivered: Delivered, letter: DeadLetter) -> None:
+    def _send(self, delivered: Delivered, letter: DeadLetter) -> bool:
+        """Sends a letter back, if that is to be; ``False`` if it stays."""
+        if self._publisher is None:
+            return True
         walk, key = self._walk, letter.original_id
         try:
             queue = destination_of(letter, walk.place.sources, self._to)
@@ -253,12 +248,12 @@ class _Requeueing:
             if walk.looks is None and not walk.place.is_ours and _returns(delivered):
                 # It stays where looks are limited, and this one was not counted.
                 walk.renew(delivered)
-            return
+            return False
         self._publisher.publish("", queue, properties, delivered.body, key=key)
-        self._sent.setdefault(key, []).append((letter.message_id, delivered.tag))
+        return True
 
     def _confirm(self) -> None:
-        refused = self._publisher.flush()
+        refused = {} if self._publisher is None else self._publisher.flush()
         for key, letters in self._sent.items():
             for message_id, tag in letters:
                 if key in refused:

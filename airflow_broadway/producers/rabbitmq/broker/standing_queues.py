@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.errors import MISSING, Refused, explained
+from airflow_broadway.producers.rabbitmq.amqp.errors import MISSING
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.broker.checks import LossCheck
@@ -133,29 +133,32 @@ class StandingQueues:
         """
         self.ensure_dead(connection)
         exchange, _ = self.dead_for(b"")
-        if exchange and (missing := self._missing_exchange(connection, exchange)):
-            raise ProducerError(missing)
+        if exchange:
+            self._check_exchange(connection, exchange)
 
-    def obstacle(self, connection: ConnectionThread, exchange: str, routing_key: str) -> str:
-        """Returns why a message would be lost that is published there; empty if it would not.
+    def check_place(self, connection: ConnectionThread, exchange: str, routing_key: str) -> None:
+        """Sees that a message is not lost that is published there.
 
-        The exchange is missing, or a policy makes the broker lose what goes into a queue of ours.
+        :raises ProducerError: If the exchange is missing, or a policy makes the broker lose what
+            goes into a queue of ours.
         """
         if exchange:
-            return self._missing_exchange(connection, exchange)
-        return self._losses.reason(connection.address, routing_key)
+            self._check_exchange(connection, exchange)
+        elif loss := self._losses.reason(connection.address, routing_key):
+            raise ProducerError(loss)
 
-    def _missing_exchange(self, connection: ConnectionThread, name: str) -> str:
+    def _check_exchange(self, connection: ConnectionThread, name: str) -> None:
         if name not in self._exchanges:
-            channel = connection.channel()
-            why = ""
+            why, what = "", f"the exchange {name!r} of dead letters"
             try:
-                channel.call("exchange_declare", exchange=name, passive=True)
-                channel.close()
-            except Refused as error:
-                why = str(explained(error, f"the exchange {name!r} of dead letters"))
+                connection.call(what, "exchange_declare", exchange=name, passive=True)
+            except ProducerUnavailable:
+                raise
+            except ProducerError as error:
+                why = str(error)
             self._exchanges[name] = why
-        return self._exchanges[name]
+        if self._exchanges[name]:
+            raise ProducerError(self._exchanges[name])
 
 
 def _declare(connection: ConnectionThread, name: str, arguments: dict[str, Any]) -> None:

@@ -51,9 +51,11 @@ class Consumer:
         self._ids = intake.ids
         self._buffer = intake.buffer
         self._open = intake.is_open
-        self._stopped = False
-        # The generation whose journal must be read before more is taken.
-        self._unread = ""
+        #: Whether it takes nothing more, without its being an error.
+        self.stopped = False
+        #: The generation whose journal is to be read, if any: see :meth:`journal_read`.  It is not
+        #: read in the connection's thread, which keeps the connection alive.
+        self.wants_journal = ""
         self._bundle = OpenBundle(intake, self.confirm_channel)
         self._subscription = Subscription(
             channel,
@@ -73,19 +75,6 @@ class Consumer:
         return bool(self._subscription.backlog)
 
     @property
-    def stopped(self) -> bool:
-        """Whether it takes nothing more, without its being an error."""
-        return self._stopped
-
-    @property
-    def wants_journal(self) -> str:
-        """The generation whose journal is to be read, if any: see :meth:`journal_read`.
-
-        It is not read in the connection's thread, which keeps the connection alive.
-        """
-        return self._unread
-
-    @property
     def may_be_stream(self) -> bool:
         """Whether the first delivery is one of a stream."""
         backlog = self._subscription.backlog
@@ -93,7 +82,7 @@ class Consumer:
 
     def journal_read(self) -> None:
         """Go on, now that the wanted journal is read."""
-        self._unread = ""
+        self.wants_journal = ""
         self.channel.connection.post(self._pump)
 
     # -- in the connection's thread ------------------------------------------------------------
@@ -105,13 +94,13 @@ class Consumer:
 
     def want(self, demand: int) -> None:
         """See to it that deliveries come and are taken, as far as the buffer has credit."""
-        if not self._stopped and self.confirm_channel.failure is None:
+        if not self.stopped and self.confirm_channel.failure is None:
             self._subscription.want(demand, self._missing)
             self._pump()
 
     def stop(self) -> None:
         """Take nothing more, and publish what was taken.  What is in the backlog goes back."""
-        self._stopped = True
+        self.stopped = True
         self._subscription.cancel()
         if self.confirm_channel.failure is None and self._open:
             self._bundle.publish()
@@ -129,15 +118,15 @@ class Consumer:
         if not self._open or self.confirm_channel.failure is not None:
             buffer.notify()
             return
-        room = 0 if self._stopped else buffer.claim(len(backlog))
+        room = 0 if self.stopped else buffer.claim(len(backlog))
         taken = self._take(room)
         if taken < room:
             buffer.unclaim(room - taken)
-        if self._unread:
+        if self.wants_journal:
             buffer.notify()
         if not self._bundle.messages:
             return
-        if buffer.full or self._stopped:
+        if buffer.full or self.stopped:
             self._bundle.publish()
         else:
             self._bundle.publish_soon()
@@ -180,11 +169,11 @@ class Consumer:
     def _may_take(self, mark: marks.Mark) -> bool:
         """Whether a message with this mark is for this generation, and can be judged now."""
         if mark.released_by == self._generation:
-            self._stopped = True
+            self.stopped = True
             self._subscription.give_up()
             return False
         if self._intake.turns.of(mark.released_by) is None:
-            self._unread = mark.released_by
+            self.wants_journal = mark.released_by
             return False
         return True
 

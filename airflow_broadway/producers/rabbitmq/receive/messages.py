@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -40,21 +41,17 @@ class MessageMaker:
         self._decodes = any(name in codec.FIELDS or name == "persistent" for name in metadata)
         self._clock = clock
         self._position = 0
-        self._texts: dict[tuple[bytes, bytes, bool], str] = {}
+        #: Messages of one publisher have the same properties.
+        self._text = lru_cache(maxsize=10_000)(codec.staged_text)
 
     def __call__(self, held: Iterable[Held]) -> list[Message]:
         """The messages of ``held``."""
         now = self._clock.now()
-        generation, texts, describe = self._generation, self._texts, self._describe
+        generation, text_of, describe = self._generation, self._text, self._describe
         actions = self._actions
         made = []
         for place, each in enumerate(held, self._position):
-            key = (each.route, each.properties, each.redelivered)
-            text = texts.get(key)
-            if text is None:
-                if len(texts) > 10_000:
-                    texts.clear()
-                text = texts[key] = codec.staged_text(*key)
+            text = text_of(each.route, each.properties, each.redelivered)
             body = each.body
             made.append(
                 Message(

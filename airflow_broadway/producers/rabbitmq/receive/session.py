@@ -92,7 +92,7 @@ class Session:
         connection = ConnectionThread.to(self.address, on_lost=self._buffer.fail)
         try:
             channel = connection.channel()
-            self.found_messages = _prepare(self._intake.options, channel) > 0
+            self.found_messages = _prepare(self._intake.options, connection, channel) > 0
             self.consumer = Consumer(channel, self._intake, slow=self._slow)
             self.connection = connection
         except BaseException:  # a kill too; raised again
@@ -209,7 +209,7 @@ def confirm_timeout(connection: ConnectionThread, end: float, clock: Clock) -> f
 # -- the source queue: a user's own, so little is done to it ---------------------------------------
 
 
-def _prepare(options: RabbitMQOptions, channel: Channel) -> int:
+def _prepare(options: RabbitMQOptions, connection: ConnectionThread, channel: Channel) -> int:
     """Does what the options ask for, and sees that the source queue exists; returns its depth.
 
     :raises ProducerUnavailable: If ``after_connect`` raises: it is called again later.
@@ -226,18 +226,14 @@ def _prepare(options: RabbitMQOptions, channel: Channel) -> int:
             raise ProducerError(
                 f"after_connect must return None, or raise to refuse; it returned {returned!r}"
             )
-    queue = options.queue
-    try:
-        if options.declare is not None:
-            channel.call("queue_declare", queue=queue, **dict(options.declare))
-        for exchange, arguments in options.bindings:
-            # Without a key pika would take the queue's name.
-            bound = {"routing_key": "", **dict(arguments)}
-            channel.call("queue_bind", queue=queue, exchange=exchange, **bound)
-        declared = channel.call("queue_declare", queue=queue, passive=True)
-    except errors.Refused as error:
-        raise errors.explained(error, f"the source queue {queue!r}") from None
-    return int(declared.method.message_count)
+    queue, what = options.queue, f"the source queue {options.queue!r}"
+    if options.declare is not None:
+        connection.call(what, "queue_declare", queue=queue, **dict(options.declare))
+    for exchange, arguments in options.bindings:
+        # Without a key pika would take the queue's name.
+        bound = {"routing_key": "", **dict(arguments)}
+        connection.call(what, "queue_bind", queue=queue, exchange=exchange, **bound)
+    return int(connection.call(what, "queue_declare", queue=queue, passive=True).message_count)
 
 
 def refuse_stream(connection: ConnectionThread, queue: str) -> None:

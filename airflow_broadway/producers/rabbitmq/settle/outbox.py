@@ -123,9 +123,7 @@ class Outbox:
 
     def _publish(self, held: Held, verdict: Verdict, repeated: bool) -> None:
         exchange, routing_key = self._place(held, verdict)
-        obstacle = self._queues.obstacle(self._connection, exchange, routing_key)
-        if obstacle:
-            raise ProducerError(obstacle)
+        self._queues.check_place(self._connection, exchange, routing_key)
         properties = self._properties(held, verdict, repeated)
         if len(routing_key.encode()) > 255:
             raise ProducerError(f"its routing key cannot be published again: {routing_key!r}")

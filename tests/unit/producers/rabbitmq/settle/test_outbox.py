@@ -91,8 +91,8 @@ class StandingQueues:
     def ensure_held(self, connection: Any, name: str) -> None:
         pass
 
-    def obstacle(self, connection: Any, exchange: str, routing_key: str) -> str:
-        return ""
+    def check_place(self, connection: Any, exchange: str, routing_key: str) -> None:
+        pass
 
     def dead_for(self, route: bytes) -> tuple[str, str]:
         return "", QUEUES.dead
