@@ -75,7 +75,7 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "takes back beyond {:,} messages", ids._MAX_REMEMBERED),
         ("rabbitmq.md", "when it is at least {:g} seconds old", standing_queues._RELIABLE_AGE),
         ("rabbitmq.md", "ask for nothing for {:g} seconds", subscription.DEMAND_TIMEOUT),
-        ("rabbitmq.md", "it uses the same answer for {:g} s", checks._CHECK_INTERVAL),
+        ("rabbitmq.md", "it uses the same answer for {:g} s", checks.CHECK_INTERVAL),
         ("rabbitmq.md", "{:g} s per request at most", management.ANSWER_TIMEOUT),
         ("staging.md", "`version`, now {}", layout.VERSION),
         ("staging.md", "hold up to {:g} KiB of entries", recording.INLINE_BYTES / 1024),

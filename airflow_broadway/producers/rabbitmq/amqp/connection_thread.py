@@ -76,7 +76,8 @@ class ConnectionThread:
         self._closing = False
         self._blocked = False
         self._changed_at = -math.inf
-        self._raw: Any = None
+        #: Pika's connection; to be used in the thread.
+        self.raw: Any = None
         self._done = threading.Event()
         self._parameters = address.parameters()
         _silence_pika()
@@ -108,20 +109,15 @@ class ConnectionThread:
         raise ProducerUnavailable("; ".join(tried))
 
     @property
-    def raw(self) -> Any:
-        """Pika's connection; to be used in the thread."""
-        return self._raw
-
-    @property
     def version(self) -> str:
         """The broker's version, as it says itself; empty if it does not."""
-        version = (self._raw.server_properties or {}).get("version", "")
+        version = (self.raw.server_properties or {}).get("version", "")
         return version.decode("utf-8", "replace") if isinstance(version, bytes) else str(version)
 
     @property
     def max_properties(self) -> int:
         """The most bytes of properties that a message may have: they travel in one frame."""
-        return int(self._raw.params.frame_max or 2**31) - 20
+        return int(self.raw.params.frame_max or 2**31) - 20
 
     @property
     def blocked(self) -> bool:
@@ -135,7 +131,7 @@ class ConnectionThread:
     def post(self, function: Callable[[], None]) -> None:
         """Have the thread call ``function`` soon; nothing happens if the connection is lost."""
         if self.lost is None and not self._done.is_set():
-            self._raw.ioloop.add_callback_threadsafe(function)
+            self.raw.ioloop.add_callback_threadsafe(function)
 
     def ask(self, function: Callable[[Reply], None], seconds: float = ANSWER_TIMEOUT) -> Any:
         """Have the thread call ``function`` with a reply, and wait for what it is given.
@@ -171,7 +167,7 @@ class ConnectionThread:
         """
 
         def open_channel(reply: Reply) -> None:
-            self._raw.channel(on_open_callback=lambda raw: reply.give(Channel(self, raw)))
+            self.raw.channel(on_open_callback=lambda raw: reply.give(Channel(self, raw)))
 
         channel: Channel = self.ask(open_channel)
         return channel
@@ -203,9 +199,9 @@ class ConnectionThread:
     def close(self, *, wait: bool = True) -> None:
         """Close the connection and end the thread.  Safe to repeat."""
         self._closing = True
-        if self._raw is not None and not self._done.is_set():
+        if self.raw is not None and not self._done.is_set():
             try:
-                self._raw.ioloop.add_callback_threadsafe(self._close)
+                self.raw.ioloop.add_callback_threadsafe(self._close)
             except Exception:  # the loop has just ended
                 log.debug("The connection had ended already.", exc_info=True)
         if wait and threading.current_thread() is not self._thread:
@@ -215,28 +211,28 @@ class ConnectionThread:
 
     def _run(self) -> None:
         try:
-            self._raw = connection_class()(
+            self.raw = connection_class()(
                 self._parameters,
                 on_open_callback=lambda raw: self._on_open(),
                 on_open_error_callback=lambda raw, error: self._end(error),
                 on_close_callback=lambda raw, error: self._end(error),
             )
-            self._raw.ioloop.start()
+            self.raw.ioloop.start()
         except Exception as error:  # whatever it is, those who wait must hear of it
             log.debug("The connection's thread ended.", exc_info=True)
-            self._end(error if self._raw is None else _unexpected(error, self.address))
-            if self._raw is not None:
-                self._raw.sever()  # so that the broker gives what is unacknowledged to others
+            self._end(error if self.raw is None else _unexpected(error, self.address))
+            if self.raw is not None:
+                self.raw.sever()  # so that the broker gives what is unacknowledged to others
         finally:
             self._done.set()
-            if self._raw is not None:
-                self._raw.ioloop.close()
+            if self.raw is not None:
+                self.raw.ioloop.close()
 
     def _on_open(self) -> None:
-        self._raw.add_on_connection_blocked_callback(lambda *_: self._block(True))
-        self._raw.add_on_connection_unblocked_callback(lambda *_: self._block(False))
+        self.raw.add_on_connection_blocked_callback(lambda *_: self._block(True))
+        self.raw.add_on_connection_unblocked_callback(lambda *_: self._block(False))
         if self._closing:
-            self._raw.close()
+            self.raw.close()
         else:
             self._opened.give()
 
@@ -252,10 +248,10 @@ class ConnectionThread:
             log.warning("RabbitMQ unblocked this connection.")
 
     def _close(self) -> None:
-        if self._raw.is_open:
-            self._raw.close()
-        elif not self._raw.is_closing:
-            self._raw.ioloop.stop()
+        if self.raw.is_open:
+            self.raw.close()
+        elif not self.raw.is_closing:
+            self.raw.ioloop.stop()
 
     def _end(self, error: BaseException) -> None:
         first = self.lost is None
@@ -272,8 +268,8 @@ class ConnectionThread:
             reply.fail(self.lost)
         if first and opened and not self._closing:
             self._on_lost(self.lost)
-        if self._raw is not None:
-            self._raw.ioloop.stop()
+        if self.raw is not None:
+            self.raw.ioloop.stop()
 
 
 def _unexpected(error: Exception, address: Address) -> ProducerError:

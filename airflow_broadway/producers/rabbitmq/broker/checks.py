@@ -8,22 +8,18 @@ management API shows them; where it does not answer, that is a warning, and noth
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.findings import Finding, Level, enforce
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.amqp.address import Address
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.broker.policies import LIMITS, Policies, Setting
-
-if TYPE_CHECKING:
-    from airflow_broadway.producers.rabbitmq.amqp.address import Address
-    from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +30,7 @@ _NEEDED, _WITHOUT_FLAGS = (3, 10), (3, 12)
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
 #: Seconds for which a settlement uses the same answer about the broker's policies.
-_CHECK_INTERVAL = 30.0
+CHECK_INTERVAL = 30.0
 
 
 class Role(NamedTuple):
@@ -155,36 +151,26 @@ def refuse_losses(connection: ConnectionThread, options: RabbitMQOptions) -> Non
         ) from None
 
 
-class LossCheck:
-    """Checks, before messages move into a queue of ours, that no policy makes it lose them.
+def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
+    """Returns which queues of ours would lose messages by a policy, and why, as far as it is seen.
 
-    A policy may be set at any time, so an answer is used again for half a minute only: no more
-    messages are at risk than those that lie in the queue when the policy is set.
+    An answer is used again for :data:`CHECK_INTERVAL` only: no more messages are at risk than those
+    that lie in the queue when the policy is set.
     """
-
-    def __init__(self, options: RabbitMQOptions) -> None:
-        self._roles = [role for role in roles_of(options) if role.arguments is not None]
-        self._losses: dict[str, str] = {}
-        self._checked_at = -math.inf
-
-    def reason(self, address: Address, queue: str) -> str:
-        """Why the queue would lose messages; empty if it would not, or if that cannot be seen."""
-        if time.monotonic() - self._checked_at > _CHECK_INTERVAL:
-            self._losses = dict(self._check(address))
-            self._checked_at = time.monotonic()
-        return self._losses.get(queue, "")
-
-    def _check(self, address: Address) -> Iterator[tuple[str, str]]:
-        try:
-            policies = Policies(Management(address).policies(), [r.queue for r in self._roles])
-        except Unseen as error:  # each run's source warns of it
-            log.debug("Policies could not be checked: %s", error)
-            return
-        for role in self._roles:
-            settings = policies.effective(role.queue, "quorum", role.arguments or {})
-            for finding in judge(role, "quorum", settings):
-                if finding.level == "error":
-                    yield role.queue, f"RabbitMQ would lose what is in {finding.text}"
+    roles = [role for role in roles_of(options) if role.arguments is not None]
+    try:
+        policies = Policies(Management(address).policies(), [role.queue for role in roles])
+    except Unseen as error:  # each run's source warns of it
+        log.debug("Policies could not be checked: %s", error)
+        return {}
+    return {
+        role.queue: f"RabbitMQ would lose what is in {finding.text}"
+        for role in roles
+        for finding in judge(
+            role, "quorum", policies.effective(role.queue, "quorum", role.arguments or {})
+        )
+        if finding.level == "error"
+    }
 
 
 def check_version(connection: ConnectionThread) -> list[Finding]:

@@ -6,21 +6,20 @@ Each is declared when it is first needed, and relied on when it is old enough an
 from __future__ import annotations
 
 import logging
+import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import MISSING
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
-from airflow_broadway.producers.rabbitmq.broker.checks import LossCheck
+from airflow_broadway.producers.rabbitmq.broker.checks import CHECK_INTERVAL, losses
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, QueueNames
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
-
-if TYPE_CHECKING:
-    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +38,11 @@ class StandingQueues:
     def __init__(self, options: RabbitMQOptions, journal: QueueJournal) -> None:
         self.names = QueueNames(options.queue)
         self.holding = HoldingQueues(self.names)
-        self._dead_letter = options.dead_letter
+        self._options = options
         self.journal = journal
-        self._losses = LossCheck(options)
+        #: The queues of ours that would lose messages, and why, as of the latest check.
+        self._losses: dict[str, str] = {}
+        self._checked_at = -math.inf
         #: Exchange → why it cannot take dead letters; empty if it can.
         self._exchanges: dict[str, str] = {}
         #: The connection, and the queues that are relied on over it.
@@ -58,7 +59,7 @@ class StandingQueues:
 
     def ensure_dead(self, connection: ConnectionThread) -> None:
         """Declares the dead-letter queue, if it is ours."""
-        if self._dead_letter is None:
+        if self._options.dead_letter is None:
             self._ensure(connection, self.names.dead, KEEPING)
 
     def ensure_delay(self, connection: ConnectionThread, step: int) -> str:
@@ -118,7 +119,7 @@ class StandingQueues:
 
     def dead_for(self, route: bytes) -> tuple[str, str]:
         """Exchange and routing key of the dead letter of a message that came by ``route``."""
-        place = self._dead_letter
+        place = self._options.dead_letter
         if place is None:
             return "", self.names.dead
         if isinstance(place, str):
@@ -144,8 +145,12 @@ class StandingQueues:
         """
         if exchange:
             self._check_exchange(connection, exchange)
-        elif loss := self._losses.reason(connection.address, routing_key):
-            raise ProducerError(loss)
+            return
+        if time.monotonic() - self._checked_at > CHECK_INTERVAL:
+            self._losses = losses(connection.address, self._options)
+            self._checked_at = time.monotonic()
+        if routing_key in self._losses:
+            raise ProducerError(self._losses[routing_key])
 
     def _check_exchange(self, connection: ConnectionThread, name: str) -> None:
         if name not in self._exchanges:

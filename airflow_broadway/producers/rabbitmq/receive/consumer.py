@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq import marks
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
@@ -45,8 +45,6 @@ class Consumer:
             key_of=marks.publication_key,
         )
         self._intake = intake
-        self._generation = generation
-        self._queue = options.queue
         self._max_bytes = options.max_message_bytes
         self._ids = intake.ids
         self._buffer = intake.buffer
@@ -57,14 +55,7 @@ class Consumer:
         #: read in the connection's thread, which keeps the connection alive.
         self.wants_journal = ""
         self._bundle = OpenBundle(intake, self.confirm_channel)
-        self._subscription = Subscription(
-            channel,
-            options,
-            f"broadway-{self._ids.prefix}",
-            slow=slow,
-            requeue=self.confirm_channel.requeue,
-            ended=self._ended,
-        )
+        self._subscription = Subscription(intake, self.confirm_channel, slow=slow)
         channel.connection.post(lambda: self._subscription.attach(self._pump))
 
     # -- what it waits for ---------------------------------------------------------------------
@@ -168,7 +159,7 @@ class Consumer:
 
     def _may_take(self, mark: marks.Mark) -> bool:
         """Whether a message with this mark is for this generation, and can be judged now."""
-        if mark.released_by == self._generation:
+        if mark.released_by == self._intake.env.generation:
             self.stopped = True
             self._subscription.give_up()
             return False
@@ -213,10 +204,10 @@ class Consumer:
         key = self._ids.fresh()
         properties = marks.dead_lettered(
             delivered,
-            marks.Mark(key, self._generation, 1),
+            marks.Mark(key, self._intake.env.generation, 1),
             reason=reason,
             stage="receive",
-            source=self._queue,
+            source=self._intake.options.queue,
             now=self._intake.env.clock.now(),
             limit=self.channel.connection.max_properties,
         )
@@ -234,14 +225,6 @@ class Consumer:
         self._subscription.cancel_if_exact()
         self._ids.secured(loads)
         self._buffer.add(loads)
-
-    def _ended(self) -> None:
-        self.confirm_channel.fail(
-            ProducerUnavailable(
-                f"RabbitMQ ended the consumer of {self._queue!r}: the queue was deleted, or moved"
-                " to another node"
-            )
-        )
 
 
 class OpenBundle:

@@ -52,7 +52,6 @@ class RabbitSource:
         self._env = env
         self._clock = env.clock
         intake = Intake(options, env)
-        self._journal = intake.journal
         self._buffer = intake.buffer
         self._intake = intake
         self._make = MessageMaker(
@@ -204,10 +203,10 @@ class RabbitSource:
         :raises ProducerError: If the queue is one.
         """
         now = self._clock.now().timestamp()
-        if not self._handed and not self._journal.seen_type(now):
+        if not self._handed and not self._intake.journal.seen_type(now):
             with self._unless_lost():
                 refuse_stream(self._session.connection, self._options.queue)
-                self._journal.note_type(now)
+                self._intake.journal.note_type(now)
         if self._buffer.error is None:
             self._session.attempts.worked()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
-from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
+from airflow_broadway.producers.rabbitmq.receive.intake import Intake
 
 log = logging.getLogger(__name__)
 
@@ -21,32 +22,21 @@ DEMAND_TIMEOUT = 10.0
 class Subscription:
     """AMQP's consumer on a channel, and the deliveries that wait; for the connection's thread.
 
-    :param tag: The consumers' tags begin so, unless the options give another.
     :param slow: Whether callbacks take so long that nothing may wait here.
-    :param requeue: Has the broker deliver these tags again.
-    :param ended: Called when the broker has ended the consumer.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        options: RabbitMQOptions,
-        tag: str,
-        *,
-        slow: bool,
-        requeue: Callable[[Iterable[int]], None],
-        ended: Callable[[], None],
-    ) -> None:
+    def __init__(self, intake: Intake, confirms: ConfirmChannel, *, slow: bool) -> None:
+        options = intake.options
         #: What came and nobody has taken yet.
         self.backlog: deque[Delivered] = deque()
-        self._channel = channel
+        self._confirms = confirms
+        self._channel = confirms.channel
         self._queue = options.queue
         self._prefetch = options.qos.prefetch_count
         self._arguments = dict(options.consume_options or {})
-        self._tag_prefix = self._arguments.pop("consumer_tag", None) or tag
+        tag = self._arguments.pop("consumer_tag", None)
+        self._tag_prefix = tag or f"broadway-{intake.ids.prefix}"
         self._slow = slow
-        self._requeue = requeue
-        self._ended = ended
         self._tag: str | None = None  # of the consumer that there is now
         self._consumers = 0
         # Deliveries that the consumer may have unacknowledged, and whether no more are wanted.
@@ -130,9 +120,14 @@ class Subscription:
     def _requeue_backlog(self) -> None:
         tags = [delivered.tag for delivered in self.backlog]
         self.backlog.clear()
-        self._requeue(tags)
+        self._confirms.requeue(tags)
 
     def _on_cancelled(self, frame: Any) -> None:
         if frame.method.consumer_tag == self._tag:
             self._tag = None
-            self._ended()
+            self._confirms.fail(
+                ProducerUnavailable(
+                    f"RabbitMQ ended the consumer of {self._queue!r}: the queue was deleted, or"
+                    " moved to another node"
+                )
+            )

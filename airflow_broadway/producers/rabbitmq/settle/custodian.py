@@ -6,8 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
@@ -20,12 +21,9 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement, unheld_report
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING
 
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
@@ -24,9 +24,6 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import encode, staged_d
 from airflow_broadway.producers.rabbitmq.broker.names import rung
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.clock import Clock
 
 #: A name for one settling of a generation, and whether it may publish what another did before.
 Turn = tuple[str, bool]
