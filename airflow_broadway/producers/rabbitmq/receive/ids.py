@@ -30,8 +30,8 @@ class Ids:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self._number = 0
-        # By its hash, every id that was not made here, and the mark that it came by, if any.
-        self._taken: dict[int, _Origin | None] = {}
+        # By its hash, every id that was not made here, and the mark that it came by.
+        self._taken: dict[int, _Origin] = {}
         self._unsecured: set[int] = set()
 
     def fresh(self) -> str:
@@ -48,13 +48,20 @@ class Ids:
         :param turn: The turn of settling that published it.
         :param turns: Those that the journal of who released it names.
         """
-        before = self._taken.get(hash(message_id))
+        key = hash(message_id)
+        before = self._taken.get(key)
         if before is not None:
             same, given = before
             if same == content and turn in turns and turn not in given and {*given} <= {*turns}:
-                self._taken[hash(message_id)] = (same, (*given, turn))
+                self._taken[key] = (same, (*given, turn))
                 return None
-        return self._unique(message_id, (content, (sys.intern(turn),)))
+        known = self.prefix in message_id or before is not None
+        if known or len(self._taken) >= _MAX_REMEMBERED:
+            base = message_id.partition("~")[0].encode()[:_MAX_BASE_BYTES].decode("utf-8", "ignore")
+            return f"{base}~{self.fresh()}"
+        self._taken[key] = (content, (sys.intern(turn),))
+        self._unsecured.add(key)
+        return message_id
 
     def secured(self, loads: Iterable[object]) -> None:
         """Messages are secured: the next connection knows their ids too."""
@@ -68,13 +75,3 @@ class Ids:
         for key in self._unsecured:
             del self._taken[key]
         self._unsecured.clear()
-
-    def _unique(self, message_id: str, origin: _Origin | None) -> str:
-        key = hash(message_id)
-        known = self.prefix in message_id or key in self._taken
-        if known or len(self._taken) >= _MAX_REMEMBERED:
-            base = message_id.partition("~")[0].encode()[:_MAX_BASE_BYTES].decode("utf-8", "ignore")
-            return f"{base}~{self.fresh()}"
-        self._taken[key] = origin
-        self._unsecured.add(key)
-        return message_id

@@ -12,6 +12,7 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Reply
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
@@ -51,6 +52,16 @@ class Broker:
     def post(self, function: Callable[[], None]) -> None:
         function()
 
+    def ask(self, function: Callable[[Reply], None]) -> None:
+        """Answer one publication after another, as long as somebody waits."""
+        reply = Reply()
+        function(reply)
+        while not reply.done():
+            self._confirm()
+
+    def await_reply(self, reply: Reply) -> None:
+        pass
+
     def on_lost(self, function: Callable[..., None]) -> None:
         pass
 
@@ -64,19 +75,15 @@ class Broker:
         self._open[len(self.published)] = (routing_key, len(body))
         self.peak = max(self.peak, sum(size for _, size in self._open.values()))
 
-    def wait(self, seconds: float) -> bool:
-        """Answer one publication."""
+    def _confirm(self) -> None:
         number = next(iter(self._open))
         routing_key, _ = self._open.pop(number)
         name = "Basic.Nack" if routing_key in self._refuses else "Basic.Ack"
         method = SimpleNamespace(NAME=name, delivery_tag=number, multiple=False)
         self._answer(SimpleNamespace(method=method))
-        return True
 
     def publisher(self) -> Publisher:
-        made = Publisher(self)  # type: ignore[arg-type]
-        made._changed.wait = self.wait  # type: ignore[assignment,method-assign]
-        return made
+        return Publisher(self)  # type: ignore[arg-type]
 
 
 class StandingQueues:
