@@ -41,12 +41,9 @@ class RabbitMQProducer(RabbitMQOptions):
         return RabbitSource(own, env, sweep)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
-        from airflow_broadway.producers.rabbitmq.settle.custodian import (
-            RabbitCustodian,
-            ShardedCustodian,
-        )
+        from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian
 
-        return (RabbitCustodian if self.merge_options is None else ShardedCustodian)(self, env)
+        return RabbitCustodian(self, env)
 
     def check(self, env: ProducerEnv) -> list[Finding]:
         from airflow_broadway.producers.rabbitmq.inspect import check

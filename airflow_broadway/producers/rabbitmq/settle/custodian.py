@@ -36,17 +36,28 @@ _Done = TypeVar("_Done")
 
 
 class RabbitCustodian:
-    """Settles the generations of one queue."""
+    """Settles the generations of a pipeline, each by the options of its own producer.
 
-    def __init__(self, options: RabbitMQOptions, env: ProducerEnv) -> None:
-        self._options = options
+    A lease notes the producer's index.  There is one connection at a time: to the broker of the
+    producer whose lease came last.
+    """
+
+    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
+        self._producer = producer
         self._env = env
         self._clock = env.clock
-        self._journal = QueueJournal(env.staging, options.queue, env.shared)
-        self._queues = StandingQueues(options, self._journal)
         self._opened: ConnectionThread | None = None
         self._turns: dict[str, Turn] = {}
         self._unreachable = False
+        self._take_up(env.index)
+
+    def _take_up(self, index: int) -> None:
+        """Takes up the options of one producer."""
+        self.close()
+        self._index = index
+        self._options = self._producer.merged(index)
+        self._journal = QueueJournal(self._env.staging, self._options.queue, self._env.shared)
+        self._queues = StandingQueues(self._options, self._journal)
 
     def renew(self, lease: Lease) -> Lease | None:
         return lease if self._clock.now() < self._checked(lease).deadline else None
@@ -181,6 +192,9 @@ class RabbitCustodian:
         return self._queues.names.own_held(name) if name else None
 
     def _checked(self, lease: Lease) -> Lease:
+        index = int(lease.state.get("index", self._env.index))
+        if index != self._index and self._producer.merge_options is not None:
+            self._take_up(index)
         return check_lease(lease, self._options.kind, self._options.queue)
 
     @property
@@ -193,35 +207,3 @@ class RabbitCustodian:
             self._opened = keep_trying(lambda: ConnectionThread.to(address), self._attempts())
             self._unreachable = False
         return self._opened
-
-
-class ShardedCustodian:
-    """A custodian for every producer of a pipeline, told apart by the index that a lease notes."""
-
-    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
-        self._producer = producer
-        self._env = env
-        self._custodians: dict[int, RabbitCustodian] = {}
-
-    def renew(self, lease: Lease) -> Lease | None:
-        return self._of(lease).renew(lease)
-
-    def holds(self, lease: Lease) -> bool:
-        return self._of(lease).holds(lease)
-
-    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        return self._of(lease).settle(lease, settlement)
-
-    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        return self._of(lease).settle_now(lease, entries)
-
-    def close(self) -> None:
-        for custodian in self._custodians.values():
-            custodian.close()
-        self._custodians.clear()
-
-    def _of(self, lease: Lease) -> RabbitCustodian:
-        index = int(lease.state.get("index", self._env.index))
-        if index not in self._custodians:
-            self._custodians[index] = RabbitCustodian(self._producer.merged(index), self._env)
-        return self._custodians[index]
