@@ -186,7 +186,10 @@ def unpack(data: bytes) -> tuple[Header, list[Held]]:
     :raises BundleError: If this release cannot read the bundle, or it is damaged.
     """
     header, at = read_header(data)
-    messages = list(unpack_messages(data, at))
+    try:
+        messages = list(_messages(data, at))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise BundleError(f"a bundle is damaged: {error}") from None
     if len(messages) != header.count:
         raise BundleError(
             f"a bundle is damaged: it holds {len(messages)} of {many(header.count, 'message')}"
@@ -194,34 +197,26 @@ def unpack(data: bytes) -> tuple[Header, list[Held]]:
     return header, messages
 
 
-def unpack_messages(data: bytes, at: int) -> Iterator[Held]:
-    """The messages from ``at`` on.
-
-    :raises BundleError: If they are damaged.
-    """
-    end = len(data)
-    try:
-        while at < end:
-            size, properties, attempt, flags, route, key = _MESSAGE.unpack_from(data, at)
-            first = at + _MESSAGE.size
-            second = first + key
-            third = second + route
-            fourth = third + properties
-            at = fourth + size
-            if at > end:
-                raise BundleError("a bundle is damaged: its last message is cut off")
-            if not key or not attempt or not _is_route(data[second:third]):
-                raise BundleError("a bundle is damaged: a message lacks its id, attempt or route")
-            yield Held(
-                data[first:second].decode(),
-                attempt,
-                bool(flags & 1),
-                data[second:third],
-                data[third:fourth],
-                data[fourth:at],
-            )
-    except (struct.error, UnicodeDecodeError) as error:
-        raise BundleError(f"a bundle is damaged: {error}") from None
+def _messages(data: bytes, at: int) -> Iterator[Held]:
+    while at < len(data):
+        size, properties, attempt, flags, route, key = _MESSAGE.unpack_from(data, at)
+        first = at + _MESSAGE.size
+        second = first + key
+        third = second + route
+        fourth = third + properties
+        at = fourth + size
+        if at > len(data):
+            raise BundleError("a bundle is damaged: its last message is cut off")
+        if not key or not attempt or not _is_route(data[second:third]):
+            raise BundleError("a bundle is damaged: a message lacks its id, attempt or route")
+        yield Held(
+            data[first:second].decode(),
+            attempt,
+            bool(flags & 1),
+            data[second:third],
+            data[third:fourth],
+            data[fourth:at],
+        )
 
 
 def _is_route(route: bytes) -> bool:

@@ -49,8 +49,6 @@ class QueueJournal:
         folder = f"rabbitmq/{digest(queue)}"
         self._notes = state_files(staging, folder)
         self._files = state_files(shared or staging, folder)
-        #: Whether other processes see it.
-        self.durable = self._files.durable
 
     def log_of(self, generation: str) -> GenerationLog:
         """The log of a generation."""

@@ -208,7 +208,7 @@ class _Walk:
 
 def _returns(delivered: Delivered) -> int:
     """How often a quorum queue has got a letter back."""
-    value = (_decoded(delivered.properties).get("headers") or {}).get(_COUNT.decode())
+    value = _headers(delivered).get(_COUNT.decode())
     return value if isinstance(value, int) else 0
 
 
@@ -271,7 +271,7 @@ class _Move:
 def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
     mark = marks.mark_of(delivered.properties)
     properties = _decoded(delivered.properties)
-    headers = properties.get("headers") or {}
+    headers = _headers(delivered)
     death = _death(headers)
     attempt = headers.get("x-broadway-attempt")
     key, source = _id_of(delivered), place.sources[0] if len(place.sources) == 1 else ""
@@ -318,6 +318,10 @@ def _decoded(properties: bytes) -> dict[str, Any]:
         return {}
 
 
+def _headers(delivered: Delivered) -> Mapping[str, Any]:
+    return _decoded(delivered.properties).get("headers") or {}
+
+
 def _death(headers: Mapping[str, Any]) -> Mapping[str, Any]:
     """The last death that was no step of our own delays; empty if there is none."""
     found = headers.get("x-death")
@@ -344,7 +348,7 @@ def _original(delivered: Delivered) -> tuple[bytes, bytes]:
     was = _uncounted(delivered.properties)
     route, properties = marks.restored(delivered.route, was, trusted=True)
     if marks.mark_of(delivered.properties) is None:  # the broker itself set it aside
-        death = _death(_decoded(delivered.properties).get("headers") or {})
+        death = _death(_headers(delivered))
         keys = death.get("routing-keys")
         if death.get("exchange") is not None and isinstance(keys, list) and keys:
             route = join_route(str(death["exchange"]), str(keys[0]))

@@ -112,9 +112,6 @@ class Qos(Options):
         rule=POSITIVE,
         doc="Deliveries that are sent and not yet secured; two bundles of 500 keep it flowing.",
     )
-    prefetch_size: int = option(
-        default=0, rule=Rule("0, as RabbitMQ knows no other", lambda v: v == 0), doc="Of no effect."
-    )
 
 
 @options

@@ -28,12 +28,6 @@ class Backoff:
         self._last: float | None = None
         self._random = random.Random(seed)
 
-    @classmethod
-    def of(cls, options: RabbitMQOptions) -> Backoff:
-        """The delays that a producer's options ask for."""
-        bounds = backoff_bounds(options.backoff_min, options.backoff_max)
-        return cls(options.backoff_type, *bounds)
-
     def next(self) -> float | None:
         """Seconds to wait; ``None``: do not connect again."""
         low, high, last = self._low, self._high, self._last
@@ -77,6 +71,16 @@ class Attempts:
         self._clock = clock
         self._stopping = stopping
         self._end: float | None = None
+
+    @classmethod
+    def of(
+        cls, options: RabbitMQOptions, clock: Clock, stopping: Callable[[], bool] = lambda: False
+    ) -> Attempts:
+        """Those that a producer's options ask for."""
+        bounds = backoff_bounds(options.backoff_min, options.backoff_max)
+        return cls(
+            Backoff(options.backoff_type, *bounds), options.reconnect_timeout, clock, stopping
+        )
 
     def worked(self) -> None:
         """End this stretch: the next failure begins another."""

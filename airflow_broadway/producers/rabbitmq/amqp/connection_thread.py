@@ -160,6 +160,18 @@ class ConnectionThread:
         finally:
             self._waiting.discard(reply)
 
+    def run(self, function: Callable[[], object]) -> None:
+        """Has the thread call ``function``, and waits for it.
+
+        :raises ProducerError: If the connection is lost.
+        """
+
+        def run(reply: Reply) -> None:
+            function()
+            reply.give()
+
+        self.ask(run)
+
     def channel(self) -> Channel:
         """Open a channel.
 

@@ -76,13 +76,7 @@ class Getter:
 
     def _ack(self, tags: list[int]) -> None:
         raw = self._channel.raw
-
-        def run(reply: Reply) -> None:
-            for tag in tags:
-                raw.basic_ack(tag)
-            reply.give()
-
-        self._connection.ask(run)
+        self._connection.run(lambda: [raw.basic_ack(tag) for tag in tags])
         self._held -= len(tags)
 
     def _caught_up(self) -> bool:

@@ -232,23 +232,14 @@ def _table(raw: bytes, depth: int) -> dict[str, Any]:
     }
 
 
-def _entries(table: bytes) -> Iterator[tuple[bytes, bytes]]:
-    inner = _content(table)
-    at = 0
+def _entries(data: bytes, *, named: bool = True) -> Iterator[tuple[bytes, bytes]]:
+    """Names and values of a table, or the values of an array, which have no names."""
+    inner, at = _content(data), 0
     while at < len(inner):
-        start = at + 1
-        at = start + inner[at]
+        name = inner[at + 1 : at + 1 + inner[at]] if named else b""
+        at += 1 + len(name) if named else 0
         end = _end(inner, at)
-        yield inner[start:at], inner[at:end]
-        at = end
-
-
-def _items(array: bytes) -> Iterator[bytes]:
-    inner = _content(array)
-    at = 0
-    while at < len(inner):
-        end = _end(inner, at)
-        yield inner[at:end]
+        yield name, inner[at:end]
         at = end
 
 
@@ -283,7 +274,7 @@ def _value(raw: bytes, depth: int) -> Any:
             raise ValueError(f"tables nested more than {_MAX_DEPTH} deep")
         if kind == b"F":
             return _table(data, depth + 1)
-        return [_value(item, depth + 1) for item in _items(data)]
+        return [_value(item, depth + 1) for _, item in _entries(data, named=False)]
     if kind == b"x":
         return data[4:]
     if kind == b"S":

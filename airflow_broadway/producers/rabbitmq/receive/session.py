@@ -15,11 +15,10 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.producers.rabbitmq.amqp import errors
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Channel,
     ConnectionThread,
-    Reply,
 )
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
@@ -51,9 +50,7 @@ class Session:
         #: Whether the source queue held messages when this connection was made.
         self.found_messages = False
         #: One stretch of failures; it ends when the connection proves good.
-        self.attempts = Attempts(
-            Backoff.of(options), options.reconnect_timeout, env.clock, env.stopping
-        )
+        self.attempts = Attempts.of(options, env.clock, env.stopping)
         self._intake = intake
         self._buffer = intake.buffer
         self._slow = False
@@ -61,14 +58,25 @@ class Session:
 
     # -- connecting ----------------------------------------------------------------------------
 
-    def ensure(self) -> None:
-        """Go on after a lost connection; nothing happens if there is none lost.
+    def ensure(self) -> bool:
+        """Goes on after a lost connection; nothing happens if there is none lost.
 
+        :returns: Whether there is a connection: if none can be made, and the run was told to stop,
+            what was received is still to be published.
         :raises BroadwayError: If another connection would not mend it, or none can be made.
         """
         error = self._buffer.error
         if error is None:
-            return
+            return True
+        try:
+            self._reconnect(error)
+        except ProducerUnavailable:
+            if self._intake.env.stopping():
+                return False
+            raise
+        return True
+
+    def _reconnect(self, error: BroadwayError) -> None:
         self._prepare_to_go_on(error)
         log.warning("%s: what is not secured yet is received again.", error)
         self._end_channel()
@@ -182,13 +190,8 @@ class Session:
 
         A connection that is lost has no thread any more that could do anything.
         """
-
-        def run(reply: Reply) -> None:
-            function()
-            reply.give()
-
         try:
-            self.connection.ask(run)
+            self.connection.run(function)
         except ProducerError:
             self.connection.close()
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
-from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.checks import refuse_losses
@@ -106,7 +106,7 @@ class RabbitSource:
         end = self._clock.monotonic() + max(timeout, self._least_timeout)
         last = end + _QUIET_TIMEOUT
         self._intake.check_deadline()
-        while self._is_connected():
+        while self._session.ensure():
             self._ask_for(demand)
             held, quiet = self._wait(demand, end)
             if held:
@@ -131,19 +131,6 @@ class RabbitSource:
         if self._handed:
             return _NEXT_TIMEOUT
         return _FIRST_TIMEOUT if self._session.found_messages else 0.0
-
-    def _is_connected(self) -> bool:
-        """See to a connection; ``False`` if there is none and the run was told to stop.
-
-        :raises ProducerUnavailable: If there is none, and the run wants one.
-        """
-        try:
-            self._session.ensure()
-        except ProducerUnavailable:
-            if self._env.stopping():  # what was received is still to be published
-                return False
-            raise
-        return True
 
     def _ask_for(self, demand: int) -> None:
         """Have up to ``demand`` messages secured."""

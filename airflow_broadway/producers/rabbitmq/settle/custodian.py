@@ -16,7 +16,7 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import about_set_aside, report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
@@ -48,7 +48,6 @@ class RabbitCustodian:
         self._clock = env.clock
         self._opened: ConnectionThread | None = None
         self._turns: dict[str, Turn] = {}
-        self._unreachable = False
         self._take_up(env.index)
 
     def _take_up(self, index: int) -> None:
@@ -159,30 +158,27 @@ class RabbitCustodian:
         :raises ProducerUnavailable: If the broker cannot be reached for ``reconnect_timeout``, or
             breaks each connection for so long, or again and again those that hold for longer.
         """
-        attempts, left = self._attempts(), _MAX_SETTLE_TRIES
+        attempts, left = Attempts.of(self._options, self._clock), _MAX_SETTLE_TRIES
         while True:
             began = self._clock.monotonic()
             try:
                 return work()
             except ProducerUnavailable as error:
+                if self._opened is not None:
+                    log.warning("%s: settling goes on with another connection.", error)
                 self.close()
                 self._turns.clear()
                 if self._clock.monotonic() - began > self._options.reconnect_timeout:
                     attempts.worked()
                     left -= 1
-                if self._unreachable or not left or isinstance(error, Blocked):
+                if not left or isinstance(error, Blocked):
                     raise
                 attempts.again(error)
-                log.warning("%s: settling goes on with another connection.", error)
 
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
-
-    def _attempts(self) -> Attempts:
-        options = self._options
-        return Attempts(Backoff.of(options), options.reconnect_timeout, self._clock)
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -199,11 +195,7 @@ class RabbitCustodian:
 
     @property
     def _connection(self) -> ConnectionThread:
-        if self._opened is not None and self._opened.lost is not None:
+        if self._opened is None or self._opened.lost is not None:
             self.close()
-        if self._opened is None:
-            address = address_for(self._options, self._env)
-            self._unreachable = True
-            self._opened = keep_trying(lambda: ConnectionThread.to(address), self._attempts())
-            self._unreachable = False
+            self._opened = ConnectionThread.to(address_for(self._options, self._env))
         return self._opened

@@ -129,13 +129,11 @@ class Outbox:
 
     def _place(self, held: Held, verdict: Verdict) -> tuple[str, str]:
         """Exchange and routing key."""
-        delay = 0.0
         if verdict.action is Action.DEAD_LETTER:
             self._queues.ensure_dead(self._connection)
             return self._queues.dead_for(held.route)
-        if verdict.action is Action.RETRY:
-            delay = verdict.delay
-        elif verdict.action is Action.LEAVE:
+        delay = verdict.delay if verdict.action is Action.RETRY else 0.0
+        if verdict.action is Action.LEAVE:
             delay = (self._deadline - self._clock.now()).total_seconds()
         step = rung(delay)
         if step is None:
