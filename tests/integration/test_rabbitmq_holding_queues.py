@@ -215,7 +215,7 @@ def test_a_run_that_stops_before_it_has_swept_forgets_no_settlement(place: Place
     place.producer().source(replace(env, stopping=lambda: True)).close()
 
     # Then a later one knows that nothing of it is to be handled again
-    assert journal.settled("old") is not None
+    assert journal.log_of("old").settled() is not None
     assert place.settle("later")[0] == []
     assert place.depth(place.queues.held(0)) == 0
 
@@ -417,7 +417,7 @@ def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(
     place: Place,
 ) -> None:
     # Given a generation that lost its connection when it was bound, and another in its queue by now
-    holding, standing = HoldingQueues(place.queues), place.topology().standing
+    holding, declare = HoldingQueues(place.queues), place.standing_queues().ensure_held
     first, second = place.queues.held(0), place.queues.held(1)
     with connected(place) as connection, place.channel() as channel:
 
@@ -431,7 +431,7 @@ def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(
             )
             body = pack(header, [])
             return holding.open(
-                connection, standing, generation, body, earlier=earlier, note=lambda name: None
+                connection, declare, generation, body, earlier=earlier, note=lambda name: None
             )
 
         assert open_queue("other") == first

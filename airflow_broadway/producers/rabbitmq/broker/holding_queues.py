@@ -230,7 +230,10 @@ class HoldingQueues:
                     declare(connection, name)
                     if queue.open(generation, body, note):
                         return name
-            wait = _OPEN_TIMEOUT
+            if wait == REOPEN_TIMEOUT:
+                # It may be bound there, and what it publishes would be in another's queue too.
+                HoldingQueue(connection, self._names, name).fence(generation)
+                wait = _OPEN_TIMEOUT
         raise ProducerError(
             f"all {_MAX_QUEUES:,} holding queues of {self._names.source!r} hold messages: settle"
             " the runs that hold them, or let their leases lapse"

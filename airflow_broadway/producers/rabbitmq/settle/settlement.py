@@ -106,7 +106,9 @@ class LeaseSettlement:
             noted = self._journal.note_settled(self._lease.generation, report, None)
             if is_swept(noted):
                 return None
-            return empty(queue, self._journal, self._lease.generation, noted, self._counted)
+            # Counts lag: what was put back is not to be purged with the rest.
+            counted = None if self._outbox.remainders else self._counted
+            return empty(queue, self._journal, self._lease.generation, noted, counted)
         report, covered = self._settle_bundles(queue)
         noted = self._journal.note_settled(self._lease.generation, report, covered)
         if is_swept(noted):
@@ -404,7 +406,9 @@ def sweep(connection: ConnectionThread, queues: StandingQueues, env: ProducerEnv
     """Looks at every holding queue.  Never in the way of a run: errors are logged."""
     try:
         for name, depth in queues.holding.present(connection):
-            if not depth or env.stopping():
+            if env.stopping():
+                return
+            if not depth:
                 continue
             with queues.holding.claim(connection, name) as queue:
                 owner = None if queue is None else _lapsed_owner(queue, queues, env)
