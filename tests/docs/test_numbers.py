@@ -18,7 +18,7 @@ from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, standing_queues
-from airflow_broadway.producers.rabbitmq.receive import ids, subscription
+from airflow_broadway.producers.rabbitmq.receive import consumer, ids
 from airflow_broadway.runs.view import batches, history, reasons, story
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
@@ -74,7 +74,7 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "messages or {:g} MiB), each bundle", bundle.MAX_BYTES / MIB),
         ("rabbitmq.md", "takes back beyond {:,} messages", ids._MAX_REMEMBERED),
         ("rabbitmq.md", "when it is at least {:g} seconds old", standing_queues._RELIABLE_AGE),
-        ("rabbitmq.md", "ask for nothing for {:g} seconds", subscription.DEMAND_TIMEOUT),
+        ("rabbitmq.md", "ask for nothing for {:g} seconds", consumer.DEMAND_TIMEOUT),
         ("rabbitmq.md", "it uses the same answer for {:g} s", checks.CHECK_INTERVAL),
         ("rabbitmq.md", "{:g} s per request at most", management.ANSWER_TIMEOUT),
         ("staging.md", "`version`, now {}", layout.VERSION),

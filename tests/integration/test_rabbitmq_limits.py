@@ -13,7 +13,7 @@ import pytest
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos
-from airflow_broadway.producers.rabbitmq.receive import subscription
+from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_place import Place
@@ -38,7 +38,7 @@ def place(place: Place) -> Place:
 def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscription, "DEMAND_TIMEOUT", 0.3)
+    monkeypatch.setattr(consumer, "DEMAND_TIMEOUT", 0.3)
     place.send(*[b"%d" % number for number in range(100)])
     with place.source(qos=Qos(prefetch_count=20)) as source:
         # Given a run whose broker has sent ahead more than was asked for
@@ -67,7 +67,7 @@ def test_a_broker_that_waits_no_longer_for_an_acknowledgement_ends_no_run(
 ) -> None:
     skip_without_own_server()
     monkeypatch.setattr(
-        subscription, "DEMAND_TIMEOUT", 3600.0
+        consumer, "DEMAND_TIMEOUT", 3600.0
     )  # as if this broker had less patience than we
     caplog.set_level(logging.WARNING)
     place.send(*[b"%d" % number for number in range(100)])

@@ -22,7 +22,6 @@ import re
 import uuid
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
@@ -67,7 +66,7 @@ class QueueJournal:
 
     def opened(self, generation: str) -> str | None:
         """The generation's holding queue, if bundles may be in it."""
-        value = self._read(generation, "opened.json")
+        value = self._files.read(self.log_of(generation).path("opened.json"))
         return None if value is None else str(value["queue"])
 
     def note_closed(self, generation: str, now: datetime) -> None:
@@ -172,9 +171,6 @@ class QueueJournal:
     def note_limit(self, size: int) -> None:
         """Note that the broker takes no message of more than ``size`` bytes."""
         self._notes.write("limit.json", {"bytes": size})
-
-    def _read(self, generation: str, name: str) -> Any:
-        return self._files.read(self.log_of(generation).path(name))
 
 
 def is_swept(settled: Settled | None) -> bool:

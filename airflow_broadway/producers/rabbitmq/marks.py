@@ -16,21 +16,23 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.rabbitmq.amqp import properties as codec
-from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, split_route
+from airflow_broadway.producers.rabbitmq.bundle import Held
 
+#: What is published again: a delivery, or a message of a bundle.
+Content = Delivered | Held
 #: The header of a message that was published again: see :class:`Mark`.
 MARK = "x-broadway"
+#: All our headers begin so.
 _MARK = MARK.encode()
 #: The header with what could not be kept where it was.
 ORIGINAL = "x-broadway-original"
-#: All our headers begin so.
-_OURS = _MARK
 #: Kept in their place, these would do harm: an ``x-death`` makes the broker drop the message as a
 #: cycle, ``CC`` and ``BCC`` send stray copies.
 _DEATHS = (b"x-death", b"x-first-death-", b"x-last-death-")
@@ -55,17 +57,6 @@ MAX_PROPERTIES = 131_072 - 20
 
 class TooLarge(ProducerError):
     """A message's own headers leave no room for our mark in a frame."""
-
-
-class Content(Protocol):
-    """What is published again: a delivery, or a message of a bundle."""
-
-    @property
-    def route(self) -> bytes: ...
-    @property
-    def properties(self) -> bytes: ...
-    @property
-    def body(self) -> bytes: ...
 
 
 class Mark(NamedTuple):
@@ -227,7 +218,7 @@ def _taken_apart(
     for name, raw in headers:
         if _harmful(name):
             original.append((name, raw))
-        elif not name.startswith(_OURS):
+        elif not name.startswith(_MARK):
             kept.append((name, raw))
     for field in _HARMFUL:
         value = fields.pop(field, None)
@@ -259,7 +250,7 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
     if b"unreadable" in original:
         was = codec.decode_entry(original[b"unreadable"])
         return _route(route, original), was if isinstance(was, bytes) else properties
-    kept = [each for each in headers if not each[0].startswith((_OURS, *_DEATHS))]
+    kept = [each for each in headers if not each[0].startswith((_MARK, *_DEATHS))]
     # Deaths since it was published again are our own ladder's, or else a queue's of somebody else.
     deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
     if deaths:

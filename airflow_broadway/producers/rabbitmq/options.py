@@ -8,17 +8,8 @@ from typing import Any, ClassVar
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model import rules
 from airflow_broadway.core.model.options import Options, option, options, override
-from airflow_broadway.core.model.rules import (
-    AUTO,
-    CONN_ID,
-    FUNCTION,
-    POSITIVE,
-    SECONDS,
-    TEXT,
-    Rule,
-    one_of,
-)
 
 #: The connection of the broker where no address is given.
 DEFAULT_CONNECTION = "rabbitmq_default"
@@ -66,16 +57,16 @@ def _is_binding(value: object) -> bool:
     )
 
 
-def _mapping_of(names: tuple[str, ...], note: str = "") -> Rule:
+def _mapping_of(names: tuple[str, ...], note: str = "") -> rules.Rule:
     text = f"a mapping with keys of {list(names)}{note}"
-    return Rule(text, lambda value: _keys_of(value, names)).or_none()
+    return rules.Rule(text, lambda value: _keys_of(value, names)).or_none()
 
 
-_BINDINGS = Rule(
+_BINDINGS = rules.Rule(
     "a list of (exchange, {'routing_key': …, 'arguments': …})",
     lambda v: isinstance(v, (tuple, list)) and all(map(_is_binding, v)),
 )
-_URI = Rule(
+_URI = rules.Rule(
     "amqp://host:port/virtual-host without a password: that belongs into an Airflow connection",
     lambda v: (
         isinstance(v, str)
@@ -83,7 +74,7 @@ _URI = Rule(
         and ":" not in v.partition("://")[2].rpartition("@")[0]
     ),
 )
-_DEAD_LETTER = Rule(
+_DEAD_LETTER = rules.Rule(
     "a queue's name, or {'exchange': …, 'routing_key': …}",
     lambda v: (isinstance(v, str) and v != "") or _keys_of(v, ("exchange", "routing_key")),
 )
@@ -109,7 +100,7 @@ class Qos(Options):
 
     prefetch_count: int = option(
         default=1000,
-        rule=POSITIVE,
+        rule=rules.POSITIVE,
         doc="Deliveries that are sent and not yet secured; two bundles of 500 keep it flowing.",
     )
 
@@ -136,10 +127,10 @@ class RabbitMQOptions(Producer):
         "noop": Action.LEAVE,
     }
 
-    queue: str = option(rule=TEXT, doc="The queue to drain: classic or quorum, no stream.")
+    queue: str = option(rule=rules.TEXT, doc="The queue to drain: classic or quorum, no stream.")
     conn_id: str | None = option(
-        default=AUTO,
-        rule=CONN_ID.or_none(),
+        default=rules.AUTO,
+        rule=rules.CONN_ID.or_none(),
         doc=f"The Airflow connection; ``{DEFAULT_CONNECTION}`` unless ``uri`` is given.",
     )
     uri: str | None = option(
@@ -148,19 +139,19 @@ class RabbitMQOptions(Producer):
         doc="The broker's address without a password, for trials.  Instead of ``conn_id``.",
     )
     on_failure: str = option(
-        default=AUTO,
-        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        default=rules.AUTO,
+        rule=rules.Rule("an action of this producer", lambda v: isinstance(v, str)),
         doc="What is done with a message that failed; the values of ``on_success``.  Should be"
         " given: the default is Broadway's, ``reject_and_requeue``, with its warning.",
     )
     lease: float = option(
         default=21600.0,
-        rule=SECONDS,
+        rule=rules.SECONDS,
         doc="Seconds for which a run may hold messages: a fixed bound, from pulling to settling.",
     )
     qos: Qos = option(
         default=Qos(),
-        rule=Rule("a Qos", lambda v: isinstance(v, Qos)),
+        rule=rules.Rule("a Qos", lambda v: isinstance(v, Qos)),
         doc="Prefetching.",
         nested=Qos,
     )
@@ -183,11 +174,11 @@ class RabbitMQOptions(Producer):
         doc="More arguments of ``basic.consume``.",
     )
     name: str | None = option(
-        default=None, rule=TEXT.or_none(), doc="The connection's name in the management view."
+        default=None, rule=rules.TEXT.or_none(), doc="The connection's name in the management view."
     )
     metadata: Any = option(
         default=(),
-        rule=Rule(
+        rule=rules.Rule(
             f"a list of {list(METADATA_FIELDS)}",
             lambda v: isinstance(v, (tuple, list)) and all(name in METADATA_FIELDS for name in v),
         ),
@@ -195,32 +186,32 @@ class RabbitMQOptions(Producer):
     )
     after_connect: Callable[[Any], Any] | None = option(
         default=None,
-        rule=FUNCTION.or_none(),
+        rule=rules.FUNCTION.or_none(),
         doc="Called with a channel after connecting, before anything is declared:"
         " ``channel.call('queue_declare', queue=…)``.  If it raises, it is called again"
         " after a delay, as Broadway does, for ``reconnect_timeout``.",
     )
     merge_options: Callable[[int], Mapping[str, Any]] | None = option(
         default=None,
-        rule=FUNCTION.or_none(),
+        rule=rules.FUNCTION.or_none(),
         doc="Called with the producer's index, from 0, in every process; returns options to replace"
         " for that producer, the same each time: all but ``concurrency``, ``retry``,"
         " ``rate_limiting`` and ``transformer``.",
     )
     backoff_type: str = option(
         default="rand_exp",
-        rule=one_of(*BACKOFF_TYPES),
+        rule=rules.one_of(*BACKOFF_TYPES),
         doc="How the delay grows between attempts to connect again.",
     )
     backoff_min: float | None = option(
-        default=None, rule=SECONDS.or_none(), doc="The shortest such delay in seconds; 1."
+        default=None, rule=rules.SECONDS.or_none(), doc="The shortest such delay in seconds; 1."
     )
     backoff_max: float | None = option(
-        default=None, rule=SECONDS.or_none(), doc="The longest such delay in seconds; 30."
+        default=None, rule=rules.SECONDS.or_none(), doc="The longest such delay in seconds; 30."
     )
     reconnect_timeout: float = option(
         default=60.0,
-        rule=SECONDS,
+        rule=rules.SECONDS,
         doc="Seconds after which a run that cannot connect ends with an error.",
     )
     dead_letter: Any = option(
@@ -230,7 +221,7 @@ class RabbitMQOptions(Producer):
     )
     max_message_bytes: int = option(
         default=15 * 1024 * 1024,
-        rule=POSITIVE,
+        rule=rules.POSITIVE,
         doc="A message with a larger body is set aside as a dead letter.  With its bundle around it"
         " it must pass the broker's max_message_size.",
     )

@@ -78,8 +78,7 @@ class Address:
 
     def hosts(self) -> Iterator[Address]:
         """One address for each host, the first one first."""
-        yield replace(self, others=())
-        for host, port in self.others:
+        for host, port in ((self.host, self.port), *self.others):
             yield replace(self, host=host, port=port, others=())
 
     def parameters(self) -> Any:

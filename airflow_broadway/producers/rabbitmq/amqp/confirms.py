@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_broadway.core.errors import (
-    BroadwayError,
-    LeaseLapsed,
-    ProducerError,
-    ProducerUnavailable,
-)
+from airflow_broadway.core import errors
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Channel,
     ConnectionThread,
@@ -33,7 +28,6 @@ _PORTION, _PORTION_BYTES = 2000, 4 * 1024 * 1024
 
 #: Names a publication by its properties, as the key under which it was published.
 KeyOf = Callable[[bytes], str | None]
-_Item = tuple[str, str, bytes, bytes, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -186,13 +180,13 @@ class ConfirmChannel:
         channel: Channel,
         *,
         secured: Callable[[list[Any]], None],
-        failed: Callable[[BroadwayError], None],
+        failed: Callable[[errors.BroadwayError], None],
         what: str,
         key_of: KeyOf = message_id_of,
     ) -> None:
         self.channel = channel
         self.window = ConfirmWindow()
-        self.failure: BroadwayError | None = None
+        self.failure: errors.BroadwayError | None = None
         self._secured = secured
         self._failed = failed
         self._what = what
@@ -244,11 +238,11 @@ class ConfirmChannel:
     def end(self) -> None:
         """Take, publish and acknowledge nothing more; what is not acknowledged goes back."""
         if self.failure is None:
-            self.failure = ProducerUnavailable("the source has stopped")
+            self.failure = errors.ProducerUnavailable("the source has stopped")
         if self.channel.raw.is_open:
             self.channel.raw.close()
 
-    def fail(self, error: BroadwayError) -> None:
+    def fail(self, error: errors.BroadwayError) -> None:
         """Take nothing more."""
         if self.failure is None:
             self.failure = error
@@ -264,14 +258,14 @@ class ConfirmChannel:
         if self.window.refused:
             self.fail(self._refusal(*next(iter(self.window.refused.items()))))
 
-    def _refusal(self, key: str, reason: str) -> BroadwayError:
+    def _refusal(self, key: str, reason: str) -> errors.BroadwayError:
         other = self._elsewhere.get(key)
         if other is not None:
-            return ProducerError(
+            return errors.ProducerError(
                 f"{other!r} takes no message that this run would set aside there: {reason}.  Make"
                 " room, or create it; what is not secured stays in its queue"
             )
-        return LeaseLapsed(
+        return errors.LeaseLapsed(
             f"{self._what} takes no more messages: {reason}.  This run's lease was ended,"
             " or its queue deleted or filled up; what is not secured stays in its queue"
         )
@@ -286,11 +280,10 @@ class Publisher:
     """
 
     def __init__(self, connection: ConnectionThread, key_of: KeyOf = message_id_of) -> None:
-        self._connection = connection
         self._channel = connection.channel()
         self._window = ConfirmWindow()
         self._reply = Reply()
-        self._items: list[_Item] = []
+        self._items: list[tuple[str, str, bytes, bytes, str]] = []
         self._bytes = 0
         self._refused: dict[str, str] = {}
         _select_confirms(self._channel, self._confirmed, self._window.returned, key_of)
@@ -332,7 +325,7 @@ class Publisher:
                 self._window.publish(key)
                 _publish(self._channel, exchange, routing_key, properties, body)
 
-        self._connection.ask(run)
+        self._channel.connection.ask(run)
         self._refused |= self._window.forget()
 
     def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:

@@ -45,17 +45,6 @@ class Reply(Future[Any]):
             raise ProducerUnavailable(f"RabbitMQ did not answer within {seconds:.0f} s") from None
 
 
-def _silence_pika() -> None:
-    """Silence pika's logger, unless somebody has set its level.
-
-    pika logs every step at INFO, a queue that is not there yet as a warning, and a refusal as
-    several errors with stack traces.  What matters of that is logged here, in one line.
-    """
-    logger = logging.getLogger("pika")
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.CRITICAL)
-
-
 class ConnectionThread:
     """A connection and its thread.
 
@@ -80,7 +69,11 @@ class ConnectionThread:
         self.raw: Any = None
         self._done = threading.Event()
         self._parameters = address.parameters()
-        _silence_pika()
+        logger = logging.getLogger("pika")
+        # It logs every step at INFO, a queue that is not there yet as a warning, and a refusal as
+        # several errors with stack traces.  What matters of that is logged here, in one line.
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.CRITICAL)
         with log_ids(batcher=None, batch_id=None, message_id=None):  # it outlives them
             run = keep_ids(self._run)
         self._thread = threading.Thread(target=run, name="rabbitmq", daemon=True)

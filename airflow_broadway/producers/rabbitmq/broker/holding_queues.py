@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
-from typing import Any
+from typing import Any, TypeVar
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
@@ -37,6 +37,16 @@ _OPEN_TIMEOUT = 1.0
 REOPEN_TIMEOUT = 5.0
 #: Seconds between two attempts to claim, and between two counts.
 _CLAIM_INTERVAL, _COUNT_INTERVAL = 0.05, 0.02
+
+_T = TypeVar("_T")
+
+
+def _poll(look: Callable[[], _T], done: Callable[[_T], bool], seconds: float) -> _T:
+    """Looks until what is seen is what is waited for, or the time is up; returns it."""
+    give_up_at = time.monotonic() + seconds
+    while not done(seen := look()) and time.monotonic() < give_up_at:
+        time.sleep(_COUNT_INTERVAL)
+    return seen
 
 
 class HoldingQueue:
@@ -62,15 +72,12 @@ class HoldingQueue:
         :param seconds: How long to wait for one: that of a process that has just died comes back.
         :raises BundleError: If this release cannot read it.
         """
-        give_up_at = time.monotonic() + seconds
-        while self._first is None:
-            if self._connection.depth(self.name) is not None:
-                self._first = self.getter.get()
-            if self._first is None:
-                if time.monotonic() >= give_up_at:
-                    return None
-                time.sleep(_COUNT_INTERVAL)
-        return read_header(self._first.body)[0]
+        self._first = self._first or _poll(self._get, lambda first: first is not None, seconds)
+        return None if self._first is None else read_header(self._first.body)[0]
+
+    def _get(self) -> Delivered | None:
+        exists = self._connection.depth(self.name) is not None
+        return self.getter.get() if exists else None
 
     def fence(self, generation: str) -> None:
         """Unbinds the generation: RabbitMQ returns what it publishes from now on."""
@@ -86,12 +93,11 @@ class HoldingQueue:
         The broker's count lags behind the confirms, and bundles that a process held which has just
         died are back after a moment.
         """
-        give_up_at = time.monotonic() + seconds
-        while True:
-            ready = self._connection.depth(self.name) or 0
-            if expected is None or ready == expected or time.monotonic() > give_up_at:
-                return ready
-            time.sleep(_COUNT_INTERVAL)
+        return _poll(
+            lambda: self._connection.depth(self.name) or 0,
+            lambda ready: expected in (None, ready),
+            seconds,
+        )
 
     def bundles(self, expected: int | None, seconds: float) -> Iterator[Delivered]:
         """Gets every bundle, the first one too unless it only opens the queue.

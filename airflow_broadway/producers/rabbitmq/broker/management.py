@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -72,6 +71,7 @@ class Management:
         self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
         warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
         self._address = address
+        self._virtual_host = quote(address.virtual_host, safe="")
 
     def queue(self, name: str) -> dict[str, Any] | None:
         """What is known of a queue; ``None`` if there is none of that name.
@@ -102,12 +102,8 @@ class Management:
         :raises Unseen: If it does not answer.
         """
         found = self._get("feature-flags")
-        flags: Iterable[Any] = found if isinstance(found, list) else ()
-        return {str(each.get("name")): str(each.get("state")) for each in flags}
-
-    @property
-    def _virtual_host(self) -> str:
-        return quote(self._address.virtual_host, safe="")
+        flags = found if isinstance(found, list) else []
+        return {str(flag.get("name")): str(flag.get("state")) for flag in flags}
 
     def _get(self, path: str) -> Any:
         """The answer to one request; ``None`` for what is not there.

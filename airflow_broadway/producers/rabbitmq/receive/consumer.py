@@ -8,9 +8,12 @@ while.
 
 from __future__ import annotations
 
+import logging
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq import marks
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
@@ -19,8 +22,12 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
 from airflow_broadway.producers.rabbitmq.receive.buffer import Aside
 from airflow_broadway.producers.rabbitmq.receive.intake import Intake
-from airflow_broadway.producers.rabbitmq.receive.subscription import Subscription
 
+log = logging.getLogger(__name__)
+
+#: Seconds without a demand after which deliveries go back that nobody has asked for: the broker
+#: closes the channel of a consumer that leaves one unacknowledged for too long.
+DEMAND_TIMEOUT = 10.0
 #: Seconds from a bundle's first message until it is published unfilled.
 LINGER_SECONDS = 0.02
 
@@ -56,20 +63,16 @@ class Consumer:
         self.wants_journal = ""
         self._bundle = OpenBundle(intake, self.confirm_channel)
         self._subscription = Subscription(intake, self.confirm_channel, slow=slow)
+        #: Deliveries that came and are not taken.
+        self.backlog = self._subscription.backlog
         channel.connection.post(lambda: self._subscription.attach(self._pump))
 
     # -- what it waits for ---------------------------------------------------------------------
 
     @property
-    def has_backlog(self) -> bool:
-        """Whether deliveries came that are not taken."""
-        return bool(self._subscription.backlog)
-
-    @property
     def may_be_stream(self) -> bool:
         """Whether the first delivery is one of a stream."""
-        backlog = self._subscription.backlog
-        return bool(backlog) and b"x-stream-offset" in backlog[0].properties
+        return bool(self.backlog) and b"x-stream-offset" in self.backlog[0].properties
 
     def journal_read(self) -> None:
         """Go on, now that the wanted journal is read."""
@@ -99,11 +102,11 @@ class Consumer:
     def _missing(self) -> int:
         """Deliveries that are to come yet."""
         buffer = self._buffer
-        return buffer.credit - buffer.under_way - len(self._subscription.backlog)
+        return buffer.credit - buffer.under_way - len(self.backlog)
 
     def _pump(self) -> None:
         """Take what may be taken.  Called after every portion of data, and when demand rises."""
-        backlog, buffer = self._subscription.backlog, self._buffer
+        backlog, buffer = self.backlog, self._buffer
         if not backlog and not self._bundle.messages:
             return
         if not self._open or self.confirm_channel.failure is not None:
@@ -124,7 +127,7 @@ class Consumer:
 
     def _take(self, room: int) -> int:
         """Move ``room`` deliveries into bundles; how many became messages."""
-        backlog, bundle, fresh = self._subscription.backlog, self._bundle, self._ids.fresh
+        backlog, bundle, fresh = self.backlog, self._bundle, self._ids.fresh
         max_bytes, largest = self._max_bytes, self._intake.largest
         taken = 0
         for _ in range(room):
@@ -278,3 +281,117 @@ class OpenBundle:
         self._timer = None
         if self._channel.failure is None:
             self.publish()
+
+
+class Subscription:
+    """AMQP's consumer on a channel, and the deliveries that wait; for the connection's thread.
+
+    :param slow: Whether callbacks take so long that nothing may wait here.
+    """
+
+    def __init__(self, intake: Intake, confirms: ConfirmChannel, *, slow: bool) -> None:
+        options = intake.options
+        #: What came and nobody has taken yet.
+        self.backlog: deque[Delivered] = deque()
+        self._confirms = confirms
+        self._channel = confirms.channel
+        self._queue = options.queue
+        self._prefetch = options.qos.prefetch_count
+        self._arguments = dict(options.consume_options or {})
+        tag = self._arguments.pop("consumer_tag", None)
+        self._tag_prefix = tag or f"broadway-{intake.ids.prefix}"
+        self._slow = slow
+        self._tag: str | None = None  # of the consumer that there is now
+        self._consumers = 0
+        # Deliveries that the consumer may have unacknowledged, and whether no more are wanted.
+        self._bound = 0
+        self._exact = False
+        self._demands = 0
+        self._idle_timer: Any = None
+
+    def attach(self, after_data: Callable[[], None]) -> None:
+        """Take deliveries from now on; ``after_data`` is called after every portion of data."""
+        frames, number = self._channel.connection.raw.frames, self._channel.number
+        frames.on_delivery(number, self.backlog.append)
+        frames.after_data = after_data
+        self._channel.raw.add_on_cancel_callback(self._on_cancelled)
+
+    def want(self, demand: int, missing: Callable[[], int]) -> None:
+        """See to it that deliveries come: a stream of them, or for a small demand just so many.
+
+        Only a stream can leave deliveries unused; they go back to the queue in the end.
+
+        :param missing: How many are to come yet.  Not the demand itself: it may have been met while
+            this call was on its way.
+        """
+        self._demands += 1
+        ioloop = self._channel.connection.raw.ioloop
+        if self._idle_timer is not None:
+            ioloop.remove_timeout(self._idle_timer)
+        self._idle_timer = ioloop.call_later(DEMAND_TIMEOUT, self._not_wanted)
+        stream = demand >= self._prefetch and not self._slow
+        wanted = missing()
+        if self._tag is not None and not stream and self._bound > max(0, wanted):
+            self.cancel()
+        if self._tag is None and wanted > 0:
+            self._exact = not stream
+            self._consume(self._prefetch if stream else wanted)
+
+    def _consume(self, bound: int) -> None:
+        self._bound = bound
+        self._consumers += 1
+        self._tag = f"{self._tag_prefix}.{self._consumers}"
+        self._channel.raw.basic_qos(prefetch_count=bound)
+        self._channel.raw.basic_consume(
+            self._queue,
+            lambda *_: None,  # the parser takes deliveries before pika sees them
+            consumer_tag=self._tag,
+            **self._arguments,
+        )
+
+    def cancel(self, then: Callable[[Any], None] | None = None) -> None:
+        """End the consumer; ``then`` is called when nothing more of it can come."""
+        if self._tag is not None and self._channel.raw.is_open:
+            tag, self._tag = self._tag, None
+            self._channel.raw.basic_cancel(tag, callback=then)
+        elif then is not None:
+            then(None)
+
+    def cancel_if_exact(self) -> None:
+        """End the consumer unless it is a stream.
+
+        To be called before an acknowledgement, which would make room for deliveries that nobody has
+        asked for.
+        """
+        if self._exact:
+            self.cancel()
+
+    def give_up(self) -> None:
+        """End the consumer, and let others have what waits here."""
+        self.cancel(lambda _: self._requeue_backlog())
+
+    def _not_wanted(self) -> None:
+        """The run has asked for nothing for a while: let others have what waits here."""
+        self._idle_timer = None
+        if self._tag is None and not self.backlog:
+            return
+        if not self._slow:
+            self._slow = True
+            log.info("Callbacks take their time: messages are received as they are asked for.")
+        demands = self._demands
+        self.cancel(lambda _: self._requeue_backlog() if demands == self._demands else None)
+
+    def _requeue_backlog(self) -> None:
+        tags = [delivered.tag for delivered in self.backlog]
+        self.backlog.clear()
+        self._confirms.requeue(tags)
+
+    def _on_cancelled(self, frame: Any) -> None:
+        if frame.method.consumer_tag == self._tag:
+            self._tag = None
+            self._confirms.fail(
+                ProducerUnavailable(
+                    f"RabbitMQ ended the consumer of {self._queue!r}: the queue was deleted, or"
+                    " moved to another node"
+                )
+            )

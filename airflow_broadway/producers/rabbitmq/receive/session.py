@@ -52,7 +52,6 @@ class Session:
         #: One stretch of failures; it ends when the connection proves good.
         self.attempts = Attempts.of(options, env.clock, env.stopping)
         self._intake = intake
-        self._buffer = intake.buffer
         self._slow = False
         self._connect_in_time()
 
@@ -65,7 +64,7 @@ class Session:
             what was received is still to be published.
         :raises BroadwayError: If another connection would not mend it, or none can be made.
         """
-        error = self._buffer.error
+        error = self._intake.buffer.error
         if error is None:
             return True
         try:
@@ -81,7 +80,7 @@ class Session:
         log.warning("%s: what is not secured yet is received again.", error)
         self._end_channel()
         self.connection.close()
-        self._buffer.forget_unsecured()
+        self._intake.buffer.forget_unsecured()
         self._intake.ids.reconnect()
         self.attempts.again(error)
         self._intake.check_deadline()
@@ -92,12 +91,12 @@ class Session:
         try:
             keep_trying(self._connect, self.attempts)
         except BroadwayError as error:
-            self._buffer.fail(error)
+            self._intake.buffer.fail(error)
             raise
 
     def _connect(self) -> None:
-        self._buffer.begin()
-        connection = ConnectionThread.to(self.address, on_lost=self._buffer.fail)
+        self._intake.buffer.begin()
+        connection = ConnectionThread.to(self.address, on_lost=self._intake.buffer.fail)
         try:
             channel = connection.channel()
             self.found_messages = _prepare(self._intake.options, connection, channel) > 0
@@ -143,13 +142,6 @@ class Session:
 
     # -- what the source waits for -------------------------------------------------------------
 
-    def read_wanted_journal(self) -> None:
-        """Reads the journal that the consumer waits for, if any."""
-        generation = self.consumer.wants_journal
-        if generation:
-            self._intake.turns.read(generation)
-            self.consumer.journal_read()
-
     def confirm_timeout(self, end: float) -> float:
         """See :func:`confirm_timeout`."""
         return confirm_timeout(self.connection, end, self._intake.env.clock)
@@ -164,7 +156,7 @@ class Session:
 
     def _await_confirms(self) -> None:
         """Waits until all that was taken is secured, as long as that may still be."""
-        clock, buffer = self._intake.env.clock, self._buffer
+        clock, buffer = self._intake.env.clock, self._intake.buffer
         window = self.consumer.confirm_channel.window
         end = clock.monotonic()
         with buffer.changed:

@@ -134,9 +134,11 @@ class RabbitSource:
 
     def _ask_for(self, demand: int) -> None:
         """Have up to ``demand`` messages secured."""
-        self._session.read_wanted_journal()
-        self._buffer.demand(demand)
         consumer = self._session.consumer
+        if consumer.wants_journal:
+            self._intake.turns.read(consumer.wants_journal)
+            consumer.journal_read()
+        self._buffer.demand(demand)
         self._session.connection.post(lambda: consumer.want(demand))
 
     def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
@@ -165,7 +167,7 @@ class RabbitSource:
     @property
     def _wants_to_open(self) -> bool:
         """Whether deliveries wait for a holding queue."""
-        return self._session.consumer.has_backlog and not self._intake.is_open
+        return bool(self._session.consumer.backlog) and not self._intake.is_open
 
     def _more_to_come(self) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
@@ -182,7 +184,7 @@ class RabbitSource:
                 return False
             if declared.method.message_count:
                 return True
-        return bool(consumer.has_backlog or self._buffer.under_way or not self._buffer.empty)
+        return bool(consumer.backlog or self._buffer.under_way or not self._buffer.empty)
 
     def _see_why_nothing_came(self) -> None:
         """Refuse a stream, which looks like an empty queue: asked once a day.

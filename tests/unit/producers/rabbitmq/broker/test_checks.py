@@ -15,7 +15,10 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker import checks
 from airflow_broadway.producers.rabbitmq.broker.checks import (
+    Policies,
     Role,
+    Setting,
+    _matching,
     check_queues,
     check_version,
     judge,
@@ -23,7 +26,6 @@ from airflow_broadway.producers.rabbitmq.broker.checks import (
     roles_of,
 )
 from airflow_broadway.producers.rabbitmq.broker.management import Unseen
-from airflow_broadway.producers.rabbitmq.broker.policies import Policies, Setting, _matching
 
 ORDERS = RabbitMQProducer(queue="orders")
 
