@@ -20,6 +20,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Channel,
     ConnectionThread,
 )
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
 from airflow_broadway.producers.rabbitmq.receive.intake import Intake
@@ -121,6 +122,11 @@ class Session:
             if errors.acknowledged_too_late(error):
                 self._slow = True
                 return
+            if error.code == errors.MISSING and f"exchange '{EXCHANGE}'" in error.text:
+                raise LeaseLapsed(
+                    f"the exchange {EXCHANGE!r} was deleted while this run received: what is not"
+                    " secured stays in its queue; clear the task, which declares it again"
+                ) from None
             raise errors.explained(error, f"the queue {self._intake.options.queue!r}") from None
         if isinstance(error, errors.Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
