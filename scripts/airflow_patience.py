@@ -13,8 +13,6 @@ import asyncio
 import sqlite3
 from typing import Any
 
-__all__ = ["ASYNC", "SYNC"]
-
 #: Seconds.
 _PATIENCE, _PATIENCE_OF_A_LOOP = 120.0, 5.0
 

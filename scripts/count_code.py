@@ -62,20 +62,24 @@ def rooms_below(folder: Path) -> dict[str, tuple[int, int]]:
     return rooms
 
 
+def rooms_of_project() -> dict[str, tuple[int, int]]:
+    """Returns the counts of the package's rooms, of each broker, and of tests and scripts."""
+    producers = PACKAGE / "producers"
+    rooms = rooms_below(PACKAGE) | rooms_below(producers)
+    del rooms[f"{producers.relative_to(ROOT)}/"]
+    rooms["package"] = count_folder(PACKAGE)
+    tests, scripts = count_folder(ROOT / "tests"), count_folder(ROOT / "scripts")
+    rooms["tests and scripts"] = tests[0] + scripts[0], tests[1] + scripts[1]
+    return rooms
+
+
 def main() -> int:
     """Prints the counts; returns 0."""
     parser = argparse.ArgumentParser(prog="python -m scripts.count_code", description=__doc__)
     parser.add_argument("--below", type=Path, help="the folder whose rooms are counted")
     arguments = parser.parse_args()
-    if arguments.below:
-        rooms = rooms_below(arguments.below.resolve())
-    else:
-        producers = PACKAGE / "producers"
-        rooms = rooms_below(PACKAGE) | rooms_below(producers)
-        del rooms[f"{producers.relative_to(ROOT)}/"]
-        rooms["package"] = count_folder(PACKAGE)
-        tests, scripts = count_folder(ROOT / "tests"), count_folder(ROOT / "scripts")
-        rooms["tests and scripts"] = tests[0] + scripts[0], tests[1] + scripts[1]
+    below = arguments.below
+    rooms = rooms_below(below.resolve()) if below else rooms_of_project()
     width = max(map(len, rooms))
     print(f"{'code lines':<{width}} {'lines':>7} {'files':>6}")
     for name, (code, modules) in rooms.items():

@@ -14,8 +14,6 @@ from typing import Any
 
 from scripts.load_flights import flights
 
-__all__ = ["DEAD", "TOPIC", "load"]
-
 TOPIC = "flights"
 DEAD, RETRY = "flights-dlt", "flights.retry"
 PARTITIONS = 4

@@ -20,8 +20,6 @@ from typing import Any
 
 from scripts.load_flights import flights
 
-__all__ = ["DEAD", "NAME", "load"]
-
 #: The topic, and its subscription.
 NAME = "flights"
 DEAD = "flights-dead"

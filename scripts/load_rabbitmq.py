@@ -16,8 +16,6 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from scripts.load_flights import flights
 
-__all__ = ["load"]
-
 QUEUE = "flights"
 
 

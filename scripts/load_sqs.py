@@ -21,8 +21,6 @@ from scripts.load_flights import flights
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
 
-__all__ = ["DEAD", "QUEUE", "load"]
-
 QUEUE = "flights"
 DEAD = "flights-dead"
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from scripts.airflow_env import ROOT, home_of
 
-__all__ = ["made_home"]
-
 
 def made_home(home: Path) -> Path:
     """Copy the database that ``make test`` has made to ``home``, unless one is there already.

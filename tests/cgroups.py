@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["MemoryGroup", "memory_group", "prefer_to_kill"]
-
 _V1 = Path("/sys/fs/cgroup/memory")
 _V2 = Path("/sys/fs/cgroup")
 

@@ -10,8 +10,6 @@ import signal
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["WAYS", "die"]
-
 
 def die(way: str) -> None:
     """End this process: by one of :data:`WAYS`, or with its whole process group."""

@@ -8,8 +8,6 @@ import pytest
 
 from airflow_broadway.staging.disk import Disk
 
-__all__ = ["counted"]
-
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """The paths for which a disk's method is called from now on."""

@@ -20,8 +20,6 @@ import pytest
 
 from airflow_broadway.core.clock import Clock, SystemClock
 
-__all__ = ["URL", "FakeSqs", "client_error", "installed"]
-
 URL = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders"
 _MOST = 43_200
 

@@ -21,8 +21,6 @@ from types import FrameType
 from scripts.airflow_env import ROOT
 from scripts.local_airflow import kill_by_token
 
-__all__ = ["nothing_left_behind"]
-
 #: Carried by every process that was started inside.
 VARIABLE = "BROADWAY_PROGRAM"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-__all__ = ["LONGEST", "ONE_SPARK", "Together", "longest_first"]
-
 _HERE = Path(__file__).parent
 
 #: The files that take longest, from ``tests/``: they begin first, so that no process is left alone

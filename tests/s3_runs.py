@@ -11,8 +11,6 @@ from airflow_broadway.core.clock import Clock
 from tests.s3_server import Requests, S3Server
 from tests.unit.runs.steps import Run, Sums
 
-__all__ = ["Small", "requests_of_a_run"]
-
 
 class Small(Sums):
     """Small batches in plain Python; of every 50 messages one fails in its batch."""

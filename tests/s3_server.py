@@ -15,8 +15,6 @@ import fsspec
 
 from airflow_broadway.staging.store import Store
 
-__all__ = ["Requests", "S3Server", "s3_server"]
-
 
 class Requests(Counter[tuple[str, str]]):
     """Requests by kind (``PUT``, ``GET``, ``HEAD``, ``LIST``, ``DELETE``) and by key or prefix."""

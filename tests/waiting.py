@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["eventually"]
-
 
 def eventually(condition: Callable[..., object], timeout: float = 60.0) -> None:
     """Return once ``condition`` holds.

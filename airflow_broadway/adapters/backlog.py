@@ -20,8 +20,6 @@ from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog, unreported
 
-__all__ = ["check_age", "look_at", "off_the_loop", "runs_of"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

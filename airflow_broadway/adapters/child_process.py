@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from airflow_broadway.core.stages.child_host import ChildHost
 
-__all__ = ["CHILD_HOST", "connect"]
-
 #: The module where Airflow's SDK looks for its way to the supervisor, and the name there.
 _MODULE: Final = "airflow.sdk.execution_time.task_runner"
 _NAME: Final = "SUPERVISOR_COMMS"

@@ -9,8 +9,6 @@ from airflow.providers.common.compat.sdk import AirflowNotFoundException, BaseHo
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing
 
-__all__ = ["AirflowConnections", "connection_of"]
-
 
 class AirflowConnections:
     """Airflow's connections, each looked up once.

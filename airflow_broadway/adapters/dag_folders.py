@@ -9,8 +9,6 @@ from pathlib import Path
 
 from airflow.providers.common.compat.sdk import conf
 
-__all__ = ["add_dag_folders"]
-
 
 def add_dag_folders() -> None:
     """Let this process import what lies beside Dag files, as Airflow's own processes do."""

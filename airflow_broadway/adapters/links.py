@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.runs.ports import Ports
 
-__all__ = [
-    "ALL_TASKS",
-    "AT_BROKER",
-    "ON_SPARK",
-    "ConsoleLink",
-    "ReportLink",
-    "RunPageLink",
-    "SparkLink",
-    "note_console",
-    "note_spark",
-    "web_address",
-]
-
 
 def web_address(value: object) -> str | None:
     """An address that a browser may be led to: one of http(s); ``None`` else."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from airflow.providers.common.compat.sdk import Stats
 
-__all__ = ["AirflowMetrics"]
-
 
 class AirflowMetrics:
     """Sends metrics wherever Airflow's own go: StatsD, OpenTelemetry, or nowhere."""

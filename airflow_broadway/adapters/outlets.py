@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["check_no_outlets", "outlets_of", "tell_outlets", "with_outlets"]
-
 
 log = logging.getLogger(__name__)
 

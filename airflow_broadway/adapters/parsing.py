@@ -10,8 +10,6 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import import_class, is_dag_file, make_ref
 
-__all__ = ["check_engine", "declared", "pipeline_ref"]
-
 
 def pipeline_ref(pipeline: object, task: str = "") -> dict[str, Any]:
     """The reference that an operator stores, checked as far as parsing may, with what is known of

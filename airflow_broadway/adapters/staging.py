@@ -13,8 +13,6 @@ from airflow_broadway.core.errors import StagingError
 if TYPE_CHECKING:
     from airflow_broadway.staging.store import Store
 
-__all__ = ["open_existing_store", "open_store", "staging_root"]
-
 
 #: The package's extra that brings the client of a URI's scheme.
 _EXTRAS: Final = {"s3": "s3", "s3a": "s3"}

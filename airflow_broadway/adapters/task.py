@@ -29,20 +29,6 @@ if TYPE_CHECKING:
 
     from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = [
-    "MAX_SHUTDOWN",
-    "asked_of",
-    "backlog_events",
-    "deployment",
-    "is_dry_run",
-    "load_pipeline",
-    "open_run",
-    "ports_of",
-    "references",
-    "run_info",
-    "task_of",
-]
-
 #: Seconds that a task which is told to stop takes at most to finish what it is at.  Airflow kills
 #: it after five, and what is done must be stored by then.
 MAX_SHUTDOWN: Final = 2.0

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ACK", "BATCH", "PROCESS", "RUN", "SPARK"]
-
 PROCESS: Final = """\
 Receives messages within its budget, runs `handle_message` on each, and stages the results. The
 queue keeps the messages for this run until the task `ack` has settled them.

@@ -29,8 +29,6 @@ from airflow_broadway.cli.output import complain, logging_at, one_line, only_res
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.version import __version__
 
-__all__ = ["FAILED", "FOUND", "REFUSED", "build_parser", "main"]
-
 #: Exit codes.
 FOUND, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 

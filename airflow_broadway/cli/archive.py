@@ -22,8 +22,6 @@ from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.removal import purge
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["archive"]
-
 
 def archive(given: argparse.Namespace) -> int:
     """Carry out one of the commands."""

@@ -9,17 +9,6 @@ from typing import Any
 
 from airflow_broadway.cli.output import logging_at
 
-__all__ = [
-    "add_archive",
-    "add_check",
-    "add_dead_letters",
-    "add_depth",
-    "add_queue",
-    "add_staging",
-    "command",
-    "positive",
-]
-
 #: Seconds after which a broker's silence is an answer.
 DEPTH_SECONDS = 15.0
 

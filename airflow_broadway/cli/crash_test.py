@@ -16,8 +16,6 @@ from airflow_broadway.testing.crashes import Case, Family, Result, Sums, Unsound
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest, function_of, pipeline_of
 
-__all__ = ["crash_test"]
-
 #: Seconds between two lines of progress; on a terminal it is one line that changes.
 _PAUSE, _PAUSE_ON_TERMINAL = 10.0, 0.2
 

@@ -34,8 +34,6 @@ from airflow_broadway.runs.view.payload import hex_lines
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.letters import ArchiveLetters
 
-__all__ = ["dead_letters", "export_letter", "listed_letters"]
-
 #: Bytes of a payload that people are shown unless they ask for more.
 _BYTES = 2_000
 #: What may be a long text of its sender.

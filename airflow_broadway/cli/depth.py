@@ -22,8 +22,6 @@ from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import table
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 
-__all__ = ["DepthQuery", "depth"]
-
 T = TypeVar("T")
 
 #: What is known where the broker itself does not say.

@@ -11,8 +11,6 @@ from airflow_broadway.cli.output import cut, say, say_json
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.runs.find import MessagePlace, find_message
 
-__all__ = ["where"]
-
 
 def where(given: argparse.Namespace) -> int:
     """Find a message in all staged runs; 1 if none has it."""

@@ -17,8 +17,6 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
 
-__all__ = ["connected", "named_pipeline", "pipeline_of", "producer_env"]
-
 P = TypeVar("P", bound=Producer)
 
 

@@ -14,17 +14,6 @@ from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import escaped, printable
 
-__all__ = [
-    "CommandError",
-    "complain",
-    "cut",
-    "logging_at",
-    "one_line",
-    "only_results_on_stdout",
-    "say",
-    "say_json",
-]
-
 #: Characters of a reason in a table.
 MAX_TEXT = 100
 

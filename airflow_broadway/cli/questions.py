@@ -29,8 +29,6 @@ from airflow_broadway.core.text import cut, printable
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.sources.dead_letters import choice_of
 
-__all__ = ["main"]
-
 #: Characters of an error's sentence.
 _SENTENCE: Final = 600
 

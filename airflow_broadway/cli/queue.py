@@ -14,8 +14,6 @@ from airflow_broadway.core.text import many
 from airflow_broadway.producers.sqlite.producer import path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 
-__all__ = ["queue"]
-
 #: Messages, and bytes of them, that are sent in one transaction.
 PORTION = 5_000
 PORTION_BYTES = 16 * 1024 * 1024

@@ -27,8 +27,6 @@ from airflow_broadway.runs.replay import (
 from airflow_broadway.runs.replay import replay as replay_batches
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["read_reference", "replay"]
-
 #: Failed messages that are shown; JSON has more.
 SHOWN = 20
 

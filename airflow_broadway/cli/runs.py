@@ -24,8 +24,6 @@ from airflow_broadway.runs.inspect import (
 )
 from airflow_broadway.runs.sweep import remove_settled_run
 
-__all__ = ["remove", "runs", "show"]
-
 #: Batches that a table shows; JSON has all.
 SHOWN = 50
 #: Runs that a table shows unless --limit says otherwise; JSON has all.

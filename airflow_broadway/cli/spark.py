@@ -15,8 +15,6 @@ from airflow_broadway.core.version import __version__
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["run_on_spark"]
-
 #: The name of a replay's only work file.
 NAME = "replay"
 #: Characters of what Spark ended with.

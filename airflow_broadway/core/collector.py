@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["look_after", "rare_collections"]
-
 #: New objects after which the young ones are looked at.
 _THRESHOLD: Final = 50_000
 #: Bytes of messages after which they are.

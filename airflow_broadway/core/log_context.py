@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, Final, TypeVar
 
-__all__ = ["LOGGED_IDS", "ids_now", "keep_ids", "log_ids", "log_plainly", "speak_of"]
-
 R = TypeVar("R")
 
 _PREFIX: Final = "structlog_"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["HIDDEN", "redacted", "shown"]
-
 #: What stands in place of a secret.
 HIDDEN = "***"
 

@@ -26,8 +26,6 @@ from airflow_broadway.core.model.run_source import Interval
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Pipeline"]
-
 #: The callbacks and what each is called with.
 _CALLBACKS: Mapping[str, tuple[str, ...]] = {
     "setup": ("run",),

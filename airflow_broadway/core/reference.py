@@ -17,8 +17,6 @@ from airflow_broadway.core.model.rules import JSON
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["class_path", "import_class", "is_dag_file", "load_ref", "make_ref"]
-
 #: Airflow loads Dag files under names of this form; they exist in no other program.
 _DAG_MODULE = re.compile(r"unusual_prefix_[0-9a-f]+_(?P<stem>.+)")
 #: How such a class is referred to, since the digits change with the file's folder.

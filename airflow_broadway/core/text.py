@@ -5,8 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-__all__ = ["cut", "escaped", "many", "printable", "table", "without_outcome"]
-
 #: Categories that a terminal may act on, or that hide what stands beside them: controls, format
 #: characters (directions, zero width), halves of pairs, private use, line separators.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})

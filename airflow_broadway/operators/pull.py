@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = [
-    "BUDGETS",
-    "BUDGET_DEFAULTS",
-    "PullOperator",
-    "budget_of",
-    "looked",
-    "serve_events",
-    "source_of_run",
-]
-
 #: The budgets of a process task: its operator's arguments, and params that override them.
 BUDGETS: Mapping[str, Rule] = {
     "max_messages": POSITIVE.or_none(),

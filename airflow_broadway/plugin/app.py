@@ -14,8 +14,6 @@ from airflow_broadway.plugin.pages import dead_letters, message, pipelines, repo
 from airflow_broadway.plugin.render import STATIC, version
 from airflow_broadway.plugin.troubles import add_troubles, broken
 
-__all__ = ["create_app"]
-
 #: Each page's module; its ``router`` has the routes.
 _PAGES: Final = (message, pipelines, report, run, dead_letters)
 

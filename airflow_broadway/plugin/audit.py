@@ -15,8 +15,6 @@ from sqlalchemy.exc import SQLAlchemyError
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
 
-__all__ = ["note"]
-
 log = logging.getLogger(__name__)
 
 

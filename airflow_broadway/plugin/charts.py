@@ -7,8 +7,6 @@ from typing import Final
 
 from markupsafe import Markup
 
-__all__ = ["bars"]
-
 #: The size of a chart in its own units, and the least height of a bar that is not 0.
 WIDTH: Final = 160
 HEIGHT: Final = 36

@@ -32,8 +32,6 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.plugin.fair_semaphore import USER, FairSemaphore
 
-__all__ = ["CHILDREN", "OFF", "Answer", "ChildError", "Children", "asks_brokers"]
-
 #: Seconds in which a question must be answered, its wait for others' end included.
 TIMEOUT: Final = 30.0
 #: Children at work at once in each process of the API server, and those of one user.

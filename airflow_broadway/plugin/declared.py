@@ -21,14 +21,6 @@ from sqlalchemy import func, select
 
 from airflow_broadway.runs.backlog.reports import PipelineKey
 
-__all__ = [
-    "Declared",
-    "arguments_of",
-    "declared_in",
-    "declared_pipelines",
-    "kind_of",
-]
-
 #: The modules of our operators, and what their tasks do.
 _KINDS: Final = {
     "airflow_broadway.operators.process": "process",

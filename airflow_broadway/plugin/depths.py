@@ -14,8 +14,6 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.children import CHILDREN, ChildError, Children
 from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey
 
-__all__ = ["DEPTHS", "Depth", "Depths", "Reported", "depth_of"]
-
 #: Seconds for which an answer counts, and how many are remembered.
 REMEMBERED: Final = 60.0
 MOST_REMEMBERED: Final = 2_000

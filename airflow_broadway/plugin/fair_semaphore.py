@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Final
 
-__all__ = ["USER", "FairSemaphore"]
-
 #: The user of the request that is being served; empty outside of one.
 USER: Final[ContextVar[str]] = ContextVar("USER", default="")
 

@@ -9,8 +9,6 @@ from airflow.models.dagrun import DagRun
 from airflow.utils.session import create_session
 from sqlalchemy import select
 
-__all__ = ["LatestRun", "latest_runs"]
-
 
 @dataclass(frozen=True, slots=True)
 class LatestRun:

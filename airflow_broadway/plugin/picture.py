@@ -14,8 +14,6 @@ from airflow_broadway.plugin.render import count as shown
 from airflow_broadway.plugin.run_tasks import PipelineTasks, StageTask
 from airflow_broadway.runs.view.overview import Flow, Overview
 
-__all__ = ["TONES", "Arrow", "Box", "Picture", "picture_of", "word_for", "word_of"]
-
 #: A task's state in Airflow → what it means, and its tone.
 _WORDS: Final = {
     "success": ("done", "good"),

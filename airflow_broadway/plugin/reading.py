@@ -20,8 +20,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.fair_semaphore import FairSemaphore
 
-__all__ = ["READING", "Reading"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -33,8 +33,6 @@ from airflow_broadway.plugin.access import csrf_of
 if TYPE_CHECKING:
     from fastapi import Request
 
-__all__ = ["STATIC", "page", "version"]
-
 _HERE: Final = Path(__file__).parent
 #: The folder of static files.
 STATIC: Final = _HERE / "static"

@@ -23,8 +23,6 @@ from sqlalchemy.orm import Session
 
 from airflow_broadway.plugin.declared import arguments_of, kind_of
 
-__all__ = ["Instance", "Link", "PipelineTasks", "RunTasks", "StageTask", "tasks_of_run"]
-
 #: What the states of a task's instances come to: the first of these that any of them has.
 _ORDER: Final = (
     *("failed", "upstream_failed", "running", "restarting", "deferred", "up_for_reschedule"),

@@ -11,8 +11,6 @@ from airflow_broadway.runs.inspect import iter_runs
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 
-__all__ = ["seen_root", "staged_runs"]
-
 #: What people can do about a folder that is not there.
 _ADVICE: Final = (
     " on the API server: either no run has begun yet, which makes it, or the workers have it"

@@ -30,8 +30,6 @@ from airflow_broadway.runs.view.history import (
 )
 from airflow_broadway.staging.store import READERS, Store
 
-__all__ = ["LOOKED", "PER_PAGE", "SHOWN", "Page", "Standing", "page_of"]
-
 #: Newest runs of every pipeline that decide its place.
 LOOKED: Final = 5
 #: Newest runs of a pipeline that are shown.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from fastapi.responses import HTMLResponse
 
-__all__ = ["add_troubles", "broken"]
-
 log = logging.getLogger(__name__)
 
 #: What a status means to people.

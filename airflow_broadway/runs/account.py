@@ -28,21 +28,6 @@ from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, Stage
 from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import host_name
 
-__all__ = [
-    "LOOK",
-    "REPORT",
-    "account_of",
-    "batchers_of",
-    "isolation_of",
-    "keep_report",
-    "kept_look",
-    "kept_report",
-    "reasons_of",
-    "totals_of",
-    "trouble_of",
-    "unseen",
-]
-
 log = logging.getLogger(__name__)
 
 #: The report's file, in the run's folder.

@@ -22,8 +22,6 @@ from airflow_broadway.core.stages.failure_log import Reasons, forget_trace
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.staging.writer import ProcessWriter
 
-__all__ = ["ChunkStager", "SettleAtOnce"]
-
 #: Carries verdicts out at the broker: the report, what is done, and what is not; see
 #: :func:`airflow_broadway.core.custody.in_process.settle_at_once`.
 SettleAtOnce = Callable[[list[Entry]], tuple[SettleReport, list[Entry], list[Entry]]]

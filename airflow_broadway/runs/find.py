@@ -21,8 +21,6 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Store
 
-__all__ = ["MessagePlace", "find_in", "find_message"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagePlace:

@@ -17,8 +17,6 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 
-__all__ = ["HEARTBEAT_TIMEOUT", "Heartbeat", "Hold", "name_of"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds after which a heartbeat is stale: the Dag is paused, or its sensor was marked.  Longer

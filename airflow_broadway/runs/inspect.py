@@ -32,23 +32,6 @@ from airflow_broadway.staging.run_folder import (
 from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Folder, Store
 
-__all__ = [
-    "REPLAY_MARK",
-    "BatchSummary",
-    "GenerationSummary",
-    "OutcomeSummary",
-    "RunDetails",
-    "RunSummary",
-    "StagedBatch",
-    "check_pipeline",
-    "find_run",
-    "iter_runs",
-    "list_runs",
-    "show_run",
-    "staged_batches",
-    "summary_of",
-]
-
 #: What makes a folder that of a replay; in it: what was replayed, and what came of it.
 REPLAY_MARK: Final = "replay.json"
 

@@ -12,8 +12,6 @@ from typing import Protocol
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
 
-__all__ = ["Metric", "MetricSink", "Metrics", "NoMetrics"]
-
 
 class Metric(StrEnum):
     """Every name there is, with its kind and meaning."""

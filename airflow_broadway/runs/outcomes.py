@@ -14,8 +14,6 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
 
-__all__ = ["is_settled", "log_settled"]
-
 log = logging.getLogger(__name__)
 
 #: Batches that the log names one by one, with what became of each.

@@ -9,8 +9,6 @@ from typing import Any, Final
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["MAX_IDS", "Produced", "produced"]
-
 #: Batches whose ids an event has, at most: events lie in Airflow's database.
 MAX_IDS: Final = 1_000
 

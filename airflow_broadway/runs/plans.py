@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from airflow_broadway.core.formats.outcome import Outcome
     from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["OpenPlans"]
-
 
 class OpenPlans:
     """Plans of one run, and those of their batches that have no outcome: the *open* ones.

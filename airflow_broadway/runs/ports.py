@@ -22,8 +22,6 @@ from airflow_broadway.runs.metrics import MetricSink, NoMetrics
 if TYPE_CHECKING:
     from airflow_broadway.staging.store import Store
 
-__all__ = ["Ports", "Task", "producer_env"]
-
 
 def _nobody_knows(run_id: str) -> bool:
     return False

@@ -30,18 +30,6 @@ from airflow_broadway.runs.replay_folder import add_result, make_replay_folder
 from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.tables import ParquetFile
 
-__all__ = [
-    "OnSpark",
-    "Replayed",
-    "ReplayedBatch",
-    "ResultCounts",
-    "StagedPipeline",
-    "check_batchers",
-    "choose",
-    "replay",
-    "staged_pipeline",
-]
-
 log = logging.getLogger(__name__)
 
 #: Failed messages of a batch that are kept by name.

@@ -24,8 +24,6 @@ from airflow_broadway.runs.inspect import REPLAY_MARK, StagedBatch
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["add_result", "check_data", "make_replay_folder"]
-
 _FOR_EVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
 
 

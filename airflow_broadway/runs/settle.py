@@ -25,8 +25,6 @@ from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationReco
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.settlement_journal import Progress
 
-__all__ = ["Settled", "settle", "settle_if_complete"]
-
 log = logging.getLogger(__name__)
 
 

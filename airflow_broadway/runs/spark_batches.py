@@ -29,8 +29,6 @@ from airflow_broadway.staging.errors import SETTING
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["Ending", "SparkBatches"]
-
 log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["StandIn"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds of a lease where there is none to renew.

@@ -28,8 +28,6 @@ from airflow_broadway.staging.run_folder import (
     iter_open,
 )
 
-__all__ = ["remove_old_runs", "remove_settled_run", "sweep"]
-
 log = logging.getLogger(__name__)
 
 

@@ -41,8 +41,6 @@ from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["BatchTask", "ProcessTask", "Processed", "send_depth"]
-
 log = logging.getLogger(__name__)
 
 

@@ -37,8 +37,6 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import Progress, record_settled
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["UnstagedResult", "UnstagedTask"]
-
 log = logging.getLogger(__name__)
 
 

@@ -38,8 +38,6 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
 
-__all__ = ["RunWatcher"]
-
 log = logging.getLogger(__name__)
 
 

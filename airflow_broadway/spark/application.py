@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from airflow_broadway.core.formats.outcome import Outcome
     from airflow_broadway.spark.batch import Application, BatchRunner
 
-__all__ = ["INCOMPLETE", "INTERRUPTED", "REFUSED", "run_work"]
-
 log = logging.getLogger("airflow_broadway.spark")
 
 #: Exit codes; 0 when every batch has an outcome.

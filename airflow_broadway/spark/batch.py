@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable"]
-
 log = logging.getLogger(__name__)
 
 #: The events of telemetry that are about batches.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["Counts", "Judge"]
-
 #: Messages that one call of ``handle_failed`` gets at most.
 CHUNK = 1000
 

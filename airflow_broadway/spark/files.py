@@ -19,8 +19,6 @@ from typing import Any
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import TEMPORARY, Files, LocalFiles, check_path
 
-__all__ = ["HadoopFiles", "local_path", "open_files"]
-
 #: Characters handed to the JVM in one call.
 CHUNK = 1 << 18
 

@@ -33,15 +33,6 @@ from airflow_broadway.core.schema.ddl import (
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = [
-    "COLUMNS",
-    "PRIVATE",
-    "BatchFrames",
-    "as_utc",
-    "micros",
-    "to_python",
-]
-
 #: The columns that a callback sees, in this order.
 COLUMNS = (
     "message_id",

@@ -30,8 +30,6 @@ from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
 from airflow_broadway.spark.session import application_id, open_session, ui_address
 
-__all__ = ["MIN_SPARK", "arguments_of", "main"]
-
 log = logging.getLogger("airflow_broadway.spark")
 
 #: The oldest release of Spark that runs it.

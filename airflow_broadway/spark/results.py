@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import PipelineError
 
-__all__ = ["FAILED_STATUS", "OK_STATUS", "Failed", "FailedPart", "Outcomes", "failed", "read"]
-
 #: The words of a ``status`` column.
 OK_STATUS = ("ok", "success", "succeeded", "successful")
 FAILED_STATUS = ("failed", "failure", "error")

@@ -18,21 +18,6 @@ from airflow_broadway.core.log_context import keep_ids
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = [
-    "NO_CONNECT",
-    "SETTINGS",
-    "application_id",
-    "cancel_jobs",
-    "end_session",
-    "make_thread",
-    "name_jobs",
-    "new_session",
-    "open_session",
-    "prepare_session",
-    "ui_address",
-    "why_lost",
-]
-
 #: Why Spark Connect is refused, and the cure.
 NO_CONNECT = (
     "Spark Connect is not supported yet; take it out, and run on a classic master (local[*], yarn,"

@@ -21,8 +21,6 @@ from airflow_broadway.spark.results import FAILED_STATUS, OK_STATUS, Failed, Out
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["MISSING", "Unsuccessful", "unsuccessful"]
-
 #: Up to so many named messages are looked up by their ids; more are joined.
 SMALL = 1000
 #: Rows, and bytes, in a partition of what is read back, about: the driver holds one at a time.

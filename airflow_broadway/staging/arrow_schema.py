@@ -27,17 +27,6 @@ from airflow_broadway.core.schema.ddl import (
     Struct,
 )
 
-__all__ = [
-    "SPARK_FILE_METADATA",
-    "array_of",
-    "arrow_schema",
-    "arrow_struct",
-    "arrow_type",
-    "columns_from_rows",
-    "compute",
-    "from_arrow",
-]
-
 #: What a Parquet file says of itself so that Spark 3.5 reads dates before 1582 as they are: without
 #: a version it stops and asks for ``spark.sql.parquet.datetimeRebaseModeInRead``.
 SPARK_FILE_METADATA = {b"org.apache.spark.version": b"3.5.0"}

@@ -20,8 +20,6 @@ from airflow_broadway.staging.arrow_schema import from_arrow
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.tables import ParquetFile, holds
 
-__all__ = ["BatchReader", "StagedReceipt", "messages_of"]
-
 #: Messages of row groups that are kept between batches: small batches share groups.
 CACHED_MESSAGES = 32_768
 #: Files that are open at a time; a batch may lie in several.

@@ -27,8 +27,6 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batch_reader import messages_of
 from airflow_broadway.staging.merge_generations import AT, SOURCE
 
-__all__ = ["Batching"]
-
 
 class _Row(NamedTuple):
     """What batching needs of a message: an :class:`airflow_broadway.core.stages.batcher.Item`.

@@ -19,8 +19,6 @@ from fsspec.spec import AbstractBufferedFile
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import object_names, put_new
 
-__all__ = ["Bucket"]
-
 #: Bytes that an upload holds in memory at a time; S3 takes 10,000 parts, so 80 GiB in a file.
 PART = 8 * 1024 * 1024
 

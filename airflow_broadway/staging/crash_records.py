@@ -28,15 +28,6 @@ from airflow_broadway.core.formats.layout import VERSION, read_json
 from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.store import Folder, Store
 
-__all__ = [
-    "KEPT",
-    "CrashHistory",
-    "forget_crashes",
-    "load_crash_history",
-    "portion_size",
-    "record_crash",
-]
-
 log = logging.getLogger(__name__)
 
 #: How long a record is kept: as long as SQS keeps a message at most.

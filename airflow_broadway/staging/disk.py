@@ -29,9 +29,6 @@ from airflow_broadway.core.formats.files import (
 )
 from airflow_broadway.staging.errors import SETTING, cannot
 
-__all__ = ["Disk"]
-
-
 #: Bytes that are copied at a time.
 _BLOCK = 1024 * 1024
 

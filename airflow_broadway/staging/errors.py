@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from airflow_broadway.core.errors import BroadwayError, StagingError
 
-__all__ = ["SETTING", "cannot", "translated"]
-
 #: The setting that every cure names.
 SETTING = "`[broadway] staging`"
 

@@ -21,8 +21,6 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.settlement_journal import Progress
 from airflow_broadway.staging.tables import ParquetFile, holds
 
-__all__ = ["HeldMessages"]
-
 log = logging.getLogger(__name__)
 
 

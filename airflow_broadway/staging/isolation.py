@@ -31,8 +31,6 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.tables import ParquetFile, holds
 
-__all__ = ["InHand", "in_hand_at_interruptions", "on_record", "set_aside", "split"]
-
 log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import ParquetFile
 
-__all__ = ["AT", "SOURCE", "merged", "only_bytes"]
-
 #: Added to each row: when its chunk was received (microseconds since 1970, never descending within
 #: a generation), and the index of its generation.
 AT, SOURCE = "_at", "source"

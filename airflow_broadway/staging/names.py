@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import re
 
-__all__ = ["MAX_NAME", "encode_name", "readable_name"]
-
 #: The longest name made here; disks take 255 bytes, and S3 1,024 for the whole path.
 MAX_NAME = 150
 

@@ -21,8 +21,6 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["Recorded", "planned_elsewhere"]
-
 log = logging.getLogger(__name__)
 
 #: Bytes of files of entries that memory keeps once they are read: of all, and of one at most.

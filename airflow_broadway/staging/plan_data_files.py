@@ -24,8 +24,6 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, data_schema
 
-__all__ = ["BUFFER_BYTES", "BUFFER_ROWS", "DataFiles"]
-
 #: The buffer is full with about so many rows, or so many bytes.
 BUFFER_ROWS = 131_072
 BUFFER_BYTES = 32 * 1024 * 1024

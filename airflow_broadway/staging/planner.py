@@ -37,8 +37,6 @@ from airflow_broadway.staging.plan_data_files import DataFiles
 from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["MANY_BATCHES", "folder_of", "new_name", "plan_batches"]
-
 log = logging.getLogger(__name__)
 
 #: Spark batches of one batcher in one run beyond which a plan warns.

@@ -10,8 +10,6 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.stages.rate_limiter import State
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["StagedRateState"]
-
 _FOLDER = "_rate"
 #: Tries of one update.  A try fails only if another update came first: after so many failures in a
 #: row something is broken.

@@ -28,8 +28,6 @@ from airflow_broadway.staging.run_folder import (
 )
 from airflow_broadway.staging.store import Folder, Store
 
-__all__ = ["KEEP", "mark_balanced", "remove_run", "sweep_retention"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds for which a balanced run's files stay.

@@ -25,19 +25,6 @@ from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.store import Folder, Store, host_name
 
-__all__ = [
-    "OPENED",
-    "PUBLISHED",
-    "SETTLED",
-    "SETTLING",
-    "GenerationRecord",
-    "StagedRun",
-    "dag_folder",
-    "generations_in",
-    "iter_open",
-    "iter_unsettled",
-]
-
 log = logging.getLogger(__name__)
 
 #: The folder, beside the runs of a Dag, of what is unsettled, or not accounted for.  No run's

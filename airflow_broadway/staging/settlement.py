@@ -26,8 +26,6 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import Progress, record_settled, settled_journal
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["build_settlement", "settle_generation"]
-
 log = logging.getLogger(__name__)
 
 

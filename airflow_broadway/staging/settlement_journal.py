@@ -14,8 +14,6 @@ from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["Progress", "SettlementJournal", "record_settled", "settled_journal"]
-
 log = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from airflow_broadway.staging.bucket import Bucket
 from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.errors import SETTING, cannot, translated
 
-__all__ = ["ROOT_FILE", "Folder", "Sink", "Store", "host_name"]
-
 #: The file that tells one root from another.
 ROOT_FILE = ".broadway-root.json"
 #: A file whose modification time tells the root's clock.

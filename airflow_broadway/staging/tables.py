@@ -23,17 +23,6 @@ from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, array_of,
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.store import Folder, Sink
 
-__all__ = [
-    "INSTANT",
-    "ParquetFile",
-    "TableFiles",
-    "data_schema",
-    "holds",
-    "instants",
-    "maps",
-    "message_schema",
-]
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 

@@ -27,8 +27,6 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
 from airflow_broadway.staging.tables import TableFiles, instants, maps, message_schema
 
-__all__ = ["ProcessWriter"]
-
 #: A row group holds at most so many messages, and about so many bytes.
 GROUP_ROWS = 16_384
 GROUP_BYTES = 8 * 1024 * 1024

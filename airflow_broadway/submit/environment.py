@@ -20,19 +20,6 @@ from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.spark.session import NO_CONNECT
 
-__all__ = [
-    "SparkMissing",
-    "SparkProgram",
-    "check_classic",
-    "check_java",
-    "check_master",
-    "default_conf",
-    "file_settings",
-    "find_spark",
-    "python_variables",
-    "s3_settings",
-]
-
 #: The oldest Java that Spark runs on.
 MIN_JAVA = 17
 

@@ -12,8 +12,6 @@ from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 
 from airflow_broadway.spark.application import INCOMPLETE, REFUSED
 
-__all__ = ["SubmitHook"]
-
 #: The line of the driver's log that names its application and the address of its UI.
 APPLICATION = re.compile(r"Spark application (\S+); its UI: (https?://[^\s,]+|)")
 #: What exit codes of the driver mean; 3 is Java's when its memory has run out.

@@ -21,8 +21,6 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.reference import import_class
 from airflow_broadway.core.text import many
 
-__all__ = ["Shipment", "check_import", "ship"]
-
 #: Bytes of a pipeline's package that are shipped at most, before compression.
 MAX_BYTES = 32 * 1024 * 1024
 #: Seconds that the check of a pipeline may take.

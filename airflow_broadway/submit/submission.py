@@ -22,8 +22,6 @@ from airflow_broadway.submit.environment import (
 )
 from airflow_broadway.submit.package import Shipment, check_import, ship
 
-__all__ = ["Chosen", "Submission", "prepare"]
-
 log = logging.getLogger(__name__)
 
 

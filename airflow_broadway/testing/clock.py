@@ -6,8 +6,6 @@ from datetime import UTC, datetime, timedelta
 
 from airflow_broadway.core.clock import SystemClock
 
-__all__ = ["ManualClock", "SkippingClock"]
-
 
 class ManualClock:
     """Time by hand: nothing waits, and ``sleep`` moves the clock instead.

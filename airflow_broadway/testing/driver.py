@@ -22,8 +22,6 @@ from airflow_broadway.core.stages.receiving import check_messages
 from airflow_broadway.testing.clock import ManualClock
 from airflow_broadway.testing.dummy import RecordingAcknowledger
 
-__all__ = ["PipelineDriver"]
-
 #: Seconds that the clock moves by at least: what is less is the rounding of floats.
 _LEAST_STEP = 1e-6
 

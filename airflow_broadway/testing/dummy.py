@@ -12,8 +12,6 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 
-__all__ = ["AckCall", "DummyProducer", "RecordingAcknowledger"]
-
 
 class AckCall(NamedTuple):
     """One call of an acknowledger."""

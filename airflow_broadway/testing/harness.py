@@ -16,8 +16,6 @@ from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.clock import SkippingClock
 
-__all__ = ["Harness", "bodies", "ids", "settlement_of"]
-
 
 class Harness(ABC):
     """One empty queue, and what the suite must be able to do with it.

@@ -13,8 +13,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.driver import PipelineDriver
 from airflow_broadway.testing.dummy import AckCall
 
-__all__ = ["Tested", "test_batch", "test_message"]
-
 #: Makes the acknowledger of a test's message: ``acknowledger(data, (recording, ref))``.
 MakeAck = Callable[[Any, tuple[Any, Any]], AckRef]
 

@@ -18,8 +18,6 @@ from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.harness import Harness, ids
 
-__all__ = ["Child", "plain", "third_and_seventh"]
-
 
 def third_and_seventh(place: int) -> Verdict:
     """The verdict of the message in a place: retried, dead-lettered, mostly acknowledged."""

@@ -32,8 +32,6 @@ from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, m
 from tests.benchmarks.made_up import BODY
 from tests.benchmarks.stages import run_stage
 
-__all__ = ["bench_archive"]
-
 MESSAGES = 200_000
 FLIGHTS = 100_000
 INTERVAL = 1_000_000

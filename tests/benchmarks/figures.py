@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from scripts.local_airflow import LocalAirflow
 
-__all__ = ["Figures", "Took", "folder_of_its_own", "median", "memory", "rate", "run_of", "took"]
-
 #: ``{"name", "value", "unit"}``, and ``"ratio"`` with ``"of"``, the figure it is compared with.
 Figures = list[dict[str, Any]]
 

@@ -32,8 +32,6 @@ from tests.benchmarks.made_up import BODY
 from tests.benchmarks.stages import Stage, run_stage
 from tests.kafka_server import ApacheKafka, KafkaServer
 
-__all__ = ["bench_kafka"]
-
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 PARTITIONS = 8

@@ -18,8 +18,6 @@ from airflow_broadway.core.model.rules import POSITIVE
 from airflow_broadway.testing import DummyProducer
 from tests.benchmarks.pipelines import Halved
 
-__all__ = ["BODY", "MadeUpProducer", "OnNothing"]
-
 BODY = b"x" * 200
 
 

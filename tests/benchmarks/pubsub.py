@@ -33,8 +33,6 @@ from tests.benchmarks.receipt_stages import (
 from tests.benchmarks.stages import run_stage
 from tests.pubsub_server import Emulator, PubSubServer
 
-__all__ = ["bench_pubsub"]
-
 MESSAGES = 100_000
 #: Of these messages: 20,000 each.
 RUNS = 5

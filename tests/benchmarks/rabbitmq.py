@@ -30,8 +30,6 @@ from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, m
 from tests.benchmarks.stages import Stage, run_stage
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["bench_rabbitmq"]
-
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 BODY = b"x" * 200

@@ -14,19 +14,6 @@ from typing import Any, Protocol
 
 from tests.benchmarks.figures import Figures, Took, median
 
-__all__ = [
-    "Counted",
-    "added",
-    "apart",
-    "processor",
-    "rates",
-    "requests_of",
-    "serve",
-    "stages",
-    "timed",
-    "with_run",
-]
-
 
 class Counted(Protocol):
     """Counts the requests of this process's clients."""

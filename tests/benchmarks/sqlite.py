@@ -12,8 +12,6 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.producers.sqlite import SqliteQueue
 
-__all__ = ["bench_sqlite"]
-
 #: Bytes of a body: about those of one flight as JSON.
 SIZE = 300
 #: Messages of one call of ``send`` and of ``receive``.

@@ -18,8 +18,6 @@ from tests.benchmarks.receipt_stages import apart, processor, rates, requests_of
 from tests.benchmarks.sqs_worker import BODY, NOWHERE
 from tests.sqs_server import SqsServer
 
-__all__ = ["bench_sqs"]
-
 #: Messages of a try, at moto's server and at the stub.
 MESSAGES = 5_000
 STUBBED = 20_000

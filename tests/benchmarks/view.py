@@ -18,8 +18,6 @@ from tests.benchmarks.figures import Figures, folder_of_its_own, took
 from tests.unit.plugin.site import mounted
 from tests.unit.runs.view.big_run import big_run, settle
 
-__all__ = ["bench_view"]
-
 
 def bench_view(batches: int = 10_000, tries: int = 5) -> Figures:
     """All figures; the first try of each is not counted."""

@@ -16,8 +16,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
-__all__ = ["DESKTOP", "PHONE", "Chromium", "programs"]
-
 #: Width and height of the window, in CSS pixels.
 DESKTOP = (1280, 900)
 PHONE = (390, 844)

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ["another_site"]
-
 
 @contextmanager
 def another_site(page: str) -> Iterator[tuple[str, list[str]]]:

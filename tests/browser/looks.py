@@ -9,8 +9,6 @@ from selenium.webdriver import ActionChains, Keys
 
 from tests.browser.chromium import PHONE, Chromium
 
-__all__ = ["complaints_of_looks", "not_reached_by_tab", "too_wide_on_a_phone", "unnamed"]
-
 _SCRIPT = (Path(__file__).parent / "looks.js").read_text()
 
 #: Roles of which a screen reader tells the name, and nothing else.

@@ -11,8 +11,6 @@ from contextlib import closing
 from scripts.load_flights import flights, load
 from tests.browser.site import Site
 
-__all__ = ["FLIGHTS", "HOSTILE", "ID", "fill_flights", "fill_hostile"]
-
 #: How many flights the demo drains.
 FLIGHTS = 2_000
 

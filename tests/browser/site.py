@@ -18,8 +18,6 @@ from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
 
-__all__ = ["USERS", "Run", "Site", "site_in"]
-
 #: Users of Airflow's simple auth manager, by name, and what they may; a password is the name twice.
 USERS = {"admin": "admin", "viewer": "viewer"}
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pyspark
 
-__all__ = ["history_server"]
-
 
 @contextmanager
 def history_server(events: Path, port: int, log: Path) -> Iterator[str]:

@@ -18,8 +18,6 @@ from tests.conformance.limits import CONFIGURABLE, MARGIN, MESSAGES, STEP
 from tests.conformance.observed import Case, Observed, freeze
 from tests.conformance.pipelines import wrap
 
-__all__ = ["ACTIONS", "FEEDS", "CaseProducer", "Feed", "received"]
-
 #: What cases configure, and what the queue is then to do.
 ACTIONS: Mapping[str, Action] = {name: Action(action) for name, action in CONFIGURABLE.items()}
 

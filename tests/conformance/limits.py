@@ -7,20 +7,6 @@ from typing import Any
 
 from tests.conformance.observed import Case
 
-__all__ = [
-    "CONFIGURABLE",
-    "MARGIN",
-    "MESSAGES",
-    "STEP",
-    "changed_when_settled",
-    "flushes_last",
-    "not_by_operators",
-    "not_by_spark",
-    "operations",
-    "spark_case",
-    "steps_of",
-]
-
 #: Seconds that the oracle let pass in each step, and beyond each ``elapse_ms``.
 STEP, MARGIN = 0.040, 0.060
 

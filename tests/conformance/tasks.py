@@ -10,8 +10,6 @@ from airflow.providers.common.compat.sdk import AirflowSkipException
 from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import AirflowRescheduleException
 
-__all__ = ["Tasks"]
-
 DAG_ID = "conformance"
 
 

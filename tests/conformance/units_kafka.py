@@ -23,8 +23,6 @@ from airflow_broadway.producers.kafka.records import Records
 from airflow_broadway.producers.kafka.settling import Read, Rest, ended
 from tests.conformance.observed import Case
 
-__all__ = ["KAFKA"]
-
 _GENERATION = "g"
 
 

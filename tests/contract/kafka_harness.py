@@ -15,8 +15,6 @@ from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
 from airflow_broadway.testing.harness import Harness
 from tests.kafka_server import QUICK
 
-__all__ = ["KafkaHarness"]
-
 
 @cache
 def _sender(bootstrap: str) -> Any:

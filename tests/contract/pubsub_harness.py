@@ -18,8 +18,6 @@ from airflow_broadway.testing.harness import Harness
 from tests.contract.sqs_harness import SharedClock
 from tests.pubsub_server import PubSubServer, Remote
 
-__all__ = ["PubSubHarness"]
-
 
 @cache
 def _server(host: str) -> PubSubServer:

@@ -14,8 +14,6 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.testing.contract import Harness
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["RabbitHarness"]
-
 
 class RabbitHarness(Harness):
     marks_unseen = True

@@ -28,8 +28,6 @@ from tests.sqs_server import KEY, REGION, Connections, SqsServer
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
 
-__all__ = ["SharedClock", "SqsHarness", "moved_server"]
-
 
 class SharedClock(SystemClock):
     """The real clock, moved on by what anybody who shares it was asked to wait."""

@@ -13,8 +13,6 @@ from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
 from airflow_broadway.testing.crashes.scheduler import number_ids
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 
-__all__ = ["SETTLING", "LiveBefore", "live_run"]
-
 #: Runs that look after what the others leave, and handle nothing.
 SETTLING = ("after", "look", "last")
 

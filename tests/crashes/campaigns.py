@@ -24,8 +24,6 @@ from airflow_broadway.testing.crashes.account import Wrong
 from tests.crashes.pipelines import PIPELINES, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
-__all__ = ["MESSAGES", "Plan", "campaigns", "in_memory", "pipelines_of", "plans_of"]
-
 MESSAGES = [b"%d" % number for number in range(12)]
 
 #: A case on Spark takes seconds.  So only its own tasks are struck, and those of the batcher beside

@@ -15,8 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _request = threading.local()
 
 

@@ -19,8 +19,6 @@ from tests.crashes.campaigns import MESSAGES, in_memory
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
 
-__all__ = ["MUTANTS"]
-
 
 def a_message_that_comes_again_does_not_say_so() -> None:
     from airflow_broadway.producers.sqlite.queue import SqliteQueue

@@ -18,8 +18,6 @@ from airflow_broadway.testing.crashes.spark import SparkTask
 from airflow_broadway.testing.crashes.tasks import DAG, Attempt
 from tests.crashes.subjects import MakeSubject
 
-__all__ = ["by_operators"]
-
 
 @contextmanager
 def by_operators() -> Iterator[MakeSubject]:

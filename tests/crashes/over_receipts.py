@@ -9,8 +9,6 @@ from typing import Any
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.testing.crashes import Subject
 
-__all__ = ["OverReceipts", "declared"]
-
 #: Says that a generation's report is to be removed some days later.
 _ENDED = re.compile(r"/ended/[\d-]+/(\w+)\.json$")
 

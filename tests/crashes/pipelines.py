@@ -26,8 +26,6 @@ from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.spark import failed
 from airflow_broadway.testing.crashes import Family
 
-__all__ = ["PIPELINES"]
-
 _PRODUCER = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=2))
 
 

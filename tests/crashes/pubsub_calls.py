@@ -13,8 +13,6 @@ from typing import Any
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 from airflow_broadway.testing.crashes.points import What
 
-__all__ = ["PubSub"]
-
 #: What a request fails with, each in turn.
 _ERRORS = ("UNAVAILABLE", "INTERNAL", "RESOURCE_EXHAUSTED", "ABORTED")
 #: Where a request names what it is about.

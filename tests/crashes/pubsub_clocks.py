@@ -17,8 +17,6 @@ from tests.pubsub_stub.broker import Broker
 from tests.pubsub_stub.errors import Refused
 from tests.pubsub_stub.server import Stub
 
-__all__ = ["LEFT", "main"]
-
 #: The label that tells how many messages a subscription has.
 LEFT = "left"
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from airflow_broadway import Broadway
 from airflow_broadway.testing.crashes import Embedded, Subject
 
-__all__ = ["SUBJECTS", "MakeSubject"]
-
 MakeSubject = Callable[[type[Broadway], Path], Subject]
 
 

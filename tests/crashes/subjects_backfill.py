@@ -24,8 +24,6 @@ from airflow_broadway.testing.crashes.tasks import Attempt, execute
 from tests.crashes.before import SETTLING, LiveBefore, live_run
 from tests.crashes.subjects import MakeSubject
 
-__all__ = ["over_backfills"]
-
 _DAY = datetime(2013, 1, 1, tzinfo=UTC)
 _SOURCE = RunSource(kind=ARCHIVE, interval=Interval(_DAY, _DAY + timedelta(days=1)))
 

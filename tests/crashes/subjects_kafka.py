@@ -24,8 +24,6 @@ from airflow_broadway.testing.crashes.kafka import Kafka
 from tests.crashes.subjects import MakeSubject
 from tests.kafka_server import KafkaServer, nearest_kafka
 
-__all__ = ["over_kafka"]
-
 #: Keys of messages, where the order of each counts.
 _KEYS = 3
 

@@ -33,8 +33,6 @@ from airflow_broadway.testing.crashes.tasks import Attempt, execute
 from tests.crashes.before import SETTLING, live_run
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
-__all__ = ["over_letters"]
-
 #: Why the messages died at first.
 _WHY = "before the case"
 _BEFORE = "before"

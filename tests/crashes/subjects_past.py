@@ -19,8 +19,6 @@ from airflow_broadway.testing.crashes.tasks import Attempt, execute
 from tests.crashes.before import SETTLING, LiveBefore, live_run
 from tests.crashes.subjects import MakeSubject
 
-__all__ = ["over_past_runs"]
-
 
 @contextmanager
 def over_past_runs() -> Iterator[MakeSubject]:

@@ -30,8 +30,6 @@ from tests.crashes.pubsub_clocks import LEFT
 from tests.crashes.subjects import MakeSubject
 from tests.pubsub_server import Remote
 
-__all__ = ["over_pubsub"]
-
 #: Keys of messages, where the order of each counts.
 _KEYS = 3
 _WAIT = 60.0

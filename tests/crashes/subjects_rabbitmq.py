@@ -24,8 +24,6 @@ from airflow_broadway.testing.crashes.amqp import Amqp
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["Rabbit", "rabbit"]
-
 #: The queues of ours that stay.
 _STANDING = ("held", "dead", "delay")
 #: Seconds for the broker to move what a test has let lapse.

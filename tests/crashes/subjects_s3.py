@@ -18,8 +18,6 @@ from airflow_broadway.testing.crashes.interceptor import Boundary
 from tests.crashes.subjects import MakeSubject
 from tests.crashes.subjects_sqs import Moto, moto
 
-__all__ = ["over_s3"]
-
 
 @contextmanager
 def over_s3() -> Iterator[MakeSubject]:

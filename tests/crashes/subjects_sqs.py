@@ -26,8 +26,6 @@ from tests.crashes.over_receipts import OverReceipts, declared
 from tests.crashes.subjects import MakeSubject
 from tests.sqs_server import KEY, REGION, SqsServer
 
-__all__ = ["Moto", "moto", "over_sqs"]
-
 #: Groups of a FIFO queue.
 _GROUPS = 3
 #: Longer than all that a case lets pass: 14 days.

@@ -15,8 +15,6 @@ from tests.faults.broker import Broker, Dead
 from tests.faults.dags import killed_pipeline as truth
 from tests.faults.found import Found
 
-__all__ = ["account"]
-
 
 def account(
     found: Found, broker: Broker, numbers: range, handled: str, staging: Path, runs: int

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Broker", "Dead"]
-
 
 class Dead(NamedTuple):
     """One dead letter.

@@ -16,8 +16,6 @@ from tests.faults.brokers_rabbitmq import RabbitMQ
 from tests.faults.brokers_sqlite import Sqlite
 from tests.faults.brokers_sqs import Sqs
 
-__all__ = ["BROKERS"]
-
 #: By name: makes the broker's queue, with its files in a folder.
 BROKERS: Mapping[str, Callable[[Path], Broker]] = {
     "sqlite": Sqlite,

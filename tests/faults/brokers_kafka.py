@@ -13,8 +13,6 @@ from typing import Any
 from tests.faults.broker import Dead
 from tests.kafka_server import nearest_kafka
 
-__all__ = ["Kafka"]
-
 _TOPIC, _GROUP, _RETRIES = "killed", "killed", "killed.retry"
 _PARTITIONS = 4
 

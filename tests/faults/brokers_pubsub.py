@@ -12,8 +12,6 @@ from pathlib import Path
 from tests.faults.broker import Dead
 from tests.pubsub_server import PROJECT, StubServer
 
-__all__ = ["PubSub"]
-
 
 class PubSub:
     """The subscription ``killed``, whose dead letters go to the topic ``killed-dead``."""

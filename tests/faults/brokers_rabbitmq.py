@@ -13,8 +13,6 @@ from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from tests.faults.broker import Dead
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["RabbitMQ", "dead_letters"]
-
 _QUEUES = QueueNames("killed")
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.faults.broker import Dead
 
-__all__ = ["Sqlite"]
-
 
 class Sqlite:
     """The embedded queue, in a file of its own."""

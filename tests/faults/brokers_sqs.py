@@ -9,8 +9,6 @@ from pathlib import Path
 from tests.faults.broker import Dead
 from tests.sqs_server import SqsServer
 
-__all__ = ["Sqs"]
-
 
 class Sqs:
     """The queue ``killed``, whose redrive policy names ``killed-dead`` and never acts itself."""

@@ -18,8 +18,6 @@ import psutil
 
 from scripts.local_airflow import FINISHED, LocalAirflow
 
-__all__ = ["KINDS", "ORDER", "PATIENCE", "Killer", "Kind", "Target", "kill", "victims"]
-
 #: Seconds after which a run that does not end is an error.
 PATIENCE = 400.0
 

@@ -22,8 +22,6 @@ from airflow_broadway.producers.pubsub.dead_letters import PubSubDeadLetters
 from airflow_broadway.producers.sqs.dead_letters import SqsDeadLetters
 from tests.faults.dags import killed_pipeline
 
-__all__ = ["AT_WORK", "HANDLED", "PIPELINES"]
-
 AT_WORK = "at work"
 HANDLED = "handled.db"
 #: Whose dead letters they are.

@@ -28,8 +28,6 @@ from tests.faults.found import Found
 from tests.faults.killing import KINDS, PATIENCE, Killer, kill, victims
 from tests.faults.runs import DAGS, SETTINGS
 
-__all__ = ["Past", "run_past"]
-
 _DAG = "kept"
 #: Of the live runs after the first, that each may be killed while it publishes.
 _LIVE_RUNS = 4

@@ -9,8 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from typing import Self
 
-__all__ = ["Proxy", "Relay"]
-
 
 class Relay(ABC):
     """Accepts connections for a broker.

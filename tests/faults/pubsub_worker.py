@@ -14,8 +14,6 @@ from tests.faults.rabbitmq_worker import Worker
 from tests.faults.receipt_worker import drain
 from tests.pubsub_server import Remote
 
-__all__ = ["PubSubWorker"]
-
 
 class PubSubWorker(Worker):
     """The runs of one subscription.

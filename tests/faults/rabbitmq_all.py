@@ -10,8 +10,6 @@ from tests.faults.rabbitmq_cases import CASES, Place, RabbitCase
 from tests.integration.clicks import CLICKS, COUNT, Click, Clicks, World, world_of
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["rabbitmq_cases"]
-
 Named = tuple[str, int, Callable[[], Found]]
 
 

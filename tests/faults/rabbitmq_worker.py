@@ -27,8 +27,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 
-__all__ = ["YOUNG_QUEUES", "Worker", "verdict_on"]
-
 #: A variable: queues are used as soon as they are declared, for nobody kills the broker.
 YOUNG_QUEUES = "BROADWAY_YOUNG_QUEUES"
 

@@ -20,15 +20,6 @@ from airflow_broadway.core.custody.verdicts import Action
 from scripts.airflow_env import ROOT
 from tests.faults.rabbitmq_worker import verdict_on
 
-__all__ = [
-    "Handled",
-    "Workers",
-    "check_order",
-    "check_published",
-    "dead_letters_of",
-    "ended",
-]
-
 
 class Handled(NamedTuple):
     """One message of one execution that came to publish what it had done."""

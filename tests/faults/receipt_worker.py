@@ -8,8 +8,6 @@ from airflow_broadway.core.errors import BroadwayError
 from tests.faults.rabbitmq_worker import Worker
 from tests.faults.receipt_kills import ended
 
-__all__ = ["drain"]
-
 #: Leases for which an empty queue is looked at again while numbers are missing.  An answer that
 #: came too late, on a busy machine, hides what it brought once more, and says so to nobody.
 _PATIENCE = 4

@@ -24,8 +24,6 @@ from tests.faults.dags.killed_pipeline import noted
 from tests.faults.found import Found
 from tests.faults.letters_worker import AT_WORK, HANDLED
 
-__all__ = ["Requeues", "run_requeues"]
-
 #: Seconds within which the command is killed at first.
 _SPAN = 2.0
 #: Seconds until letters that a killed command had looked at are others' again.

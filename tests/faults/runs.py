@@ -18,8 +18,6 @@ from tests.faults.brokers import BROKERS
 from tests.faults.found import Found
 from tests.faults.killing import ORDER, Killer
 
-__all__ = ["SETTINGS", "Case", "airflow_for", "run_case"]
-
 DAGS = ROOT / "tests" / "faults" / "dags"
 
 SETTINGS = {

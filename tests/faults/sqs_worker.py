@@ -14,8 +14,6 @@ from tests.faults.rabbitmq_worker import Worker
 from tests.faults.receipt_worker import drain
 from tests.sqs_server import REGION
 
-__all__ = ["SqsWorker"]
-
 
 class SqsWorker(Worker):
     """The runs of one queue, whose dead letters go to ``dead-<queue>``."""

@@ -8,8 +8,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["bar"]
-
 
 class _Barred(MetaPathFinder):
     def __init__(self, names: Sequence[str]) -> None:

@@ -12,8 +12,6 @@ from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.rabbitmq_fixtures import wanted_server
 
-__all__ = ["SERVERS", "ClickQueue", "Server"]
-
 
 class ClickQueue(Protocol):
     """A queue of one test's own."""

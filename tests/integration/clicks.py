@@ -25,8 +25,6 @@ from tests.faults.found import Found
 from tests.integration.click_queues import SERVERS, Server
 from tests.waiting import eventually
 
-__all__ = ["CLICKS", "COUNT", "Click", "Clicks", "World", "world_of"]
-
 BATCH = "broadway.batch.default"
 PROCESS = "broadway.process"
 SPARK = "broadway.handle_batches"

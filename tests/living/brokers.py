@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tests.living.publisher import Sender
 
-__all__ = ["DEAD", "LEASE", "Lapsing", "Left", "LivingBroker", "Mortal", "Networked"]
-
 #: Seconds of the pipelines' leases.
 LEASE = 120.0
 

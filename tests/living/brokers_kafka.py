@@ -21,8 +21,6 @@ from tests.kafka_server import KafkaServer
 from tests.living.brokers import DEAD, Left
 from tests.living.publisher import body_of, number_of
 
-__all__ = ["LivingKafka"]
-
 _PARTITIONS = 4
 #: Messages after which a topic that grows has more partitions.
 _GROWS_AT = 150

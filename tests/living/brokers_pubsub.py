@@ -15,8 +15,6 @@ from tests.living.brokers import DEAD, LEASE, Left
 from tests.living.publisher import body_of, number_of
 from tests.pubsub_server import StubServer
 
-__all__ = ["LivingPubSub"]
-
 #: Ordering keys.
 _KEYS = 16
 #: Seconds after which a retry is delivered, and after which everything is.

@@ -16,8 +16,6 @@ from tests.living.brokers import DEAD, Left
 from tests.living.publisher import body_of, number_of
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["LivingRabbit", "MortalRabbit"]
-
 #: In which place the messages of a queue with this prefix are; bundles in the first.
 _PLACES = {"held": "leased", "delay": "delay", "dead": DEAD}
 

@@ -13,8 +13,6 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.living.brokers import DEAD, Left
 from tests.living.publisher import body_of, number_of
 
-__all__ = ["LivingSqlite"]
-
 _MESSAGES = """
     SELECT body, lease, ready_at, giver, deliveries FROM messages JOIN bodies USING (id)
 """

@@ -16,8 +16,6 @@ from tests.living.brokers import DEAD, LEASE, Left
 from tests.living.publisher import body_of, number_of
 from tests.sqs_server import SqsServer
 
-__all__ = ["LivingSqs"]
-
 #: Groups of a FIFO queue.
 _GROUPS = 16
 #: Seconds after which a retry is visible, and after which everything is.

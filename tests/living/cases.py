@@ -24,8 +24,6 @@ from tests.pubsub_server import StubServer
 from tests.rabbitmq_server import RabbitServer
 from tests.sqs_server import SqsServer
 
-__all__ = ["RUNS", "living_cases", "series"]
-
 #: Runs of a case, where not given.
 RUNS = 60
 #: Runs on one queue.

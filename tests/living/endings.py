@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ENDINGS", "HARMS", "Ending"]
-
 #: Runs that wait for more messages until something ends them.
 _HUNGRY = {"wait_seconds": 60.0, "idle_seconds": 60.0, "max_seconds": 8.0}
 

@@ -21,8 +21,6 @@ from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.staging.disk import Disk
 
-__all__ = ["harmed"]
-
 _STAGING = ("create", "create_own", "replace", "sink")
 _JOURNAL = ("create", "write")
 

@@ -14,8 +14,6 @@ from typing import Any
 from tests.living.brokers import DEAD, Left
 from tests.living.sink import Handled
 
-__all__ = ["Account", "account", "bound", "compare"]
-
 
 @dataclass
 class Account:

@@ -16,8 +16,6 @@ from tests.living.brokers import LEASE
 from tests.living.publisher import number_of
 from tests.living.sink import Handled, note
 
-__all__ = ["PIPELINES", "fails_at_first", "fails_for_good"]
-
 _RETRY = RetryPolicy(max_attempts=2, backoff=0.3, jitter=0.0)
 
 #: How many messages and batches each run of this process has seen.

@@ -23,8 +23,6 @@ from tests.living.pipelines import fails_for_good
 from tests.living.series import Series
 from tests.living.workers import Worker
 
-__all__ = ["HARM", "QUIET_RUNS", "Preemption", "close_quietly", "preempt"]
-
 #: Runs after the last kill within which the queue is empty.
 QUIET_RUNS = 3
 #: As for the other runs in traffic: they follow each other at once.

@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol, Self
 
-__all__ = ["Publisher", "Sender", "body_of", "number_of"]
-
 #: Seconds between two portions.
 _TICK = 0.01
 #: The most messages of a portion: a publisher that fell behind does not catch up in one go.

@@ -22,8 +22,6 @@ from tests.living.ledger import Account
 from tests.living.series import Series
 from tests.living.workers import Worker
 
-__all__ = ["WEATHERS", "Round", "play", "weathers_for"]
-
 #: Seconds of a lease that lapses while who holds it sleeps.
 _SHORT = 4.0
 #: The part of a run by which one kill is later than the one before; runs of any number of kills

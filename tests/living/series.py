@@ -12,8 +12,6 @@ from tests.living.publisher import Publisher
 from tests.living.sink import handled
 from tests.living.workers import Worker
 
-__all__ = ["Series"]
-
 #: Seconds within which what is on its way between two queues is in one of them.
 _SETTLING = 15.0
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Handled", "handled", "note"]
-
 
 class Handled(NamedTuple):
     """One message that a callback was done with.

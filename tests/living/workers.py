@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Worker"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -27,8 +27,6 @@ from tests.model.checker import Step
 from tests.model.protocol import Run
 from tests.model.state import State, Thread, put, set_gen, set_message, set_thread
 
-__all__ = ["Bundles"]
-
 
 class Copy(NamedTuple):
     """Where a message is, once.

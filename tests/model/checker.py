@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-__all__ = ["Broken", "Model", "Step", "TooMany", "explore"]
-
 S = TypeVar("S", bound=Hashable)
 
 

@@ -10,8 +10,6 @@ from tests.model.protocol import Custody, Run
 from tests.model.receipts import Receipts
 from tests.model.rows import Rows
 
-__all__ = ["MUTANTS", "Mutant"]
-
 
 class Mutant(NamedTuple):
     """A model that lacks a guard.

@@ -33,8 +33,6 @@ from typing import Any, Final, Protocol
 from tests.model.checker import Step
 from tests.model.state import A, B, Decision, Gen, State, Thread, put, set_gen, set_thread
 
-__all__ = ["CODE", "Custody", "Run"]
-
 #: The step of each thread, and what takes it in the code.
 CODE: Final = {
     "sweep": "staging.run_folder.iter_unsettled",

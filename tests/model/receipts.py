@@ -22,8 +22,6 @@ from tests.model.checker import Step
 from tests.model.protocol import Run
 from tests.model.state import State, Thread, put, set_gen, set_message, set_thread
 
-__all__ = ["Receipts"]
-
 #: Where a message is: not sent yet, visible, in flight, deleted.
 LATER, READY, FLYING, GONE = "later", "ready", "flying", "gone"
 

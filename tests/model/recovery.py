@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from tests.model.protocol import Run
 from tests.model.state import A, C, State, Thread, put
 
-__all__ = ["Recovery"]
-
 #: Steps of one execution, at most.
 MOST = 400
 

@@ -16,8 +16,6 @@ from tests.model.checker import Step
 from tests.model.protocol import Run
 from tests.model.state import State, Thread, put, set_gen, set_thread
 
-__all__ = ["Rows"]
-
 #: Where a message is, unless a generation holds it: not sent yet, ready, acknowledged, dead.
 LATER, READY, ACKED, DEAD = -1, -2, -3, -4
 _ENDS: Final = {"ack": ACKED, "dead": DEAD, "retry": READY, "release": READY}

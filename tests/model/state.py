@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = [
-    "A",
-    "B",
-    "C",
-    "Decision",
-    "Gen",
-    "State",
-    "Thread",
-    "put",
-    "set_gen",
-    "set_message",
-    "set_thread",
-]
-
 #: The runs of a Dag: one that meets with trouble, one beside or after it, and one that comes when
 #: all else is dead.
 A, B, C = 0, 1, 2

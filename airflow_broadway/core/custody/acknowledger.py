@@ -14,8 +14,6 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.acks import current_stage
 from airflow_broadway.core.model.message import Message
 
-__all__ = ["AckSink", "Judged", "RunAcknowledger"]
-
 #: A message and what is to be done with it.
 Judged = tuple[Message, Verdict]
 

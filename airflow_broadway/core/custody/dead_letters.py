@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, Protocol
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import printable
 
-__all__ = ["EVERY", "Choice", "DeadLetter", "DeadLetters", "Moved", "Moving", "destination_of"]
-
 
 class DeadLetter(NamedTuple):
     """A message that was set aside, and why.

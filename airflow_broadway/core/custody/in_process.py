@@ -23,8 +23,6 @@ from airflow_broadway.core.log_context import keep_ids
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 
-__all__ = ["Settler", "Tally", "check_settled", "done_of", "entry_of", "settle_at_once"]
-
 log = logging.getLogger(__name__)
 
 #: Verdicts that are carried out together, and the seconds for which one waits for others.

@@ -11,8 +11,6 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 from airflow_broadway.core.log_context import keep_ids
 
-__all__ = ["LeaseRenewer"]
-
 log = logging.getLogger(__name__)
 
 #: A lease is renewed so many times within its length, so that some renewals may fail.

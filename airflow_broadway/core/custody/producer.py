@@ -23,8 +23,6 @@ from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.pipeline_options import RateLimiting, RetryPolicy
 from airflow_broadway.core.model.rules import FUNCTION, POSITIVE, SECONDS, Rule
 
-__all__ = ["Connection", "Connections", "Producer", "ProducerEnv"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:

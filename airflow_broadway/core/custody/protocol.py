@@ -28,17 +28,6 @@ from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.version import known_fields
 
-__all__ = [
-    "SUSPECTS",
-    "Custodian",
-    "Delivery",
-    "Entry",
-    "Lease",
-    "QueueDepth",
-    "Settlement",
-    "Source",
-]
-
 #: In a lease's state: whether the generation holds messages that processes died of, and no others.
 SUSPECTS: Final = "suspects"
 

@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
 from airflow_broadway.core.version import known_fields
 
-__all__ = ["CLASSES", "CLASS_OF", "ComingAgain", "SettleReport", "failures_of", "handled_of"]
-
 #: The classes of the account, each message in one, and what people call them.
 CLASSES: Final[Mapping[str, str]] = {
     "acked": "acked",

@@ -14,8 +14,6 @@ from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.text import printable
 
-__all__ = ["markdown_of", "plain"]
-
 #: What Markdown may act on, besides HTML.
 _ACTS: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~:@/])")
 

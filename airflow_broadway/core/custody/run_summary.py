@@ -19,23 +19,6 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import Rule, is_int
 from airflow_broadway.core.text import many, printable
 
-__all__ = [
-    "FAIL_WHEN",
-    "FEW",
-    "SHOWN_REASONS",
-    "check_fail_when",
-    "dropped_line",
-    "empty_line",
-    "failures_trouble",
-    "lines_of",
-    "look_lines",
-    "merged_reasons",
-    "settled_line",
-    "settling_trouble",
-    "summary_line",
-    "unbalanced_line",
-]
-
 #: Reasons that a report names: the most frequent.
 SHOWN_REASONS: Final = 10
 _NUMBER: Final = re.compile(r"\d+")

@@ -13,21 +13,6 @@ from typing import Final, NamedTuple
 
 from airflow_broadway.core.model.pipeline_options import RetryPolicy
 
-__all__ = [
-    "ACK",
-    "COMES_AGAIN",
-    "HELD_BACK",
-    "LEAVE",
-    "MAX_REASON",
-    "RELEASE",
-    "Action",
-    "Facts",
-    "Verdict",
-    "decide",
-    "delay_before",
-]
-
-
 #: Bytes of a reason that are kept wherever it is stored; brokers limit headers.
 MAX_REASON: Final = 2048
 

@@ -25,8 +25,6 @@ from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, paths, read_json
 from airflow_broadway.core.formats.plan import PlannedBatch
 
-__all__ = ["TRIES", "WORK", "Deaths", "interruptions_of", "mark_begun", "say_ended", "say_started"]
-
 #: Where the tries of a task have their files: Spark applications, and processes of a Python
 #: batcher.
 WORK: Final = "work"

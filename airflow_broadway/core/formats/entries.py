@@ -12,8 +12,6 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON, Action, Verdict
 from airflow_broadway.core.text import cut
 
-__all__ = ["EntryLine", "dump_entry", "load_line"]
-
 #: A text as JSON has it.
 _quoted = json.encoder.encode_basestring_ascii
 #: An encoder made once: ``json.dumps`` with separators makes one at each call.

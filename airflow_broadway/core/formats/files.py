@@ -18,25 +18,6 @@ from typing import IO, Any, Protocol
 
 from airflow_broadway.core.errors import StagingError
 
-__all__ = [
-    "TEMPORARY",
-    "Files",
-    "LocalFiles",
-    "check_path",
-    "check_regular_file",
-    "create_file",
-    "drop_file",
-    "make_folder",
-    "make_folders",
-    "new_file",
-    "note_file",
-    "object_names",
-    "put_new",
-    "replace_file",
-    "sync_file",
-    "sync_folder",
-]
-
 #: The names of temporary files begin so.  No other name of ours begins with a dot, and listings
 #: leave such names out: file managers and synchronizers put their own everywhere.
 TEMPORARY = ".tmp-"

@@ -27,8 +27,6 @@ from typing import NamedTuple
 from airflow_broadway.core.formats.deaths import Deaths
 from airflow_broadway.core.formats.plan import PlannedBatch
 
-__all__ = ["CRASHED", "MOST_PARTS", "MOST_PROCESSES", "SUSPECT", "OnRecord", "Step", "next_step"]
-
 #: What the reason of a message begins with that is set aside since processes died of it.
 CRASHED = "crashed: "
 

@@ -49,8 +49,6 @@ from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.sums import check_seal
 from airflow_broadway.core.version import __version__, known_fields
 
-__all__ = ["SHARED", "VERSION", "check_version", "load", "paths", "read_json"]
-
 T = TypeVar("T")
 
 #: The version of all formats here.

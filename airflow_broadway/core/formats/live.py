@@ -18,8 +18,6 @@ from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.version import known_fields
 
-__all__ = ["LIVE_INTERVAL", "LiveCounts", "LiveSign", "read_live"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds between two signs; a task that ends sooner leaves none.

@@ -12,8 +12,6 @@ from airflow_broadway.core.formats.layout import VERSION, load
 from airflow_broadway.core.formats.sums import sealed
 from airflow_broadway.core.version import __version__
 
-__all__ = ["Manifest", "Staged"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:

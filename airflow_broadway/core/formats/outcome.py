@@ -12,8 +12,6 @@ from airflow_broadway.core.formats.layout import VERSION, load, paths
 from airflow_broadway.core.formats.sums import checked, sealed
 from airflow_broadway.core.version import __version__
 
-__all__ = ["Outcome", "entry_lines"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

@@ -28,8 +28,6 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import paths
 
-__all__ = ["CURE", "Ownership", "OwnershipLost", "begin_try", "highest_try"]
-
 #: What people are told to do when a run no longer holds its messages.
 CURE = "this run no longer holds its messages: clear `process`"
 

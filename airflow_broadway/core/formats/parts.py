@@ -16,8 +16,6 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import PlannedBatch
 
-__all__ = ["Splits", "part_id", "record_split", "splits_of", "with_parts"]
-
 #: Id of a batch that was split → its parts.
 Splits = Mapping[str, list[PlannedBatch]]
 

@@ -14,8 +14,6 @@ from airflow_broadway.core.formats.sums import checked, sealed
 from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.version import __version__, known_fields
 
-__all__ = ["BatchPlan", "PlannedBatch", "plain_key"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:

@@ -31,15 +31,6 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.text import cut
 
-__all__ = [
-    "GATHERED",
-    "GATHERED_BYTES",
-    "INLINE_BYTES",
-    "BatchRecorder",
-    "Exceptions",
-    "OpenBatch",
-]
-
 log = logging.getLogger(__name__)
 
 #: Bytes of exceptions that an outcome holds itself; more have a file of their own.

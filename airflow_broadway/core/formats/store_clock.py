@@ -18,8 +18,6 @@ from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import Files
 
-__all__ = ["StoreClock", "store_clock"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds between two modification times that a file system can tell apart: of object stores, and

@@ -16,8 +16,6 @@ from typing import Any
 
 from airflow_broadway.core.errors import StagingDamaged
 
-__all__ = ["Summing", "check_seal", "checked", "sealed"]
-
 _SEAL = re.compile(r'"seal": ?"([0-9a-f]{64})"')
 _EMPTY = re.compile(r'("seal": ?")"')
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from airflow_broadway.core.formats.layout import VERSION, load
 
-__all__ = ["Work", "digest_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:

@@ -23,8 +23,6 @@ from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage, p
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
-__all__ = ["Batch", "LocalBatcher"]
-
 _EVENTS: Final = ("batcher.start", "batcher.stop", "batcher.exception")
 
 

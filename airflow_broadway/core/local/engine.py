@@ -28,8 +28,6 @@ from airflow_broadway.core.stages.staged_row import DirectConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.suspect_lane import Suspects
 
-__all__ = ["Engine", "check_engines"]
-
 
 class Engine:
     """Drives a pipeline whose batchers are all ``engine="python"``.

@@ -13,8 +13,6 @@ from airflow_broadway.core.custody.run_summary import (
     unbalanced_line,
 )
 
-__all__ = ["RunReport"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:

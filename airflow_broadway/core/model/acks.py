@@ -14,19 +14,6 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
-__all__ = [
-    "NO_ACK",
-    "AckRef",
-    "Acknowledger",
-    "NoopAcknowledger",
-    "Scope",
-    "ack_immediately",
-    "ack_messages",
-    "ack_messages_or_raise",
-    "current_stage",
-    "is_settled",
-]
-
 log = logging.getLogger(__name__)
 
 

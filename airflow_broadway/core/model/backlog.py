@@ -6,8 +6,6 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.options import Options, is_template, option, options
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS
 
-__all__ = ["Backlog", "backlog"]
-
 
 @options
 class Backlog(Options):

@@ -6,8 +6,6 @@ import re
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-__all__ = ["BatchInfo", "Trigger"]
-
 
 class Trigger(str, Enum):
     """Why a batch was closed."""

@@ -18,8 +18,6 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_immediately
 
-__all__ = ["OK", "BatchMode", "Message", "Status"]
-
 DEFAULT: Final = "default"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _NO_METADATA: Final[Mapping[str, Any]] = MappingProxyType({})

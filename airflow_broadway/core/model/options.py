@@ -24,19 +24,11 @@ if TYPE_CHECKING:
 else:  # not in Python 3.10, on which Spark clusters may still run this module
 
     def dataclass_transform(**_: object):
+        """Leaves a class as it is, for type checkers' sake."""
         return lambda cls: cls
 
 
 T = TypeVar("T")
-
-__all__ = [
-    "Options",
-    "build",
-    "is_template",
-    "option",
-    "options",
-    "override",
-]
 
 
 def option(

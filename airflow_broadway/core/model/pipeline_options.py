@@ -25,8 +25,6 @@ from airflow_broadway.core.model.rules import (
 )
 from airflow_broadway.core.schema.ddl import parse_schema
 
-__all__ = ["Archive", "Batcher", "Processors", "RateLimiting", "RetryPolicy"]
-
 #: The times of an archive that no function gives.
 _TIMES = ("received_at", "enqueued_at")
 

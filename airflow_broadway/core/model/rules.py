@@ -7,24 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "AUTO",
-    "BOOL",
-    "CONN_ID",
-    "FRACTION",
-    "FUNCTION",
-    "JSON",
-    "POSITIVE",
-    "SECONDS",
-    "SECONDS_OR_ZERO",
-    "TEXT",
-    "Rule",
-    "at_least",
-    "is_int",
-    "one_of",
-    "takes",
-]
-
 
 class _Auto:
     """The default that depends on another option; replaced when the options are built."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from airflow_broadway.core.model.run_source import RunSource
 
-__all__ = ["RunInfo"]
-
 _INSTANTS = ("logical_date", "data_interval_start", "data_interval_end")
 
 

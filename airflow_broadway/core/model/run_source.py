@@ -7,17 +7,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "ARCHIVE",
-    "DEAD_LETTERS",
-    "KINDS",
-    "LIVE",
-    "LOG",
-    "RUN",
-    "Interval",
-    "RunSource",
-]
-
 #: The kinds of sources: the queue; an interval of the archive; the dead letters of the queue; an
 #: interval of the broker's own log, where it keeps one; the staged batches of a past run.
 LIVE: Final = "live"

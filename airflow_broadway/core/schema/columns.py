@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from airflow_broadway.core.schema.types import Array, Atomic, DataType, Field, Map, Struct
 
-__all__ = ["reader_of"]
-
 _Read = Callable[[Any], Any]
 
 _FLOAT: Final = struct.Struct("f")

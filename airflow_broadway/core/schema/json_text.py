@@ -20,8 +20,6 @@ from typing import Any
 
 from airflow_broadway.core.schema.values import LARGE_INT, UTC, MisfitError, describe, encodable
 
-__all__ = ["BASE64", "encode_json", "encode_metadata"]
-
 #: What stands before metadata bytes that are not UTF-8 text.
 BASE64 = "base64:"
 

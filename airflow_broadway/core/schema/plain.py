@@ -24,8 +24,6 @@ from typing import Any, Final
 
 from airflow_broadway.core.schema.values import LARGE_INT, UTC, MisfitError, describe, encodable
 
-__all__ = ["dump", "dump_key", "dump_metadata", "load", "load_key", "load_metadata", "stays"]
-
 _TAG: Final = "!"
 _TAGGED: Final = '{"!":'
 

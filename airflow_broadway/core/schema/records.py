@@ -43,8 +43,6 @@ from airflow_broadway.core.schema.values import (
     simple_converter,
 )
 
-__all__ = ["MAX_DROPPED_NAMES", "OTHER_KEYS", "Converter"]
-
 #: Different keys that are counted by name; more of them are counted as :data:`OTHER_KEYS`.
 MAX_DROPPED_NAMES = 1000
 OTHER_KEYS = "(other keys)"

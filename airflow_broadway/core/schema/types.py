@@ -14,19 +14,6 @@ from typing import Union
 
 from airflow_broadway.core.errors import SchemaError
 
-__all__ = [
-    "Array",
-    "Atomic",
-    "DataType",
-    "Decimal",
-    "Field",
-    "Map",
-    "Struct",
-    "check_fields",
-    "check_name",
-    "quote_name",
-]
-
 #: Most digits a decimal may have; the limit is Spark's.
 MAX_PRECISION = 38
 

@@ -17,19 +17,6 @@ from typing import Any, NoReturn
 from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.schema.types import Atomic, Decimal
 
-__all__ = [
-    "LARGE_INT",
-    "SHOWN_CHARACTERS",
-    "UTC",
-    "Convert",
-    "MisfitError",
-    "Refusal",
-    "describe",
-    "encodable",
-    "refuse",
-    "simple_converter",
-]
-
 #: Characters of a refused value, or of a dropped key, that are shown.
 SHOWN_CHARACTERS = 200
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 from airflow_broadway.core.formats.plan import PlannedBatch
 
-__all__ = ["BatchOrder", "chains"]
-
 #: Batches read ahead in search of one that may run.
 WINDOW = 1000
 

@@ -26,8 +26,6 @@ from airflow_broadway.core.stages.callbacks import (
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.text import many
 
-__all__ = ["BatchProcessorStage", "BatchResult"]
-
 log = logging.getLogger(__name__)
 
 _BATCH: Final = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")

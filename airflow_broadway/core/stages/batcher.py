@@ -28,8 +28,6 @@ from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.plain import dump_key
 from airflow_broadway.core.stages.callbacks import protected, status_of
 
-__all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending"]
-
 _FLUSH: Final = BatchMode.FLUSH
 
 

@@ -26,19 +26,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.failure_log import LOGGED_FAILURES, count_failure, name_messages
 from airflow_broadway.core.text import many
 
-__all__ = [
-    "CODES",
-    "Returned",
-    "context_of",
-    "end_span",
-    "expect_messages",
-    "fail_all",
-    "is_of",
-    "protected",
-    "run_handle_failed",
-    "status_of",
-]
-
 log = logging.getLogger(__name__)
 
 #: A cancelled coroutine and a generator that was closed are the callback's own affair, though

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ChildHost"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildHost:

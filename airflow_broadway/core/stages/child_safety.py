@@ -9,8 +9,6 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["tie_to_parent"]
-
 #: prctl(2): the signal that this process gets when the thread ends that started it.
 _PR_SET_PDEATHSIG: Final = 1
 #: Added to the badness of this process, in thousandths of all memory: its parent has the account.

@@ -16,8 +16,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batcher import partition_of
 from airflow_broadway.core.stages.callbacks import log_failure, protected, status_of
 
-__all__ = ["EntryFailure", "MessageEntry", "is_entry_failure", "of_delivery"]
-
 #: The lane of a message that has none, because ``partition_by`` or ``transformer`` failed it.
 _FAILED_LANE: Final = 0
 

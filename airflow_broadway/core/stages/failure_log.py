@@ -15,15 +15,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 
-__all__ = [
-    "LOGGED_FAILURES",
-    "Reasons",
-    "count_failure",
-    "forget_trace",
-    "log_stuck",
-    "name_messages",
-]
-
 #: Failures of each kind that are logged one by one; a kind is a callback and a type of exception.
 LOGGED_FAILURES: Final = 10
 

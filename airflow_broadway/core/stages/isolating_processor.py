@@ -17,8 +17,6 @@ from airflow_broadway.core.stages.failure_log import name_messages
 from airflow_broadway.core.stages.processor import ChunkResult, HeldGroups
 from airflow_broadway.core.stages.subprocess_processor import ProcessDied, SubprocessProcessor
 
-__all__ = ["CRASHED", "IsolatingProcessor", "crashed"]
-
 log = logging.getLogger(__name__)
 
 #: The kind of status, and the beginning of the reason, of a message that ended its processes.

@@ -38,8 +38,6 @@ from airflow_broadway.core.stages.failure_log import forget_trace
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
-__all__ = ["Ack", "ChunkResult", "Convert", "HeldGroups", "ProcessorStage"]
-
 log = logging.getLogger(__name__)
 
 _CHUNK: Final = ("processor.start", "processor.stop", "processor.exception")

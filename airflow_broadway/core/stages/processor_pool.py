@@ -37,8 +37,6 @@ from airflow_broadway.core.stages.subprocess_processor import SubprocessProcesso
 from airflow_broadway.core.stages.suspect_lane import SuspectLane, Suspects
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
-__all__ = ["ProcessorPool"]
-
 #: What stands for "nothing has come"; see :meth:`ProcessorPool.map`.
 TICK: Final[tuple[list[Message], ChunkResult]] = ([], ChunkResult([], []))
 

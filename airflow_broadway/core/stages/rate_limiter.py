@@ -16,8 +16,6 @@ from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.model.rules import BOOL, POSITIVE, SECONDS
 
-__all__ = ["MemoryRateState", "RateLimiter", "RateState"]
-
 #: ``{"allowed_messages", "interval", "start", "left"}``, and ``"next"`` for options that wait for
 #: the end of the window; ``start`` in seconds since the epoch.
 State = dict[str, Any]

@@ -20,8 +20,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.text import many
 
-__all__ = ["Budget", "Receiving", "check_messages", "demand_of", "enqueued_of"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds that one receive waits at most, so that a stop is noticed in time.

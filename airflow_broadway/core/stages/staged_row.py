@@ -32,15 +32,6 @@ from airflow_broadway.core.schema.plain import (
 )
 from airflow_broadway.core.stages.batcher import partitioner
 
-__all__ = [
-    "DirectConverter",
-    "PlacedData",
-    "PlacedMessage",
-    "RowConverter",
-    "StagedRow",
-    "placed_message",
-]
-
 #: Keys whose text is kept; more, and the cache starts anew.
 _CACHED_KEYS: Final = 10_000
 #: Types of keys whose text is kept: of these, equal ones have one text.

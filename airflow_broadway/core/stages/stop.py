@@ -14,8 +14,6 @@ from typing import Final
 
 from airflow_broadway.core.clock import Clock
 
-__all__ = ["STOP_CHECK_INTERVAL", "Stop"]
-
 _NEVER: Final = float("inf")
 #: Seconds for which a run waits at most without looking whether it is to stop.
 STOP_CHECK_INTERVAL: Final = 0.5

@@ -19,17 +19,6 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import NoopAcknowledger
 from airflow_broadway.core.model.message import Message, Status
 
-__all__ = [
-    "PipeChannel",
-    "RemoteAcknowledger",
-    "UnreadableValue",
-    "acknowledger_of",
-    "connect",
-    "pickles",
-    "portable",
-    "portable_error",
-]
-
 _LENGTH: Final = struct.Struct("!Q")
 #: In the child: its end of the pipe.
 _channel: PipeChannel | None = None

@@ -28,8 +28,6 @@ from airflow_broadway.core.stages.subprocess_channel import (
     portable_error,
 )
 
-__all__ = ["main"]
-
 
 class _Child:
     """Serves chunks until the parent closes the pipe."""

@@ -38,8 +38,6 @@ from airflow_broadway.core.stages.subprocess_channel import (
 )
 from airflow_broadway.core.text import many
 
-__all__ = ["ProcessDied", "SubprocessProcessor"]
-
 #: Seconds within which a child that has closed its pipe is expected to end.
 _END_TIMEOUT: Final = 2.0
 

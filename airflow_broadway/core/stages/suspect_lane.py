@@ -15,8 +15,6 @@ from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
-__all__ = ["SuspectLane", "Suspects"]
-
 log = logging.getLogger(__name__)
 
 #: Portions that may wait for the child process, before nothing more is taken.

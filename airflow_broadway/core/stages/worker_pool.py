@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar
 
 from airflow_broadway.core.log_context import keep_ids
 
-__all__ = ["WorkerPool"]
-
 P = TypeVar("P")
 R = TypeVar("R")
 

@@ -48,8 +48,6 @@ from airflow_broadway.runs.view.payload import FORMS, payload_of
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
 
-__all__ = ["router"]
-
 router = APIRouter(
     prefix="/dags/{dag_id}/pipelines/{pipeline}/dead-letters", dependencies=[READS_RUNS]
 )

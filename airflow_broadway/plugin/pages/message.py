@@ -18,8 +18,6 @@ from airflow_broadway.plugin.staged import staged_runs
 from airflow_broadway.runs.view.story import Story, TextHits, ids_with_text, other_runs, stories_of
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
 
 

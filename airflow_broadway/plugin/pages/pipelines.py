@@ -22,8 +22,6 @@ from airflow_broadway.plugin.staged import seen_root
 from airflow_broadway.plugin.standings import SHOWN, Page, Standing, page_of
 from airflow_broadway.runs.view.history import MANY_FAILED
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 Number = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]

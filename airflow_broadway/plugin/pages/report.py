@@ -12,8 +12,6 @@ from airflow_broadway.plugin.run_tasks import tasks_of_run
 from airflow_broadway.plugin.staged import staged_runs
 from airflow_broadway.runs.account import kept_report
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
 
 

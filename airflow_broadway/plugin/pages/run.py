@@ -27,8 +27,6 @@ from airflow_broadway.runs.view.replays import ReplayFacts, replays_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["router"]
-
 log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])

@@ -26,8 +26,6 @@ from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.text import many
 
-__all__ = ["BacklogWatch", "Runs", "described", "reasons"]
-
 log = logging.getLogger(__name__)
 
 #: The longest wait after looks that failed, in seconds, unless the interval is longer.

@@ -20,8 +20,6 @@ from airflow_broadway.core.model.options import Options, build, is_template
 from airflow_broadway.core.model.rules import JSON
 from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["WatchedQueues"]
-
 #: The modules of this package's producers.
 _OWN = "airflow_broadway.producers."
 #: Options of every producer that no depth depends on, and whose values may be of any form.

@@ -25,8 +25,6 @@ from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.staging.run_folder import dag_folder
 from airflow_broadway.staging.store import READERS, Store
 
-__all__ = ["BacklogReport", "PipelineKey", "read_reports", "report_backlog", "unreported"]
-
 log = logging.getLogger(__name__)
 
 #: The file's name in the folder of a pipeline's Dag; no run's folder begins with ``_``.

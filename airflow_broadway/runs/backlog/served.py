@@ -16,8 +16,6 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.staging.run_folder import StagedRun, dag_folder
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["claim_events"]
-
 #: In the folder of a pipeline's runs in a Dag: the last run that events started, and when.  No
 #: run's folder begins with ``_``.
 _MARK: Final = "_events/served.json"

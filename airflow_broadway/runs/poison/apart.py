@@ -13,8 +13,6 @@ from typing import Final
 
 from airflow_broadway.core.stages.child_safety import tie_to_parent
 
-__all__ = ["Apart"]
-
 log = logging.getLogger(__name__)
 
 #: Exit code of a process whose work raised.

@@ -27,8 +27,6 @@ from airflow_broadway.staging.crash_records import CrashHistory, load_crash_hist
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["Isolation"]
-
 log = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from airflow_broadway.staging.crash_records import (
 )
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["StagedSuspects", "suspects_of"]
-
 log = logging.getLogger(__name__)
 
 

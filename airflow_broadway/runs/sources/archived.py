@@ -50,8 +50,6 @@ from airflow_broadway.staging.archive.reader import Found, look, tables
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["FOR_EVER", "PastCustodian", "PastProducer", "found_in", "of_archive"]
-
 log = logging.getLogger(__name__)
 
 #: The deadline of a lease that nobody could take over.

@@ -20,8 +20,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sources.dead_letters import PARAM as LETTERS
 from airflow_broadway.runs.sources.dead_letters import check_choice
 
-__all__ = ["PARAMS", "Asked", "choose_source"]
-
 #: The params of a run that choose its source, in the order of :class:`Asked`.
 PARAMS: Final = ("source", "interval_start", "interval_end", "source_run", LETTERS)
 

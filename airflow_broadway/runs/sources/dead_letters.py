@@ -21,8 +21,6 @@ from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 
-__all__ = ["DELETE", "PARAM", "REQUEUE", "check_choice", "choice_of", "deletes", "move_letters"]
-
 log = logging.getLogger(__name__)
 
 #: The param of a run that says which dead letters it moves, and how.

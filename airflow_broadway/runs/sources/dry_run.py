@@ -26,8 +26,6 @@ from airflow_broadway.runs.sources.past_run import chosen_batches
 from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["DryRun"]
-
 log = logging.getLogger(__name__)
 
 #: Says in a reference that its task only looked.

@@ -34,8 +34,6 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile, TableFiles
 
-__all__ = ["PastRun", "chosen_batches", "of_run"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds of a lease that nobody renews.

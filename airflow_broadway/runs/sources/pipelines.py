@@ -22,8 +22,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 
-__all__ = ["Custodians", "pipeline_of", "source_of", "with_source"]
-
 
 def _its_own(pipeline: Pipeline, source: RunSource) -> Producer:
     own: Producer = pipeline.producer

@@ -15,8 +15,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["prepare_sink"]
-
 log = logging.getLogger(__name__)
 
 

@@ -13,16 +13,6 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = [
-    "PAGE",
-    "SORTS",
-    "STATES",
-    "BatchPage",
-    "BatchRow",
-    "page_of_batches",
-    "reads_ahead",
-]
-
 #: Batches on a page.
 PAGE: Final = 100
 

@@ -22,19 +22,6 @@ from airflow_broadway.runs.account import REPORT, trouble_of
 from airflow_broadway.staging.run_folder import OPENED, SETTLED, StagedRun, iter_open
 from airflow_broadway.staging.store import Store
 
-__all__ = [
-    "BAD",
-    "WARN",
-    "Held",
-    "PastRun",
-    "RunKey",
-    "Sign",
-    "held_messages",
-    "past_runs",
-    "signs_of",
-    "waiting_signs",
-]
-
 #: How much a sign matters: people are to act, or to look.
 BAD, WARN = "bad", "warn"
 #: The share of a lease, from its end, in which somebody should have renewed it.

@@ -31,8 +31,6 @@ from airflow_broadway.staging.run_folder import (
     StagedRun,
 )
 
-__all__ = ["Flow", "LeaseFacts", "Overview", "Receipt", "overview_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseFacts:

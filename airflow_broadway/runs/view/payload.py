@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from airflow_broadway.core.text import escaped
 
-__all__ = ["FORMS", "MOST_BYTES", "Payload", "hex_lines", "payload_of"]
-
 #: The forms in which a payload can be shown.
 FORMS: Final = ("text", "json", "hex")
 #: Characters that are shown of text and JSON unless more is asked for; of bytes in digits a fourth.

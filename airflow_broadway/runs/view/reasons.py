@@ -13,8 +13,6 @@ from airflow_broadway.runs.view.batches import reads_ahead
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord
 
-__all__ = ["Reason", "Reasons", "reasons_in"]
-
 #: Bytes of verdicts that are read to count reasons before a report says them.
 MOST_BYTES: Final = 4 * 1024 * 1024
 #: Characters of a reason by which it is told from others.

@@ -10,8 +10,6 @@ from typing import Any, Final
 from airflow_broadway.runs.inspect import REPLAY_MARK
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["ReplayFacts", "replay_in", "replays_of"]
-
 #: Replays of a Dag's runs that are looked at, the newest first.
 _MOST: Final = 50
 #: What their ids begin with.

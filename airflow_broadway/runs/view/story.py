@@ -21,8 +21,6 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.tables import ParquetFile
 
-__all__ = ["Step", "Story", "TextHits", "ids_with_text", "other_runs", "stories_of"]
-
 #: Messages that a search by text names at most.
 MOST_HITS: Final = 20
 #: Seconds after which a search by text ends, and says so.

@@ -11,8 +11,6 @@ from airflow_broadway.core.text import many
 from airflow_broadway.staging.archive.reader import Found, begun_at, removed_in
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["gaps_of", "remarks_of"]
-
 
 def gaps_of(
     archive: Folder, found: Found, interval: Interval, options: Archive, now: datetime

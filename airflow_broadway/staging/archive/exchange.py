@@ -35,8 +35,6 @@ from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, instants
 
-__all__ = ["FORMATS", "Chosen", "Imported", "export", "import_file", "line_of"]
-
 #: By what a file's name ends in.
 FORMATS: Final = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
 #: Rows that are read at a time, and hours whose files are open at a time.

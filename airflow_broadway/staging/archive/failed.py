@@ -19,8 +19,6 @@ from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["failures", "put_failed"]
-
 
 def put_failed(
     archive: Folder, lease: Lease, failed: Sequence[Entry], at: datetime, *, name: str = ""

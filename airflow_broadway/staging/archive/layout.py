@@ -32,26 +32,6 @@ from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.store import Folder, Store
 from airflow_broadway.staging.tables import INSTANT
 
-__all__ = [
-    "AGAIN",
-    "BEGUN",
-    "COLUMNS",
-    "FAILED",
-    "HOUR",
-    "HOURS",
-    "INDEX",
-    "REMOVED",
-    "Index",
-    "archive_folder",
-    "digest_of",
-    "hour_of",
-    "index_path",
-    "mark_of",
-    "partition_of",
-    "put_index",
-    "start_of",
-]
-
 BEGUN: Final = "archive.json"
 HOURS: Final = "hours"
 INDEX: Final = "index"

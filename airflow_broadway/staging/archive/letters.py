@@ -13,8 +13,6 @@ from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.staging.archive.layout import FAILED
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["ArchiveLetters"]
-
 _NOWHERE: Final = (
     "the archive, or its run, has it still: run the interval, or that run, again, and delete this"
 )

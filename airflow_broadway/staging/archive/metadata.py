@@ -15,8 +15,6 @@ from typing import Any, Final
 from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.schema.plain import dump, load
 
-__all__ = ["metadata_of", "texts_of"]
-
 #: Types of values of which JSON says all.
 _JSON: Final = frozenset({str, int, bool, type(None), list, dict})
 #: A key that :func:`load` takes for its mark.

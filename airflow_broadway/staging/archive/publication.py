@@ -38,8 +38,6 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import ParquetFile, TableFiles
 
-__all__ = ["publish"]
-
 log = logging.getLogger(__name__)
 
 

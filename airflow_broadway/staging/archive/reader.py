@@ -39,8 +39,6 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import INSTANT, ParquetFile
 
-__all__ = ["Found", "begun_at", "generations_in", "hours_of", "look", "removed_in", "tables"]
-
 _FILE: Final = re.compile(r"([0-9a-f]{32})-.+\.parquet")
 _DATE: Final = re.compile(r"date=(\d{4}-\d\d-\d\d)")
 _HOUR: Final = re.compile(r"hour=(\d\d)")

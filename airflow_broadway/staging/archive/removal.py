@@ -22,8 +22,6 @@ from airflow_broadway.staging.archive.layout import (
 from airflow_broadway.staging.archive.reader import generations_in, hours_of, look, read_index
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["Removed", "purge", "remove_old"]
-
 _FIRST: Final = datetime(1, 1, 1, tzinfo=UTC)
 #: Hours that one sweep removes at most: it must not keep a run waiting.
 _AT_ONCE: Final = 48

@@ -27,8 +27,6 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, instants
 
-__all__ = ["ArchiveWriter", "Archived", "NoArchive", "by_hour", "id_column", "table_of"]
-
 log = logging.getLogger(__name__)
 
 #: Messages are written when so many are held, or so many bytes of them.

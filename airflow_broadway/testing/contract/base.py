@@ -15,8 +15,6 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.harness import Harness, settlement_of
 
-__all__ = ["ContractBase"]
-
 
 class ContractBase(ABC):
     """The settings of a suite, and what its tests do with sources and custodians."""

@@ -19,8 +19,6 @@ from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 from airflow_broadway.testing.other_process import Child
 
-__all__ = ["DeadLettersContract"]
-
 
 class DeadLettersContract(ContractBase):
     """What every place for dead letters promises; a subclass gives the ``harness`` fixture."""
@@ -278,4 +276,5 @@ class DeadLettersContract(ContractBase):
 
 
 def ids_of(letters: Sequence[DeadLetter]) -> list[str]:
+    """Returns the ids of dead letters, in their order."""
     return [letter.message_id for letter in letters]

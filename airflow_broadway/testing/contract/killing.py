@@ -12,8 +12,6 @@ from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 from airflow_broadway.testing.other_process import Child, plain, third_and_seventh
 
-__all__ = ["Killing"]
-
 
 class Killing(ContractBase):
     """What is promised whoever dies."""

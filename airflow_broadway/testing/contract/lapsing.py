@@ -14,8 +14,6 @@ from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
-__all__ = ["Lapsing"]
-
 
 class Lapsing(ContractBase):
     """What becomes of messages whose lease is renewed, lapses or has ended."""

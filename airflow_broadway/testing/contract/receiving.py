@@ -9,8 +9,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
-__all__ = ["Receiving"]
-
 
 class Receiving(ContractBase):
     """What a source promises."""

@@ -14,8 +14,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
-__all__ = ["Settling"]
-
 
 class Settling(ContractBase):
     """What a custodian promises."""

@@ -13,8 +13,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, settlement_of
 
-__all__ = ["Traffic"]
-
 
 class Traffic(ContractBase):
     """What is promised in traffic."""

@@ -23,8 +23,6 @@ _STAYS = re.compile(
     r"|^[^/]+/_(?:archive|crashes)/"
 )
 
-__all__ = ["ACKED", "DEAD", "DROPPED", "Account", "Wrong", "account"]
-
 #: The fates of a message; dropped is one that failed where the producer keeps none that fails.
 ACKED, DEAD, DROPPED = "acked", "dead", "dropped"
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["Amqp"]
-
 #: Methods after which the broker has what it had before, but for what any death ends.
 _LOOKS = ("connection.", "channel.", "confirm.", "basic.qos")
 #: Seconds for the broker to take what was on its way.

@@ -22,8 +22,6 @@ from airflow_broadway.testing.crashes.users import (
     pipeline_of,
 )
 
-__all__ = ["crash_test_apart"]
-
 
 def crash_test_apart(
     pipeline: type[Pipeline] | str,

@@ -14,8 +14,6 @@ from typing import Any
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 from airflow_broadway.testing.crashes.points import What
 
-__all__ = ["Aws"]
-
 #: Operations that change nothing begin so.
 _LOOKS = ("Get", "Head", "List", "Describe")
 #: What an operation raises where it fails, each in turn: (code, status); ``None``: the connection

@@ -18,8 +18,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.crashes.frames import fine_of, is_frame, messages_of
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["STRUCK", "Callbacks", "TaskTimeOut", "Witnessed", "witnessed"]
-
 #: What a callback raises that was made to fail.
 STRUCK = "the callback was struck"
 

@@ -24,8 +24,6 @@ from airflow_broadway.testing.crashes.case import Case, Recovery, Result, run_ca
 from airflow_broadway.testing.crashes.points import Point, Strike, What
 from airflow_broadway.testing.crashes.subject import Subject
 
-__all__ = ["Campaign", "Failure", "Family", "Sums", "Unharmed", "UnsoundPipeline"]
-
 #: Makes a subject in a folder that is empty and its own.
 MakeSubject = Callable[[Path], Subject]
 

@@ -16,8 +16,6 @@ from airflow_broadway.testing.crashes.points import Strike
 from airflow_broadway.testing.crashes.scheduler import Ended, Execution, Run, Scheduler
 from airflow_broadway.testing.crashes.subject import Subject
 
-__all__ = ["Case", "Recovery", "Result", "run_case"]
-
 #: Runs that may be needed to drain the queue.
 _RUNS = 12
 #: Tries of a task.

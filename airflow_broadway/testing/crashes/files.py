@@ -11,8 +11,6 @@ from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["LocalFiles"]
-
 
 class LocalFiles:
     """Files are made, synced, linked, replaced, removed, listed and read below one folder.

@@ -15,8 +15,6 @@ from typing import Any
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.crashes.subject import FOLDER
 
-__all__ = ["ForkError", "forked"]
-
 
 class ForkError(BroadwayError):
     """What was to be done failed, or its process died."""

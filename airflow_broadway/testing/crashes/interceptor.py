@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from airflow_broadway.testing.crashes.points import Call, Names, Point, Strike, Traits, What
 
-__all__ = ["Boundary", "Interceptor"]
-
 R = TypeVar("R")
 
 _HOUR = 3600.0

@@ -12,8 +12,6 @@ from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 
-__all__ = ["Kafka"]
-
 #: Seconds for the cluster to answer.
 _PATIENCE = 30.0
 #: What changes nothing: method → its name as a point.

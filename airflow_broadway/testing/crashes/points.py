@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from airflow_broadway.core.formats.files import TEMPORARY
 
-__all__ = ["Call", "Names", "Point", "Strike", "Traits", "What"]
-
 #: What is random in the names of files, queues and statements.
 _RANDOM = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![0-9A-Za-z])(?:[0-9a-f]{8}|[0-9a-f]{12,})(?![0-9A-Za-z])"

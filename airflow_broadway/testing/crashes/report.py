@@ -11,8 +11,6 @@ from airflow_broadway.testing.crashes.account import Wrong
 from airflow_broadway.testing.crashes.campaign import Failure, Sums
 from airflow_broadway.testing.crashes.case import Case
 
-__all__ = ["report"]
-
 #: Cases that are told of each kind of failure, and lines of each.
 _CASES, _LINES = 3, 3
 _COUNTS = {

@@ -37,8 +37,6 @@ from airflow_broadway.testing.crashes.spark import (
 from airflow_broadway.testing.crashes.subject import FOLDER, Subject
 from airflow_broadway.testing.crashes.tasks import Attempt
 
-__all__ = ["Ended", "Execution", "Run", "Scheduler", "number_ids"]
-
 #: Seconds that one execution may take.
 PATIENCE = 120.0
 #: Seconds that a process sleeps at least: what it knew from before is old when it wakes.

@@ -20,8 +20,6 @@ from uuid import UUID
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.crashes.forked import ForkError, forked
 
-__all__ = ["Prepare", "Sink", "SinkError", "prepare", "rows_of"]
-
 #: Returns the rows that the sink holds: JSON values.  It gets the folder of the case.
 Sink = Callable[[Path], Iterable[Any]]
 #: Empties a sink that is elsewhere; it gets the folder of the case.

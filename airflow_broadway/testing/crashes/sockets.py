@@ -12,8 +12,6 @@ from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["Sockets"]
-
 
 class Sockets:
     """Every socket of this process: connecting, and each sending; half of it is half of the bytes.

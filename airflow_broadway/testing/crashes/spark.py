@@ -35,8 +35,6 @@ from airflow_broadway.spark import application, job
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["Driver", "SparkTask", "be_driver", "uses_spark", "wait_for_drivers", "warm_spark"]
-
 log = logging.getLogger(__name__)
 
 #: Small queries, so nothing that only pays in large ones.

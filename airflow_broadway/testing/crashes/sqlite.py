@@ -9,8 +9,6 @@ from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["Sqlite"]
-
 _CHANGES = ("INSERT", "UPDATE", "DELETE", "REPLACE", "CREATE", "DROP", "ALTER", "COMMIT", "END")
 _LOOKS = ("BEGIN", "SELECT", "WITH", "ROLLBACK")
 _TABLE = re.compile(

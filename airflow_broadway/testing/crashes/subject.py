@@ -18,8 +18,6 @@ from airflow_broadway.testing.crashes.interceptor import Boundary
 from airflow_broadway.testing.crashes.sqlite import Sqlite
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 
-__all__ = ["FOLDER", "Embedded", "Letter", "Subject"]
-
 #: The environment variable by which callbacks find the folder of their case; it is their current
 #: one as well.
 FOLDER = "BROADWAY_CRASH_FOLDER"

@@ -23,8 +23,6 @@ from airflow_broadway.testing.crashes.callbacks import TaskTimeOut
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.spark import Driver, SparkTask
 
-__all__ = ["DAG", "Attempt", "execute"]
-
 #: The Dag of all runs.
 DAG = "crashes"
 

@@ -27,8 +27,6 @@ from airflow_broadway.testing.crashes.sockets import Sockets
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Embedded
 
-__all__ = ["CrashTest", "CrashTestError", "function_of", "pipeline_of"]
-
 
 class CrashTestError(BroadwayError):
     """What was asked for cannot be put to the test; the text says why."""

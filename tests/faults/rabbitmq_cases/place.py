@@ -22,8 +22,6 @@ from tests.faults.brokers_rabbitmq import dead_letters
 from tests.faults.found import Found
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["Place"]
-
 
 class Place:
     """One case's queue, and what became of the numbers in it.

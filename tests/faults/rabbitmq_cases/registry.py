@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 
-__all__ = ["CASES", "RabbitCase", "case"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RabbitCase:

@@ -17,8 +17,6 @@ from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_worker import verdict_on
 
-__all__ = ["ends_well", "finish", "found_by_workers", "kill_now_and_then", "spawn"]
-
 _ROOT = Path(__file__).resolve().parents[3]
 
 

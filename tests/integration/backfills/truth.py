@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["rows_of", "written"]
-
 
 def rows_of(flights: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The rows of each day, in no order of theirs."""

@@ -17,8 +17,6 @@ from airflow.utils.session import create_session
 from airflow.utils.state import DagRunState
 from sqlalchemy import delete
 
-__all__ = ["add_runs", "stored_dags"]
-
 _BUNDLE = "unit"
 
 

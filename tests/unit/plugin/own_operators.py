@@ -10,8 +10,6 @@ from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 
-__all__ = ["Ack", "AllInOne", "Batch", "Pull", "Submit"]
-
 
 class Pull(BroadwayProcessorOperator):
     """Has a field more, and says nothing of our links."""

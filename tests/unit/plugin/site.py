@@ -19,8 +19,6 @@ from airflow_broadway.plugin.access import CSRF_FIELD
 from airflow_broadway.plugin.app import create_app
 from airflow_broadway.plugin.broadway_plugin import PREFIX
 
-__all__ = ["Browser", "Site", "mounted"]
-
 
 class Browser(TestClient):
     """A user's browser: it keeps cookies, and says where a request comes from."""

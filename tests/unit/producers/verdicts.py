@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
 
-__all__ = ["VERDICTS"]
-
 VERDICTS = [
     ACK,
     LEAVE,

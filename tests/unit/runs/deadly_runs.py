@@ -14,8 +14,6 @@ from airflow_broadway.staging.crash_records import load_crash_history
 from tests.unit.runs.deadly import Deadly
 from tests.unit.runs.steps import Run
 
-__all__ = ["Runs", "dead_reasons", "ending_of", "forked"]
-
 
 def forked(work: Any) -> int:
     """Start work in a process of its own, the leader of a group; its id."""

@@ -25,8 +25,6 @@ from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, installed
 
-__all__ = ["FIFO", "Halves", "halves", "process_of", "settlement", "take"]
-
 FIFO = f"{URL}.fifo"
 
 

@@ -20,8 +20,6 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import Progress, record_settled
 from airflow_broadway.staging.store import Store
 
-__all__ = ["BATCHER", "big_run", "settle"]
-
 BATCHER = "default"
 _BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from airflow_broadway.testing.crashes import Strike
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 
-__all__ = ["NAME", "Died", "calls", "striking"]
-
 #: The execution that is struck.
 NAME = "one/process/1"
 
