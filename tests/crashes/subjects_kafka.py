@@ -20,7 +20,7 @@ from airflow_broadway.producers.kafka.records import REQUEUED
 from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary
-from airflow_broadway.testing.crashes.kafka import Kafka
+from tests.crashes.kafka_calls import Kafka
 from tests.crashes.subjects import MakeSubject
 from tests.kafka_server import KafkaServer, nearest_kafka
 

@@ -20,8 +20,8 @@ from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.producers.rabbitmq.settle import settlement
 from airflow_broadway.testing.crashes import Letter, Subject
-from airflow_broadway.testing.crashes.amqp import Amqp
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
+from tests.crashes.amqp_calls import Amqp
 from tests.rabbitmq_server import RabbitServer
 
 #: The queues of ours that stay.

@@ -13,8 +13,8 @@ from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.testing.crashes import Embedded
-from airflow_broadway.testing.crashes.aws import Aws
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from tests.crashes.aws_calls import Aws
 from tests.crashes.subjects import MakeSubject
 from tests.crashes.subjects_sqs import Moto, moto
 

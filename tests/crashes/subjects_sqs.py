@@ -20,8 +20,8 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer, dead_letters
 from airflow_broadway.producers.sqs.client import boto_client
 from airflow_broadway.testing.crashes import Letter
-from airflow_broadway.testing.crashes.aws import Aws
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from tests.crashes.aws_calls import Aws
 from tests.crashes.over_receipts import OverReceipts, declared
 from tests.crashes.subjects import MakeSubject
 from tests.sqs_server import KEY, REGION, SqsServer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.testing.crashes.amqp import Amqp
+from tests.crashes.amqp_calls import Amqp
 
 spec = pytest.importorskip("pika.spec")
 
