@@ -97,6 +97,14 @@ def _source_params() -> dict[str, Param]:
             title="Past run",
             description="The run id of the run of this Dag whose batches are handled again.",
         ),
+        "source_batches": Param(
+            None,
+            type=["null", "array"],
+            items={"type": "string"},
+            section=_WHAT,
+            title="Its batches",
+            description="The ids of those batches, one a line.  Empty: all that were handled.",
+        ),
         "dry_run": Param(
             False,
             type="boolean",

@@ -69,7 +69,7 @@ def asked_of(context: Context, declared: str = "") -> Asked:
         from the params: a run must not take the live queue instead.
     """
     dag_run, params = context["dag_run"], context["params"]
-    kind, start, end, past_run, letters = (params.get(name) for name in PARAMS)
+    kind, start, end, past_run, batches, letters = (params.get(name) for name in PARAMS)
     if (getattr(dag_run, "conf", None) or {}).get("dead_letters", letters) != letters:
         raise RequestRefused(
             "dead_letters was given, and Airflow hands no conf to the params of a run: turn"
@@ -81,10 +81,20 @@ def asked_of(context: Context, declared: str = "") -> Asked:
         start=_instant("interval_start", start),
         end=_instant("interval_end", end),
         past_run=str(past_run or ""),
+        batches=_names("source_batches", batches),
         letters=letters,
         backfill=str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill",
         interval=(dag_run.data_interval_start, dag_run.data_interval_end),
     )
+
+
+def _names(name: str, value: Any) -> Sequence[str]:
+    """Returns the texts of a param that is a list of them."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise RequestRefused(f"{name} is no list of texts: {value!r:.80}")
+    return value
 
 
 def _instant(name: str, value: Any) -> datetime | None:

@@ -24,7 +24,8 @@ batcher.
 
 - **Red:** some batches have no outcome. The others stand.
 - **Clear it** before the run is settled: the same batches, with the same ids; those that have
-  an outcome do not run again. Afterwards: `airflow-broadway replay`.
+  an outcome do not run again. Afterwards trigger a run with
+  `source=run`.
 """
 
 SPARK: Final = """\
@@ -34,7 +35,7 @@ when there is no batch.
 - **Red:** the application did not get an outcome for every batch; the log says why. The others
   stand.
 - **Clear it** before the run is settled: only batches without an outcome run. Afterwards no
-  code of yours runs; the log names `airflow-broadway replay`.
+  code of yours runs; the log has the command that runs the batches again.
 - **Mark it as a success:** messages without an outcome go back to the queue. They are never
   acknowledged.
 """

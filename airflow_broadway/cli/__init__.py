@@ -1,8 +1,7 @@
-"""The command ``airflow-broadway``: look at staged runs, run their batches again, serve a queue,
-check a RabbitMQ.
+"""The command ``airflow-broadway``: looks at staged runs, dead letters, archives and brokers.
 
-``app`` has the arguments, ``runs`` and ``find`` look at runs, ``replay`` and ``spark`` run batches
-again, ``queue`` serves the embedded queue, ``rabbitmq`` looks at a broker, ``output`` prints.
+``app`` and ``arguments`` declare the commands, each of which is a module; ``opening`` finds what a
+command names, ``output`` prints.
 ``docs/cli.md`` is its guide.
 """
 

@@ -1,7 +1,7 @@
 """The arguments of ``airflow-broadway``, and what its exit codes mean.
 
-0: done, and nothing to look at.  1: done, and there is something to look at: a replayed batch
-failed, a message is nowhere, a crash test found something.  2: not done; one line on standard
+0: done, and nothing to look at.  1: done, and there is something to look at: a message is nowhere,
+a check or a crash test found something.  2: not done; one line on standard
 error says why.
 """
 
@@ -78,15 +78,13 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``handler``."""
     parser = _Parser(
         prog="airflow-broadway",
-        description="Look at staged runs, run their batches again, look after dead letters and"
-        " archives, check brokers, report how much waits, serve the embedded queue, look after a"
-        " Kafka group or a Pub/Sub subscription, put a pipeline to the test.",
+        description="Look at staged runs, look after dead letters and archives, check brokers,"
+        " report how much waits, send to the embedded queue, put a pipeline to the test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"airflow-broadway {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_replay(commands)
     _add_runs(commands)
     _add_show(commands)
     _add_where(commands)
@@ -108,55 +106,6 @@ def _staged(parser: argparse.ArgumentParser, *, one_run: bool) -> None:
     parser.add_argument(
         "--pipeline-name", metavar="NAME", help="the pipeline's name, if several staged this"
     )
-
-
-def _add_replay(commands: Any) -> None:
-    made = command(
-        commands,
-        "replay",
-        "Run handle_batch again on the staged batches of a run: the same messages, boundaries and"
-        " batch_ids.  Nothing is settled at the broker, and the run's own outcomes stand.",
-        _replay,
-    )
-    _staged(made, one_run=True)
-    made.add_argument("--batcher", metavar="B", help="only the batches of this batcher")
-    made.add_argument(
-        "--batch-id",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="ID",
-        help="only these batches, whether or not they were handled before",
-    )
-    made.add_argument(
-        "--pipeline",
-        metavar="REF",
-        help="pkg.module:Class, or a reference as JSON; by default the one that the run's Spark"
-        " application had",
-    )
-    made.add_argument(
-        "--yes",
-        action="store_true",
-        help="import the pipeline that the run's staged files name, without asking",
-    )
-    spark = made.add_argument_group("Spark batchers")
-    spark.add_argument("--conn-id", default="spark_default", metavar="ID", help="the connection")
-    spark.add_argument(
-        "--conf",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting; may be repeated",
-    )
-    for name in ("py-files", "jars", "packages"):
-        spark.add_argument(f"--{name}", metavar="LIST", help="as for spark-submit")
-
-
-def _replay(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.replay import replay
-
-    with logging_at(logging.INFO):
-        return replay(given)
 
 
 def _add_runs(commands: Any) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any
 
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.dag_folders import add_dag_folders
 from airflow_broadway.cli.output import CommandError
-from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
-
-P = TypeVar("P", bound=Producer)
 
 
 def pipeline_of(reference: str) -> Pipeline:
@@ -27,7 +25,20 @@ def pipeline_of(reference: str) -> Pipeline:
     :raises OptionsError: If one of its options breaks its rule.
     """
     add_dag_folders()
-    return load_ref(make_ref(read_reference(reference)), RunInfo())
+    return load_ref(make_ref(_read_reference(reference)), RunInfo())
+
+
+def _read_reference(text: str) -> Any:
+    """Returns what ``--pipeline`` names: ``pkg.module:Class``, or a reference as JSON.
+
+    :raises CommandError: If it is neither.
+    """
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"--pipeline is no JSON: {error}") from None
 
 
 def named_pipeline(references: Sequence[str], name: str | None) -> tuple[str, Pipeline]:

@@ -109,8 +109,6 @@ def show(given: argparse.Namespace) -> int:
         f"Run {run.run_id} of the Dag {run.dag_id}, pipeline {run.pipeline}: {summary.state}.",
         f"Files: {found.path}",
     )
-    if summary.replay_of:
-        say(f"A replay of {summary.replay_of}.")
     if found.generations:
         say("", *_generation_table(found.generations))
     if found.batches:

@@ -75,6 +75,7 @@ class BroadwayBatcherOperator(BaseOperator):
     _task: BatchTask | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
+        from airflow_broadway.runs.outcomes import run_again_command
         from airflow_broadway.runs.tasks import BatchTask
 
         ti = context["ti"]
@@ -93,7 +94,7 @@ class BroadwayBatcherOperator(BaseOperator):
                 text += (
                     " that this run still holds: they are settled, or were given back.  To handle"
                     " batches again that were handled:"
-                    f" airflow-broadway replay --dag-id {run.dag_id} --run-id {run.run_id}"
+                    f" {run_again_command(run.dag_id, run.run_id)}"
                 )
             raise AirflowSkipException(text if plan is not None else f"{text}.")
         self.log.info(

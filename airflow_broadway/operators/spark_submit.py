@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
@@ -195,24 +195,6 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             except AirflowException as error:
                 return error
         return None
-
-    def run_without_task(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> None:
-        """Run an application outside any Airflow task, as a replay does, until it has ended.
-
-        Make the operator with ``durable=False``, which asks nothing of a task.
-
-        :param run_uri: The run's folder, as Spark finds it.
-        :param write_work: Called right before Spark is started: writes the work file, and returns
-            its path and content.
-        :raises AirflowException: If it ended badly.
-        :raises BroadwayError: If it cannot be started: one sentence on what is missing.
-        """
-        with self._prepared(run_uri, write_work):
-            hook = self._hook = self._get_hook()
-            if hook._should_track_driver_status or hook._should_track_driver_via_k8s_api():
-                self.execute_resumable(cast("Any", {}))
-            else:
-                hook.submit(self.application)
 
     @contextmanager
     def _prepared(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> Iterator[None]:

@@ -127,7 +127,7 @@ class PipelineTasks:
 class RunTasks:
     """A Dag run as Airflow knows it.
 
-    :param state: Airflow's; ``None`` of a run that it does not know, such as a replay's.
+    :param state: Airflow's; ``None`` of a run that it does not know.
     :param pipelines: In the order of the Dag.
     """
 

@@ -32,9 +32,6 @@ from airflow_broadway.staging.run_folder import (
 from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Folder, Store
 
-#: What makes a folder that of a replay; in it: what was replayed, and what came of it.
-REPLAY_MARK: Final = "replay.json"
-
 #: What a generation comes to, in order.
 _STATES: Final = (OPENED, PUBLISHED, SETTLING, SETTLED)
 
@@ -44,7 +41,7 @@ _STATES: Final = (OPENED, PUBLISHED, SETTLING, SETTLED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A staged run, or a replay of one, on one line.
+    """A staged run on one line.
 
     Counts are messages; those of a run without a report are ``None``, except what its manifests say
     was received.
@@ -52,9 +49,8 @@ class RunSummary:
     :param balanced: Whether each message received is in exactly one class; ``None`` without a
         report.
     :param trouble: Why people should look at it, as a sentence; empty if nothing is wrong.
-    :param replay_of: The run's id of which this is a replay.
     :param state: ``"open"``, ``"published"``, ``"settling"``, ``"settled"``: that of its generation
-        which is least far; or ``"replay"``.
+        which is least far.
     :param opened_at: When it began, as ISO 8601 text; empty if it never received.
     """
 
@@ -67,7 +63,6 @@ class RunSummary:
     failed: int | None = None
     balanced: bool | None = None
     trouble: str = ""
-    replay_of: str | None = None
     state: str
     opened_at: str
 
@@ -156,7 +151,7 @@ def iter_runs(
     run_id: str | None = None,
     pipeline: str | None = None,
 ) -> Iterator[StagedRun]:
-    """The staged runs, replays among them, in order of their folders.
+    """The staged runs, in order of their folders.
 
     :raises StagingError: If the root cannot be read.
     """
@@ -201,7 +196,7 @@ def _folders(store: Store, path: str) -> list[str]:
 def _identified(store: Store, folder: Folder) -> StagedRun | None:
     """The run of a folder, by the ids that its files give: a long id is not whole in its name."""
     opened = generations_in(folder.list(paths.GENERATIONS))
-    for path in (*map(paths.generation, opened[:1]), REPLAY_MARK, REPORT):
+    for path in (*map(paths.generation, opened[:1]), REPORT):
         try:
             value = json.loads(folder.read(path))
             return StagedRun(
@@ -248,9 +243,6 @@ def list_runs(
 def summary_of(run: StagedRun) -> RunSummary:
     """A run on one line."""
     ids: dict[str, Any] = {"dag_id": run.dag_id, "run_id": run.run_id, "pipeline": run.pipeline}
-    mark = _read_replay_mark(run)
-    if mark is not None:
-        return RunSummary(**ids, state="replay", opened_at=mark["started_at"], replay_of=mark["of"])
     records = run.generations()
     report = kept_report(run)
     # An empty run leaves its report alone.
@@ -273,15 +265,6 @@ def summary_of(run: StagedRun) -> RunSummary:
         state=state,
         opened_at=opened_at,
     )
-
-
-def _read_replay_mark(run: StagedRun) -> dict[str, Any] | None:
-    """What was replayed here, and what came of it; ``None`` for a run that is no replay."""
-    try:
-        mark: dict[str, Any] = json.loads(run.files.read(REPLAY_MARK))
-    except FileNotFoundError:
-        return None
-    return mark
 
 
 def _trouble(report: Mapping[str, Any]) -> str:

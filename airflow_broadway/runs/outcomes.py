@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
@@ -18,6 +20,12 @@ log = logging.getLogger(__name__)
 
 #: Batches that the log names one by one, with what became of each.
 MAX_LOGGED: Final = 100
+
+
+def run_again_command(dag_id: str, run_id: str) -> str:
+    """Returns the command that starts a run which handles the batches of a past run again."""
+    conf = json.dumps({"source": "run", "source_run": run_id})
+    return f"airflow dags trigger {dag_id} --conf {shlex.quote(conf)}"
 
 
 def is_settled(run: StagedRun, generation: str) -> bool:
@@ -53,9 +61,8 @@ def log_settled(run: StagedRun, heads: Sequence[BatchPlan]) -> None:
         log.info("Generation %s: %s.", name, how or "not settled yet")
     log.info(
         "The messages are settled, so clearing this task runs nothing.  To handle the batches"
-        " again from staging: airflow-broadway replay --dag-id %s --run-id %s",
-        run.dag_id,
-        run.run_id,
+        " again from staging: %s",
+        run_again_command(run.dag_id, run.run_id),
     )
 
 

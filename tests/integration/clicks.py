@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from airflow_broadway.runs.outcomes import run_again_command
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
@@ -293,7 +294,7 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     assert len(clicks.calls) == 3
     assert clicks.asset_events() == [told, told]
     log = clicks.log(SPARK, 3)
-    assert f"airflow-broadway replay --dag-id {clicks.dag_id} --run-id {clicks.run_id}" in log
+    assert run_again_command(clicks.dag_id, clicks.run_id) in log
     assert "acked 20" in log
     assert clicks.depth() == (0, 0, 0)
 

@@ -8,17 +8,17 @@ from scripts.count_code import count_code, rooms_of_project
 #: one only with a reason in its message.
 REACHED = {
     "adapters/": 650,
-    "cli/": 1_750,
+    "cli/": 1_550,
     "core/": 8_800,
     "hooks/": 100,
     "operators/": 700,
     "plugin/": 2_250,
-    "runs/": 5_750,
+    "runs/": 5_500,
     "sensors/": 350,
     "spark/": 1_500,
     "staging/": 4_300,
     "submit/": 500,
-    "testing/": 4_250,
+    "testing/": 3_950,
     "triggers/": 200,
     "*.py": 550,
     "producers/engine/": 1_800,
@@ -29,8 +29,8 @@ REACHED = {
     "producers/sqlite/": 1_500,
     "producers/sqs/": 1_300,
     "producers/*.py": 50,
-    "package": 47_000,
-    "tests and scripts": 66_000,
+    "package": 46_500,
+    "tests and scripts": 66_500,
 }
 
 MODULE = '''"""A module.

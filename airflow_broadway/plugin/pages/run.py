@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -23,7 +22,6 @@ from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_
 from airflow_broadway.plugin.staged import staged_runs
 from airflow_broadway.runs.view.batches import BatchPage, page_of_batches
 from airflow_broadway.runs.view.overview import Overview, Receipt, overview_of
-from airflow_broadway.runs.view.replays import ReplayFacts, replays_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 
@@ -59,7 +57,6 @@ class Section:
     picture: Picture
     standing: tuple[str, str]
     batches: BatchPage | None
-    replays: Sequence[ReplayFacts]
 
 
 @router.get("")
@@ -99,7 +96,7 @@ async def _facts(
         "unread": unread,
         "dag_id": dag_id,
         "run_id": run_id,
-        "going_on": known.going_on or any(_is_replaying(each) for each in sections),
+        "going_on": known.going_on,
         "sections": sections,
         "query": request.url.query,
         "classes": CLASSES,
@@ -162,7 +159,6 @@ def _section(
         picture=picture_of(overview, tasks),
         standing=standing_of(overview, known, tasks),
         batches=batches,
-        replays=() if run is None else replays_of(run),
     )
 
 
@@ -175,13 +171,7 @@ def _unread_section(tasks: PipelineTasks) -> Section:
         picture=picture_of(None, tasks),
         standing=("cannot be read", "warn"),
         batches=None,
-        replays=(),
     )
-
-
-def _is_replaying(section: Section) -> bool:
-    overview = section.overview
-    return bool(overview and overview.replay and not overview.replay.ended_at)
 
 
 def standing_of(
@@ -190,8 +180,6 @@ def standing_of(
     """How a run is, in a few words, and their tone."""
     if overview is None:
         return ("nothing received yet", "") if known.going_on else ("received nothing", "")
-    if overview.replay is not None:
-        return ("replayed", "good") if overview.replay.ended_at else ("is replayed", "busy")
     leases = [each.lease for each in overview.receipts if each.lease is not None]
     if overview.summary.trouble or any(lease.remaining < 0 for lease in leases):
         return "needs a look", "bad"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +22,14 @@ from airflow_broadway.runs.sources.dead_letters import PARAM as LETTERS
 from airflow_broadway.runs.sources.dead_letters import check_choice
 
 #: The params of a run that choose its source, in the order of :class:`Asked`.
-PARAMS: Final = ("source", "interval_start", "interval_end", "source_run", LETTERS)
+PARAMS: Final = (
+    "source",
+    "interval_start",
+    "interval_end",
+    "source_run",
+    "source_batches",
+    LETTERS,
+)
 
 _GET_ONE: Final = (
     "give the pipeline an archive (archive = Archive()), and whatever its runs receive from then on"
@@ -36,6 +44,7 @@ class Asked(NamedTuple):
     :param kind: The source by name; empty: by the run's type.
     :param start: The start of an interval, where one is given; so is ``end``.
     :param past_run: The id of the run whose batches are run again.
+    :param batches: The ids of those batches; empty: all that were handled.
     :param letters: Which dead letters are moved, and how, as the run's param says.
     :param backfill: Whether Airflow runs it as a backfill.
     :param interval: The run's data interval.
@@ -46,6 +55,7 @@ class Asked(NamedTuple):
     start: datetime | None = None
     end: datetime | None = None
     past_run: str = ""
+    batches: Sequence[str] = ()
     letters: Any = None
     backfill: bool = False
     interval: tuple[datetime | None, datetime | None] = (None, None)
@@ -85,7 +95,8 @@ def choose_source(pipeline: Pipeline, asked: Asked) -> RunSource:
     if kind in (ARCHIVE, LOG):
         return RunSource(kind=kind, interval=_interval(asked))
     if kind == RUN:
-        return RunSource(kind=kind, run_id=_past_run(asked))
+        only = {"batches": list(asked.batches)} if asked.batches else {}
+        return RunSource(kind=kind, run_id=_past_run(asked), only=only)
     if kind == DEAD_LETTERS:
         return RunSource(kind=kind, only=letters)
     return RunSource(kind=kind)
@@ -101,7 +112,8 @@ def _by_type(pipeline: Pipeline, asked: Asked) -> str:
     raise RequestRefused(
         f"run {asked.run_id!r} is a backfill, and the producer {pipeline.producer.kind!r} reads a"
         f" live queue, which knows nothing of the past interval: nothing was received.  {_GET_ONE}."
-        "  To handle the batches of a past run again: airflow-broadway replay --dag-id … --run-id …"
+        "  To handle the batches of a past run again, trigger a run with the params source='run'"
+        " and source_run."
     )
 
 
@@ -111,6 +123,7 @@ def _check_given(kind: str, asked: Asked) -> None:
         "interval_start": (asked.start, (ARCHIVE, LOG)),
         "interval_end": (asked.end, (ARCHIVE, LOG)),
         "source_run": (asked.past_run or None, (RUN,)),
+        "source_batches": (asked.batches or None, (RUN,)),
         LETTERS: (asked.letters or None, (DEAD_LETTERS,)),
     }
     for name, (value, kinds) in given.items():

@@ -1,8 +1,8 @@
 """A past run as the source of a run: its batches again, with their messages, boundaries and ids.
 
-What ``airflow-broadway replay`` does from outside, done by the tasks of a run.  The process task
-has the past run's batches stand as the plans of its own generation, where the batch tasks find
-them: they plan nothing anew.
+The process task writes the past run's batches as the plans of its own generation, where the batch
+tasks find them: they plan nothing anew.  Nothing is settled at a broker, and the past run's
+outcomes stand.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
 import pyarrow as pa
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.inspect import StagedBatch, find_run
-from airflow_broadway.runs.replay import check_batchers, choose
-from airflow_broadway.runs.replay_folder import check_data
+from airflow_broadway.runs.inspect import StagedBatch, find_run, staged_batches
 from airflow_broadway.runs.sources.archived import FOR_EVER, PastProducer
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.planner import folder_of, new_name
-from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile, TableFiles
 
@@ -61,10 +60,118 @@ def chosen_batches(run: StagedRun, pipeline: Pipeline) -> tuple[StagedRun, list[
 
     :raises RequestRefused: If there is no such run, or its batches cannot run again.
     """
-    past = find_run(run.store, run.dag_id, pipeline.run.source.run_id, run.pipeline)
-    chosen = choose(past)
-    check_batchers(past, pipeline, chosen)
+    source = pipeline.run.source
+    past = find_run(run.store, run.dag_id, source.run_id, run.pipeline)
+    chosen = _choose(past, source.only.get("batches", ()))
+    _check_batchers(past, pipeline, chosen)
     return past, chosen
+
+
+def _choose(run: StagedRun, batch_ids: Collection[str]) -> list[StagedBatch]:
+    """Returns the batches with an outcome, or those that are named.
+
+    The messages of a batch without an outcome went back to their broker, or will, and another run
+    handles them: such a batch runs again only by name.  So does one that an execution handled
+    before the run read its past interval once more: that execution's rows were replaced.
+
+    :raises RequestRefused: If nothing is left, or something named is not there.
+    """
+    batches = list(staged_batches(run))
+    if not batches:
+        raise RequestRefused(
+            f"run {run.run_id!r} has no staged batches: no batcher task of it ended"
+        )
+    if batch_ids:
+        wanted = set(batch_ids)
+        chosen = [batch for batch in batches if batch.planned.batch_id in wanted]
+        unknown = sorted(wanted - {batch.planned.batch_id for batch in chosen})
+        if unknown:
+            raise RequestRefused(
+                f"run {run.run_id!r} has no batch {', '.join(unknown)}: `airflow-broadway show`"
+                " lists those it has"
+            )
+        return chosen
+    replaced = _replaced(run)
+    chosen = [
+        batch
+        for batch in batches
+        if batch.outcome is not None and replaced.isdisjoint(batch.plan.generations)
+    ]
+    if not chosen:
+        raise RequestRefused(
+            f"none of {many(len(batches), 'batch')} of run {run.run_id!r} was handled: their"
+            " messages go back to the queue, and the next run handles them; to run some again all"
+            " the same, name them in source_batches"
+        )
+    return chosen
+
+
+def _replaced(run: StagedRun) -> set[str]:
+    """The generations before the last one that began to read a past interval, or a past run."""
+    records = run.generations()
+    # The first of its producers reads all of it, or prepares its sink.
+    past = [
+        each
+        for each in records
+        if each.map_index <= 0
+        and each.state != OPENED
+        and RunSource.from_json(each.source).is_whole
+    ]
+    if not past:
+        return set()
+    last = max(past, key=lambda each: each.opened_at)
+    begun = last.opened_at
+    if RunSource.from_json(last.source).goes_on:
+        same = [each.opened_at for each in records if each.source == last.source]
+        begun = min(same)
+    return {each.generation for each in records if each.opened_at < begun}
+
+
+def _check_batchers(run: StagedRun, pipeline: Pipeline, chosen: Sequence[StagedBatch]) -> None:
+    """Refuses a pipeline that cannot handle these batches.
+
+    :raises RequestRefused: If it lacks a batcher, or has it for another engine.
+    """
+    for plan in {batch.plan.path: batch.plan for batch in chosen}.values():
+        batcher = pipeline.batchers.get(plan.batcher)
+        if batcher is None:
+            raise RequestRefused(
+                f"the pipeline {pipeline.name!r} has no batcher {plan.batcher!r}; it has"
+                f" {sorted(pipeline.batchers)}"
+            )
+        staged = _engine(run, plan)
+        if staged not in (None, batcher.engine):
+            raise RequestRefused(
+                f"the batches of {plan.batcher!r} were staged for engine={staged!r}, and the"
+                f" pipeline now has engine={batcher.engine!r}: run them again with the class as it"
+                " was"
+            )
+
+
+def _engine(run: StagedRun, plan: BatchPlan) -> str | None:
+    """For which engine a plan's data was staged; ``None`` if it has none."""
+    for name in plan.data:
+        path = f"{plan.path}/{name}"
+        if run.files.exists(path):
+            with ParquetFile(run.files, path) as file:
+                return "python" if "_flush" in file.columns else "spark"
+    return None
+
+
+def _check_data(run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch]) -> None:
+    """Checks that the data of batches is there.
+
+    :raises RequestRefused: If it is not.
+    """
+    run.store.check_root(plan.root_id, plan.host)
+    for index in sorted({file for batch in batches for file in batch.files}):
+        path = f"{plan.path}/{plan.data[index]}"
+        if not run.files.exists(path):
+            raise RequestRefused(
+                f"the staged data of run {run.run_id!r} is gone:"
+                f" {run.store.uri}/{run.path}/{path} is not there, so its batches cannot run again"
+                " (retention, or somebody, removed it)"
+            )
 
 
 class PastRun:
@@ -153,7 +260,7 @@ class PastRun:
         data: list[str] = []
         made: list[PlannedBatch] = []
         for plan, batches in plans.values():
-            check_data(self._past, plan, batches)
+            _check_data(self._past, plan, batches)
             if len(plans) == 1 and len(plan.generations) == 1:
                 names, offset = self._link(plan, path), 0
             else:

@@ -22,7 +22,6 @@ from airflow_broadway.runs.heartbeat import Heartbeat, name_of
 from airflow_broadway.runs.inspect import RunSummary, summary_of
 from airflow_broadway.runs.view.batches import reads_ahead
 from airflow_broadway.runs.view.reasons import Reasons, reasons_in
-from airflow_broadway.runs.view.replays import ReplayFacts, replay_in
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import (
     OPENED,
@@ -119,7 +118,6 @@ class Flow:
 class Overview:
     """A run of one pipeline.
 
-    :param replay: What is replayed here; ``None`` of a run that is no replay.
     :param path: Its folder in staging.
     :param totals: Messages received, and by class; as in a report.
     :param balanced: Whether the sum is right; ``None`` while something is unsettled.
@@ -130,7 +128,6 @@ class Overview:
     """
 
     summary: RunSummary
-    replay: ReplayFacts | None
     path: str
     source: Mapping[str, Any]
     notes: Sequence[str]
@@ -192,7 +189,6 @@ def overview_of(
     found = (report or {}).get("look")
     return Overview(
         summary=summary_of(run),
-        replay=replay_in(run),
         path=f"{run.store.uri}/{run.path}",
         source=next((each.source for each in reversed(records) if each.source), {})
         or (report or {}).get("source", {}),

@@ -88,14 +88,14 @@ def test_a_file_of_lines_that_is_not_there_is_one_line_of_error(
     ("arguments", "error"),
     [
         ((), "the following arguments are required: COMMAND"),
-        (("replays",), "invalid choice: 'replays'"),
+        (("replay",), "invalid choice: 'replay'"),
         (("queue", "purge"), "invalid choice: 'purge'"),
         (
             ("dead-letters", "list", "--pipeline", "m:C", "--limit", "-1"),
             "expected a number of at least 1, got: '-1'",
         ),
         (("queue", "send", "--queue", "n"), "one of the arguments --path --conn-id is required"),
-        (("replay", "--dag-id", "d"), "the following arguments are required: --run-id"),
+        (("show", "--dag-id", "d"), "the following arguments are required: --run-id"),
     ],
 )
 def test_wrong_arguments_are_one_line_of_error(
@@ -130,7 +130,7 @@ def test_the_guide_shows_each_command() -> None:
     commands = {tuple(words[: 2 if words[0] == "queue" else 1]) for words in shown()}
 
     queue = {("queue", "create"), ("queue", "send")}
-    others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("check",)}
+    others = {("remove",), ("runs",), ("show",), ("where",), ("check",)}
     assert commands == queue | others | {("crash-test",), ("depth",)}
 
 

@@ -99,6 +99,8 @@ def test_params_choose_before_the_operator_and_the_operator_before_the_type() ->
     assert chosen(Queue, context("manual", source="run", source_run="past")) == (
         RunSource(kind="run", run_id="past")
     )
+    two_of_it = context("manual", source="run", source_run="past", source_batches=["a", "b"])
+    assert chosen(Queue, two_of_it).only == {"batches": ["a", "b"]}
     assert chosen(Queue, context("manual", source="dead_letters")).kind == "dead_letters"
 
 
@@ -116,6 +118,8 @@ def test_params_choose_before_the_operator_and_the_operator_before_the_type() ->
         (Kept, context("manual", interval_end="2026-01-01"), "set source to 'archive' or 'log'"),
         (Kept, context("manual", source_run="past"), "set source to 'run', or leave source_run"),
         (Kept, context("manual", source="run"), "source_run is missing"),
+        (Kept, context("manual", source_batches=["a"]), "or leave source_batches out"),
+        (Kept, context("manual", source="run", source_batches="a"), "is no list of texts: 'a'"),
         (Kept, context("manual", source="run", source_run="r"), "its own batches again: clear"),
         (Kept, context("manual", source="memory"), "the source 'memory' is not one of"),
     ],

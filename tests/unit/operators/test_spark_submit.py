@@ -42,6 +42,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.runs.outcomes import run_again_command
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.staging.run_folder import StagedRun
@@ -445,7 +446,7 @@ def test_after_settlement_nothing_runs_and_the_log_says_how_it_was_settled(
     assert world.commands == []
     text = "\n".join(caplog.messages)
     assert "settled at 2026-01-01T00:00:00+00:00 by ack try 1: acked 6" in text
-    assert "airflow-broadway replay --dag-id d --run-id r" in text
+    assert run_again_command("d", "r") in text
     assert ("b0: 2 succeeded, 0 failed" in text) is handled
 
 

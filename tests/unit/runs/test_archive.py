@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_broadway import Archive, Interval, Message, RunSource
+from airflow_broadway import Archive, Batcher, Interval, Message, RunSource, ack_immediately
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import (
     LeaseLapsed,
@@ -575,6 +576,92 @@ def test_a_past_run_is_run_again_with_its_own_batches(world: World) -> None:
         assert queue.depth()[:4] == (0, 0, 0, 0)
 
 
+def of_batches(run_id: str, *batch_ids: str) -> RunSource:
+    return RunSource(kind="run", run_id=run_id, only={"batches": list(batch_ids)})
+
+
+def test_only_the_batches_that_are_named_are_run_again(world: World) -> None:
+    world.minutes(*range(10))
+    world.run("past").all()
+    first, *others = world.sink("past")
+    assert others
+
+    world.run("again", of_batches("past", first["batch_id"])).all()
+
+    assert [batch["batch_id"] for batch in world.sink("again")] == [first["batch_id"]]
+
+
+def test_what_was_never_handled_is_run_again_only_by_name(world: World) -> None:
+    world.minutes(1, 2)
+    run = world.run("past")
+    run.process()
+    task = BatchTask(run.staged, run.pipeline, run.task("batch"), run.ports, batcher="default")
+    plan = task.plan(run.references, label="1")
+    assert plan is not None
+    [(_, batch)] = OpenPlans(run.staged, [plan.path]).open_batches()
+
+    with pytest.raises(RequestRefused, match=r"go back to the queue.*name them in source_batches"):
+        world.run("again", of_run("past")).process()
+    report = world.run("named", of_batches("past", batch.batch_id)).all()
+
+    assert report["totals"]["acked"] == 2
+    assert world.rows("named") == [1, 2]
+
+
+class AtOnce(Minutes):
+    """Minutes of which a batch is acknowledged before it has an outcome."""
+
+    name = "Minutes"
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return ack_immediately(messages)
+
+
+def test_a_callback_that_acks_at_once_acks_nothing_in_a_past_run(tmp_path: Path) -> None:
+    world = World(tmp_path, AtOnce)
+    world.minutes(1, 2)
+    world.run("past").all()
+    world.minutes(3)
+
+    report = world.run("again", of_run("past")).all()
+
+    assert report["balanced"]
+    assert report["totals"]["acked"] == 2
+    with world.queue() as queue:
+        assert queue.depth()[:4] == (1, 0, 0, 0)
+
+
+def until_mended(message: Message, count: int) -> tuple[str, int]:
+    if (message.data["minute"], MENDED.is_set()) == (11, False):
+        raise KeyError("no field")
+    return ("cont", count + 1)
+
+
+MENDED = threading.Event()
+
+
+class Split(Minutes):
+    """Minutes whose splitter raises on one of them until it is mended."""
+
+    name = "Minutes"
+    batchers = {"default": Batcher(engine="python", batch_size=(0, until_mended), max_demand=100)}
+
+
+def test_a_batch_on_which_the_splitter_raised_is_handled_when_it_is_run_again(
+    tmp_path: Path,
+) -> None:
+    MENDED.clear()
+    world = World(tmp_path, Split)
+    world.minutes(1, 11, 2)
+    assert world.run("past").all()["totals"]["failed"] == 1
+    assert world.rows("past") == [1, 2]
+    MENDED.set()
+
+    world.run("again", of_run("past")).all()
+
+    assert sorted(world.rows("again")) == [1, 2, 11]
+
+
 def test_of_a_backfill_that_was_made_twice_the_last_is_run_again(tmp_path: Path) -> None:
     # Given a day that was backfilled, and once more when its archive had grown
     world = World(tmp_path, Daily)
@@ -657,6 +744,19 @@ def test_what_cannot_be_run_again_is_refused(world: World) -> None:
     run = world.run("past")
     run.process()
     with pytest.raises(RequestRefused, match="has no staged batches"):
+        world.run("again", of_run("past")).process()
+    run.batch()
+    run.ack()
+    with pytest.raises(RequestRefused, match="has no batch nothing"):
+        world.run("again", of_batches("past", "nothing")).process()
+    batchers = world.ref["options"].get("batchers")
+    world.ref["options"]["batchers"] = {"default": {"engine": "spark"}}
+    with pytest.raises(RequestRefused, match="were staged for engine='python'"):
+        world.run("again", of_run("past")).process()
+    world.ref["options"]["batchers"] = batchers or {}
+    for data in (world.folder / "staging").rglob("past/batches/**/*.parquet"):
+        data.unlink()
+    with pytest.raises(RequestRefused, match="the staged data of run 'past' is gone"):
         world.run("again", of_run("past")).process()
 
 

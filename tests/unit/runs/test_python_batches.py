@@ -12,7 +12,6 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.runs.replay import choose, replay
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.testing import ManualClock
@@ -50,9 +49,7 @@ def test_each_batch_gets_one_outcome(run: Run) -> None:
     assert run.calls() == before
 
 
-def test_messages_on_which_the_splitter_raises_fail_alone_and_a_replay_handles_them(
-    tmp_path: Path,
-) -> None:
+def test_messages_on_which_the_splitter_raises_fail_alone(tmp_path: Path) -> None:
     def split(message: Message, count: int) -> tuple[str, int]:
         if message.data in (11, 12):
             raise KeyError("no field")
@@ -75,13 +72,6 @@ def test_messages_on_which_the_splitter_raises_fail_alone_and_a_replay_handles_t
     report = run.ack()
     assert (report["totals"]["acked"], report["totals"]["dead_lettered"]) == (8, 2)
     assert run.dead() == [11, 12]
-
-    # And a replay of the batch calls handle_batch
-    (chosen,) = choose(run.staged, batch_ids=[failed.batch_id])
-    (replayed,) = replay(run.staged, run.pipeline, [chosen], lambda *_: "").batches
-    assert replayed.now is not None
-    assert (replayed.now.successful, replayed.now.failed) == (2, 0)
-    assert [call.number for call in run.calls()][8:] == [11, 12]
 
 
 def test_a_batch_is_told_which_try_of_its_task_handles_it(

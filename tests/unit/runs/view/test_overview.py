@@ -1,4 +1,4 @@
-"""A run at a glance: replays, backfills, runs in one task, runs that died, batches of which
+"""A run at a glance: backfills, runs in one task, runs that died, batches of which
 processes died, tasks that were cleared.
 """
 
@@ -18,14 +18,11 @@ from airflow_broadway.core.formats.parts import part_id, record_split
 from airflow_broadway.core.formats.plan import PlannedBatch
 from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.runs.inspect import staged_batches
-from airflow_broadway.runs.replay_folder import add_result, make_replay_folder
 from airflow_broadway.runs.unstaged import UnstagedTask
 from airflow_broadway.runs.view import story
 from airflow_broadway.runs.view.batches import page_of_batches
 from airflow_broadway.runs.view.overview import overview_of
 from airflow_broadway.runs.view.payload import MOST_BYTES, payload_of
-from airflow_broadway.runs.view.replays import replays_of
 from airflow_broadway.runs.view.story import ids_with_text
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.store import Folder
@@ -44,25 +41,6 @@ def run(tmp_path: Path) -> Run:
 
 
 # -- runs that are no ordinary run -----------------------------------------------------------------
-
-
-def test_a_replay_is_told_from_its_run_and_the_run_knows_it(run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-    chosen = list(staged_batches(run.staged))[:2]
-    target, _ = make_replay_folder(run.staged, chosen)
-
-    going_on = overview_of(target)
-    add_result(target, {"successful": 3, "failed": 1})
-
-    assert going_on.replay is not None
-    assert (going_on.replay.of, going_on.replay.ended_at) == ("manual__1", "")
-    assert [flow.batches for flow in going_on.flows] == [2]
-    assert going_on.balanced is None
-    assert overview_of(run.staged).replay is None
-    [known] = replays_of(run.staged)
-    assert (known.run_id, known.result["successful"]) == (target.run_id, 3)
-    assert known.ended_at
 
 
 def test_a_backfill_says_what_it_reads(run: Run) -> None:
