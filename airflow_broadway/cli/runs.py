@@ -10,19 +10,21 @@ from typing import Any
 
 from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.cli.output import CommandError, cut, say, say_json
+from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import table
+from airflow_broadway.runs.account import kept_report
 from airflow_broadway.runs.inspect import (
-    BatchSummary,
-    GenerationSummary,
     RunSummary,
+    StagedBatch,
     check_pipeline,
     find_run,
     list_runs,
-    show_run,
+    staged_batches,
 )
 from airflow_broadway.runs.sweep import remove_settled_run
+from airflow_broadway.runs.view.overview import Receipt, overview_of
 
 #: Batches that a table shows; JSON has all.
 SHOWN = 50
@@ -96,59 +98,74 @@ def remove(given: argparse.Namespace) -> int:
 
 
 def show(given: argparse.Namespace) -> int:
-    """Show one run."""
+    """Prints one run: its generations, its batches and its report."""
     store = open_existing_store(given.staging)
     run = find_run(store, given.dag_id, given.run_id, given.pipeline_name)
-    found = show_run(run)
-    summary = found.summary
+    overview, batches, report = overview_of(run), list(staged_batches(run)), kept_report(run)
+    summary = overview.summary
     if given.json:
-        rest = asdict(found)
-        say_json({**rest.pop("summary"), **rest})
+        say_json(
+            {
+                **asdict(summary),
+                "path": overview.path,
+                "generations": [asdict(receipt) for receipt in overview.receipts],
+                "batches": [_batch_json(batch) for batch in batches],
+                "report": report,
+            }
+        )
         return 0
     say(
         f"Run {run.run_id} of the Dag {run.dag_id}, pipeline {run.pipeline}: {summary.state}.",
-        f"Files: {found.path}",
+        f"Files: {overview.path}",
     )
-    if found.generations:
-        say("", *_generation_table(found.generations))
-    if found.batches:
-        say("", *_batch_table(found.batches))
-    if found.report is not None:
-        say("", *_report_lines(found.report))
+    if overview.receipts:
+        say("", *_generation_table(overview.receipts))
+    if batches:
+        say("", *_batch_table(batches))
+    if report is not None:
+        say("", *_report_lines(report))
     return 0
 
 
-def _generation_table(generations: Sequence[GenerationSummary]) -> list[str]:
+def _generation_table(receipts: Sequence[Receipt]) -> list[str]:
     rows = []
-    for each in generations:
-        index = "" if each.map_index < 0 else f"[{each.map_index}]"
-        counts = (each.settled or {}).items()
-        settled = ", ".join(f"{name} {n}" for name, n in counts if isinstance(n, int) and n)
+    for receipt in receipts:
+        counts = receipt.account or {}
+        settled = ", ".join(f"{name} {counts[name]}" for name in CLASSES if counts.get(name))
         rows.append(
             (
-                each.generation,
-                f"{each.task_id}{index}",
-                each.try_number,
-                each.state,
-                each.received,
-                each.failed,
-                settled or None,
+                receipt.generation,
+                receipt.task,
+                receipt.try_number,
+                receipt.state,
+                receipt.received,
+                receipt.failed,
+                settled if receipt.lease is None else None,
             )
         )
     return table(("generation", "task", "try", "state", "received", "failed", "settled"), rows)
 
 
-def _batch_table(batches: Sequence[BatchSummary]) -> list[str]:
+def _batch_json(batch: StagedBatch) -> dict[str, Any]:
+    planned = batch.planned
+    names = ("batch_id", "batch_key", "size", "trigger", "redelivered")
+    return {
+        "batcher": batch.plan.batcher,
+        **{name: getattr(planned, name) for name in names},
+        "outcome": None if batch.outcome is None else asdict(batch.outcome),
+    }
+
+
+def _batch_table(batches: Sequence[StagedBatch]) -> list[str]:
     rows = []
-    for each in batches[:SHOWN]:
-        outcome = each.outcome
+    for plan, planned, outcome in batches[:SHOWN]:
         rows.append(
             (
-                each.batcher,
-                each.batch_id,
-                cut(json.dumps(each.batch_key), 30),
-                each.size,
-                each.trigger,
+                plan.batcher,
+                planned.batch_id,
+                cut(json.dumps(planned.batch_key), 30),
+                planned.size,
+                planned.trigger,
                 None if outcome is None else outcome.successful,
                 None if outcome is None else outcome.failed,
                 None if outcome is None else cut(outcome.error) or None,

@@ -1,12 +1,9 @@
-"""Look at staged runs: list them, show one.  Nothing here prints, or changes a file.
-
-For the command line and for views: each question is answered by plain frozen values.
-"""
+"""Finds staged runs, and their batches.  Nothing here prints, or changes a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,11 +22,9 @@ from airflow_broadway.staging.run_folder import (
     PUBLISHED,
     SETTLED,
     SETTLING,
-    GenerationRecord,
     StagedRun,
     generations_in,
 )
-from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Folder, Store
 
 #: What a generation comes to, in order.
@@ -65,72 +60,6 @@ class RunSummary:
     trouble: str = ""
     state: str
     opened_at: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationSummary:
-    """One execution of a process task.
-
-    :param received: Messages by its manifest, and how many of them failed before any batch;
-        ``None`` without one.
-    :param batchers: How many messages it staged for each batcher.
-    :param settled: What became of its messages, by class; ``None`` until it is settled.
-    """
-
-    generation: str
-    task_id: str
-    map_index: int
-    try_number: int
-    opened_at: str
-    state: str
-    received: int | None
-    failed: int | None
-    batchers: Mapping[str, int]
-    settled_at: str | None
-    settled: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeSummary:
-    """What became of a batch.
-
-    :param missing: Messages that ``handle_batch`` did not return.
-    :param error: What failed the whole batch, if one thing did.
-    :param writer: Who recorded it.
-    :param seconds: How long ``handle_batch`` took.
-    """
-
-    successful: int
-    failed: int
-    missing: int
-    error: str
-    writer: str
-    started_at: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSummary:
-    """A batch of a run; ``size`` is its messages, ``redelivered`` how many of them came again."""
-
-    batcher: str
-    batch_id: str
-    batch_key: Any
-    size: int
-    trigger: str
-    redelivered: int
-    outcome: OutcomeSummary | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunDetails:
-    """A run with its generations, its batches, and its report as ``report.json`` has it."""
-
-    summary: RunSummary
-    path: str
-    generations: Sequence[GenerationSummary]
-    batches: Sequence[BatchSummary]
-    report: Mapping[str, Any] | None
 
 
 class StagedBatch(NamedTuple):
@@ -273,35 +202,6 @@ def _trouble(report: Mapping[str, Any]) -> str:
     return "; ".join([*unbalanced, *trouble_of(report)])
 
 
-def show_run(run: StagedRun) -> RunDetails:
-    """All that is known of one run."""
-    return RunDetails(
-        summary=summary_of(run),
-        path=f"{run.store.uri}/{run.path}",
-        generations=[_generation(run, record) for record in run.generations()],
-        batches=[_batch(each) for each in staged_batches(run)],
-        report=kept_report(run),
-    )
-
-
-def _generation(run: StagedRun, record: GenerationRecord) -> GenerationSummary:
-    manifest = run.manifest(record.generation)
-    journal = settled_journal(run, record.generation)
-    return GenerationSummary(
-        generation=record.generation,
-        task_id=record.task_id,
-        map_index=record.map_index,
-        try_number=record.try_number,
-        opened_at=record.opened_at,
-        state=record.state,
-        received=None if manifest is None else manifest.received,
-        failed=None if manifest is None else manifest.failed,
-        batchers={} if manifest is None else manifest.batchers,
-        settled_at=None if journal is None else journal.at,
-        settled=None if journal is None else (journal.report + journal.settled_now).to_json(),
-    )
-
-
 def staged_batches(run: StagedRun) -> Iterator[StagedBatch]:
     """The batches of a run, by batcher, in the order of their plans."""
     recorded = Recorded(run)
@@ -312,26 +212,3 @@ def staged_batches(run: StagedRun) -> Iterator[StagedBatch]:
                 if planned.batch_id not in seen:
                     seen.add(planned.batch_id)
                     yield StagedBatch(plan, planned, outcome)
-
-
-def _batch(staged: StagedBatch) -> BatchSummary:
-    planned, outcome = staged.planned, staged.outcome
-    return BatchSummary(
-        batcher=staged.plan.batcher,
-        batch_id=planned.batch_id,
-        batch_key=planned.batch_key,
-        size=planned.size,
-        trigger=planned.trigger,
-        redelivered=planned.redelivered,
-        outcome=None
-        if outcome is None
-        else OutcomeSummary(
-            successful=outcome.successful,
-            failed=outcome.failed,
-            missing=outcome.missing,
-            error=outcome.error,
-            writer=outcome.writer,
-            started_at=outcome.started_at,
-            seconds=outcome.seconds,
-        ),
-    )

@@ -269,7 +269,7 @@ def test_a_run_is_shown_with_its_generations_batches_and_report(shop: Shop, caps
     # Then the generation, the batches with their outcomes and the report's sum are there
     [generation] = value["generations"]
     assert (generation["received"], generation["failed"]) == (5, 1)
-    assert generation["settled"]["acked"] == 3
+    assert generation["account"]["acked"] == 3
     assert sum(batch["size"] for batch in value["batches"]) == 4
     assert sum(batch["outcome"]["failed"] for batch in value["batches"]) == 1
     assert value["report"]["totals"]["dead_lettered"] == 2
