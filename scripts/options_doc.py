@@ -20,7 +20,7 @@ from airflow_broadway.core.model.pipeline_options import (
 )
 from airflow_broadway.core.model.rules import AUTO
 from airflow_broadway.core.model.run_info import RunInfo
-from airflow_broadway.producers.kafka import ClientConfig, FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -43,10 +43,9 @@ Flights(
 )
 ```
 
-Nested options (`producer`, `processors`, `batchers`, and `retry`, `rate_limiting`, `qos`,
-`fetch_config`, `client_config` in them) are merged: what is not named stays as declared.  `context`
-is the user's own value, of which nobody but its callbacks knows whether a key may be left out, and
-is replaced whole.
+Nested options (`producer`, `processors`, `batchers`, and `retry`, `rate_limiting`, `qos` in them)
+are merged: what is not named stays as declared.  `context` is the user's own value, of which nobody
+but its callbacks knows whether a key may be left out, and is replaced whole.
 
 ## The pipeline
 
@@ -130,16 +129,6 @@ PRODUCERS: list[tuple[str, type[Any], dict[str, Any]]] = [
 
 OTHERS: list[tuple[str, str, type[Any]]] = [
     ("RabbitMQ: prefetching", "`producer = RabbitMQProducer(qos=Qos(…))`", Qos),
-    (
-        "Apache Kafka: fetching",
-        "`producer = KafkaProducer(fetch_config=FetchConfig(…))`",
-        FetchConfig,
-    ),
-    (
-        "Apache Kafka: connecting",
-        "`producer = KafkaProducer(client_config=ClientConfig(…))`",
-        ClientConfig,
-    ),
     ("Retries", "`producer = …Producer(retry=RetryPolicy(…))`", RetryPolicy),
     ("Rate limiting", "`producer = …Producer(rate_limiting=RateLimiting(…))`", RateLimiting),
     ("Processors", "`processors = Processors(…)`", Processors),

@@ -8,18 +8,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import pytest
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.claims import Claim, Claims, group_files
 from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.testing.clock import SkippingClock
 from airflow_broadway.testing.harness import settlement_of
-from tests.kafka_server import QUICK, KafkaServer
+from tests.kafka_server import QUICK_SOURCE, KafkaServer
 
 __all__ = ["KafkaGroup"]
 
@@ -57,8 +60,7 @@ class KafkaGroup:
             "topics": [self.topic],
             "hosts": self.kafka.bootstrap,
             "conn_id": None,
-            "fetch_config": FetchConfig(max_wait_time=0.02),
-            "settings": QUICK,
+            "settings": QUICK_SOURCE,
             **self.options,
             **options,
         }
@@ -121,6 +123,17 @@ class KafkaGroup:
             return custodian.settle(lease, settlement)
         finally:
             custodian.close()
+
+    def die_settling(
+        self, place: Any, name: str, lease: Lease, messages: Iterable[Message], *verdicts: Any
+    ) -> None:
+        """A settlement that is killed where it calls a method."""
+
+        def killed(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with mock.patch.object(place, name, killed), pytest.raises(KeyboardInterrupt):
+            self.settle(lease, messages, *verdicts)
 
     def drain(self, **options: Any) -> list[Message]:
         """What one more run receives and acknowledges."""

@@ -39,6 +39,7 @@ from tests.tls import Authority
 __all__ = [
     "PASSWORD",
     "QUICK",
+    "QUICK_SOURCE",
     "USER",
     "ApacheKafka",
     "KafkaServer",
@@ -52,6 +53,8 @@ _NONE: Settings = {}
 
 #: Of a client that does not wait half of 100 ms between the connections of its start.
 QUICK: Settings = {"reconnect.backoff.ms": 1}
+#: Of a source for which a broker does not wait half a second before it answers.
+QUICK_SOURCE: Settings = {**QUICK, "fetch.wait.max.ms": 20}
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,7 +20,7 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.claims import Claim, Decision
 from airflow_broadway.producers.kafka.records import Records
-from airflow_broadway.producers.kafka.settling import Read, Rest, ended
+from airflow_broadway.producers.kafka.settling import Read, end_claim
 from tests.conformance.observed import Case
 
 _GENERATION = "g"
@@ -45,9 +45,8 @@ class _Held:
         """What would be committed now."""
         claim, left = self._claim, [o for o in self._polled if o not in self._settled]
         named = {offset: Decision(Action.RELEASE) for offset in left}
-        rest = Rest(Action.RELEASE, named)
         read = Read(claim.start, claim.end, len(self._polled))
-        return ended(claim, read, named, self._settled, rest).after.start
+        return end_claim(claim, read, named, self._settled, None).after.start
 
 
 def contiguous(case: Case) -> None:

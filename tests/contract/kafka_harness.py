@@ -11,9 +11,9 @@ from typing import Any
 import confluent_kafka
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.testing.harness import Harness
-from tests.kafka_server import QUICK
+from tests.kafka_server import QUICK_SOURCE
 
 
 @cache
@@ -38,8 +38,7 @@ class KafkaHarness(Harness):
             offset_reset_policy="earliest",
             order=self._order,
             lease=self.lease,
-            fetch_config=FetchConfig(max_wait_time=0.02),
-            settings=QUICK,
+            settings=QUICK_SOURCE,
         )
 
     def env(self, generation: str) -> ProducerEnv:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from airflow_broadway import Broadway
-from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.records import REQUEUED
 from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.forked import forked
@@ -78,7 +78,7 @@ class _OnKafka(Subject):
                 order=self._order,
                 offset_reset_policy="earliest",
                 lease=self.lease,
-                fetch_config=FetchConfig(max_wait_time=0.02),
+                settings={"fetch.wait.max.ms": 20},
                 retry=declared.retry,
                 concurrency=declared.concurrency,
                 transformer=declared.transformer,

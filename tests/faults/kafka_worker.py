@@ -14,7 +14,7 @@ from pathlib import Path
 from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka import KafkaProducer
 from tests.faults.rabbitmq_worker import AGAIN, Worker, verdict_on
 
 __all__ = ["FAILS_EACH", "GROUP", "KafkaWorker", "verdict_in_order", "verdict_on"]
@@ -53,7 +53,7 @@ class KafkaWorker(Worker):
             offset_reset_policy="earliest",
             # What a killed process held comes back by the next one's word, never by time alone.
             lease=3600.0,
-            fetch_config=FetchConfig(max_wait_time=0.05),
+            settings={"fetch.wait.max.ms": 50},
             on_failure="retry",
         )
 

@@ -36,9 +36,6 @@ class Told:
         self.group = KafkaGroup(kafka, root / "Grouped", **options)
 
     def check(self, staging: Path | None = None) -> Ran:
-        return ran(self.capsys, "check", *self._about(staging))
-
-    def _about(self, staging: Path | None) -> tuple[str, str, str]:
         group = self.group
         producer = {
             "group_id": group.group,
@@ -48,7 +45,8 @@ class Told:
             "offset_reset_policy": "earliest",
         }
         reference = {"class": f"{__name__}:Grouped", "options": {"producer": producer}}
-        return json.dumps(reference), "--staging", f"file://{staging or self.root}"
+        asked = json.dumps(reference), "--staging", f"file://{staging or self.root}"
+        return ran(self.capsys, "check", *asked)
 
 
 @pytest.fixture
@@ -136,7 +134,7 @@ def test_a_cluster_that_cannot_be_reached_is_one_sentence(tmp_path: Path, capsys
                 "group_id": "g",
                 "hosts": "127.0.0.1:1",
                 "conn_id": None,
-                "client_config": {"request_timeout": 1.0},
+                "settings": {"socket.timeout.ms": 1_000},
             }
         },
     }

@@ -1,4 +1,4 @@
-"""How deep a group is, and how old the oldest message that waits."""
+"""What a check and a depth report of a group."""
 
 from __future__ import annotations
 
@@ -32,8 +32,13 @@ def test_a_depth_counts_what_waits_by_what_became_of_it(kafka: KafkaServer, tmp_
     group.fill(6, partition=1)
     group.hold("holder", most=2)
 
-    committed = kafka.committed(group.group, group.topic)
-    assert [committed[partition][0] for partition in (0, 1)] == [10, 10]
+    assert group.committed() == {0: 10, 1: 10}
+    [(level, text)] = [
+        finding for finding in group.producer().check(group.env("")) if "is held" in finding.text
+    ]
+    assert level == "note"
+    assert text.startswith(f"{group.topic}-1 is held until ")
+    assert text.endswith(" by the run flights manual: other runs leave it alone.")
     assert depth(group)[:4] == (0, 1, 6, 0)
     group.clock.sleep(61.0)
     assert depth(group)[:4] == (1, 0, 6, 0)
@@ -47,7 +52,7 @@ def test_a_depth_counts_what_is_behind_a_message_that_waits_as_delayed(
     lease, messages = group.hold()
     group.settle(lease, messages, {f"{group.topic}-0-3": RETRY})
 
-    assert kafka.committed(group.group, group.topic)[0][0] == 3
+    assert group.committed() == {0: 3}
     assert depth(group)[:4] == (0, 7, 0, 0)
     group.clock.sleep(61.0)
     assert depth(group)[:4] == (7, 0, 0, 0)

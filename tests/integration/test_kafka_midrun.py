@@ -11,7 +11,7 @@ import pytest
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.admin import Admin
+from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.errors import Truncated
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
@@ -137,7 +137,7 @@ def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     ids = {group.topic: "first"}
-    monkeypatch.setattr(Admin, "topic_ids", lambda self, topics: ids)
+    monkeypatch.setattr(Cluster, "topic_ids", lambda self, topics: ids)
     lease, messages = group.hold()
 
     ids[group.topic] = "second"

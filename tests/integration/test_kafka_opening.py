@@ -17,8 +17,6 @@ from airflow_broadway import RetryPolicy
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.admin import Admin
-from airflow_broadway.producers.kafka.claims import Claim
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.source import KafkaSource
 from tests.kafka_fixtures import on_apache_kafka
@@ -259,24 +257,6 @@ def test_a_late_commit_while_a_run_holds_messages_is_no_reset(
     assert "went from 9 to 5 by a late commit of an earlier run" in report.errors[0]
     again = group.drain()
     assert (offsets(again), {m.redelivered for m in again}) == ([*range(5, 12)], {True})
-
-
-def test_each_run_begins_by_the_policy_where_that_is_asked_for(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
-    group = KafkaGroup(kafka, tmp_path)
-    group.fill(3)
-    group.drain()
-
-    again = group.drain(begin_offset="reset")
-
-    assert offsets(again) == [0, 1, 2]
-    assert all(message.redelivered for message in again)
-    assert group.drain() == []
-    lease, _ = group.hold("holder", begin_offset="reset")
-    with pytest.raises(ProducerError, match=r"begin_offset='reset' at .* while another run holds"):
-        group.hold(begin_offset="reset")
-    group.carry_out(lease, Settlement(rest=RELEASE))
 
 
 # ------------------------------------------------------------------------------- refusals
@@ -569,7 +549,7 @@ def test_a_topic_with_another_id_was_made_anew(
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     ids = {group.topic: "first"}
-    monkeypatch.setattr(Admin, "topic_ids", lambda self, topics: ids)
+    monkeypatch.setattr(Cluster, "topic_ids", lambda self, topics: ids)
     assert len(group.drain()) == 3
     assert group.claim().topic_id == "first"
     group.fill(1)
@@ -652,21 +632,18 @@ def test_a_writer_that_slept_finds_that_others_went_on(kafka: KafkaServer, tmp_p
     group.drain()
     place = (group.topic, 0)
     slept = group.claims()
-    slept.read(place)
+    stale = slept.read(place)
     for _ in range(6):
         group.fill(1)
         group.drain()
 
-    seen: list[int] = []
-
-    def changed(known: Claim | None) -> Claim:
-        assert known is not None
-        seen.append(known.start)
-        return dataclasses.replace(known, epoch=7)
-
-    slept.change(place, changed, fresh=False)
-
-    assert seen == [2, 8]
+    # When it writes on, then it is told that others were faster, and goes by the newest
+    assert stale is not None
+    assert not slept.replace(place, stale, dataclasses.replace(stale, epoch=7))
+    newest = slept.read(place)
+    assert newest is not None
+    assert (stale.start, newest.start) == (2, 8)
+    assert slept.replace(place, newest, dataclasses.replace(newest, epoch=7))
     assert (group.claim().start, group.claim().epoch) == (8, 7)
 
 

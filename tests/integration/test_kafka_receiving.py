@@ -253,10 +253,8 @@ def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka: KafkaServer, tmp_pa
 def test_nobody_there_is_told_before_anything_else(tmp_path: Path) -> None:
     with MockKafka.start(tmp_path / "mock") as kafka:
         group = KafkaGroup(kafka, tmp_path)
-    from airflow_broadway.producers.kafka import ClientConfig
-
     with pytest.raises(ProducerUnavailable, match=r"the cluster cannot be reached \(_TRANSPORT"):
-        group.drain(client_config=ClientConfig(request_timeout=2.0))
+        group.drain(settings={"socket.timeout.ms": 2_000})
 
 
 # ------------------------------------------------------------------------------- who else

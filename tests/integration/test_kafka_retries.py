@@ -149,20 +149,13 @@ def test_what_is_released_among_others_stays_in_its_topic_and_the_others_never_c
 
 
 def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kafka: KafkaServer, tmp_path: Path
 ) -> None:
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     lease, messages = group.hold()
     verdicts = {messages[1].message_id: RETRY._replace(delay=0.0)}
-
-    def killed(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(GenerationLog, "begin", killed)
-        with pytest.raises(KeyboardInterrupt):
-            group.settle(lease, messages, verdicts)
+    group.die_settling(GenerationLog, "begin", lease, messages, verdicts)
 
     assert group.settle(lease, messages, verdicts) == SettleReport(acked=2, requeued=1)
     assert len(kafka.read(group.retries)) == 2
@@ -171,20 +164,14 @@ def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(
 
 
 def test_a_run_that_takes_over_handles_a_message_and_its_copy_once(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kafka: KafkaServer, tmp_path: Path
 ) -> None:
     # Given a settler that died when it had sent a copy, and nobody who settles again
     group = KafkaGroup(kafka, tmp_path, order="none", lease=100.0)
     group.fill(3)
     lease, messages = group.hold()
-
-    def killed(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(GenerationLog, "begin", killed)
-        with pytest.raises(KeyboardInterrupt):
-            group.settle(lease, messages, {messages[1].message_id: RETRY._replace(delay=0.0)})
+    verdicts = {messages[1].message_id: RETRY._replace(delay=0.0)}
+    group.die_settling(GenerationLog, "begin", lease, messages, verdicts)
 
     group.clock.sleep(200.0)
     again = group.drain()

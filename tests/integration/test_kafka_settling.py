@@ -115,17 +115,15 @@ def test_a_dead_letter_of_a_message_that_came_again_says_so(
 
 
 def test_a_settler_that_died_behind_its_letters_sends_them_again_marked(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kafka: KafkaServer, tmp_path: Path
 ) -> None:
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     lease, messages = group.hold()
-    with monkeypatch.context() as patched:
-        patched.setattr(GenerationLog, "begin", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            group.settle(lease, messages, {messages[0].message_id: DEAD})
+    verdicts = {messages[0].message_id: DEAD}
+    group.die_settling(GenerationLog, "begin", lease, messages, verdicts)
 
-    report = group.settle(lease, messages, {messages[0].message_id: DEAD})
+    report = group.settle(lease, messages, verdicts)
 
     assert report == SettleReport(acked=2, dead_lettered=1)
     assert [headers(letter)["broadway.again"] for letter in letters(group)] == ["0", "1"]
@@ -315,15 +313,12 @@ def test_a_settler_killed_at_any_write_reports_the_same(
 
 
 def test_of_two_settlers_with_different_verdicts_the_first_that_has_decided_counts(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kafka: KafkaServer, tmp_path: Path
 ) -> None:
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(10)
     lease, messages = group.hold()
-    with monkeypatch.context() as patched:
-        patched.setattr(Cluster, "commit", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            group.settle(lease, messages)
+    group.die_settling(Cluster, "commit", lease, messages)
 
     report = group.settle(lease, messages, rest=RELEASE)
 

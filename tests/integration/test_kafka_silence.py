@@ -5,13 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kafka import outbox, silence
+from airflow_broadway.producers.kafka import log_reader, reader
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.testing.clock import ManualClock
@@ -25,13 +24,13 @@ pytestmark = pytest.mark.broker
 def test_a_cluster_that_says_nothing_is_out_of_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "_TIMEOUT", 1.0)
+    monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 1.0)
     with MockKafka.start(tmp_path / "mock") as kafka:
         group = KafkaGroup(kafka, tmp_path)
         group.fill(5)
         with group.source() as source:
             kafka.kill()
-            with pytest.raises(ProducerUnavailable, match=r"nothing can be received .*: nobody an"):
+            with pytest.raises(ProducerUnavailable, match=r"nothing can be received .*: no broker"):
                 source.receive(5, timeout=0.0)
 
 
@@ -53,8 +52,8 @@ def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
     kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: bool
 ) -> None:
     # Given a batch whose length is damaged: the client fetches it for ever, and says nothing
-    monkeypatch.setattr(silence, "_TIMEOUT", 0.5)
-    monkeypatch.setattr(outbox, "_SILENCE_TIMEOUT", 0.5)
+    monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
+    monkeypatch.setattr(log_reader, "_SILENCE_TIMEOUT", 0.5)
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     kafka.fill(group.topic, [b"damaged"], partition=1)
     where = rf"nothing comes of {group.topic}-1 from offset 0 on, and its end is at 1: it seems th"
@@ -76,7 +75,7 @@ def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
 
         # And who wants to read it again, for a dead letter, is told the same
         cluster = Cluster(group.producer(), group.env(""))
-        letters = outbox.LogReader(cluster).read({(group.topic, 1): [0]})
+        letters = log_reader.read_log(cluster, {(group.topic, 1): ((0, 1),)}, "it cannot be read")
         with pytest.raises(ProducerUnavailable, match=where):
             next(letters)
         cluster.close()
@@ -86,7 +85,7 @@ def test_an_answer_over_the_clients_limit_is_told_with_the_setting(
     apache_kafka: ApacheKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a message that is larger than all that was asked for: the first comes all the same
-    monkeypatch.setattr(silence, "_TIMEOUT", 0.5)
+    monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
     limit = {"fetch.max.bytes": 10_000, "message.max.bytes": 10_000}
     group = KafkaGroup(
         apache_kafka, tmp_path, settings={**limit, "receive.message.max.bytes": 20_000}
@@ -97,31 +96,21 @@ def test_an_answer_over_the_clients_limit_is_told_with_the_setting(
         group.drain()
 
 
-class Nobody:
-    """A cluster that does not answer."""
-
-    def ends(self, place: Any) -> Any:
-        raise ProducerUnavailable("no")
-
-    def unavailable(self, doing: str) -> ProducerUnavailable:
-        return ProducerUnavailable(f"{doing}: nobody answers")
-
-
-def test_what_stands_behind_others_is_not_silent_nor_what_waits_as_it_was_told() -> None:
-    clock = ManualClock()
-    cluster: Any = Nobody()
-    heard = silence.Silence(cluster, clock, wait=30.0)
+def test_what_stands_behind_others_is_not_silent_nor_what_waits_while_messages_are_handled() -> (
+    None
+):
+    clock, place = ManualClock(), ("a", 0)
+    silence = reader.Silence(clock, wait=30.0)
     for _ in range(100):
         clock.advance(5.0)
-        heard.listened([("a", 0)], all_heard=False)
+        silence.listened([place], all_heard=False)
     for _ in range(50):  # a run handles messages for an hour between two looks
         clock.advance(3600.0)
-        heard.listened([("a", 0)], all_heard=True)
+        silence.listened([place], all_heard=True)
 
-    heard.check({("a", 0): 0})
+    assert silence.overdue([place]) is None
     clock.advance(1.0)
-    heard.listened([("a", 0)], all_heard=True)
-    with pytest.raises(ProducerUnavailable, match="nothing can be received: nobody answers"):
-        heard.check({("a", 0): 0})
-    heard.heard(("a", 0))
-    heard.check({("a", 0): 0})
+    silence.listened([place], all_heard=True)
+    assert silence.overdue([place]) == place
+    silence.heard(place)
+    assert silence.overdue([place]) is None

@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kafka import ClientConfig, KafkaProducer
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.testing.harness import settlement_of
 from tests.kafka_proxy import FETCH, KafkaProxy
 from tests.kafka_server import PASSWORD, USER, ApacheKafka
@@ -37,7 +37,7 @@ class Through:
             group_id=f"group of {self.topic}",
             topics=[self.topic],
             offset_reset_policy="earliest",
-            client_config=ClientConfig(request_timeout=2.0),
+            settings={"socket.timeout.ms": 2_000},
         )
 
     def get(self, conn_id: str) -> Connection:

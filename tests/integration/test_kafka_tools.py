@@ -43,6 +43,15 @@ def reset(group: KafkaGroup, *where: str) -> None:
     kafka.consumer_groups(*about, "--reset-offsets", *where, "--execute")
 
 
+def stopped(kafka: ApacheKafka, folder: Path, count: int, at: int) -> KafkaGroup:
+    """A group of one partition in order, which has stopped at a message that is to be retried."""
+    group = KafkaGroup(kafka, folder)
+    group.fill(count)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {messages[at].message_id: RETRY})
+    return group
+
+
 def offsets(messages: Any) -> list[int]:
     return [message.metadata["offset"] for message in messages]
 
@@ -70,11 +79,7 @@ def test_describe_shows_offsets_and_lag_during_runs_and_after_them(
 def test_describe_shows_where_a_partition_in_order_has_stopped(
     apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
-    group = KafkaGroup(apache_kafka, tmp_path)
-    group.fill(10)
-    lease, messages = group.hold()
-
-    group.settle(lease, messages, {messages[4].message_id: RETRY})
+    group = stopped(apache_kafka, tmp_path, 10, at=4)
 
     assert described(group) == {(group.topic, 0): ("4", "10", "6")}
 
@@ -106,10 +111,7 @@ def test_reset_offsets_between_runs_does_what_it_says(
 def test_attempts_begin_at_the_first_after_a_reset(
     apache_kafka: ApacheKafka, tmp_path: Path
 ) -> None:
-    group = KafkaGroup(apache_kafka, tmp_path)
-    group.fill(4)
-    lease, messages = group.hold()
-    group.settle(lease, messages, {messages[2].message_id: RETRY})
+    group = stopped(apache_kafka, tmp_path, 4, at=2)
 
     reset(group, "--to-earliest")
 

@@ -221,11 +221,11 @@ class _Place(NamedTuple):
         name = hashlib.sha256(claim["generation"].encode()).hexdigest()[:20]
         log = versions[-1].parents[3] / name
         if (log / "begun.json").exists():  # its settlement was decided, and stands
-            for row in json.loads((log / "begun.json").read_bytes())["plan"]["places"]:
-                if row[:2] == [topic, partition]:
-                    marked = max(claim.get("marked", 0), claim["end"])
-                    planned = {**row[3], "marked": marked}
-                    return cls(max(committed, planned.get("start", 0)), planned, frozenset())
+            places = json.loads((log / "begun.json").read_bytes())["plan"]["places"]
+            if f"{topic}-{partition}" in places:
+                marked = max(claim.get("marked", 0), claim["end"])
+                planned = {**places[f"{topic}-{partition}"][1], "marked": marked}
+                return cls(max(committed, planned.get("start", 0)), planned, frozenset())
         rows = [row for path in log.glob("now-*.json") for row in json.loads(path.read_bytes())]
         final = {
             row[2]

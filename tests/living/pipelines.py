@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
-from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -117,7 +117,7 @@ class LivingKafka(_Living):
         conn_id="living",
         offset_reset_policy="earliest",
         lease=LEASE,
-        fetch_config=FetchConfig(max_wait_time=0.05),
+        settings={"fetch.wait.max.ms": 50},
         on_failure="retry",
         retry=_RETRY,
     )

@@ -56,7 +56,7 @@ PUBLIC = {
         "SqliteQueue",
         "SqsProducer",
     ],
-    "airflow_broadway.producers.kafka": ["ClientConfig", "FetchConfig", "KafkaProducer"],
+    "airflow_broadway.producers.kafka": ["KafkaProducer"],
     "airflow_broadway.producers.pubsub": ["PubSubProducer"],
     "airflow_broadway.producers.rabbitmq": ["Qos", "RabbitMQProducer"],
     "airflow_broadway.producers.sqlite": [

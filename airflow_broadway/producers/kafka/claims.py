@@ -23,14 +23,15 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.version import known_fields
 from airflow_broadway.producers.kafka.offsets import Ranges, normal
-from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
+from airflow_broadway.producers.kit.generation_log import GenerationLog
 from airflow_broadway.producers.kit.state_files import (
     MemoryFiles,
     StateFiles,
@@ -44,8 +45,6 @@ Place = tuple[str, int]
 
 #: Seconds after a lease's end from which on others take over its claims: clocks differ.
 GRACE_SECONDS: Final = 30.0
-#: Days for which the report of a settled generation is kept.
-_KEPT_DAYS: Final = 7
 #: Versions of a claim from which on the older ones are removed, and how many are kept.
 _MOST_VERSIONS, _KEPT_VERSIONS = 10, 2
 #: Conflicts after which a change gives up: others write without end, or the store is broken.
@@ -127,13 +126,15 @@ class Claim:
         """The offset behind the last that was ever claimed."""
         return max(self.marked, self.end)
 
+    def freed(self, **changes: Any) -> Claim:
+        """Returns the partition once nobody holds it any more."""
+        return replace(self, generation="", end=0, until=0.0, **changes)
+
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON value that :meth:`from_json` reads back."""
-        failed = {str(offset): each for offset, each in self.failed.items()}
-        given = {name: getattr(self, name) for name in _PLAIN} | {"failed": failed}
-        default = Claim(start=0)
-        kept = {name: each for name, each in given.items() if each != getattr(default, name)}
-        return {"v": _VERSION, **kept}
+        default = vars(Claim(start=0))
+        changed = {name: value for name, value in vars(self).items() if value != default[name]}
+        return {"v": _VERSION, **changed}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Claim:
@@ -143,26 +144,21 @@ class Claim:
         """
         if value.get("v") != _VERSION:
             raise ValueError(f"format version {value.get('v')!r}; this release reads {_VERSION}")
-        given = {name: value[name] for name in _PLAIN if name in value}
-        failed = {int(offset): Failed(*each) for offset, each in value.get("failed", {}).items()}
-        given |= {"done": normal(value.get("done", ())), "settled": tuple(value.get("settled", ()))}
-        return cls(**{"start": 0, **given}, failed=failed)
+        failed = {int(offset): Failed(*row) for offset, row in value.get("failed", {}).items()}
+        done, settled = normal(value.get("done", ())), tuple(value.get("settled", ()))
+        known = {"start": 0, **known_fields(cls, value)}
+        return cls(**known | {"failed": failed, "done": done, "settled": settled})
 
 
-_PLAIN: Final = (
-    *(
-        "start",
-        "generation",
-        "end",
-        "until",
-        "marked",
-        "done",
-        "settled",
-        "topic_id",
-        "epoch",
-        "limit",
-    ),
-)
+def name_of(place: Place) -> str:
+    """Returns a partition's name, for people and in leases."""
+    return f"{place[0]}-{place[1]}"
+
+
+def place_named(name: str) -> Place:
+    """Returns the partition of a name that :func:`name_of` made."""
+    topic, _, partition = name.rpartition("-")
+    return topic, int(partition)
 
 
 def group_files(staging: str | None, cluster: str, group: str) -> StateFiles:
@@ -200,30 +196,23 @@ class Claims:
         """Returns the id of this staging folder; ``""`` where it has none and none is written."""
         known = self._files.read("owner.json")
         if known is None and write:
-            made = {"id": uuid.uuid4().hex[:16]}
-            known = made if self._files.create("owner.json", made) else None
-            known = known or self._files.read("owner.json")
+            self._files.create("owner.json", {"id": uuid.uuid4().hex[:16]})
+            known = self._files.read("owner.json")
         return "" if known is None else str(known["id"])
 
     def starts(self) -> dict[Place, int] | None:
         """Returns where a new group began in each partition; ``None``: not recorded."""
         value = self._files.read("starts.json")
-        if value is None:
-            return None
-        return {(topic, partition): offset for topic, partition, offset in value}
+        return value and {place_named(name): offset for name, offset in value.items()}
 
     def start_at(self, offsets: Mapping[Place, int]) -> dict[Place, int]:
         """Records where a new group begins; the first record stands."""
-        value = [[*place, offset] for place, offset in sorted(offsets.items())]
+        value = {name_of(place): offset for place, offset in offsets.items()}
         return dict(offsets) if self._files.create("starts.json", value) else self.starts() or {}
 
     def generation(self, generation: str) -> GenerationFiles:
         """Returns the files of one generation."""
         return GenerationFiles(self._files, generation, self._clock)
-
-    def forget(self) -> None:
-        """Removes reports that were kept for long enough."""
-        forget_ended(self._files, day_of(self._clock.now(), before=_KEPT_DAYS))
 
     # -- claims --------------------------------------------------------------------------------
 
@@ -244,45 +233,41 @@ class Claims:
                 return claim
         raise StagingError(f"{folder} cannot be read: its files vanish while they are read")
 
-    def known(self, place: Place) -> Claim | None:
-        """Returns the newest version as last read or written here."""
-        return self._known[place][1] if place in self._known else self.read(place)
+    def replace(self, place: Place, known: Claim | None, claim: Claim) -> bool:
+        """Creates the next version, where the newest is the one that was last read or written here.
 
-    def change(
-        self,
-        place: Place,
-        compute: Callable[[Claim | None], Claim | None],
-        *,
-        fresh: bool = True,
-    ) -> Claim | None:
-        """Creates the next version, whoever else does so too.
+        :param known: The claim that was read.
+        :returns: Whether it is the newest now; if not, another process was faster.
+        """
+        if place not in self._known:
+            self.read(place)
+        number, newest = self._known[place]
+        if newest != known:
+            return False
+        name, folder = f"{number + 1:012d}.json", self._path(place)
+        # The newest is never removed: a process that slept may create an old version once more, and
+        # finds a newer one.
+        created = self._files.create(f"{folder}/{name}", claim.to_json())
+        if created and self._versions(folder)[-1:] == [name]:
+            self._known[place] = number + 1, claim
+            return True
+        del self._known[place]
+        return False
+
+    def change(self, place: Place, compute: Callable[[Claim | None], Claim | None]) -> Claim | None:
+        """Creates the next version, also while other processes do so.
 
         :param compute: From the newest version to the next one; called again if another process
             was faster.  ``None``: nothing is written.
-        :param fresh: Whether to read the newest version first, and not to build on the one that was
-            last read or written here.
-        :returns: What was written.
+        :returns: The result of ``compute``.
         """
-        if fresh:
-            self._known.pop(place, None)
         for _ in range(_MOST_CONFLICTS):
-            if place not in self._known:
-                self.read(place)
-            number, claim = self._known[place]
-            made = compute(claim)
-            if made is None or made == claim:
-                return made
-            name, folder = f"{number + 1:012d}.json", self._path(place)
-            # The newest is never removed: a process that slept may create an old version anew,
-            # and finds a newer one.
-            if self._files.create(f"{folder}/{name}", made.to_json()) and self._versions(folder)[
-                -1:
-            ] == [name]:
-                self._known[place] = number + 1, made
-                return made
-            del self._known[place]
+            known = self.read(place)
+            claim = compute(known)
+            if claim is None or claim == known or self.replace(place, known, claim):
+                return claim
         raise StagingError(
-            f"the claim of {place[0]}-{place[1]} could not be written: {_MOST_CONFLICTS} times"
+            f"the claim of {name_of(place)} could not be written: {_MOST_CONFLICTS} times"
             " another process was faster; find out which other processes use this staging folder"
         )
 
@@ -293,18 +278,14 @@ class Claims:
         """
         self.change(place, lambda c: after if c and c.generation == generation else None)
 
-    def holder(self, claim: Claim | None, now: float, *, but: str = "") -> tuple[str, float] | None:
-        """Returns the generation that holds a partition, and the end of its lease.
-
-        :param but: This generation does not count.
-        :returns: ``None`` if none does, or its lease is over.
-        """
-        if claim is None or claim.generation in ("", but):
-            return None
+    def held_until(self, claim: Claim | None, now: float) -> float:
+        """Returns the end of the lease under which a partition is held; 0: nobody holds it."""
+        if claim is None or not claim.generation:
+            return 0.0
         until = claim.until
         if now >= until + GRACE_SECONDS:
             until = max(until, self.generation(claim.generation).deadline() or 0.0)
-        return (claim.generation, until) if now < until + GRACE_SECONDS else None
+        return until if now < until + GRACE_SECONDS else 0.0
 
     def _versions(self, folder: str) -> list[str]:
         return [name for name in self._files.names(folder) if name[:-5].isdecimal()]
@@ -318,20 +299,21 @@ class GenerationFiles:
 
     def __init__(self, files: StateFiles, generation: str, clock: Clock) -> None:
         self._files = files
+        self._generation = generation
         self._clock = clock
         self.log = GenerationLog(files, generation)
-        self._lease = self.log.path("lease.json")
-        self._ended = self.log.path("ended.json")
+        self._lease, self._ended = self.log.path("lease.json"), self.log.path("ended.json")
 
     def deadline(self) -> float | None:
         """Returns the end of the lease as last written; ``None``: never written."""
         value = self._files.read(self._lease)
         return None if value is None else float(value["deadline"])
 
-    def owner(self) -> dict[str, Any]:
-        """Returns the run that the generation is of, as last written; empty: never written."""
-        value = self._files.read(self._lease)
-        return {} if value is None else dict(value.get("owner", {}))
+    def run(self) -> str:
+        """Returns the run of the generation, for people."""
+        owner = (self._files.read(self._lease) or {}).get("owner", {})
+        names = [str(owner[name]) for name in ("dag_id", "run_id") if owner.get(name)]
+        return f"the run {' '.join(names)}" if names else f"generation {self._generation}"
 
     def hold(self, deadline: float, owner: Mapping[str, Any]) -> None:
         """Writes down the end of the lease.
@@ -343,22 +325,25 @@ class GenerationFiles:
     def note_now(self, decisions: Mapping[Place, Mapping[int, Decision]]) -> None:
         """Records what callbacks settled immediately."""
         rows = [
-            [*place, offset, *each]
-            for place, found in decisions.items()
-            for offset, each in found.items()
+            [*place, offset, *decision]
+            for place, by_offset in decisions.items()
+            for offset, decision in by_offset.items()
         ]
         if rows:
             self.log.append("now", rows)
 
     def now(self) -> dict[Place, dict[int, Decision]]:
         """Returns what callbacks settled immediately."""
-        found: dict[Place, dict[int, Decision]] = {}
-        for name in self.log.names():
-            if name.startswith("now-"):
-                for topic, partition, offset, action, *rest in self.log.read(name):
-                    decision = Decision(Action(action), *rest)
-                    found.setdefault((topic, partition), {})[offset] = decision
-        return found
+        decisions: dict[Place, dict[int, Decision]] = {}
+        for topic, partition, offset, action, *rest in self.rows("now"):
+            place = topic, partition
+            decisions.setdefault(place, {})[offset] = Decision(Action(action), *rest)
+        return decisions
+
+    def rows(self, kind: str, *, but: str = "") -> list[list[Any]]:
+        """Returns the rows of all files of one kind, without those of one file."""
+        names = [n for n in self.log.names() if n.startswith(f"{kind}-") and n != but]
+        return [row for name in names for row in self.log.read(name)]
 
     def plan(self) -> dict[str, Any] | None:
         """Returns the settlement that was decided; ``None`` if none was."""
@@ -367,11 +352,8 @@ class GenerationFiles:
 
     def planned(self, place: Place) -> Claim | None:
         """Returns a partition after the settlement that was decided; ``None`` if none was."""
-        plan = self.plan() or {}
-        for topic, partition, _, after, *_ in plan.get("places", ()):
-            if (topic, partition) == place:
-                return _parsed(place, after)
-        return None
+        row = (self.plan() or {"places": {}})["places"].get(name_of(place))
+        return row and _parsed(place, row[1])
 
     def end(self) -> None:
         """Records that nothing more is claimed in its name.  Safe to repeat."""
@@ -392,6 +374,6 @@ def _parsed(place: Place, value: Any) -> Claim:
         return Claim.from_json(value)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise StagingError(
-            f"the claim of {place[0]}-{place[1]} in staging cannot be read ({error}): use the"
+            f"the claim of {name_of(place)} in staging cannot be read ({error}): use the"
             " release of airflow-broadway that wrote it"
         ) from None

@@ -1,4 +1,4 @@
-"""The way to one cluster: confluent-kafka's clients, and their errors translated.
+"""Connects to one cluster: confluent-kafka's clients, and their errors translated.
 
 A consumer here is no member of its group: it is *assigned* partitions, and commits from outside.
 """
@@ -10,27 +10,39 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.kafka.admin import Admin
 from airflow_broadway.producers.kafka.claims import Place
 from airflow_broadway.producers.kafka.errors import Denied, translated
-from airflow_broadway.producers.kafka.options import DEFAULT_CONNECTION, KafkaOptions
+from airflow_broadway.producers.kafka.options import DEFAULT_CONNECTION, KafkaOptions, hosts_of
+from airflow_broadway.producers.kit.checks import connection_of
 
 if TYPE_CHECKING:
     import confluent_kafka
 
 log = logging.getLogger(__name__)
 
-#: What the client says about its connections goes here; it is chatty while brokers restart.
+#: The client's own log; it is verbose while brokers restart.
 _client_log = logging.getLogger(f"{__name__}.librdkafka")
+# A connection has settings of consumers too, of which a producer warns.
+_client_log.addFilter(lambda record: "is a consumer property" not in record.getMessage())
 
-#: Kilobytes that a consumer fetches ahead.
-_QUEUED_KILOBYTES: Final = 16_384
+#: Settings of clients that users may set otherwise.
+_DEFAULTS: Final = {
+    "socket.timeout.ms": 20_000,
+    "socket.connection.setup.timeout.ms": 5_000,
+    "fetch.wait.max.ms": 500,
+    "queued.max.messages.kbytes": 16_384,
+    # Else a damaged batch is handed out as it is, or is fetched for ever without an error.
+    "check.crcs": True,
+}
+#: Seconds that an answer of the administration, and confirms, may take.
+_ADMIN_TIMEOUT: Final = 5.0
+_CONFIRM_TIMEOUT: Final = 60.0
 #: Seconds between two tries of a request while a partition or a group has no leader.
 _RETRY_INTERVAL: Final = 0.2
 #: Errors of a broker that goes away, or of a group whose coordinator did, which the client calls
@@ -44,7 +56,7 @@ _PASSING: Final = (
 class Committed(NamedTuple):
     """What a group has committed for a partition.
 
-    :param metadata: What stands beside the offset: text of whoever committed.
+    :param metadata: The text that was committed with the offset.
     """
 
     offset: int
@@ -52,7 +64,7 @@ class Committed(NamedTuple):
 
 
 def library() -> Any:
-    """The client's module.
+    """Imports the client.
 
     :raises ConnectionMissing: If it is not installed.
     """
@@ -66,72 +78,38 @@ def library() -> Any:
 
 
 def settings_of(producer: KafkaOptions, env: ProducerEnv) -> dict[str, Any]:
-    """The settings of librdkafka, by connection and options; with secrets.
+    """Returns the settings of librdkafka, by connection and options; with secrets.
 
-    :raises ConnectionMissing: If the connection is not there, or nobody names a broker.
+    :raises ConnectionMissing: If the connection is missing, or no broker is named.
     """
-    connection = _connection(producer, env)
-    made: dict[str, Any] = {}
+    connection = connection_of(
+        env, producer.conn_id, default=DEFAULT_CONNECTION, types=("kafka",), service="Kafka"
+    )
+    settings: dict[str, Any] = {}
     if connection is not None:
-        made.update({str(name): value for name, value in connection.extra.items()})
-        if connection.host and "bootstrap.servers" not in made:
+        settings.update({str(name): value for name, value in connection.extra.items()})
+        if connection.host and "bootstrap.servers" not in settings:
             port = f":{connection.port}" if connection.port else ""
-            made["bootstrap.servers"] = f"{connection.host}{port}"
-        for name, value in (
-            ("sasl.username", connection.login),
-            ("sasl.password", connection.password),
-        ):
-            if value:
-                made.setdefault(name, value)
-    made.update(producer.settings or {})
+            settings["bootstrap.servers"] = f"{connection.host}{port}"
+        if connection.login:
+            settings.setdefault("sasl.username", connection.login)
+        if connection.password:
+            settings.setdefault("sasl.password", connection.password)
+    settings.update(producer.settings or {})
     if producer.hosts is not None:
-        made["bootstrap.servers"] = _hosts(producer.hosts)
-    client = producer.client_config
-    if client.sasl is not None:
-        made["sasl.mechanism"] = client.sasl
-    if client.ssl is not None or client.sasl is not None:
-        made["security.protocol"] = _protocol(client.ssl, client.sasl, made)
-    if not made.get("bootstrap.servers"):
+        settings["bootstrap.servers"] = ",".join(hosts_of(producer.hosts))
+    if not settings.get("bootstrap.servers"):
         raise ConnectionMissing(
-            f"nobody says where the Kafka cluster is: give the connection {producer.conn_id!r} an"
+            f"no broker of the Kafka cluster is named: give the connection {producer.conn_id!r} an"
             ' extra {"bootstrap.servers": "host:port"}, or the producer hosts="host:port"'
         )
-    made["client.id"] = (
-        f"{client.client_id_prefix or 'broadway'}-{socket.gethostname()}-{os.getpid()}"
-    )
-    made["socket.connection.setup.timeout.ms"] = round(client.connect_timeout * 1000)
-    return made
-
-
-def _protocol(ssl: bool | None, sasl: str | None, made: Mapping[str, Any]) -> str:
-    given = str(made.get("security.protocol", "plaintext")).upper()
-    encrypted = given.endswith("SSL") if ssl is None else ssl
-    authenticated = given.startswith("SASL") if sasl is None else True
-    plain = "SSL" if encrypted else "PLAINTEXT"
-    return f"SASL_{plain}" if authenticated else plain
-
-
-def _connection(producer: KafkaOptions, env: ProducerEnv) -> Connection | None:
-    if producer.conn_id is None:
-        return None
-    try:
-        return env.connections.get(producer.conn_id)
-    except ConnectionMissing:
-        if producer.hosts is not None and producer.conn_id == DEFAULT_CONNECTION:
-            return None
-        raise
-
-
-def _hosts(hosts: Any) -> str:
-    if isinstance(hosts, str):
-        return hosts
-    return ",".join(each if isinstance(each, str) else f"{each[0]}:{each[1]}" for each in hosts)
+    return {**_DEFAULTS, "client.id": f"broadway-{socket.gethostname()}-{os.getpid()}", **settings}
 
 
 class Cluster:
     """One consumer of the cluster, outside its group; used from one thread.
 
-    :raises ConnectionMissing: If nobody says where it is, or the client is not installed.
+    :raises ConnectionMissing: If no broker is named, or the client is not installed.
     :raises ProducerError: If the client does not take its settings.
     """
 
@@ -139,8 +117,10 @@ class Cluster:
         self._kafka = library()
         self._producer = producer
         self._settings = settings_of(producer, env)
-        self._timeout: float = producer.client_config.request_timeout
-        #: What the client said of its connections.
+        self._timeout = float(self._settings["socket.timeout.ms"]) / 1000
+        #: Seconds that a broker waits for more before it answers.
+        self.fetch_wait = float(self._settings["fetch.wait.max.ms"]) / 1000
+        #: What the client reported of its connections.
         self._seen: deque[Any] = deque(maxlen=20)
         #: For errors.
         self.where = f"on {self._settings['bootstrap.servers']}"
@@ -148,18 +128,11 @@ class Cluster:
         self._assigned = False
         self.consumer: confluent_kafka.Consumer = self._consumer()
         self.eof: int = self._kafka.KafkaError._PARTITION_EOF
-        #: For what only checks want to know.
-        self.admin = Admin(self._kafka, self._admin)
+        self._admin: Any = None  # it must outlive its answers
+        self._has_controller = False
 
     def _consumer(self) -> Any:
-        fetch = self._producer.fetch_config
         config = {
-            "fetch.min.bytes": fetch.min_bytes,
-            "fetch.wait.max.ms": round(fetch.max_wait_time * 1000),
-            "max.partition.fetch.bytes": fetch.max_bytes,
-            "queued.max.messages.kbytes": _QUEUED_KILOBYTES,
-            # Else a damaged batch is handed out as it is, or never comes and nobody says so.
-            "check.crcs": True,
             **self._settings,
             "group.id": self._producer.group_id,
             "allow.auto.create.topics": False,
@@ -168,132 +141,110 @@ class Cluster:
             "enable.auto.offset.store": False,
             "enable.partition.eof": True,
             "isolation.level": "read_committed",
-            "error_cb": self._seen.append,
         }
         config.pop("group.instance.id", None)
         return self._made(self._kafka.Consumer, config)
 
-    def _admin(self) -> Any:
-        from confluent_kafka.admin import AdminClient
-
-        return self._made(
-            AdminClient, {**self._without(_OF_CONSUMERS), "error_cb": self._seen.append}
-        )
-
-    def _made(self, kind: Any, config: dict[str, Any]) -> Any:
-        # What librdkafka would print goes to a logger, which may be told to be quiet.
+    def _made(self, kind: Any, config: Mapping[str, Any]) -> Any:
         try:
-            return kind(config, logger=_client_log)
+            return kind({**config, "error_cb": self._seen.append}, logger=_client_log)
         except (self._kafka.KafkaException, ValueError, TypeError) as error:
-            found = translated(error, "the Kafka client cannot be made of its settings", self.where)
-            raise ProducerError(f"{found}; look at the extra of the connection") from None
+            text = translated(error, "the Kafka client cannot be made of its settings", self.where)
+            raise ProducerError(f"{text}; look at the extra of the connection") from None
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- topics and offsets --------------------------------------------------------------------
 
     def metadata(self) -> tuple[str, dict[str, list[int]]]:
         """Returns the cluster's id, and the partitions of each topic that exists, retry topics too.
 
-        :raises ProducerUnavailable: If nobody answers.
+        :raises ProducerUnavailable: If no broker answers.
         """
-        found: dict[str, list[int]] = {}
+        partitions: dict[str, list[int]] = {}
         cluster = ""
         for topic in sorted(self._producer.topics):
-            cluster, numbers = self._topic(topic)
-            if numbers:
-                found[topic] = numbers
-        for topic in sorted(set(map(self._producer.retry_of, self._producer.topics))):
+            cluster, partitions[topic] = self._topic(topic)
+        for topic in sorted(self._producer.retry_topics):
             with suppress(Denied):  # it may not exist: that is the same to a user without rights
-                numbers = self.partitions(topic)
-                if numbers:
-                    found[topic] = numbers
-        return cluster, found
+                partitions[topic] = self.partitions(topic)
+        return cluster, {topic: numbers for topic, numbers in partitions.items() if numbers}
 
     def _topic(self, topic: str) -> tuple[str, list[int]]:
-        """A topic's partitions, none if it is not there, and the cluster's id.
+        """Returns the cluster's id, and a topic's partitions: none if it does not exist.
 
-        Asked with the consumer: asked with an admin client, or a producer, a topic is created.
+        It asks with the consumer: an admin client, or a producer, would create the topic.
         """
-        try:
-            answer = self.consumer.list_topics(topic, timeout=self._timeout)
-        except self._kafka.KafkaException as error:
-            raise self.error(error, f"the topic {topic!r} cannot be asked for") from None
-        about = answer.topics[topic]
-        if about.error is not None and about.error.name() not in (
-            "UNKNOWN_TOPIC_OR_PART",
-            "_UNKNOWN_TOPIC",
-        ):
-            raise self.error(about.error, f"the topic {topic!r} cannot be asked for")
+        action = f"the topic {topic!r} cannot be looked up"
+        answer = self._guarded(
+            lambda: self.consumer.list_topics(topic, timeout=self._timeout), action
+        )
+        described = answer.topics[topic]
+        missing = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC")
+        if described.error is not None and described.error.name() not in missing:
+            raise self.error(described.error, action)
         name = answer.cluster_id or self._settings["bootstrap.servers"]
-        return str(name), sorted(about.partitions)
-
-    def _without(self, names: Collection[str]) -> dict[str, Any]:
-        return {name: value for name, value in self._settings.items() if name not in names}
+        return str(name), sorted(described.partitions)
 
     def partitions(self, topic: str) -> list[int]:
-        """The partitions of a topic; none if it is not there."""
+        """Returns the partitions of a topic; none if it does not exist."""
         return self._topic(topic)[1]
 
-    def has_topic(self, topic: str) -> bool:
-        """Whether a topic is there."""
-        return bool(self._topic(topic)[1])
-
     def committed(self, places: Sequence[Place]) -> dict[Place, Committed]:
-        """What the group has committed, for each partition that has an offset."""
-        asked = [self._kafka.TopicPartition(*place) for place in places]
-        doing = f"the offsets of the group {self._producer.group_id!r} cannot be read"
-        found = self._requested(
-            lambda: self.consumer.committed(asked, timeout=self._timeout), doing
+        """Returns what the group has committed, for each partition that has an offset."""
+        request = [self._kafka.TopicPartition(*place) for place in places]
+        answer = self._requested(
+            lambda: self.consumer.committed(request, timeout=self._timeout),
+            f"the offsets of the group {self._producer.group_id!r} cannot be read",
         )
-        made: dict[Place, Committed] = {}
-        for each in found:
-            if each.offset >= 0:
-                made[each.topic, each.partition] = Committed(each.offset, each.metadata or "")
-        return made
+        return {
+            (row.topic, row.partition): Committed(row.offset, row.metadata or "")
+            for row in answer
+            if row.offset >= 0
+        }
 
     def commit(self, offsets: Mapping[Place, Committed]) -> None:
-        """Commit offsets for the group, in one request.
+        """Commits offsets for the group, in one request.
 
         :raises ProducerError: If the cluster refuses, as where the group has members.
         """
         if not offsets:
             return
-        group = self._producer.group_id
-        doing = f"offsets of the group {group!r} cannot be committed"
-        places = [
-            self._kafka.TopicPartition(topic, partition, given.offset, given.metadata)
-            for (topic, partition), given in offsets.items()
+        request = [
+            self._kafka.TopicPartition(*place, committed.offset, committed.metadata)
+            for place, committed in offsets.items()
         ]
-        self._requested(lambda: self.consumer.commit(offsets=places, asynchronous=False), doing)
+        self._requested(
+            lambda: self.consumer.commit(offsets=request, asynchronous=False),
+            f"offsets of the group {self._producer.group_id!r} cannot be committed",
+        )
 
     def ends(self, place: Place) -> tuple[int, int]:
-        """The first offset of a partition, and the one behind the last that may be read."""
+        """Returns the first offset of a partition, and the one behind the last that may be read."""
         partition = self._kafka.TopicPartition(*place)
-        found: tuple[int, int] = self._requested(
+        ends: tuple[int, int] = self._requested(
             lambda: self.consumer.get_watermark_offsets(partition, timeout=self._timeout),
             f"the ends of {place[0]}-{place[1]} cannot be read",
         )
-        return found
+        return ends
 
     def known_end(self, place: Place) -> int:
-        """The end of an assigned partition, as its last answer said; -1: it has said nothing."""
+        """Returns the end of an assigned partition by its last answer; -1: there was none."""
+        partition = self._kafka.TopicPartition(*place)
         try:
-            found = self.consumer.get_watermark_offsets(
-                self._kafka.TopicPartition(*place), cached=True
-            )
+            ends = self.consumer.get_watermark_offsets(partition, cached=True)
         except self._kafka.KafkaException:
             return -1
-        return -1 if found is None else max(-1, found[1])
+        return -1 if ends is None else max(-1, ends[1])
 
-    def at_instants(self, places: Iterable[Place], seconds: float) -> dict[Place, int]:
-        """The first offset whose instant is not before an instant; -1: there is none."""
-        asked = [self._kafka.TopicPartition(*place, round(seconds * 1000)) for place in places]
-        doing = "offsets cannot be looked up by an instant"
-        found = self._requested(
-            lambda: self.consumer.offsets_for_times(asked, timeout=self._timeout), doing
+    def at_timestamp(self, places: Iterable[Place], seconds: float) -> dict[Place, int]:
+        """Returns the first offset whose timestamp is not before one; -1: there is none."""
+        request = [self._kafka.TopicPartition(*place, round(seconds * 1000)) for place in places]
+        answer = self._requested(
+            lambda: self.consumer.offsets_for_times(request, timeout=self._timeout),
+            "offsets cannot be looked up by a timestamp",
         )
-        return {(each.topic, each.partition): max(-1, each.offset) for each in found}
+        return {(row.topic, row.partition): max(-1, row.offset) for row in answer}
 
-    def _requested(self, request: Callable[[], Any], doing: str) -> Any:
+    def _requested(self, request: Callable[[], Any], action: str) -> Any:
         """Sends a request, and repeats it while a leader is being elected, for the timeout at most.
 
         :raises ProducerError: The request's own error, or that of one of its partitions.
@@ -301,134 +252,193 @@ class Cluster:
         end = time.monotonic() + self._timeout
         while True:
             try:
-                found = request()
-                errors = [getattr(each, "error", None) for each in found or ()]
-                error = next((each for each in errors if each is not None), None)
+                answer = request()
+                errors = [getattr(row, "error", None) for row in answer or ()]
+                error = next((error for error in errors if error is not None), None)
                 if error is None:
-                    return found
+                    return answer
             except self._kafka.KafkaException as raised:
                 error = raised.args[0]
             passing = error.retriable() or error.name() in _PASSING
             if not passing or time.monotonic() + _RETRY_INTERVAL > end:
-                raise self.error(error, doing)
+                raise self.error(error, action)
             time.sleep(_RETRY_INTERVAL)
+
+    # -- what only checks ask for --------------------------------------------------------------
+
+    def topic_ids(self, topics: Iterable[str]) -> dict[str, str]:
+        """Returns the id of each topic that has one: another, once the topic is made anew."""
+        request = self._kafka.TopicCollection(list(topics))
+        answers = self._answers(
+            lambda admin: admin.describe_topics(request, request_timeout=_ADMIN_TIMEOUT)
+        )
+        ids = {topic: str(answer.topic_id or "") for topic, answer in answers.items()}
+        return {topic: topic_id for topic, topic_id in ids.items() if topic_id.strip("A=-0")}
+
+    def cleanup_policies(self, topics: Iterable[str]) -> dict[str, str]:
+        """Returns the ``cleanup.policy`` of topics: ``"delete"``, ``"compact"``, or both."""
+        from confluent_kafka.admin import ConfigResource  # type: ignore[attr-defined]
+
+        request = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
+        answers = self._answers(
+            lambda admin: admin.describe_configs(request, request_timeout=_ADMIN_TIMEOUT)
+        )
+        policies = {key.name: answer.get("cleanup.policy") for key, answer in answers.items()}
+        return {topic: str(p.value) for topic, p in policies.items() if p is not None}
+
+    def members(self, group: str) -> list[str] | None:
+        """Returns the members of a group, by client and host; ``None``: not known."""
+        answers = self._answers(
+            lambda admin: admin.describe_consumer_groups([group], request_timeout=_ADMIN_TIMEOUT)
+        )
+        if group not in answers:
+            return None
+        return sorted(f"{member.client_id} at {member.host}" for member in answers[group].members)
+
+    def _answers(self, ask: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
+        """Asks the cluster's administration; returns no answer that is not given.
+
+        Each request needs a right of its own, and not every broker serves every one.
+        """
+        from confluent_kafka.admin import AdminClient
+
+        try:
+            if self._admin is None:
+                self._admin = self._made(AdminClient, self._settings)
+                metadata = self._admin.list_topics(timeout=_ADMIN_TIMEOUT)
+                self._has_controller = metadata.controller_id in metadata.brokers
+            futures = ask(self._admin) if self._has_controller else {}
+        except (self._kafka.KafkaException, ProducerError, AttributeError, ValueError) as error:
+            log.debug("The cluster's administration cannot be asked: %s", error)
+            return {}
+        answers = {}
+        for key, future in futures.items():
+            try:
+                answers[key] = future.result(_ADMIN_TIMEOUT + 1)
+            except (self._kafka.KafkaException, TimeoutError) as error:
+                log.debug("%s is not known: %s", key, error)
+        return answers
 
     # -- reading -------------------------------------------------------------------------------
 
     def assign(
         self, offsets: Mapping[Place, int], epochs: Mapping[Place, int] | None = None
     ) -> None:
-        """Read these partitions from these offsets on, and no others."""
-        made = []
+        """Reads these partitions from these offsets on, and no others."""
+        partitions = []
         for place, offset in offsets.items():
-            epoch = -1 if epochs is None else epochs.get(place, -1)
-            about = {"leader_epoch": epoch} if epoch >= 0 else {}
-            made.append(self._kafka.TopicPartition(*place, offset, **about))
+            epoch = (epochs or {}).get(place, -1)
+            known = {"leader_epoch": epoch} if epoch >= 0 else {}
+            partitions.append(self._kafka.TopicPartition(*place, offset, **known))
         self._assigned = True
-        self._guarded(lambda: self.consumer.assign(made), "partitions cannot be assigned")
+        self._guarded(lambda: self.consumer.assign(partitions), "partitions cannot be assigned")
 
     def seek(self, place: Place, offset: int) -> None:
-        """Go on reading an assigned partition at another offset."""
+        """Goes on reading an assigned partition at another offset."""
         target = self._kafka.TopicPartition(*place, offset)
         self._guarded(
             lambda: self.consumer.seek(target), f"{place[0]}-{place[1]} cannot be read at {offset}"
         )
 
-    def leave(self, places: Iterable[Place]) -> None:
-        """Read these partitions no more.
+    def leave(self, place: Place) -> None:
+        """Stops reading a partition.
 
-        They are not only paused: what is paused stays so, even when it is assigned anew.
+        It is not only paused: what is paused stays so, even when it is assigned once more.
         """
-        made = [self._kafka.TopicPartition(*place) for place in places]
-        if made:
-            self._guarded(
-                lambda: self.consumer.incremental_unassign(made), "partitions cannot be left"
-            )
+        partition = self._kafka.TopicPartition(*place)
+        self._guarded(
+            lambda: self.consumer.incremental_unassign([partition]), "partitions cannot be left"
+        )
 
     def consume(self, most: int, timeout: float) -> list[Any]:
-        """Up to so many messages and events; waits until they are that many, or for ``timeout``."""
-        found: list[Any] = self._guarded(
+        """Fetches messages and events; waits until they are ``most``, or for ``timeout``."""
+        records: list[Any] = self._guarded(
             lambda: self.consumer.consume(most, timeout), "messages cannot be received"
         )
-        return found
+        return records
 
-    def _guarded(self, work: Any, doing: str) -> Any:
+    def _guarded(self, call: Callable[[], Any], action: str) -> Any:
         try:
-            return work()
+            return call()
         except self._kafka.KafkaException as error:
-            raise self.error(error, doing) from None
+            raise self.error(error, action) from None
         except RuntimeError as error:  # it is closed
-            raise ProducerError(f"{doing}: {error}") from None
+            raise ProducerError(f"{action}: {error}") from None
 
     # -- sending -------------------------------------------------------------------------------
 
     def sender(self) -> Any:
-        """A producer that confirms each message by all replicas, once."""
+        """Returns a producer that confirms each message by all replicas, once."""
         if self._sender is None:
-            config = {
-                **self._without(_OF_CONSUMERS),
-                "enable.idempotence": True,
-                "acks": "all",
-                "linger.ms": 5,
-                "error_cb": self._seen.append,
-            }
+            config = {**self._settings, "enable.idempotence": True, "acks": "all", "linger.ms": 5}
             self._sender = self._made(self._kafka.Producer, config)
         return self._sender
 
+    def send(self, topic: str, **message: Any) -> None:
+        """Sends a message, and waits while the client's own queue is full."""
+        sender = self.sender()
+        while True:
+            try:
+                sender.produce(topic, **message)
+            except BufferError:
+                sender.poll(0.1)
+            else:
+                sender.poll(0)
+                return
+
+    def confirm(self) -> None:
+        """Waits until each message that was sent is confirmed or refused.
+
+        :raises ProducerUnavailable: If the cluster does not answer.
+        """
+        if self.sender().flush(_CONFIRM_TIMEOUT):
+            raise self.unavailable("messages that are sent are not confirmed")
+
     # -- the end -------------------------------------------------------------------------------
 
-    def error(self, error: Any, doing: str) -> ProducerError:
-        """The error of ours for one of the client's."""
-        self._listen()
-        return translated(error, doing, self.where, tuple(self._seen))
+    def error(self, error: Any, action: str) -> ProducerError:
+        """Returns the error of ours for one of the client's."""
+        self._serve_reports()
+        return translated(error, action, self.where, tuple(self._seen))
 
-    def unavailable(self, doing: str) -> ProducerUnavailable:
-        """The error of a cluster that says nothing."""
-        self._listen()
-        return ProducerUnavailable(f"{doing} {self.where}: nobody answers{self.last_word()}")
+    def unavailable(self, action: str) -> ProducerUnavailable:
+        """Returns the error of a cluster that does not answer."""
+        self._serve_reports()
+        return ProducerUnavailable(f"{action} {self.where}: no broker answers{self._last_report()}")
 
-    def last_word(self) -> str:
-        """What the client said last of its connections, for the end of a sentence; or nothing."""
+    def silence(self, place: Place, position: int, action: str) -> ProducerUnavailable:
+        """Returns the error of a partition that is read at an offset, and does not answer.
+
+        Its broker is out of reach; or a batch of messages is damaged in its length: the client
+        takes it for one that was cut off, and fetches it again and again without an error.
+        """
+        try:
+            end = self.ends(place)[1]
+        except ProducerError:
+            end = position
+        if end <= position:
+            return self.unavailable(action)
+        cause = self._last_report() or (
+            ": it seems that a batch of messages there is damaged in its head; nothing behind it"
+            " can be received"
+        )
+        return ProducerUnavailable(
+            f"{action} {self.where}: the broker answers, but nothing comes of {place[0]}-{place[1]}"
+            f" from offset {position} on, and its end is at {end}{cause}"
+        )
+
+    def _last_report(self) -> str:
+        """Returns the client's last report of its connections, for the end of a sentence."""
         last = next((e for e in reversed(self._seen) if e.name() != "_ALL_BROKERS_DOWN"), None)
         return "" if last is None else f" (the client says: {last.str()})"
 
-    def _listen(self) -> None:
-        """Hear what the client has to say of its connections: it tells only who polls."""
+    def _serve_reports(self) -> None:
+        """Takes the client's reports of its connections, which it gives only when it is polled."""
         if not self._assigned:  # else a message might come, and be lost here
             with suppress(self._kafka.KafkaException, RuntimeError):
                 self.consumer.poll(0)
 
     def close(self) -> None:
-        """Release connections.  Safe to repeat."""
+        """Releases connections.  Safe to repeat."""
         self.consumer.close()
         self._sender = None
-
-
-#: Settings of consumers that may stand in a connection, and that a producer warns about.
-_OF_CONSUMERS: Final = frozenset(
-    {
-        "group.id",
-        "group.instance.id",
-        "group.protocol",
-        "auto.offset.reset",
-        "auto.commit.interval.ms",
-        "check.crcs",
-        "enable.auto.commit",
-        "enable.auto.offset.store",
-        "enable.partition.eof",
-        "fetch.error.backoff.ms",
-        "fetch.max.bytes",
-        "fetch.message.max.bytes",
-        "fetch.min.bytes",
-        "fetch.queue.backoff.ms",
-        "fetch.wait.max.ms",
-        "heartbeat.interval.ms",
-        "isolation.level",
-        "max.partition.fetch.bytes",
-        "max.poll.interval.ms",
-        "partition.assignment.strategy",
-        "queued.max.messages.kbytes",
-        "queued.min.messages",
-        "session.timeout.ms",
-    }
-)

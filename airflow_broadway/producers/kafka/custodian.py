@@ -1,4 +1,4 @@
-"""The half that renews and settles, from any process: knows the lease, moves the group's offsets.
+"""Extends and settles the leases of one group, and moves its offsets; usable from any process.
 
 A settlement first sends copies to the retry topic and to the topic for dead letters, and waits
 until they are confirmed.  Then it records its plan, which stands for every later settlement,
@@ -7,404 +7,470 @@ commits the offsets, records the report, and ends the claims.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action
-from airflow_broadway.producers.kafka import outbox
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka.claims import (
     Claim,
     Claims,
     Decision,
-    GenerationFiles,
     Place,
     group_files,
+    name_of,
+    place_named,
 )
 from airflow_broadway.producers.kafka.client import Cluster, Committed
-from airflow_broadway.producers.kafka.opening import commit_of, name_of, read_mark
-from airflow_broadway.producers.kafka.outbox import Why
-from airflow_broadway.producers.kafka.settling import ended, in_order
-from airflow_broadway.producers.kafka.work import Sorted, Work, decision_of, read_of, sort
+from airflow_broadway.producers.kafka.opening import commit_of, read_mark
+from airflow_broadway.producers.kafka.options import place_of
+from airflow_broadway.producers.kafka.outbox import Outbox, Why
+from airflow_broadway.producers.kafka.settling import Read, end_claim, keep_order
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
+from airflow_broadway.producers.kit.state_files import instant_of
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.kafka.options import KafkaOptions
 
-log = logging.getLogger(__name__)
-
-_UNREAD: Final = "the interval was not read to its end: clear the run to go on"
 #: Generations whose settlement a claim remembers.
 _KEPT_SETTLED: Final = 5
+_NOTHING: Final = Settlement(rest=RELEASE)
+
+#: Entries, or decisions, by partition and offset.
+_Entries = dict[Place, dict[int, Entry]]
+_Decisions = Mapping[Place, Mapping[int, Decision]]
 
 
 class KafkaCustodian:
-    """Renews and settles the generations of one group."""
+    """Extends and settles the generations of one group."""
 
     def __init__(self, producer: KafkaOptions, env: ProducerEnv) -> None:
-        self._producer, self._env, self._clock = producer, env, env.clock
-        self._opened: Cluster | None = None
-
-    # -- holding -------------------------------------------------------------------------------
+        self.producer, self.env = producer, env
+        self._cluster: Cluster | None = None
 
     def renew(self, lease: Lease) -> Lease | None:
-        claims = self._claims(lease)
-        files = claims.generation(lease.generation)
-        now = self._now()
-        if files.ended() or now >= _until(lease, files):
+        work = _Work(self, lease)
+        now = self.now()
+        if work.files.ended() or now >= work.until():
             return None
         deadline = now + lease.seconds
-        files.hold(deadline, lease.owner)
+        work.files.hold(deadline, lease.owner)
         # Only now, lest it was taken over before this was written.
-        for place in read_of(lease):
-            claim = claims.read(place)
-            if claim is None or claim.generation != lease.generation:
-                return None
-        return replace(lease, deadline=datetime.fromtimestamp(deadline, timezone.utc))
+        if not all(work.is_own(work.claims.read(place)) for place in work.read):
+            return None
+        return replace(lease, deadline=instant_of(deadline))
 
     def holds(self, lease: Lease) -> bool:
-        files = self._claims(lease).generation(lease.generation)
-        return not files.ended() and self._now() < _until(lease, files)
+        work = _Work(self, lease)
+        return not work.files.ended() and self.now() < work.until()
+
+    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        work = _Work(self, lease, settlement)
+        if work.stopped and not work.read:  # it never held anything
+            if work.files.deadline() is not None:  # it was about to
+                work.files.forget_soon()
+            return SettleReport(lapsed=settlement.expected or 0, again=ComingAgain(all_but=True))
+        return work.settle()
+
+    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
+        named = {entry.message_id: entry for entry in entries}
+        if not named:
+            return SettleReport()
+        work = _Work(self, lease)
+        if work.files.ended():
+            return SettleReport(lapsed=len(named), undone=frozenset(named))
+        return work.settle_now(named)
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    def now(self) -> float:
+        """Returns the seconds since 1970."""
+        return self.env.clock.now().timestamp()
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster, connected when it is first needed."""
+        if self._cluster is None:
+            self._cluster = Cluster(self.producer, self.env)
+        return self._cluster
+
+
+class _Work:
+    """What is to be done with one generation."""
+
+    def __init__(
+        self, custodian: KafkaCustodian, lease: Lease, settlement: Settlement = _NOTHING
+    ) -> None:
+        self._custodian, self._producer = custodian, custodian.producer
+        self._lease, self._settlement = lease, settlement
+        check_lease(lease, self._producer.kind, self._producer.place)
+        state = lease.state
+        files = group_files(
+            custodian.env.staging, str(state.get("cluster", "")), self._producer.group_id
+        )
+        folder = str(state.get("backfill") or "claims")
+        self.claims = Claims(files, custodian.env.clock, folder)
+        self.files = self.claims.generation(lease.generation)
+        self.stopped = bool(state.get("stopped"))
+        self._backfill = bool(state.get("backfill"))
+        self._has_retries = self._producer.order == "none" and not self._backfill
+        #: What its source has handed out.
+        self.read: dict[Place, Read] = {
+            place_named(name): Read(start, end, messages, tuple((a, b) for a, b in left))
+            for name, (messages, start, end, left) in state.get("read", {}).items()
+        }
+        #: Where it may hold something.
+        self._places = list(self.read if self.stopped else map(place_named, state.get("own", ())))
+        self._at_once: _Decisions = {}
+
+    def until(self) -> float:
+        """Returns the end of the lease, by the latest record of it."""
+        return max(self._lease.deadline.timestamp(), self.files.deadline() or 0.0)
+
+    def is_own(self, claim: Claim | None) -> bool:
+        """Whether a claim is this generation's."""
+        return claim is not None and claim.generation == self._lease.generation
 
     # -- settling ------------------------------------------------------------------------------
 
-    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        claims = self._claims(lease)
-        files = claims.generation(lease.generation)
-        if lease.state.get("stopped") and not lease.state.get("read"):
-            if files.deadline() is not None:  # it was about to hold something
-                files.forget_soon()
-            # It never held anything.
-            return SettleReport(lapsed=settlement.expected or 0, again=ComingAgain(all_but=True))
+    def settle(self) -> SettleReport:
+        """Settles the generation, or goes on where another settlement has stopped."""
+        files, now = self.files, self._custodian.now()
         settled, plan = files.log.settled(), files.plan()
         if settled is None:
             files.end()
-            work = Work(self._producer, lease, settlement, files.now(), self._now())
-            late = self._now() >= _until(lease, files)
+            self._at_once = files.now()
+            late = now >= self.until()
             if not late:
-                files.hold(self._now() + lease.seconds, lease.owner)
+                files.hold(now + self._lease.seconds, self._lease.owner)
             if plan is None:
-                held, errors = self._held(work, claims, lease.seconds if late else 0.0)
-                plan = files.log.begin(self._planned(work, held, files, errors))
-            settled = files.log.end(self._carried_out(work, claims, plan))
-        for topic, partition, _, after, *_ in (plan or {}).get("places", ()):
-            claims.end((topic, partition), lease.generation, Claim.from_json(after))
-        files.forget_soon()  # an earlier settler may have died before it said so
+                plan = files.log.begin(self._plan(*self._own_claims(extend=late)))
+            settled = files.log.end(self._carry_out(plan))
+        for name, (_, after, *_) in (plan or {"places": {}})["places"].items():
+            self.claims.end(place_named(name), self._lease.generation, Claim.from_json(after))
+        files.forget_soon()  # an earlier settler may have died before it did so
         return settled.report
 
-    def _held(
-        self, work: Work, claims: Claims, again_for: float
-    ) -> tuple[dict[Place, Claim], list[str]]:
+    def _own_claims(self, *, extend: bool) -> tuple[dict[Place, Claim], list[str]]:
         """Returns the claims that the generation still has, and sentences on what others changed.
 
-        :param again_for: Seconds for which to hold them from now on: their lease is over, and
-            another run may take them over at any moment.
+        :param extend: Whether to hold them from now on: their lease is over, and another run may
+            take them over at any moment.
         """
-        found: dict[Place, Claim] = {}
-        until = self._now() + again_for
+        until = self._custodian.now() + self._lease.seconds
 
-        def mine(claim: Claim | None) -> Claim | None:
-            if claim is None or claim.generation != work.generation:
+        def extended(claim: Claim | None) -> Claim | None:
+            if claim is None or not self.is_own(claim):
                 return None
-            return replace(claim, until=until) if again_for else claim
+            return replace(claim, until=until) if extend else claim
 
-        for place in work.places:
-            claim = claims.change(place, mine)
-            if claim is not None:
-                found[place] = claim
+        changed = {place: self.claims.change(place, extended) for place in self._places}
+        own = {place: claim for place, claim in changed.items() if claim is not None}
         errors = []
-        for place, each in self._committed(work, found).items():
-            error = self._conflict(place, claims, each, found[place], found[place].start)
+        for place, committed in self._read_committed(own).items():
+            error = self._conflict(place, committed, own[place], own[place].start)
             if error:
                 errors.append(error)
-                del found[place]
-        return found, errors
+                del own[place]
+        return own, errors
 
-    def _planned(
-        self,
-        work: Work,
-        held: Mapping[Place, Claim],
-        files: GenerationFiles,
-        errors: Iterable[str],
-    ) -> dict[str, Any]:
+    def _plan(self, own: Mapping[Place, Claim], errors: Iterable[str]) -> dict[str, Any]:
         """Decides what becomes of each partition, and sends copies of messages."""
-        work.read_entries()
-        made = {place: work.decided(place, claim) for place, claim in held.items()}
-        refused = self._send(work, work.entries, made, held, files)
-        places = []
-        for place, claim in held.items():
+        order = self._producer.order
+        entries, others = self._entries()
+        decisions = self._decide(own, entries)
+        refused = self._send(entries, decisions, own)
+        if refused and order != "none":  # what stays holds up what is behind it
+            entries, others = self._entries(all_named=True)
+            decisions = self._decide(own, entries)
+        rows = {}
+        for place, claim in own.items():
             stay = {offset for where, offset in refused if where == place}
-            if stay and self._producer.order != "none":  # and with them what is behind them
-                made[place] = work.decided(place, claim, stay)
-            decisions = work.carried_out(made[place], stay)
-            end = ended(
-                claim, work.read(place, claim), decisions, work.at_once(place), work.rest(place)
-            )
+            at_once = self._at_once.get(place, {})
+            sent = keep_order(self._after_sending(decisions[place], stay), at_once, order)
+            end = end_claim(claim, self._read_of(place, claim), sent, at_once, others)
             counts = Counter(end.counts)
-            for offset in stay:
-                counts[CLASS_OF[decisions[offset].action]] -= 1
-            counts["failed"] = len(stay)
-            settled = (*end.after.settled, work.generation)[-_KEPT_SETTLED:]
+            counts.subtract(CLASS_OF[sent[offset].action] for offset in stay)
+            settled = (*end.after.settled, self._lease.generation)[-_KEPT_SETTLED:]
             after = replace(end.after, settled=settled).to_json()
-            again, final = end.again, end.final
-            told = [None, sorted(final)] if again is None else [sorted(again), []]
-            places.append([*place, claim.start, after, dict(counts), *told])
-        return {"places": places, "errors": [*errors, *dict.fromkeys(refused.values())]}
+            counts["failed"] = len(stay)
+            again = [end.again.all_but, sorted(end.again.ids)]
+            rows[name_of(place)] = [claim.start, after, dict(counts), *again]
+        return {"places": rows, "errors": [*errors, *dict.fromkeys(refused.values())]}
 
-    def _carried_out(self, work: Work, claims: Claims, plan: Mapping[str, Any]) -> SettleReport:
+    def _entries(self, *, all_named: bool = False) -> tuple[_Entries, Action | None]:
+        """Returns the messages that are named, each with its verdict.
+
+        :param all_named: Whether to read all that the manifest names, which are many; else only
+            where counts do not do.
+        :returns: Also what becomes of the others: see :func:`.end_claim`.
+        :raises ProducerError: If it is not known which they are.
+        """
+        settlement, known = self._settlement, self._settlement.settled_now
+        entries = _by_place(settlement.entries())
+        expected = (settlement.expected or 0) + (0 if known is None else known.total)
+        total = sum(read.messages or 0 for read in self.read.values())
+        #: Whether manifest and lease name the same messages.
+        agree = self.stopped and expected == total
+        acked = settlement.rest.action is Action.ACK
+        actions = {entry.verdict.action for named in entries.values() for entry in named.values()}
+        actions |= {decision.action for decision in self._settled_at_once()}
+        if self._producer.order != "none" and not actions.isdisjoint(COMES_AGAIN):
+            all_named = True
+        if acked and agree and not all_named:
+            return entries, Action.ACK
+        if settlement.everything is not None:
+            for place, others in _by_place(settlement.everything()).items():
+                named = entries.setdefault(place, {})
+                for offset, entry in others.items():
+                    named.setdefault(offset, entry._replace(verdict=settlement.rest))
+            return entries, None if agree else Action.RELEASE
+        if acked and not agree:
+            raise ProducerError(
+                f"generation {self._lease.generation} read {many(total, 'message')} and its"
+                f" manifest names {settlement.expected}: none was settled, and all come back when"
+                " the lease lapses"
+            )
+        return entries, Action.ACK if acked else Action.RELEASE
+
+    def _decide(self, own: Mapping[Place, Claim], entries: _Entries) -> _Decisions:
+        """Returns the decision on each message that is named."""
+        now, decisions = self._custodian.now(), {}
+        for place, claim in own.items():
+            read, at_once = self._read_of(place, claim), self._at_once.get(place, {})
+            named = {
+                offset: _decision_of(entry, now)
+                for offset, entry in entries.get(place, {}).items()
+                if read.start <= offset < read.end and offset not in at_once
+            }
+            decisions[place] = keep_order(named, at_once, self._producer.order)
+        return decisions
+
+    def _read_of(self, place: Place, claim: Claim) -> Read:
+        """Returns the range that was read; of a source that was not stopped it is not known."""
+        return self.read[place] if self.stopped else Read(claim.start, claim.end)
+
+    def _settled_at_once(self) -> list[Decision]:
+        """Returns what callbacks settled immediately."""
+        return [d for place in self._places for d in self._at_once.get(place, {}).values()]
+
+    def _carry_out(self, plan: Mapping[str, Any]) -> SettleReport:
         """Commits the offsets of a plan, and returns its report."""
-        found = self._committed(work, [(row[0], row[1]) for row in plan["places"]])
-        owner = claims.owner()
-        counts, at_once = Counter[str](), Counter[str]()
+        rows = {place_named(name): row for name, row in plan["places"].items()}
+        committed, owner = self._read_committed(rows), self.claims.owner()
+        counts = Counter[str]()
         errors: list[str] = [*plan["errors"]]
         offsets: dict[Place, Committed] = {}
-        done: dict[Place, list[Any]] = {}
-        for topic, partition, start, value, *about in plan["places"]:
-            place, after = (topic, partition), Claim.from_json(value)
-            claim = claims.read(place)
-            if claim is not None and claim.generation == work.generation:
-                each = found.get(place)
-                own = start, after.start
-                error = "" if each is None else self._conflict(place, claims, each, claim, *own)
+        done: dict[Place, Sequence[Any]] = {}
+        for place, (start, value, place_counts, *again) in rows.items():
+            claim, after = self.claims.read(place), Claim.from_json(value)
+            if claim is not None and self.is_own(claim):
+                seen = committed.get(place)
+                error = self._conflict(place, seen, claim, start, after.start) if seen else ""
                 if error:
                     errors.append(error)
                     continue
-                if each is None and not work.backfill and self._replaced({place: claim}):
+                if seen is None and not self._backfill and self._find_replaced({place: claim}):
                     errors.append(
-                        f"the topic {topic!r} was made anew while a run held messages of"
+                        f"the topic {place[0]!r} was made anew while a run held messages of"
                         f" {name_of(place)}: they are settled, and no offset is committed"
                     )
                 else:
                     offsets[place] = commit_of(after, owner)
-            elif claim is None or work.generation not in claim.settled:
+            elif claim is None or self._lease.generation not in claim.settled:
                 continue
-            done[place] = about
-            counts.update(about[0])
-        lost = [place for place in work.places if place not in done]
-        for place in work.places:
-            at_once.update(CLASS_OF[each.action] for each in work.at_once(place).values())
+            done[place] = again
+            counts.update(place_counts)
         halted = counts["left"]
-        if work.backfill:  # a backfill that is not cleared does not take them up
-            halted += counts["requeued"] + work.unread
-            errors += [_UNREAD] * work.unread
+        if self._backfill:  # a backfill that is not cleared does not take them up
+            unread = bool(self._lease.state.get("unread"))
+            halted += counts["requeued"] + unread
+            errors += ["the interval was not read to its end: clear the run to go on"] * unread
         else:
-            self._cluster.commit(offsets)
-        lapsed = sum(map(work.messages, lost))
-        about = {**counts, "lapsed": lapsed, "halted": halted, "errors": errors}
-        report = SettleReport.from_json(about)
-        report += beyond(SettleReport.from_json(dict(at_once)), work.settlement)
-        return replace(report, again=_coming_again(work, done, lost))
+            self._custodian.cluster.commit(offsets)
+        lost = [place for place in self._places if place not in done]
+        lapsed = sum(map(self._messages, lost))
+        report = SettleReport.from_json(
+            {**counts, "lapsed": lapsed, "halted": halted, "errors": errors}
+        )
+        report += beyond(report_of(d.action for d in self._settled_at_once()), self._settlement)
+        return replace(report, again=self._coming_again(done, lost))
 
-    def _committed(self, work: Work, places: Iterable[Place]) -> dict[Place, Committed]:
+    def _messages(self, place: Place) -> int:
+        """Returns how many messages were handed out, without those settled immediately."""
+        read = self.read.get(place)
+        return max(0, (read.messages or 0 if read else 0) - len(self._at_once.get(place, {})))
+
+    def _coming_again(
+        self, done: Mapping[Place, Sequence[Any]], lost: Sequence[Place]
+    ) -> ComingAgain:
+        """Returns which messages come again.
+
+        :param done: By partition: the two fields of a :class:`.ComingAgain`.
+        """
+        everything = self._settlement.everything
+        all_but = any(flag for flag, _ in done.values()) or bool(lost and everything is None)
+        ids = {i for flag, row in done.values() if flag is all_but for i in row}
+        at_once = self._settled_at_once()
+        final = {decision.message_id for decision in at_once if decision.action not in COMES_AGAIN}
+        if all_but:
+            return ComingAgain(frozenset(ids | final), all_but=True)
+        named = _by_place(everything()) if lost and everything is not None else {}
+        ids |= {entry.message_id for p in lost for entry in named.get(p, {}).values()}
+        ids |= {decision.message_id for decision in at_once}
+        return ComingAgain(frozenset(ids - final))
+
+    def _read_committed(self, places: Iterable[Place]) -> dict[Place, Committed]:
         """Reads the group's offsets; a backfill has none in Kafka."""
-        return {} if work.backfill else self._cluster.committed(list(places))
+        return {} if self._backfill else self._custodian.cluster.committed(list(places))
 
-    def _conflict(
-        self, place: Place, claims: Claims, committed: Committed, claim: Claim, *own: int
-    ) -> str:
+    def _conflict(self, place: Place, committed: Committed, claim: Claim, *offsets: int) -> str:
         """Gives up a claim if its offset was changed by others.
 
-        :param own: The offsets that are the claim's.
+        :param offsets: Those that are the claim's.
         :returns: A sentence on what was changed; ``""``: nothing.
         """
         group, mark = self._producer.group_id, read_mark(committed.metadata)
-        if mark is not None and mark.owner != claims.owner():
+        if mark is not None and mark.owner != self.claims.owner():
             error = (
                 f"a run with another staging folder (mark {mark.owner!r}) has taken over"
                 f" {name_of(place)} in the group {group!r}: nothing of it is committed"
             )
-        elif committed.offset not in own and mark is not None:
+        elif committed.offset not in offsets and mark is not None:
             error = (
-                f"the offset of {name_of(place)} in the group {group!r} went from {own[0]} to"
+                f"the offset of {name_of(place)} in the group {group!r} went from {offsets[0]} to"
                 f" {committed.offset} by a late commit of an earlier run while this one held its"
                 " messages: nothing is committed, and they come again"
             )
-        elif committed.offset not in own:
+        elif committed.offset not in offsets:
             error = (
-                f"the offset of {name_of(place)} in the group {group!r} was reset from {own[0]} to"
-                f" {committed.offset} while a run held its messages: the reset counts, and nothing"
-                " is committed"
+                f"the offset of {name_of(place)} in the group {group!r} was reset from"
+                f" {offsets[0]} to {committed.offset} while a run held its messages: the reset"
+                " counts, and nothing is committed"
             )
         else:
             return ""
-        free = replace(claim, generation="", end=0, until=0.0, marked=claim.high)
-        claims.end(place, claim.generation, free)
+        self.claims.end(place, claim.generation, claim.freed(marked=claim.high))
         return error
 
     # -- copies --------------------------------------------------------------------------------
 
+    def _is_retried(self, decision: Decision) -> bool:
+        """Whether a message is sent to the retry topic."""
+        return decision.action is Action.RETRY and self._has_retries
+
+    def _after_sending(
+        self, decisions: Mapping[int, Decision], refused: Collection[int]
+    ) -> dict[int, Decision]:
+        """Returns decisions on one partition after copies were sent.
+
+        :param refused: Offsets of messages of which none could be sent: they stay.
+        """
+        sent = dict(decisions)
+        for offset, decision in decisions.items():
+            if offset in refused and decision.action is Action.DEAD_LETTER:
+                sent[offset] = decision._replace(action=Action.LEAVE)
+            elif offset not in refused and self._is_retried(decision):
+                sent[offset] = decision._replace(moved=True)
+        return sent
+
     def _send(
-        self,
-        work: Work,
-        entries: Sorted,
-        made: Mapping[Place, Mapping[int, Decision]],
-        held: Mapping[Place, Claim],
-        files: GenerationFiles,
+        self, entries: _Entries, decisions: _Decisions, own: Mapping[Place, Claim]
     ) -> dict[tuple[Place, int], str]:
         """Sends messages to the retry topic and to the topic for dead letters.
 
         Which are sent is written down first, for whoever settles after a kill, and only then is
         looked what others have written: of two that settle together, one at least sees the other.
+
+        :returns: The messages of which no copy could be sent, and why.
         """
-        retried = {self._producer.retry_of(topic) for topic in self._producer.topics}
         wanted: dict[Place, dict[int, Why]] = {}
-        for place, decisions in made.items():
-            claim = held[place]
-            for offset, each in decisions.items():
-                moves = work.moves(each)
-                if not moves and each.action is not Action.DEAD_LETTER:
+        for place, by_offset in decisions.items():
+            claim, copied = own[place], place[0] in self._producer.retry_topics
+            for offset, decision in by_offset.items():
+                retried = self._is_retried(decision)
+                if not retried and decision.action is not Action.DEAD_LETTER:
                     continue
-                verdict = entries[place][offset].verdict
-                again = offset < claim.marked or offset in claim.failed or place[0] in retried
-                wanted.setdefault(place, {})[offset] = Why(
-                    each.message_id,
-                    verdict.reason,
-                    verdict.stage,
-                    each.attempt,
-                    again,
-                    each.not_before if moves else None,
-                )
+                again = copied or offset < claim.marked or offset in claim.failed
+                not_before = decision.not_before if retried else None
+                why = Why(entries[place][offset], again, not_before)
+                wanted.setdefault(place, {})[offset] = why
         if not wanted:
             return {}
-        own = files.log.append(
-            "letters", [[*place, offset] for place, whys in wanted.items() for offset in whys]
-        )
-        sent = {
-            tuple(each)
-            for name in files.log.names()
-            if name.startswith("letters-") and name != own
-            for each in files.log.read(name)
-        }
-        marked = {
-            place: {
-                offset: why._replace(again=why.again or (*place, offset) in sent)
-                for offset, why in whys.items()
-            }
-            for place, whys in wanted.items()
-        }
-        return outbox.send(
-            self._cluster,
-            self._producer,
-            marked,
-            pipeline=self._env.pipeline,
-            generation=work.generation,
-            replaced=self._replaced({place: held[place] for place in wanted}),
-        )
+        rows = [[*place, offset] for place, whys in wanted.items() for offset in whys]
+        name = self.files.log.append("letters", rows)
+        for topic, partition, offset in self.files.rows("letters", but=name):
+            whys = wanted.get((topic, partition), {})
+            if offset in whys:
+                whys[offset] = whys[offset]._replace(again=True)
+        cluster, pipeline = self._custodian.cluster, self._custodian.env.pipeline
+        outbox = Outbox(cluster, self._producer, pipeline, self._lease.generation)
+        return outbox.send(wanted, self._find_replaced({place: own[place] for place in wanted}))
 
-    def _replaced(self, held: Mapping[Place, Claim]) -> set[Place]:
+    def _find_replaced(self, own: Mapping[Place, Claim]) -> set[Place]:
         """Returns where the log is not the one that was read, as far as it can be told."""
-        known = {topic: claim.topic_id for (topic, _), claim in held.items() if claim.topic_id}
-        ids = self._cluster.admin.topic_ids(known) if known else {}
-        other = {topic for topic, found in ids.items() if found != known[topic]}
-        return {
-            place
-            for place, claim in held.items()
-            if place[0] in other or self._cluster.ends(place)[1] < claim.end
-        }
+        cluster = self._custodian.cluster
+        known = {topic: claim.topic_id for (topic, _), claim in own.items() if claim.topic_id}
+        ids = cluster.topic_ids(known) if known else {}
+        other = {topic for topic, topic_id in ids.items() if topic_id != known[topic]}
+        return {p for p, c in own.items() if p[0] in other or cluster.ends(p)[1] < c.end}
 
     # -- immediately ---------------------------------------------------------------------------
 
-    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        given = {entry.message_id: entry for entry in entries}
-        if not given:
-            return SettleReport()
-        claims = self._claims(lease)
-        files = claims.generation(lease.generation)
-        if files.ended():
-            return SettleReport(lapsed=len(given), undone=frozenset(given))
-        before, now = files.now(), self._now()
-        work = Work(self._producer, lease, _NOTHING, before, now)
-        found = sort(entry for entry in given.values() if _is_ours(entry))
-        done: dict[str, Action] = {}
-        made: dict[Place, dict[int, Decision]] = {}
-        held: dict[Place, Claim] = {}
-        for place, each in found.items():
-            claim = claims.read(place)
-            if claim is None or claim.generation != lease.generation:
-                continue
-            earlier = before.get(place, {})
-            done |= {d.message_id: d.action for o, d in earlier.items() if o in each}
-            decisions = {
-                offset: decision_of(entry, now)
-                for offset, entry in each.items()
-                if claim.start <= offset < claim.end and offset not in earlier
-            }
-            held[place] = claim
-            made[place] = in_order(decisions, earlier, self._producer.order)
-        refused = self._send(work, found, made, held, files)
-        carried_out = {
+    def settle_now(self, named: Mapping[str, Entry]) -> SettleReport:
+        """Settles some messages, while the others are still handled."""
+        self._at_once = self.files.now()
+        entries = _by_place(named.values(), skip_foreign=True)
+        claims = {place: self.claims.read(place) for place in entries}
+        own = {p: claim for p, claim in claims.items() if claim and self.is_own(claim)}
+        decisions = self._decide(own, entries)
+        refused = self._send(entries, decisions, own)
+        sent = {
             place: {
-                offset: decision
-                for offset, decision in work.carried_out(decisions, ()).items()
-                if (place, offset) not in refused
+                o: d for o, d in self._after_sending(made, ()).items() if (place, o) not in refused
             }
-            for place, decisions in made.items()
+            for place, made in decisions.items()
         }
-        files.note_now(carried_out)
-        for decisions in carried_out.values():
-            done |= {each.message_id: each.action for each in decisions.values()}
-        undone = frozenset(given.keys() - done.keys())
+        self.files.note_now(sent)
+        settled = [d for made in (*self._at_once.values(), *sent.values()) for d in made.values()]
+        done = {d.message_id: d.action for d in settled if d.message_id in named}
+        undone = frozenset(named.keys() - done.keys())
         report = report_of(done.values(), failed=len(refused), errors=refused.values())
         return report + SettleReport(
             lapsed=len(undone) - len(refused), undone=undone, halted=report.left
         )
 
-    # -- what it works with --------------------------------------------------------------------
 
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+def _by_place(entries: Iterable[Entry], *, skip_foreign: bool = False) -> _Entries:
+    """Sorts entries by the partition and offset where their messages were read.
 
-    def _now(self) -> float:
-        return self._clock.now().timestamp()
+    That of a message that came by the retry topic is in its receipt.
 
-    def _claims(self, lease: Lease) -> Claims:
-        check_lease(lease, self._producer.kind, self._producer.place)
-        cluster = str(lease.state.get("cluster", ""))
-        files = group_files(self._env.staging, cluster, self._producer.group_id)
-        return Claims(files, self._clock, str(lease.state.get("backfill") or "claims"))
-
-    @property
-    def _cluster(self) -> Cluster:
-        if self._opened is None:
-            self._opened = Cluster(self._producer, self._env)
-        return self._opened
+    :param skip_foreign: Whether to leave out entries whose id is none of Kafka's.
+    """
+    by_place: _Entries = {}
+    for entry in entries:
+        try:
+            topic, partition, offset = place_of(entry.receipt.partition("@")[2] or entry.message_id)
+        except ValueError:
+            if not skip_foreign:
+                raise
+            continue
+        by_place.setdefault((topic, partition), {})[offset] = entry
+    return by_place
 
 
-_NOTHING: Final = Settlement(rest=RELEASE)
-
-
-def _until(lease: Lease, files: GenerationFiles) -> float:
-    """Returns the end of a lease, by whichever note is the latest."""
-    return max(lease.deadline.timestamp(), files.deadline() or 0.0)
-
-
-def _is_ours(entry: Entry) -> bool:
-    try:
-        sort([entry])
-    except ValueError:
-        return False
-    return True
-
-
-def _coming_again(work: Work, done: Mapping[Place, list[Any]], lost: list[Place]) -> ComingAgain:
-    """Returns which messages of a settled generation come again."""
-    at_once = [each for place in work.places for each in work.at_once(place).values()]
-    final = {each.message_id for each in at_once if each.action not in COMES_AGAIN}
-    again = {each.message_id for each in at_once} - final
-    explicit = all(about[1] is not None for about in done.values())
-    names = work.names() if lost and explicit else {}
-    if explicit and names is not None:
-        again.update(*(about[1] for about in done.values()))
-        again.update(each.message_id for place in lost for each in names.get(place, {}).values())
-        return ComingAgain(frozenset(again - final))
-    final.update(*(about[2] for about in done.values()))
-    return ComingAgain(frozenset(final), all_but=True)
+def _decision_of(entry: Entry, now: float) -> Decision:
+    """Returns the decision that an entry is."""
+    verdict, group = entry.verdict, entry.receipt.partition("@")[0]
+    return Decision(verdict.action, now + verdict.delay, entry.attempt, group, entry.message_id)

@@ -1,4 +1,4 @@
-"""What Kafka and librdkafka say, as one sentence that names the thing, the cause and the way out.
+"""Translates errors of Kafka and librdkafka into ProducerErrors with an actionable message.
 
 librdkafka's own text is shown only where it can hold no secret: it names brokers, topics and codes.
 """
@@ -6,22 +6,10 @@ librdkafka's own text is shown only where it can hold no secret: it names broker
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.text import cut
-
-_UNREACHABLE = frozenset(
-    {"_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_WAIT_COORD"}
-)
-_DENIED = {
-    "TOPIC_AUTHORIZATION_FAILED": "the topic",
-    "GROUP_AUTHORIZATION_FAILED": "the group",
-    "CLUSTER_AUTHORIZATION_FAILED": "the cluster",
-}
-_MISSING = frozenset({"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION"})
-_MEMBERS = frozenset({"UNKNOWN_MEMBER_ID", "REBALANCE_IN_PROGRESS", "ILLEGAL_GENERATION"})
-_DAMAGED = frozenset({"_BAD_MSG", "_BAD_COMPRESSION", "CORRUPT_MESSAGE", "_UNSUPPORTED_FEATURE"})
 
 
 class Denied(ProducerError):
@@ -32,79 +20,98 @@ class Truncated(ProducerError):
     """The log has lost its tail, or was made anew."""
 
 
+#: Errors of a connection, which the client makes again by itself.
+_CONNECTION: Final = "_TRANSPORT _ALL_BROKERS_DOWN _RESOLVE"
+_RIGHTS: Final = (
+    "is not allowed ({name}); allow Read and Describe on the topics, Read on the group, and Write"
+    " and Describe on the dead-letter topic"
+)
+_CREDENTIALS: Final = (
+    "the cluster does not accept the credentials; check security.protocol, sasl.mechanism, user and"
+    " password of the connection"
+)
+_UNREACHABLE: Final = (
+    "the cluster cannot be reached ({text}); check bootstrap.servers, and whether the port speaks"
+    " TLS or SASL"
+)
+_MISSING: Final = (
+    "there is no such topic or partition, or Describe on it is not allowed; check the topic's name"
+)
+_MEMBERS: Final = (
+    "the group has members, which consume beside this pipeline; give the pipeline a group_id of its"
+    " own"
+)
+_DAMAGED: Final = (
+    "a batch of messages is damaged, or compressed in a way that this client cannot read ({text});"
+    " nothing behind it can be received"
+)
+_TRUNCATED: Final = (
+    "the log has lost its tail, by an election of an unclean leader: what was finished there may"
+    " not be what is there now; kafka-consumer-groups --reset-offsets starts over"
+)
+_TLS: Final = (
+    "TLS fails ({text}); check security.protocol, the port, and ssl.ca.location of the connection"
+)
+#: The error and its text, by the name of the client's error.
+_ERRORS: Final[dict[str, tuple[type[ProducerError], str]]] = {
+    name: (kind, text)
+    for kind, text, names in (
+        (ProducerError, _CREDENTIALS, "_AUTHENTICATION SASL_AUTHENTICATION_FAILED"),
+        (ProducerError, _TLS, "_SSL"),
+        (ProducerUnavailable, _UNREACHABLE, f"{_CONNECTION} _TIMED_OUT _WAIT_COORD"),
+        (Denied, f"the topic {_RIGHTS}", "TOPIC_AUTHORIZATION_FAILED"),
+        (Denied, f"the group {_RIGHTS}", "GROUP_AUTHORIZATION_FAILED"),
+        (Denied, f"the cluster {_RIGHTS}", "CLUSTER_AUTHORIZATION_FAILED"),
+        (ProducerError, _MISSING, "UNKNOWN_TOPIC_OR_PART _UNKNOWN_TOPIC _UNKNOWN_PARTITION"),
+        (ProducerError, _MEMBERS, "UNKNOWN_MEMBER_ID REBALANCE_IN_PROGRESS ILLEGAL_GENERATION"),
+        (Truncated, _TRUNCATED, "_LOG_TRUNCATION"),
+        (
+            ProducerError,
+            _DAMAGED,
+            "_BAD_MSG _BAD_COMPRESSION CORRUPT_MESSAGE _UNSUPPORTED_FEATURE",
+        ),
+    )
+    for name in names.split()
+}
+
+
 def translated(error: Any, action: str, where: str, seen: Sequence[Any] = ()) -> ProducerError:
-    """The error of ours that stands for one of the client's.
+    """Returns the error of ours for one of the client's.
 
     :param error: A ``KafkaError``, or the exception that carries one.
     :param action: What was tried, as a phrase: ``"the offsets of group 'a' cannot be read"``.
     :param where: The cluster, for people.
-    :param seen: What the client said of its connections, the last at the end: it names the cause
-        where the error itself says only that nobody answers.
+    :param seen: What the client reported of its connections, oldest first: it names the cause where
+        the error itself tells only that no broker answers.
     """
-    found = _kafka_error(error)
-    if found is None:
+    cause = _kafka_error(error)
+    if cause is None:
         text = cut(f"{type(error).__name__}: {error}", 300)
         return ProducerError(f"{action} {where}: {text}")
-    name = found.name()
-    cause = next(
-        (each for each in reversed(seen) if each.name() in ("_AUTHENTICATION", "_SSL")), None
-    )
-    if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED") or (
-        cause is not None and cause.name() == "_AUTHENTICATION"
-    ):
-        return ProducerError(
-            f"{action} {where}: the cluster does not accept the credentials; check"
-            " security.protocol, sasl.mechanism, user and password of the connection"
-        )
-    if name == "_SSL" or cause is not None:
-        return ProducerError(
-            f"{action} {where}: TLS fails ({_text(cause or found)}); check security.protocol, the"
-            " port, and ssl.ca.location of the connection"
-        )
-    if name in _UNREACHABLE:
-        last = next((each for each in reversed(seen) if each.name() != "_ALL_BROKERS_DOWN"), found)
-        return ProducerUnavailable(
-            f"{action} {where}: the cluster cannot be reached ({_text(last)}); check"
-            " bootstrap.servers, and whether the port speaks TLS or SASL"
-        )
-    if name in _DENIED:
-        return Denied(
-            f"{action} {where}: {_DENIED[name]} is not allowed ({name}); allow Read and Describe on"
-            " the topics, Read on the group, and Write and Describe on the dead-letter topic"
-        )
-    if name in _MISSING:
-        return ProducerError(
-            f"{action} {where}: there is no such topic or partition, or Describe on it is not"
-            " allowed; check the topic's name"
-        )
-    if name in _MEMBERS:
-        return ProducerError(
-            f"{action} {where}: the group has members, which consume beside this pipeline; give the"
-            " pipeline a group_id of its own"
-        )
-    if name == "_LOG_TRUNCATION":
-        return Truncated(
-            f"{action} {where}: the log has lost its tail, by an election of an unclean leader:"
-            " what was finished there may not be what is there now; kafka-consumer-groups"
-            " --reset-offsets starts over"
-        )
-    if name in _DAMAGED:
-        return ProducerError(
-            f"{action} {where}: a batch of messages is damaged, or compressed in a way that this"
-            f" client cannot read ({_text(found)}); nothing behind it can be received"
-        )
-    kind = ProducerUnavailable if found.retriable() else ProducerError
-    return kind(f"{action} {where}: {_text(found)}")
+    newest = [report for report in reversed(seen) if report.name() != "_ALL_BROKERS_DOWN"]
+    causes = (report for report in newest if report.name() in ("_AUTHENTICATION", "_SSL"))
+    cause = next(causes, cause)
+    other = ProducerUnavailable if cause.retriable() else ProducerError
+    kind, text = _ERRORS.get(cause.name(), (other, "{text}"))
+    shown = newest[0] if text is _UNREACHABLE and newest else cause
+    text = text.format(name=cause.name(), text=_text(shown))
+    return kind(f"{action} {where}: {text}")
+
+
+def is_out_of_range(error: Any) -> bool:
+    """Whether the client could not read an offset, since the log does not have it."""
+    return error.name() in ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE")
+
+
+def is_passing(error: Any) -> bool:
+    """Whether the client goes on by itself after an error, as of a connection."""
+    return bool(error.retriable() or error.name() in _CONNECTION.split())
 
 
 def _kafka_error(error: Any) -> Any:
-    """The client's own error object; ``None`` where there is none."""
-    if hasattr(error, "retriable") and hasattr(error, "name"):
-        return error
-    for each in getattr(error, "args", ()):
-        if hasattr(each, "retriable") and hasattr(each, "name"):
-            return each
-    return None
+    """Returns the client's own error object; ``None`` where there is none."""
+    candidates = (error, *getattr(error, "args", ()))
+    return next((c for c in candidates if hasattr(c, "retriable") and hasattr(c, "name")), None)
 
 
 def _text(error: Any) -> str:

@@ -1,41 +1,31 @@
-"""Reports what the next run would say of a group, and how much waits.
-
-Nothing is changed, and nothing is taken.
-"""
+"""Checks a group, and counts what waits, as the next run would find it; changes nothing."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.backfill import bounds_of, check_over
 from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
 from airflow_broadway.producers.kafka.client import Cluster
-from airflow_broadway.producers.kafka.offsets import (
-    Ranges,
-    clip,
-    contains,
-    count,
-    minus,
-    of_offsets,
-)
+from airflow_broadway.producers.kafka.log_reader import read_log
+from airflow_broadway.producers.kafka.offsets import Ranges, clip, count, minus, of_offsets
 from airflow_broadway.producers.kafka.opening import (
     Opening,
     View,
+    bounds_of,
+    interval_of,
     missing_topics,
     own_places,
 )
-from airflow_broadway.producers.kafka.options import FetchConfig
 from airflow_broadway.producers.kafka.records import origin_of
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.clock import Clock
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.kafka.options import KafkaOptions
 
@@ -43,32 +33,24 @@ log = logging.getLogger(__name__)
 
 #: Seconds that the first messages may take, of which only their timestamps are wanted.
 _FETCH_TIMEOUT: Final = 5.0
-#: Bytes of a partition that are enough for its first message: a larger one comes all the same.
-_FETCH_BYTES: Final = 64 * 1024
-#: Messages of one fetch, at most.
-_FETCH_MOST: Final = 1_000
-
-
-class _Looked(NamedTuple):
-    cluster: Cluster
-    cluster_id: str
-    claims: Claims
-    opening: Opening
-    views: dict[Place, View]
+#: A small answer is enough for a first message: a larger one comes all the same.
+_FETCH_SETTINGS: Final = {
+    "max.partition.fetch.bytes": 64 * 1024,
+    "fetch.wait.max.ms": 100,
+    "queued.min.messages": 1,
+}
 
 
 @contextmanager
-def _looked(producer: KafkaOptions, env: ProducerEnv) -> Iterator[_Looked]:
+def _looked(
+    producer: KafkaOptions, env: ProducerEnv
+) -> Iterator[tuple[Cluster, Opening, dict[Place, View], list[Finding]]]:
     """Finds a group as the next run would find it."""
-    cluster = Cluster(producer, env)
-    try:
+    with closing(Cluster(producer, env)) as cluster:
         cluster_id, partitions = cluster.metadata()
         claims = Claims(group_files(env.staging, cluster_id, producer.group_id), env.clock)
-        opening = Opening(producer, cluster, claims, env.clock, partitions, write=False)
-        views = opening.look(own_places(partitions, 0, 1))
-        yield _Looked(cluster, cluster_id, claims, opening, views)
-    finally:
-        cluster.close()
+        opening = Opening(producer, env, cluster, claims, partitions, write=False)
+        yield cluster, opening, *opening.look(own_places(partitions, 0, 1))
 
 
 def check(producer: KafkaOptions, env: ProducerEnv) -> list[Finding]:
@@ -76,8 +58,8 @@ def check(producer: KafkaOptions, env: ProducerEnv) -> list[Finding]:
 
     :raises ProducerError: If the cluster cannot be asked.
     """
-    with _looked(producer, env) as (_, _, _, opening, _):
-        return [*opening.check(), *opening.findings]
+    with _looked(producer, env) as (_, opening, _, findings):
+        return [*opening.check(), *findings]
 
 
 def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
@@ -88,48 +70,44 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
 
     :raises ProducerError: If that run would be refused.
     """
-    once = replace(
-        producer,
-        begin_offset="assigned",
-        fetch_config=FetchConfig(max_bytes=_FETCH_BYTES, max_wait_time=0.1),
-        settings={**(producer.settings or {}), "queued.min.messages": 1},
-    )
-    with _looked(once, env) as (cluster, _, _, opening, views):
-        missing = missing_topics(producer, cluster, {topic: [0] for topic, _ in views})
-        refused = [*missing, *(each.text for each in opening.findings if each.level == "error")]
+    settings = {**(producer.settings or {}), **_FETCH_SETTINGS}
+    with _looked(replace(producer, settings=settings), env) as (cluster, _, views, findings):
+        missing = missing_topics(producer, cluster, {topic for topic, _ in views})
+        refused = [*missing, *(finding.text for finding in findings if finding.level == "error")]
         if refused:
             raise ProducerError(refused[0])
         now = env.clock.now().timestamp()
-        waits: dict[Place, Ranges] = {}
+        ready: dict[Place, Ranges] = {}
         leased = delayed = 0
         for place, view in views.items():
-            later = [offset for offset, each in view.failed.items() if each.not_before > now]
-            open_ = minus(((view.base, view.end),) if view.base < view.end else (), view.done)
-            if view.held_until and view.claim is not None:
-                leased += count(minus(clip(open_, 0, view.claim.end), view.claim.done))
-                open_ = clip(open_, view.claim.end, view.end)
-            behind = clip(open_, min(later), view.end) if later else ()
+            state = view.state
+            later = [o for o, message in state.failed.items() if message.not_before > now]
+            left = minus(((state.start, view.end),) if state.start < view.end else (), state.done)
+            if view.held_until and view.known is not None:
+                leased += count(minus(clip(left, 0, view.known.end), view.known.done))
+                left = clip(left, view.known.end, view.end)
+            behind = clip(left, min(later), view.end) if later else ()
             # A partition whose order counts stops at the first that waits.
             waiting = behind if producer.order == "partition" else of_offsets(later)
             delayed += count(waiting)
-            waits[place] = minus(open_, waiting)
-        first, all_told = _first_messages(cluster, env.clock, waits)
+            ready[place] = minus(left, waiting)
+        first, whole = _first_messages(cluster, ready)
         ages: list[float] = []
         for place, record in first.items():
             origin = origin_of(record, producer.group_id)
             kind, timestamp = record.timestamp()
             if origin is not None and origin.not_before > now:
-                delayed += count(waits.pop(place))
+                delayed += count(ready.pop(place))
             elif origin is not None and origin.timestamp is not None:
                 ages.append(now - origin.timestamp / 1000)
             elif kind:
                 ages.append(now - timestamp / 1000)
         return QueueDepth(
-            ready=sum(map(count, waits.values())),
+            ready=sum(map(count, ready.values())),
             delayed=delayed,
             leased=leased,
             dead=_dead(producer, cluster),
-            oldest_age=max(0.0, *ages) if ages and all_told else None,
+            oldest_age=max(0.0, *ages) if ages and whole else None,
         )
 
 
@@ -138,53 +116,34 @@ def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
 
     :raises ProducerError: If that backfill would be refused.
     """
-    assert env.interval is not None
-    check_over(env.interval, env.clock)
-    cluster = Cluster(producer, env)
-    try:
+    interval_of(env)
+    with closing(Cluster(producer, env)) as cluster:
         _, partitions = cluster.metadata()
         for text in missing_topics(producer, cluster, partitions):
             raise ProducerError(text)
-        own = {topic: found for topic, found in partitions.items() if topic in producer.topics}
-        bounds = bounds_of(producer, cluster, own_places(own, 0, 1), env.interval)
+        own = {topic: partitions[topic] for topic in producer.topics}
+        bounds = bounds_of(producer, env, cluster, own_places(own, 0, 1))
         return sum(claim.limit - claim.start for claim in bounds.values())
-    finally:
-        cluster.close()
 
 
 def _dead(producer: KafkaOptions, cluster: Cluster) -> int:
-    found = 0
-    for topic in sorted({producer.dead_letter_of(each) for each in producer.topics}):
-        for number in cluster.partitions(topic):
-            first, last = cluster.ends((topic, number))
-            found += last - first
-    return found
+    ends = [
+        cluster.ends((topic, number))
+        for topic in producer.dead_letter_topics
+        for number in cluster.partitions(topic)
+    ]
+    return sum(end - low for low, end in ends)
 
 
 def _first_messages(
-    cluster: Cluster, clock: Clock, waits: Mapping[Place, Ranges]
+    cluster: Cluster, wanted: Mapping[Place, Ranges]
 ) -> tuple[dict[Place, Any], bool]:
-    """Fetches the first message of each partition that waits.
-
-    :returns: The messages that one fetch has, and whether each partition answered in time.
-    """
-    left = {place: ranges for place, ranges in waits.items() if ranges}
-    found: dict[Place, Any] = {}
-    if not left:
-        return found, True
-    cluster.assign({place: ranges[0][0] for place, ranges in left.items()})
-    until = clock.monotonic() + _FETCH_TIMEOUT
-    while left and clock.monotonic() < until:
-        for record in cluster.consume(_FETCH_MOST, 0.1):
-            place = record.topic(), record.partition()
-            if place not in left:
-                continue
-            if record.error() is None:
-                if not contains(left[place], record.offset()):
-                    continue  # it is finished, or held
-                found[place] = record
-            cluster.leave([place])
-            del left[place]
-    if left:
-        log.info("The age of the oldest message is not known: its partition did not answer in time")
-    return found, not left
+    """Fetches the first message of each partition; returns whether all have answered in time."""
+    first: dict[Place, Any] = {}
+    action = "the age of the oldest message is not known"
+    try:
+        first.update(read_log(cluster, wanted, action, first=True, timeout=_FETCH_TIMEOUT))
+    except ProducerError as error:
+        log.info("%s", error)
+        return first, False
+    return first, True

@@ -1,16 +1,15 @@
-"""The dead letters of a Kafka producer, for people.
+"""Lists, requeues and deletes the dead letters of a Kafka producer, for people.
 
-A topic of dead letters is a log: nobody takes anything out of it.  So which letters are finished,
-because they were sent back or deleted, is kept next to the group's claims in staging, as a
-:class:`~airflow_broadway.producers.kafka.claims.Claim` of nobody for each partition.  A letter is
-finished once the topic that it came from has its message, confirmed: a process that is killed
-between the two sends it twice, and what was sent back is received as redelivered.  See
+A topic of dead letters is a log: a letter stays in it.  So which letters are finished, because they
+were sent back or deleted, is kept next to the group's claims in staging, as a
+:class:`~airflow_broadway.producers.kafka.claims.Claim` of no generation for each partition.  A
+letter is finished once the topic that it came from has its message, confirmed: a process that is
+killed between the two sends it twice, and what was sent back is received as redelivered.  See
 ``docs/adr/0013-dead-letters-of-a-log.md``.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -26,15 +25,8 @@ from airflow_broadway.core.custody.dead_letters import (
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.claims import Claim, Claims, Place, group_files
 from airflow_broadway.producers.kafka.client import Cluster
-from airflow_broadway.producers.kafka.offsets import (
-    FOREVER,
-    Range,
-    clip,
-    contains,
-    count,
-    normal,
-)
-from airflow_broadway.producers.kafka.outbox import produce
+from airflow_broadway.producers.kafka.log_reader import read_log
+from airflow_broadway.producers.kafka.offsets import Ranges, clip, count, minus, normal, of_offsets
 from airflow_broadway.producers.kafka.records import REQUEUED, as_text, is_ours
 
 if TYPE_CHECKING:
@@ -43,12 +35,10 @@ if TYPE_CHECKING:
 
 #: Letters that are sent back, or deleted, at a time.
 _WAVE: Final = 200
-#: Seconds without a word from the cluster, after which it is out of reach; and for confirms.
-_SILENCE_TIMEOUT, _CONFIRM_TIMEOUT = 20.0, 60.0
 
 
-class _Found(NamedTuple):
-    """A letter as it lies in the log."""
+class _Letter(NamedTuple):
+    """A dead letter in the log."""
 
     place: Place
     offset: int
@@ -56,8 +46,8 @@ class _Found(NamedTuple):
     letter: DeadLetter
 
 
-#: Sends a wave back; the letters that stay, and why.
-_Send = Callable[[Sequence[_Found]], Mapping[tuple[Place, int], str]]
+#: Sends letters back; returns those that stay, and why.
+_Send = Callable[[Sequence[_Letter]], Mapping[tuple[Place, int], str]]
 
 
 class KafkaDeadLetters:
@@ -71,15 +61,15 @@ class KafkaDeadLetters:
         self._producer = producer
         self._cluster = Cluster(producer, env)
         try:
-            wanted = {place or producer.dead_letter_of(topic) for topic in producer.topics}
-            self._topics = [each for each in sorted(wanted) if self._cluster.has_topic(each)]
+            topics = [place] if place else producer.dead_letter_topics
+            self._topics = {t: numbers for t in topics if (numbers := self._cluster.partitions(t))}
             if not self._topics:
                 raise ProducerError(
-                    f"there is no topic {' or '.join(map(repr, sorted(wanted)))} for dead letters"
+                    f"there is no topic {' or '.join(map(repr, topics))} for dead letters"
                     f" {self._cluster.where}: create it, or name another"
                 )
             cluster_id, self._partitions = self._cluster.metadata()
-        except BaseException:  # a kill too; raised again
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             self._cluster.close()
             raise
         files = group_files(env.staging, cluster_id, producer.group_id)
@@ -87,21 +77,16 @@ class KafkaDeadLetters:
 
     @property
     def place(self) -> str:
-        return ", ".join(f"topic {each!r}" for each in self._topics)
+        return ", ".join(f"topic {topic!r}" for topic in self._topics)
 
     def count(self) -> int:
-        """By their offsets: what was compacted away is counted too, until something is moved."""
-        total = 0
-        for place, (start, end) in self._unread().items():
-            claim = self._claims.read(place)
-            done = () if claim is None else clip(claim.done, start, end)
-            total += end - start - count(done)
-        return total
+        """Counts offsets: what was compacted away is counted too, until something is moved."""
+        return sum(map(count, self._unread().values()))
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        for found in self._read(self._unread()):
-            if choice.takes(found.letter):
-                yield found.letter
+        for entry in self._read(self._unread()):
+            if choice.takes(entry.letter):
+                yield entry.letter
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         return self._moved(choice, lambda wave: self._send(wave, to))
@@ -114,73 +99,37 @@ class KafkaDeadLetters:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _unread(self) -> dict[Place, Range]:
-        """From where to where there may be letters, for each partition that has any."""
-        found: dict[Place, Range] = {}
-        for topic in self._topics:
-            for number in self._cluster.partitions(topic):
-                place = topic, number
-                low, end = self._cluster.ends(place)
-                claim = self._claims.read(place)
-                base = low if claim is None else max(low, claim.start)
-                if base > end:  # the topic was made anew: nothing of it is finished
-                    self._claims.change(place, lambda _, low=low: Claim(start=low))  # type: ignore[misc]
-                    base = low
-                if base < end:
-                    found[place] = base, end
-        return found
+    def _unread(self) -> dict[Place, Ranges]:
+        """Returns where there may be letters that are not finished, for each partition."""
+        unread: dict[Place, Ranges] = {}
+        for place in [
+            (topic, number) for topic, numbers in self._topics.items() for number in numbers
+        ]:
+            low, end = self._cluster.ends(place)
+            claim = self._claims.read(place)
+            if claim is not None and max(low, claim.start) > end:  # the topic was made anew
+                claim = self._claims.change(place, lambda _, low=low: Claim(start=low))  # type: ignore[misc]
+            base, done = (low, ()) if claim is None else (max(low, claim.start), claim.done)
+            if base < end:
+                unread[place] = minus(((base, end),), done)
+        return unread
 
-    def _read(self, unread: dict[Place, Range]) -> Iterator[_Found]:
-        """The letters that are not finished; what is set aside meanwhile is left out."""
-        cluster, left = self._cluster, dict(unread)
-        if not left:
-            return
-        cluster.assign({place: start for place, (start, _) in left.items()})
-        heard = time.monotonic()
-        while left:
-            records = cluster.consume(500, 0.1)
-            if records:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > _SILENCE_TIMEOUT:
-                raise cluster.unavailable("dead letters cannot be read")
-            for record in records:
-                place = record.topic(), record.partition()
-                if place not in left:
-                    continue
-                if self._is_end(record, left[place]):
-                    del left[place]
-                    cluster.leave([place])
-                elif record.error() is None:
-                    claim = self._claims.known(place)
-                    if claim is None or not contains(claim.done, record.offset()):
-                        yield _Found(place, record.offset(), record, self._letter(place, record))
-
-    def _is_end(self, record: Any, wanted: Range) -> bool:
-        """Whether what came says that a partition has no more.
-
-        :raises ProducerError: If it says that it cannot be read.
-        """
-        error = record.error()
-        if error is None:
-            return bool(record.offset() >= wanted[1])
-        if error.code() == self._cluster.eof:
-            return True
-        if not error.retriable() and error.name() != "_TRANSPORT":
-            raise self._cluster.error(error, "dead letters cannot be read")
-        return False
+    def _read(self, unread: Mapping[Place, Ranges]) -> Iterator[_Letter]:
+        for place, record in read_log(self._cluster, unread, "dead letters cannot be read"):
+            yield _Letter(place, record.offset(), record, self._letter(place, record))
 
     def _letter(self, place: Place, record: Any) -> DeadLetter:
         headers = record.headers() or []
-        said = {name: as_text(value) or "" for name, value in headers if is_ours(name)}
+        ours = {name: as_text(value) or "" for name, value in headers if is_ours(name)}
 
-        def of(name: str) -> str:
-            return said.get(f"__connect.errors.{name}", "")
+        def error(name: str) -> str:
+            return ours.get(f"__connect.errors.{name}", "")
 
-        topic, partition, offset = of("topic"), of("partition"), of("offset")
+        topic, partition, offset = error("topic"), error("partition"), error("offset")
         whole = bool(topic and partition.isdecimal() and offset.isdecimal())
-        kind, text = of("exception.class.name"), of("exception.message")
-        attempt = said.get("broadway.attempt", "")
-        clock, instant = record.timestamp()
+        kind, text = error("exception.class.name"), error("exception.message")
+        attempt = ours.get("broadway.attempt", "")
+        clock, timestamp = record.timestamp()
         own = [[name, as_text(value)] for name, value in headers if not is_ours(name)]
         key, sources = f"{place[0]}-{place[1]}-{record.offset()}", self._sources(place[0])
         return DeadLetter(
@@ -190,15 +139,15 @@ class KafkaDeadLetters:
                 "key": as_text(record.key()),
                 "headers": own,
                 "partition": int(partition) if whole else None,
-                **({"body": said["broadway.body"]} if "broadway.body" in said else {}),
-                **({"again": True} if said.get("broadway.again") == "1" else {}),
+                **({"body": ours["broadway.body"]} if "broadway.body" in ours else {}),
+                **({"again": True} if ours.get("broadway.again") == "1" else {}),
             },
             reason=f"{kind}: {text}" if kind else text,
-            stage=of("stage"),
+            stage=error("stage"),
             attempt=int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 1,
-            enqueued_at=_instant(said.get("broadway.timestamp")),
-            died_at=_instant(instant) if clock else None,
-            generation=said.get("broadway.generation", ""),
+            enqueued_at=_datetime(ours.get("broadway.timestamp")),
+            died_at=_datetime(timestamp) if clock else None,
+            generation=ours.get("broadway.generation", ""),
             origin=topic or (sources[0] if len(sources) == 1 else ""),
             original_id=f"{topic}-{partition}-{offset}" if whole else key,
         )
@@ -206,124 +155,105 @@ class KafkaDeadLetters:
     # -- moving --------------------------------------------------------------------------------
 
     def _moved(self, choice: Choice, send: _Send) -> Moved:
-        """Move what is chosen, and finish it.
+        """Moves the letters that are chosen, and records that they are finished.
 
-        :raises ProducerError: If nobody would know of it afterwards.
+        :raises ProducerError: If that cannot be recorded.
         """
         if not self._claims.durable:
             raise ProducerError(
                 "which letters of a topic are finished is kept in the pipeline's staging folder,"
                 " and there is none: name it, or nobody would know of it afterwards"
             )
-        moving, wave = Moving(choice), list[_Found]()
+        moving, wave = Moving(choice), list[_Letter]()
         unread = self._unread()
-        gaps = _Gaps(unread)
-        for found in self._read(unread):
-            gaps.saw(found)
-            if moving.takes(found.letter):
-                wave.append(found)
+        #: By partition: offsets of letters that stay, and the offset behind the last that was read.
+        stay: dict[Place, list[int]] = {place: [] for place in unread}
+        position: dict[Place, int] = {}
+
+        def finish() -> None:
+            refused = send(wave)
+            for entry in wave:
+                why = refused.get((entry.place, entry.offset))
+                if why is None:
+                    moving.count += 1
+                else:
+                    moving.refused[entry.letter.message_id] = why
+                    stay[entry.place].append(entry.offset)
+            for place in {entry.place for entry in wave}:
+                # What lies between letters is none: compacted away, or a mark of a transaction.
+                done = minus(clip(unread[place], 0, position[place]), of_offsets(stay[place]))
+                self._finish(place, unread[place][0][0], done)
+            wave.clear()
+
+        for entry in self._read(unread):
+            position[entry.place] = entry.offset + 1
+            if moving.takes(entry.letter):
+                wave.append(entry)
+            else:
+                stay[entry.place].append(entry.offset)
             if len(wave) >= _WAVE:
-                self._finish(wave, gaps, moving, send)
-        self._finish(wave, gaps, moving, send)
+                finish()
+        finish()
         return moving.result()
 
-    def _finish(self, wave: list[_Found], gaps: _Gaps, moving: Moving, send: _Send) -> None:
-        refused = send(wave)
-        done: dict[Place, list[Range]] = {}
-        for place, offset, _, letter in wave:
-            why = refused.get((place, offset))
-            if why is None:
-                done.setdefault(place, []).append((offset, offset + 1))
-                moving.count += 1
-            else:
-                moving.refused[letter.message_id] = why
-        wave.clear()
-        for place, ranges in done.items():
-            finished = [*ranges, *gaps.of(place)]
+    def _finish(self, place: Place, start: int, finished: Ranges) -> None:
+        """Records that letters of a partition are finished, and all before ``start``."""
 
-            def without(claim: Claim | None) -> Claim:
-                known = claim or Claim(start=gaps.start(place))  # noqa: B023
-                every = normal([(0, known.start), *known.done, *finished])  # noqa: B023
-                start = every[0][1] if every and every[0][0] <= 0 else known.start
-                return Claim(start=start, done=clip(every, start, FOREVER))
+        def changed(claim: Claim | None) -> Claim:
+            known = claim or Claim(start=start)
+            (_, base), *done = normal([(-1, max(start, known.start)), *known.done, *finished])
+            return Claim(start=base, done=tuple(done))
 
-            self._claims.change(place, without)
+        self._claims.change(place, changed)
 
-    def _send(self, wave: Sequence[_Found], to: str | None) -> Mapping[tuple[Place, int], str]:
-        """Send them back, and wait until each is confirmed; those that were not, and why.
+    def _send(self, wave: Sequence[_Letter], to: str | None) -> Mapping[tuple[Place, int], str]:
+        """Sends letters back, and waits until each is confirmed; returns why some were not.
 
-        :raises ProducerUnavailable: If the cluster does not say.
+        :raises ProducerUnavailable: If the cluster does not answer.
         """
-        sender, refused = self._cluster.sender(), dict[tuple[Place, int], str]()
-        for found in wave:
-            key = found.place, found.offset
-            try:
-                topic = self._destination(found, to)
-            except ProducerError as error:
-                refused[key] = str(error)
-                continue
+        refused: dict[tuple[Place, int], str] = {}
+        for entry in wave:
+            key = entry.place, entry.offset
 
-            def told(error: Any, _: Any, key: tuple[Place, int] = key) -> None:
+            def delivered(error: Any, _: Any, key: tuple[Place, int] = key) -> None:
                 if error is not None:
                     refused[key] = str(self._cluster.error(error, "it cannot be sent back"))
 
-            self._produce(sender, found, topic, told)
-        if sender.flush(_CONFIRM_TIMEOUT):
-            raise self._cluster.unavailable("what is sent back is not confirmed")
+            try:
+                topic = self._destination(entry, to)
+            except ProducerError as error:
+                refused[key] = str(error)
+                continue
+            letter, record = entry.letter, entry.record
+            own = [(name, value) for name, value in record.headers() or [] if not is_ours(name)]
+            message: dict[str, Any] = {"value": record.value(), "key": record.key()}
+            partition = letter.properties["partition"]
+            if partition in self._partitions.get(topic, ()):  # else by its key
+                message["partition"] = partition
+            headers = [*own, (REQUEUED, letter.original_id.encode())]
+            self._cluster.send(topic, headers=headers, on_delivery=delivered, **message)
+        self._cluster.confirm()
         return refused
 
-    def _destination(self, found: _Found, to: str | None) -> str:
-        """The topic that a letter is sent back to.
+    def _destination(self, entry: _Letter, to: str | None) -> str:
+        """Returns the topic that a letter is sent back to.
 
         :raises ProducerError: If it cannot be sent back.
         """
-        topic = destination_of(found.letter, self._sources(found.place[0]), to)
-        if not self._partitions.get(topic) and not self._cluster.has_topic(topic):
+        topic = destination_of(entry.letter, self._sources(entry.place[0]), to)
+        if not self._partitions.get(topic) and not self._cluster.partitions(topic):
             raise ProducerError(f"there is no topic {topic!r}")
-        if "body" in found.letter.properties:
-            raise ProducerError(f"its body is not in it ({found.letter.properties['body']})")
+        if "body" in entry.letter.properties:
+            raise ProducerError(f"its body is not in it ({entry.letter.properties['body']})")
         return topic
 
     def _sources(self, topic: str) -> list[str]:
-        """The topics whose dead letters a topic has."""
+        """Returns the topics whose dead letters a topic has."""
         own = self._producer.topics
-        return [each for each in own if self._producer.dead_letter_of(each) == topic] or list(own)
-
-    def _produce(self, sender: Any, found: _Found, topic: str, told: Any) -> None:
-        letter, record = found.letter, found.record
-        own = [(name, value) for name, value in record.headers() or [] if not is_ours(name)]
-        about: dict[str, Any] = {"headers": [*own, (REQUEUED, letter.original_id.encode())]}
-        partition = letter.properties["partition"]
-        if partition in self._partitions.get(topic, ()):  # else by its key
-            about["partition"] = partition
-        produce(sender, topic, value=record.value(), key=record.key(), on_delivery=told, **about)
+        return [name for name in own if self._producer.dead_letter_of(name) == topic] or list(own)
 
 
-class _Gaps:
-    """What lies between letters and is none: marks of transactions, what was compacted away."""
-
-    def __init__(self, unread: dict[Place, Range]) -> None:
-        self._starts = {place: start for place, (start, _) in unread.items()}
-        self._next = dict(self._starts)
-        self._found: dict[Place, list[Range]] = {}
-
-    def saw(self, found: _Found) -> None:
-        """A letter came, in order of its partition."""
-        before = self._next[found.place]
-        if before < found.offset:
-            self._found.setdefault(found.place, []).append((before, found.offset))
-        self._next[found.place] = found.offset + 1
-
-    def of(self, place: Place) -> list[Range]:
-        """The gaps of a partition so far."""
-        return self._found.get(place, [])
-
-    def start(self, place: Place) -> int:
-        """Where the reading of a partition began."""
-        return self._starts[place]
-
-
-def _instant(milliseconds: Any) -> datetime | None:
+def _datetime(milliseconds: Any) -> datetime | None:
     try:
         return datetime.fromtimestamp(int(milliseconds) / 1000, timezone.utc)
     except (ValueError, TypeError, OverflowError, OSError):

@@ -14,28 +14,27 @@ it, and so does one that was lost or restored.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
-from types import MappingProxyType
+import logging
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from airflow_broadway.core.custody.findings import Finding, Level
 from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.claims import (
-    Claim,
-    Claims,
-    Failed,
-    Place,
-)
+from airflow_broadway.producers.kafka.claims import Claim, Claims, Place, name_of
 from airflow_broadway.producers.kafka.client import Cluster, Committed
 from airflow_broadway.producers.kafka.offsets import Ranges, count, minus
-from airflow_broadway.producers.kafka.options import KafkaOptions, reset_instant
-from airflow_broadway.producers.kafka.settling import taken_over
+from airflow_broadway.producers.kafka.options import KafkaOptions, reset_timestamp
+from airflow_broadway.producers.kafka.settling import take_over
+from airflow_broadway.producers.kit.state_files import digest, instant_of
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.clock import Clock
+    from airflow_broadway.core.custody.producer import ProducerEnv
+
+log = logging.getLogger(__name__)
 
 _VERSION: Final = 2
 
@@ -56,36 +55,27 @@ class Mark(NamedTuple):
 class View(NamedTuple):
     """A partition as a run finds it.
 
-    :param base: The first offset that is not finished.
-    :param marked: Messages below it were handed out before.
-    :param claim: The newest claim; ``None``: there was none.
-    :param settled: The generations whose settlement is in it.
-    :param done: Offsets beyond the base that are finished.
-    :param failed: Offsets that wait to be retried.
+    :param state: Where it begins, what was handed out before, what is finished or waits: a claim of
+        no generation.
+    :param end: The offset behind the last.
+    :param known: The newest claim in staging; ``None``: there is none.
     :param held_until: The end of the lease of the run that holds it; 0: none does.
     :param expired: Messages that retention removed before they were read.
-    :param limit: The end of a backfill; -1: none.
     :param committed: What the group has committed; ``None``: nothing.
     :param begins: Whether the group has no such offset yet, or the claim does not know of it.
     """
 
-    base: int
-    marked: int
+    state: Claim
     end: int
-    claim: Claim | None
-    topic_id: str = ""
-    settled: tuple[str, ...] = ()
-    done: Ranges = ()
-    failed: Mapping[int, Failed] = MappingProxyType({})
+    known: Claim | None = None
     held_until: float = 0.0
     expired: int = 0
-    limit: int = -1
     committed: Committed | None = None
     begins: bool = False
 
 
 def last_of(claims: Claims, claim: Claim, place: Place) -> Claim:
-    """Returns what a claim has come to that nobody holds any more.
+    """Returns the state of a partition whose claim nobody holds any more.
 
     A settlement that was decided counts, though it died before it had ended the claim; so does what
     callbacks had settled immediately.
@@ -93,25 +83,24 @@ def last_of(claims: Claims, claim: Claim, place: Place) -> Claim:
     if not claim.generation:
         return claim
     dead = claims.generation(claim.generation)
-    planned = dead.planned(place)
-    if planned is not None:
-        return planned
-    done, failed = taken_over(claim, dead.now().get(place, {}))
-    return replace(claim, done=done, failed=failed)
+    return dead.planned(place) or take_over(claim, dead.now().get(place, {}))
+
+
+def _is_of_other_log(claim: Claim, topic_id: str, end: int) -> bool:
+    """Whether the log is not the one that was claimed, as far as it can be told."""
+    return bool(claim.topic_id and topic_id and claim.topic_id != topic_id) or claim.high > end
 
 
 def commit_of(claim: Claim, owner: str, *, durable: bool = True) -> Committed:
     """Returns the commit of a claim's start, with its mark."""
-    about = {"b": _VERSION, "o": owner, "h": claim.high}
+    mark = {"b": _VERSION, "o": owner, "h": claim.high}
     if claim.generation and durable:
-        about["u"] = round(claim.until)
-    return Committed(claim.start, json.dumps(about, separators=(",", ":")))
+        mark["u"] = round(claim.until)
+    return Committed(claim.start, json.dumps(mark, separators=(",", ":")))
 
 
 def read_mark(metadata: str) -> Mark | None:
     """Reads the mark in an offset's metadata; ``None`` if another program committed it."""
-    if not metadata.startswith("{"):
-        return None
     try:
         value = json.loads(metadata)
         if value["b"] != _VERSION:
@@ -125,12 +114,12 @@ def own_places(
     partitions: Mapping[str, Sequence[int]], index: int, concurrency: int
 ) -> list[Place]:
     """Returns the partitions of one of several sources: every n-th."""
-    places = sorted((topic, number) for topic, found in partitions.items() for number in found)
+    places = sorted((topic, number) for topic, numbers in partitions.items() for number in numbers)
     return places[index::concurrency]
 
 
 def missing_topics(
-    producer: KafkaOptions, cluster: Cluster, partitions: Mapping[str, Sequence[int]]
+    producer: KafkaOptions, cluster: Cluster, partitions: Container[str]
 ) -> list[str]:
     """Returns a sentence for each topic that does not exist."""
     return [
@@ -164,162 +153,136 @@ def truncated_text(place: Place, offset: int, end: int) -> str:
     )
 
 
+@dataclass
 class Opening:
     """Finds where the partitions of a group begin.
 
     :param partitions: Topic → partitions, of all topics of the producer and their retry topics.
-    :param write: Whether to write down where a new group begins; else nothing is changed.
+    :param write: Whether a run begins; else nothing is written, nor logged.
     """
 
-    def __init__(
-        self,
-        producer: KafkaOptions,
-        cluster: Cluster,
-        claims: Claims,
-        clock: Clock,
-        partitions: Mapping[str, Sequence[int]],
-        *,
-        write: bool = True,
-    ) -> None:
-        self._producer = producer
-        self._cluster = cluster
-        self._claims = claims
-        self._clock = clock
-        self._partitions = partitions
-        self._all = own_places(partitions, 0, 1)
-        self._write = write
+    producer: KafkaOptions
+    env: ProducerEnv
+    cluster: Cluster
+    claims: Claims
+    partitions: Mapping[str, Sequence[int]]
+    write: bool = True
+
+    def __post_init__(self) -> None:
+        self._all = own_places(self.partitions, 0, 1)
         self._ids: Mapping[str, str] | None = None
-        self._retry_topics = {producer.retry_of(topic) for topic in producer.topics}
-        #: Where this run begins with ``begin_offset="reset"``.
-        self._begun: dict[Place, int] = {}
-        self.owner = claims.owner(write=write)
-        #: What was found since they were last taken.
-        self.findings: list[Finding] = []
-        #: The texts of those that tell of messages that are gone: errors in a run's log.
-        self.losses: set[str] = set()
+        self.owner = self.claims.owner(write=self.write)
+        self._findings: list[Finding] = []
 
     # -- the group -----------------------------------------------------------------------------
 
     def check(self) -> list[Finding]:
         """Checks the topics and the group."""
-        found = [*missing_topics(self._producer, self._cluster, self._partitions)]
-        found += self._check_topics()
-        members = self._cluster.admin.members(self._producer.group_id)
+        errors = missing_topics(self.producer, self.cluster, self.partitions)
+        errors += self._check_other_topics()
+        members = self.cluster.members(self.producer.group_id)
         if members:
             shown = ", ".join(members[:3]) + (", …" if len(members) > 3 else "")
-            found.append(
-                f"the group {self._producer.group_id!r} has {many(len(members), 'member')}"
+            errors.append(
+                f"the group {self.producer.group_id!r} has {many(len(members), 'member')}"
                 f" ({shown}), which consume beside this pipeline: stop them, or give this pipeline"
                 " a group_id of its own"
             )
         unknown = "whether the group has members could not be asked"
         notes = [Finding("note", unknown)] if members is None else []
-        return [*(Finding("error", text) for text in found), *notes]
+        return [*(Finding("error", text) for text in errors), *notes]
 
-    def _check_topics(self) -> list[str]:
-        producer, found = self._producer, []
-        outcomes, where = producer.outcomes(), self._cluster.where
+    def _check_other_topics(self) -> list[str]:
+        producer, outcomes, where = self.producer, self.producer.outcomes(), self.cluster.where
+        errors = []
         #: Topics that copies are sent to, with what they hold, and the option that names another.
-        places: dict[str, tuple[str, str]] = {}
+        copies: dict[str, tuple[str, str]] = {}
         if Action.RETRY in outcomes and producer.order == "none":
-            found += [
+            errors += [
                 f"the retry topic {topic!r} does not exist {where}, or Describe on it is not"
                 " allowed: create it, name another by retry_topic=…, or give the producer"
                 " order='partition' or another on_failure"
-                for topic in sorted(self._retry_topics)
-                if topic not in self._partitions
+                for topic in sorted(producer.retry_topics)
+                if topic not in self.partitions
             ]
-            places |= dict.fromkeys(self._retry_topics, ("retry", "retry_topic"))
+            copies |= dict.fromkeys(producer.retry_topics, ("retry", "retry_topic"))
         if Action.DEAD_LETTER in outcomes:
-            letters = {producer.dead_letter_of(each) for each in producer.topics}
-            found += [
+            errors += [
                 f"the dead-letter topic {topic!r} does not exist {where}: create it, name another"
                 " by dead_letter=…, or give the producer RetryPolicy(dead_letter=False)"
-                for topic in sorted(letters)
-                if not self._cluster.has_topic(topic)
+                for topic in producer.dead_letter_topics
+                if not self.cluster.partitions(topic)
             ]
-            places |= dict.fromkeys(letters, ("dead-letter", "dead_letter"))
-        policies = self._cluster.admin.cleanup_policies(sorted(places)) if places else {}
-        return found + [
-            f"the {places[topic][0]} topic {topic!r} {where} is compacted"
+            copies |= dict.fromkeys(producer.dead_letter_topics, ("dead-letter", "dead_letter"))
+        policies = self.cluster.cleanup_policies(sorted(copies)) if copies else {}
+        return errors + [
+            f"the {copies[topic][0]} topic {topic!r} {where} is compacted"
             f" (cleanup.policy={policy}): of all messages with one key it would keep the last; set"
-            f" its cleanup.policy to delete, or name another by {places[topic][1]}=…"
+            f" its cleanup.policy to delete, or name another by {copies[topic][1]}=…"
             for topic, policy in policies.items()
             if "compact" in policy
         ]
 
     # -- partitions ----------------------------------------------------------------------------
 
-    def look(self, places: Sequence[Place]) -> dict[Place, View]:
+    def look(self, places: Sequence[Place]) -> tuple[dict[Place, View], list[Finding]]:
         """Finds partitions as they are now.
 
-        What people should know is in :attr:`findings`; with an error among them no run begins.
+        :returns: The findings too; with an error among them no run begins.
         """
         if self._ids is None:
-            self._ids = self._cluster.admin.topic_ids(list(self._partitions))
-        found = self._cluster.committed(self._all)
-        return {place: self._look(place, found) for place in places}
+            self._ids = self.cluster.topic_ids(self.partitions)
+        self._findings = []
+        committed = self.cluster.committed(self._all)
+        views = {place: self._look(place, committed) for place in places}
+        return views, list(dict.fromkeys(self._findings))
 
-    def _look(self, place: Place, found: Mapping[Place, Committed]) -> View:
-        claim = self._claims.read(place)
-        committed = found.get(place)
+    def _look(self, place: Place, offsets: Mapping[Place, Committed]) -> View:
+        known, committed = self.claims.read(place), offsets.get(place)
         mark = None if committed is None else read_mark(committed.metadata)
-        low, end = self._cluster.ends(place)
-        resets = self._producer.begin_offset == "reset" and place[0] not in self._retry_topics
-        held_until = self._held_until(place, claim, mark)
-        seen = committed
-        marked = max(0 if claim is None else claim.high, 0 if mark is None else mark.high)
+        low, end = self.cluster.ends(place)
+        marked = max(0 if known is None else known.high, 0 if mark is None else mark.high)
+        held_until = self._held_until(place, known, mark)
         if held_until:
-            if resets:
-                self._refuse(
-                    f"begin_offset='reset' at {name_of(place)}, while another run holds messages of"
-                    f" it until {_at(held_until)}: let that run end, or wait until then"
-                )
             start = committed.offset if committed is not None else 0
-            return View(start, marked, end, claim, held_until=held_until, committed=seen)
-        last = None if claim is None else last_of(self._claims, claim, place)
-        if claim is not None and claim.end > claim.start and last is not None:
-            self._say(
-                "note" if claim.generation in last.settled else "warning",
-                f"Generation {claim.generation} held messages of {name_of(place)} and its lease is"
+            return View(Claim(start=start, marked=marked), end, known, held_until, 0, committed)
+        last = None if known is None else last_of(self.claims, known, place)
+        if known is not None and last is not None and known.end > known.start:
+            self._report(
+                "note" if known.generation in last.settled else "warning",
+                f"Generation {known.generation} held messages of {name_of(place)} and its lease is"
                 " over: what it has not finished comes again, marked.",
             )
-        anew = claim is not None and mark is None and self._is_anew(place, claim, end)
-        if last and claim and committed and committed.offset == claim.start and not anew:
-            committed = committed._replace(offset=last.start)
-        if resets:
-            if place not in self._begun:
-                self._begun |= self._by_policy([place])
-            base, reset = self._begun[place], True
-        else:
-            base, reset = self._base(place, last, committed, mark, found, low)
-            # Another program has committed since: a reset, though perhaps to the very same offset.
-            reset = reset or (anew and committed is not None)
-        view = View(
-            base,
-            marked,
-            end,
-            claim,
-            topic_id=(self._ids or {}).get(place[0], ""),
-            committed=seen,
-            begins=seen is None or reset,
-        )
-        if last is not None and not reset:
-            view = view._replace(done=last.done, failed=last.failed, settled=last.settled)
+        topic_id = (self._ids or {}).get(place[0], "")
+        anew = known is not None and mark is None and _is_of_other_log(known, topic_id, end)
+        settled = committed
+        if last and known and committed and committed.offset == known.start and not anew:
+            settled = committed._replace(offset=last.start)
+        base, reset = self._base(place, last, settled, mark, offsets, low)
+        # Another program has committed since: a reset, though perhaps to the very same offset.
+        reset = reset or (anew and committed is not None)
+        state = Claim(start=base) if last is None or reset else last
+        state = state.freed(start=base, marked=marked, topic_id=topic_id)
+        view = View(state, end, known, committed=committed, begins=committed is None or reset)
         return self._checked(place, view, low, reset=reset)
 
     def _held_until(self, place: Place, claim: Claim | None, mark: Mark | None) -> float:
-        now = self._clock.now().timestamp()
-        holder = self._claims.holder(claim, now)
-        if holder is not None:
-            return holder[1]
+        now = self.env.clock.now().timestamp()
+        until = self.claims.held_until(claim, now)
+        if claim is not None and until:
+            self._report(
+                "note",
+                f"{name_of(place)} is held until {_iso(until)} by"
+                f" {self.claims.generation(claim.generation).run()}: other runs leave it alone.",
+            )
+            return until
         if mark is None or mark.owner == self.owner or now >= mark.until:
             return 0.0
-        self._say(
+        self._report(
             "warning",
-            f"{name_of(place)} is held until {_at(mark.until)} by a run with another staging folder"
-            f" (mark {mark.owner!r}), which reads in the group {self._producer.group_id!r} too: a"
-            " group_id of its own for each pipeline keeps them apart",
+            f"{name_of(place)} is held until {_iso(mark.until)} by a run with another staging"
+            f" folder (mark {mark.owner!r}), which reads in the group {self.producer.group_id!r}"
+            " too: a group_id of its own for each pipeline keeps them apart",
         )
         return mark.until
 
@@ -329,18 +292,18 @@ class Opening:
         claim: Claim | None,
         committed: Committed | None,
         mark: Mark | None,
-        found: Mapping[Place, Committed],
+        offsets: Mapping[Place, Committed],
         low: int,
     ) -> tuple[int, bool]:
         """Returns the first offset that is not finished, and whether the group was reset to it."""
-        group = self._producer.group_id
+        group = self.producer.group_id
         if claim is None:
             if committed is not None:
                 return committed.offset, False
-            start = self._start(place, found)
+            start = self._start(place, offsets)
             return (low if start is None else start), False
         if committed is None:
-            self._say(
+            self._report(
                 "warning",
                 f"The group {group!r} has no offset for {name_of(place)} any more (it expired, or"
                 f" was deleted): the claim in staging stands, at {claim.start}.",
@@ -349,97 +312,166 @@ class Opening:
         if committed.offset == claim.start:
             return claim.start, False
         if mark is not None and mark.owner == self.owner and committed.offset > claim.start:
-            self._say(
-                "warning",
+            text = (
                 f"The offset of {name_of(place)} in Kafka is {committed.offset}, and staging knows"
-                f" of {claim.start}: it is older, or was restored.  The offset in Kafka counts.",
+                f" of {claim.start}: it is older, or was restored.  The offset in Kafka counts."
             )
-            return committed.offset, True
-        how, by = "was reset", "by another program: it is honoured"
-        if mark is not None and mark.owner == self.owner:
-            how, by = "went back", "by a commit of an earlier run that came late: it is honoured"
-        self._say(
-            "warning",
-            f"The offset of {name_of(place)} in the group {group!r} {how} from {claim.start} to"
-            f" {committed.offset} {by}.",
-        )
+        else:
+            how, by = "was reset", "by another program"
+            if mark is not None and mark.owner == self.owner:
+                how, by = "went back", "by a commit of an earlier run that came late"
+            text = (
+                f"The offset of {name_of(place)} in the group {group!r} {how} from {claim.start} to"
+                f" {committed.offset} {by}: it is honoured."
+            )
+        self._report("warning", text)
         return committed.offset, True
 
-    def _start(self, place: Place, found: Mapping[Place, Committed]) -> int | None:
+    def _start(self, place: Place, offsets: Mapping[Place, Committed]) -> int | None:
         """Returns where a new group begins in a partition; ``None``: the partition alone is new.
 
         Of several sources that begin together, one decides for all partitions.
         """
-        starts = self._claims.starts()
+        starts = self.claims.starts()
         if starts is None:
-            if found or any(self._claims.read(each) is not None for each in self._all):
+            if offsets or any(self.claims.read(place) is not None for place in self._all):
                 return None
-            starts = self._by_policy(self._all)
-            if self._write:
-                starts = self._claims.start_at(starts)
+            starts = self._by_policy()
+            if self.write:
+                starts = self.claims.start_at(starts)
         return starts.get(place)
 
-    def _by_policy(self, places: Sequence[Place]) -> dict[Place, int]:
+    def _by_policy(self) -> dict[Place, int]:
         """Returns where ``offset_reset_policy`` begins; a retry topic begins at its beginning."""
-        policy = self._producer.offset_reset_policy
-        instant = reset_instant(policy)
-        ends = {place: self._cluster.ends(place) for place in places}
-        earliest = {place: low for place, (low, _) in ends.items()}
-        retried = {place: low for place, low in earliest.items() if place[0] in self._retry_topics}
-        if policy == "earliest":
-            return earliest
-        if instant is None:
-            return {place: end for place, (_, end) in ends.items()} | retried
-        at = self._cluster.at_instants(places, instant.timestamp())
-        # Behind all messages it begins at the end, as Broadway does.
-        found = {place: offset if offset >= 0 else ends[place][1] for place, offset in at.items()}
-        return found | retried
-
-    def _is_anew(self, place: Place, claim: Claim, end: int) -> bool:
-        """Whether the log is not the one that was claimed, as far as it can be told."""
-        now = (self._ids or {}).get(place[0], "")
-        return bool(claim.topic_id and now and claim.topic_id != now) or claim.high > end
+        policy = self.producer.offset_reset_policy
+        ends = {place: self.cluster.ends(place) for place in self._all}
+        timestamp = reset_timestamp(policy)
+        if timestamp is None:
+            starts = {
+                place: low if policy == "earliest" else end for place, (low, end) in ends.items()
+            }
+        else:
+            # Behind all messages it begins at the end, as Broadway does.
+            at = self.cluster.at_timestamp(self._all, timestamp.timestamp())
+            starts = {place: o if o >= 0 else ends[place][1] for place, o in at.items()}
+        retries = {p: low for p, (low, _) in ends.items() if p[0] in self.producer.retry_topics}
+        return starts | retries
 
     def _checked(self, place: Place, view: View, low: int, *, reset: bool) -> View:
-        known = "" if view.claim is None or reset else view.claim.topic_id
-        if known and view.topic_id and known != view.topic_id:
-            self._refuse(
+        """Compares a view with the log: whether it is the same topic, and has what is expected."""
+        state, end = view.state, view.end
+        known_id = "" if view.known is None or reset else view.known.topic_id
+        if known_id and state.topic_id and known_id != state.topic_id:
+            self._report(
+                "error",
                 f"the topic {place[0]!r} was made anew since the group"
-                f" {self._producer.group_id!r} read it: what was finished there says nothing of"
-                " what is there now; kafka-consumer-groups --reset-offsets starts over"
+                f" {self.producer.group_id!r} read it: what was finished there says nothing of"
+                " what is there now; kafka-consumer-groups --reset-offsets starts over",
             )
-        elif view.base > view.end or (view.marked > view.end and not reset):
-            self._refuse(truncated_text(place, max(view.base, view.marked), view.end))
-        view = view._replace(marked=min(view.marked, view.end))
-        if low <= view.base:
+        elif state.start > end or (state.marked > end and not reset):
+            self._report("error", truncated_text(place, max(state.start, state.marked), end))
+        view = view._replace(state=replace(state, marked=min(state.marked, end)))
+        if low <= state.start:
             return view
-        text, lost = expired_text(place, minus(((view.base, low),), view.done))
-        if lost and self._producer.on_expired == "fail":
-            self._refuse(text)
+        text, lost = expired_text(place, minus(((state.start, low),), state.done))
+        if lost and self.producer.on_expired == "fail":
+            self._report("error", text)
         elif lost:
-            self._lost(text)
-        for offset in view.failed:
+            self._report_loss(text)
+        for offset in state.failed:
             if offset < low:
-                self._lost(f"{name_of(place)}-{offset} was to be retried, and is gone.")
-        return view._replace(base=low, expired=lost)
+                self._report_loss(f"{name_of(place)}-{offset} was to be retried, and is gone.")
+        return view._replace(state=replace(view.state, start=low), expired=lost)
 
-    def _refuse(self, text: str) -> None:
-        self._say("error", text)
+    def _report_loss(self, text: str) -> None:
+        """Reports messages that are gone: an error in a run's log, though the run begins."""
+        if self.write:
+            log.error("%s", text)
+        else:
+            self._report("warning", text)
 
-    def _lost(self, text: str) -> None:
-        self.losses.add(text)
-        self._say("warning", text)
-
-    def _say(self, level: Level, text: str) -> None:
-        finding = Finding(level, text)
-        if finding not in self.findings:
-            self.findings.append(finding)
+    def _report(self, level: Level, text: str) -> None:
+        self._findings.append(Finding(level, text))
 
 
-def name_of(place: Place) -> str:
-    """Returns a partition's name, for people."""
-    return f"{place[0]}-{place[1]}"
+def folder_of(run_id: str) -> str:
+    """Returns the folder of a backfill's claims."""
+    return f"backfill/{digest(run_id)}"
 
 
-def _at(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+def interval_of(env: ProducerEnv) -> tuple[datetime, datetime]:
+    """Returns the interval of a backfill.
+
+    :raises ProducerError: If it is not over yet.
+    """
+    assert env.interval is not None
+    start, end = env.interval
+    if end > env.clock.now():
+        raise ProducerError(
+            f"the interval from {start.isoformat()} to {end.isoformat()} is not over yet: what"
+            " is still to be sent belongs to it; run the backfill later"
+        )
+    return start, end
+
+
+def bounds_of(
+    producer: KafkaOptions, env: ProducerEnv, cluster: Cluster, places: Sequence[Place]
+) -> dict[Place, Claim]:
+    """Returns where the interval begins and ends in partitions of which nothing was read."""
+    start, end = interval_of(env)
+    first = cluster.at_timestamp(places, start.timestamp())
+    last = cluster.at_timestamp(places, end.timestamp() + producer.lateness)
+    bounds: dict[Place, Claim] = {}
+    for place in places:
+        low, high = cluster.ends(place)
+        # -1: no message is as late as that.
+        base = first[place] if first[place] >= 0 else high
+        limit = last[place] if last[place] >= 0 else high
+        if base == low > 0:
+            log.warning(
+                "%s-%d begins at %d, within the interval or at its edge: what retention has"
+                " removed of it is not read.",
+                *place,
+                low,
+            )
+        bounds[place] = Claim(start=base, limit=max(base, limit))
+    return bounds
+
+
+class BackfillOpening(Opening):
+    """Finds where the partitions of a backfill begin: messages of an interval, next to live runs.
+
+    It has claims of its own, whose offsets are those of the run; the group is not touched.
+    Messages are in the log in order of their arrival, and the timestamps that their senders gave
+    them need not be in that order: so it reads on for ``lateness`` behind the interval, and hands
+    out those messages whose timestamp is in it.
+    """
+
+    def check(self) -> list[Finding]:
+        """Refuses an interval that is not over yet."""
+        interval_of(self.env)
+        return []
+
+    def look(self, places: Sequence[Place]) -> tuple[dict[Place, View], list[Finding]]:
+        """Finds partitions as they are now.
+
+        Where an interval begins and ends is recorded once, so that a run that is cleared reads the
+        same.
+        """
+        unknown = [place for place in places if self.claims.read(place) is None]
+        if unknown:
+            bounds = bounds_of(self.producer, self.env, self.cluster, unknown)
+            for place, bound in bounds.items():
+                self.claims.change(place, lambda known, bound=bound: known or bound)  # type: ignore[misc]
+        return {place: self._found(place) for place in places}, []
+
+    def _found(self, place: Place) -> View:
+        claim = self.claims.read(place)
+        assert claim is not None
+        held_until = self.claims.held_until(claim, self.env.clock.now().timestamp())
+        last = claim if held_until else last_of(self.claims, claim, place)
+        return View(last.freed(marked=claim.high), claim.limit, claim, held_until)
+
+
+def _iso(seconds: float) -> str:
+    return instant_of(seconds).isoformat(timespec="seconds")

@@ -13,22 +13,19 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import Options, option, options
+from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import (
-    BOOL,
     CONN_ID,
-    SECONDS,
     SECONDS_OR_ZERO,
     TEXT,
     Rule,
-    is_int,
     one_of,
 )
 
 #: The connection of the cluster where none is named: that of Airflow's Kafka provider.
 DEFAULT_CONNECTION: Final = "kafka_default"
 
-#: Settings of librdkafka that this package gives itself, and why nobody else does.
+#: Settings of librdkafka that this package sets itself, and why.
 OWNED: Final[Mapping[str, str]] = {
     "allow.auto.create.topics": "no topic is created by reading it",
     "auto.offset.reset": "offset_reset_policy, for a group that is new; no run resets silently",
@@ -45,22 +42,9 @@ OWNED: Final[Mapping[str, str]] = {
 #: How the names of settings begin that open no file, load no library and run no command.  Others
 #: (``plugin.library.paths``, ``sasl.kerberos.kinit.cmd``) do, or may in a later librdkafka.
 _HARMLESS: Final = (
-    "api.version.",
-    "broker.",
-    "client.dns.lookup",
-    "client.rack",
-    "connections.max.idle.ms",
-    "fetch.",
-    "max.",
-    "message.max.bytes",
-    "metadata.",
-    "queued.",
-    "receive.message.max.bytes",
-    "reconnect.",
-    "retry.",
-    "sasl.mechanism",
-    "security.protocol",
-    "socket.",
+    *("api.version.", "broker.", "client.dns.lookup", "client.rack", "connections.max.idle.ms"),
+    *("fetch.", "max.", "message.max.bytes", "metadata.", "queued.", "receive.message.max.bytes"),
+    *("reconnect.", "retry.", "sasl.mechanism", "security.protocol", "socket."),
     "topic.metadata.",
 )
 
@@ -70,7 +54,6 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _HOST = re.compile(r"(?:[A-Za-z0-9_]+://)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
-_ISO: Final = "an aware instant"
 
 
 def is_secret(name: str) -> bool:
@@ -84,52 +67,41 @@ def _is_topic(value: object) -> bool:
     )
 
 
-def _is_host(value: object) -> bool:
-    if isinstance(value, str):
-        return _HOST.fullmatch(value) is not None
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and is_int(value[1])
-        and 0 < value[1] < 65536
-    )
+def hosts_of(value: str | Sequence[str]) -> list[str]:
+    """Returns the brokers that the option ``hosts`` names."""
+    return [host.strip() for host in value.split(",")] if isinstance(value, str) else [*value]
 
 
 def _are_hosts(value: object) -> bool:
-    if isinstance(value, str):
-        return all(_is_host(each.strip()) for each in value.split(","))
-    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_host, value))
+    return (
+        isinstance(value, (str, list, tuple))
+        and bool(value)
+        and all(isinstance(host, str) and _HOST.fullmatch(host) for host in hosts_of(value))
+    )
 
 
-def reset_instant(policy: object) -> datetime | None:
-    """The instant that a policy names; ``None`` if it names none.
+def reset_timestamp(policy: object) -> datetime | None:
+    """Returns the timestamp that a policy names; ``None`` if it names none.
 
-    :raises ValueError: If it is neither a word nor an aware instant.
+    :raises ValueError: If it is neither a word nor a timestamp with a time zone.
     """
     if policy in ("earliest", "latest"):
         return None
-    instant = (
-        policy
-        if isinstance(policy, datetime)
-        else datetime.fromisoformat(str(policy).replace("Z", "+00:00"))
-    )
-    if instant.utcoffset() is None:
+    timestamp = policy if isinstance(policy, datetime) else datetime.fromisoformat(str(policy))
+    if timestamp.utcoffset() is None:
         raise ValueError("it has no time zone")
-    return instant.astimezone(timezone.utc)
+    return timestamp.astimezone(timezone.utc)
 
 
 def _is_policy(value: object) -> bool:
-    if isinstance(value, (str, datetime)):
-        try:
-            reset_instant(value)
-        except ValueError:
-            return False
-        return True
-    return False
+    try:
+        reset_timestamp(value)
+    except ValueError:
+        return False
+    return True
 
 
-_HOSTS = Rule("'host:port,host:port', or a list of 'host:port' or (host, port)", _are_hosts)
+_HOSTS = Rule("'host:port,host:port', or a list of 'host:port'", _are_hosts)
 _TOPICS = Rule(
     "a list of topics' names: up to 249 letters, digits, '.', '_' and '-'; no pattern",
     lambda v: (
@@ -138,29 +110,25 @@ _TOPICS = Rule(
         and all(map(_is_topic, v))
         and len(set(v)) == len(v)
     ),
-    lambda text: [each.strip() for each in text.split(",")],
+    lambda text: [topic.strip() for topic in text.split(",")],
 )
 _A_TOPIC = Rule("a topic's name: up to 249 letters, digits, '.', '_' and '-'", _is_topic)
 _POLICY = Rule(
-    "'earliest', 'latest' or an instant with its time zone, such as '2026-01-31T12:00:00+00:00'",
+    "'earliest', 'latest' or a timestamp with its time zone, such as '2026-01-31T12:00:00+00:00'",
     _is_policy,
-)
-_BYTES = Rule(
-    "an integer from 1 to 2,147,483,135", lambda v: is_int(v) and 1 <= v < 2**31 - 512, int
 )
 _SETTINGS = Rule(
     "a mapping of librdkafka's settings: names to text, numbers or truth values",
     lambda v: (
         isinstance(v, Mapping)
         and all(isinstance(name, str) and name for name in v)
-        and all(isinstance(each, (str, int, float, bool)) for each in v.values())
+        and all(isinstance(value, (str, int, float, bool)) for value in v.values())
     ),
 )
-_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER")
 
 
 def place_of(message_id: str) -> tuple[str, int, int]:
-    """Topic, partition and offset of a message id.
+    """Returns topic, partition and offset of a message id.
 
     :raises ValueError: If it is none of Kafka's.
     """
@@ -171,7 +139,7 @@ def place_of(message_id: str) -> tuple[str, int, int]:
 
 
 def partition_of(message: Message) -> int:
-    """A number of the message's partition: messages of one partition stay in order by it."""
+    """Returns the same number for all messages of a partition, so that they stay in order."""
     return zlib.crc32(message.message_id.rpartition("-")[0].encode())
 
 
@@ -181,61 +149,10 @@ def _partition_and_key(message: Message) -> int:
 
 
 def key_group(key: str | None) -> str:
-    """A short name of a message's key, as it is in its metadata; ``""`` for none."""
+    """Returns a short name of a message's key, as it is in its metadata; ``""`` for none."""
     if key is None:
         return ""
     return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-@options
-class FetchConfig(Options):
-    """How much Kafka sends at a time; Broadway's ``fetch_config``."""
-
-    min_bytes: int = option(
-        default=1, rule=_BYTES, doc="Bytes that a broker waits for before it answers."
-    )
-    max_bytes: int = option(
-        default=1024 * 1024, rule=_BYTES, doc="Bytes of one partition in an answer, at most."
-    )
-    max_wait_time: float = option(
-        default=0.5, rule=SECONDS, doc="Seconds that a broker waits for ``min_bytes``, at most."
-    )
-
-
-@options
-class ClientConfig(Options):
-    """How the client connects; Broadway's ``client_config``.  Secrets are the connection's."""
-
-    client_id_prefix: str | None = option(
-        default=None,
-        rule=TEXT.or_none(),
-        doc="What stands before the client's name in the brokers' logs.",
-    )
-    ssl: bool | None = option(
-        default=None,
-        rule=BOOL.or_none(),
-        doc="Whether to use TLS; ``None``: as the connection says.",
-    )
-    sasl: str | None = option(
-        default=None,
-        rule=one_of(*_MECHANISMS).or_none(),
-        doc="The SASL mechanism; its user and password are the connection's login and password, or"
-        " ``sasl.username`` and ``sasl.password`` in its extra.",
-    )
-    connect_timeout: float = option(
-        default=5.0,
-        rule=Rule(
-            "seconds from 1 to 600", lambda v: type(v) in (int, float) and 1 <= v <= 600, float
-        ),
-        doc="Seconds that a connection to a broker may take.",
-    )
-    request_timeout: float = option(
-        default=20.0,
-        rule=Rule(
-            "seconds from 1 to 300", lambda v: type(v) in (int, float) and 1 <= v <= 300, float
-        ),
-        doc="Seconds that an answer may take, before the cluster counts as out of reach.",
-    )
 
 
 @options
@@ -261,8 +178,8 @@ class KafkaOptions(Producer):
     hosts: Any = option(
         default=None,
         rule=_HOSTS.or_none(),
-        doc="Brokers to begin with: ``'host:port,host:port'``, or a list of ``'host:port'`` or"
-        " ``(host, port)``; ``None``: the connection's ``bootstrap.servers``.",
+        doc="Brokers to begin with: ``'host:port,host:port'``, or a list of ``'host:port'``;"
+        " ``None``: the connection's ``bootstrap.servers``.",
     )
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
@@ -274,14 +191,8 @@ class KafkaOptions(Producer):
         default="latest",
         rule=_POLICY,
         doc="Where a group begins that has no offset in any partition: ``earliest``, ``latest``, or"
-        " at an instant with its time zone, in ISO 8601.  A partition that is added later is read"
+        " at a timestamp with its time zone, in ISO 8601.  A partition that is added later is read"
         " from its beginning, whatever this says.",
-    )
-    begin_offset: str = option(
-        default="assigned",
-        rule=one_of("assigned", "reset"),
-        doc="``assigned``: where the group is.  ``reset``: each run begins by"
-        " ``offset_reset_policy``, whatever the group had finished.",
     )
     order: str = option(
         default="partition",
@@ -310,26 +221,14 @@ class KafkaOptions(Producer):
     lateness: float = option(
         default=300.0,
         rule=SECONDS_OR_ZERO,
-        doc="Seconds by which messages of the log may be out of order by their instants: a backfill"
-        " reads on for so long behind its interval.",
-    )
-    fetch_config: FetchConfig = option(
-        default=FetchConfig(),
-        rule=Rule("a FetchConfig", lambda v: isinstance(v, FetchConfig)),
-        doc="How much Kafka sends at a time.",
-        nested=FetchConfig,
-    )
-    client_config: ClientConfig = option(
-        default=ClientConfig(),
-        rule=Rule("a ClientConfig", lambda v: isinstance(v, ClientConfig)),
-        doc="How the client connects.",
-        nested=ClientConfig,
+        doc="Seconds by which messages of the log may be out of order by their timestamps: a"
+        " backfill reads on for so long behind its interval.",
     )
     settings: Any = option(
         default=None,
         rule=_SETTINGS.or_none(),
-        doc="More settings of librdkafka, by its names; they win over the connection's.  No secrets"
-        " and none that this package gives itself.",
+        doc="Settings of librdkafka, by its names, such as ``fetch.wait.max.ms``; they win over the"
+        " connection's.  No secrets, and none that this package sets itself.",
     )
 
     def _resolve(self) -> None:
@@ -341,45 +240,36 @@ class KafkaOptions(Producer):
             if name in OWNED:
                 raise OptionsError(path, f"nothing: {OWNED[name]}", value)
         if isinstance(self.topics, (list, tuple)):
-            letters = {self.dead_letter_of(topic) for topic in self.topics}
-            retried = {self.retry_of(topic) for topic in self.topics}
-            for name, what, found in (
+            letters, retried = {*self.dead_letter_topics}, self.retry_topics
+            for name, what, overlap in (
                 ("dead_letter", "dead letters", letters & {*self.topics, *retried}),
                 ("retry_topic", "messages to be retried", retried & {*self.topics}),
             ):
-                if found:
-                    raise OptionsError(
-                        f"KafkaProducer.{name}",
-                        f"none of the topics: {what} would be received again",
-                        sorted(found),
-                    )
+                if overlap:
+                    rule = f"none of the topics: {what} would be received again"
+                    raise OptionsError(f"KafkaProducer.{name}", rule, sorted(overlap))
 
     def unsafe_options(self) -> Sequence[str]:
         names = sorted(self.settings or {})
         return [f"settings.{name}" for name in names if not name.startswith(_HARMLESS)]
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
-        """Messages go to processors and batches by topic and partition, as in Broadway, where there
-        is more than one way to go.
+        """Partitions messages by topic and partition, as Broadway does, if stages run in parallel.
 
         :raises OptionsError: If the pipeline partitions otherwise.
         """
-        given = {
-            "partition_by": pipeline.partition_by,
-            "processors.partition_by": pipeline.processors.partition_by,
-        }
         batchers: Mapping[str, Any] = pipeline.batchers
-        given |= {f"batchers.{name}.partition_by": b.partition_by for name, b in batchers.items()}
-        for path, value in given.items():
-            if value is not None:
-                raise OptionsError(
-                    path,
+        parts = {"": pipeline, "processors.": pipeline.processors}
+        parts |= {f"batchers.{name}.": batcher for name, batcher in batchers.items()}
+        for path, part in parts.items():
+            if part.partition_by is not None:
+                rule = (
                     "nothing beside a KafkaProducer: it partitions by topic and partition itself"
-                    " (order='key': by key too)",
-                    value,
+                    " (order='key': by key too)"
                 )
+                raise OptionsError(f"{path}partition_by", rule, part.partition_by)
         sizes = [pipeline.processors.concurrency, *(b.concurrency for b in batchers.values())]
-        if self.order == "none" or set(sizes) == {1}:  # there is but one way to go
+        if self.order == "none" or set(sizes) == {1}:  # nothing runs in parallel
             return {}
         return {"partition_by": _partition_and_key if self.order == "key" else partition_of}
 
@@ -387,7 +277,7 @@ class KafkaOptions(Producer):
 
     @property
     def place(self) -> str:
-        """What leases go by: the group and its topics."""
+        """The queue that a lease names: the group and its topics."""
         return f"{self.group_id}: {', '.join(sorted(self.topics))}"
 
     def dead_letter_of(self, topic: str) -> str:
@@ -398,16 +288,26 @@ class KafkaOptions(Producer):
         """Returns the topic for a topic's messages that are to be retried."""
         return self.retry_topic or f"{topic}.retry"
 
+    @property
+    def retry_topics(self) -> set[str]:
+        """The retry topics of all topics."""
+        return set(map(self.retry_of, self.topics))
+
+    @property
+    def dead_letter_topics(self) -> list[str]:
+        """The topics for dead letters, sorted."""
+        return sorted(set(map(self.dead_letter_of, self.topics)))
+
     def outcomes(self) -> set[Action]:
-        """Returns what may become of messages, as far as the options tell."""
-        made = {self.actions[self.on_success], self.actions[self.on_failure]}
-        if Action.RETRY in made and self.retry.dead_letter:
-            made.add(Action.DEAD_LETTER)
-        return made
+        """Returns the actions that the options may lead to."""
+        actions = {self.actions[self.on_success], self.actions[self.on_failure]}
+        if Action.RETRY in actions and self.retry.dead_letter:
+            actions.add(Action.DEAD_LETTER)
+        return actions
 
     @property
     def keeps_order(self) -> bool:
-        """In each partition, or for each key in it, unless ``order`` is ``none``."""
+        """Whether order is kept in each partition, or for each key in it."""
         return self.order != "none"
 
     def group_of(self, message: Message) -> str | None:

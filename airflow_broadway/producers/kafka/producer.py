@@ -1,4 +1,4 @@
-"""Apache Kafka as a pipeline's producer: opens the half that receives and the half that settles."""
+"""Opens the two halves of Apache Kafka as a pipeline's producer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class KafkaProducer(KafkaOptions):
     """Messages from topics of Apache Kafka: see ``docs/kafka.md``.
 
     Broadway acknowledges success and failure alike; here ``on_success`` and ``on_failure`` take
-    ``"ack"``, ``"retry"`` (by the option ``retry``, in place: the message stays where it is in the
-    log), ``"dead_letter"`` (to ``dead_letter``) and ``"halt"``: nothing behind the message in its
+    ``"ack"``, ``"retry"`` (by the option ``retry``: in place, or with ``order="none"`` by the retry
+    topic), ``"dead_letter"`` (to ``dead_letter``) and ``"halt"``: nothing behind the message in its
     group is settled, and the run fails.
     """
 

@@ -80,22 +80,48 @@ def origin_of(record: Any, group: str) -> Origin | None:
     :param group: The consumer group; copies of other groups are not of interest.
     :returns: ``None`` if it is no such copy.
     """
-    said = {n: as_text(value) or "" for n, value in record.headers() or () if is_of_retry(n)}
-    if said.get("broadway.group") != group or NOT_BEFORE not in said:
+    ours = {n: as_text(value) or "" for n, value in record.headers() or () if is_of_retry(n)}
+    if ours.get("broadway.group") != group or NOT_BEFORE not in ours:
         return None
     try:
-        timestamp = said.get("broadway.timestamp")
+        timestamp = ours.get("broadway.timestamp")
         return Origin(
-            said["broadway.topic"],
-            int(said["broadway.partition"]),
-            int(said["broadway.offset"]),
-            int(said["broadway.attempt"]),
-            int(said[NOT_BEFORE]) / 1000,
+            ours["broadway.topic"],
+            int(ours["broadway.partition"]),
+            int(ours["broadway.offset"]),
+            int(ours["broadway.attempt"]),
+            int(ours[NOT_BEFORE]) / 1000,
             int(timestamp) if timestamp else None,
-            said["broadway.generation"],
+            ours["broadway.generation"],
         )
     except (KeyError, ValueError):
         return None
+
+
+class Copy:
+    """A record of a retry topic, as the message of which it is a copy."""
+
+    def __init__(self, record: Any, origin: Origin) -> None:
+        self.record, self.origin = record, origin
+        self.value, self.key = record.value, record.key
+
+    @property
+    def receipt(self) -> str:
+        """Where the copy is."""
+        return f"@{self.record.topic()}-{self.record.partition()}-{self.record.offset()}"
+
+    def offset(self) -> int:
+        """Returns the message's offset in its own topic."""
+        return self.origin.offset
+
+    def timestamp(self) -> tuple[int, int]:
+        """Returns the message's timestamp."""
+        own = self.origin.timestamp
+        return (_NO_TIME, 0) if own is None else (_NO_TIME + 1, own)
+
+    def headers(self) -> list[tuple[str, Any]]:
+        """Returns the message's headers."""
+        return [(n, value) for n, value in self.record.headers() or () if not is_of_retry(n)]
 
 
 class Records:
@@ -108,7 +134,6 @@ class Records:
     def __init__(self, generation: str, *, by_key: bool) -> None:
         self._generation = generation
         self._by_key = by_key
-        self._ref = AckRef(None, generation, Delivery())
 
     def messages(
         self,
@@ -118,17 +143,20 @@ class Records:
         marks: Iterable[tuple[int, bool]] | None,
         at: datetime,
         position: int,
+        receipt: str = "",
     ) -> list[Message]:
         """Makes the messages of records of one partition.
 
         :param marks: The attempt of each, and whether it is redelivered; ``None``: all are new.
         :param position: The first message's; the others count on from it.
+        :param receipt: What is added to the receipt of each.
         """
-        prefix, key_of, ref = f"{topic}-{partition}-", as_text, self._ref
+        prefix, key_of = f"{topic}-{partition}-", as_text
+        plain = ref = AckRef(None, self._generation, Delivery(receipt=receipt))
         batch_key = (topic, partition)
         known = iter(marks) if marks is not None else None
         attempt, redelivered = 1, False
-        made: list[Message] = []
+        messages: list[Message] = []
         for record in records:
             offset, value = record.offset(), record.value()
             key, headers = record.key(), record.headers()
@@ -138,11 +166,10 @@ class Records:
             if known is not None:
                 attempt, redelivered = next(known)
             again = bool(headers) and any(name == REQUEUED for name, _ in headers)
-            if self._by_key and key is not None:
-                ref = AckRef(None, self._generation, Delivery(receipt=key_group(key)))
-            elif self._by_key:
-                ref = self._ref
-            made.append(
+            if self._by_key:
+                own = Delivery(receipt=key_group(key) + receipt)
+                ref = plain if key is None else AckRef(None, self._generation, own)
+            messages.append(
                 Message(
                     value,
                     metadata={
@@ -164,45 +191,4 @@ class Records:
                 )
             )
             position += 1
-        return made
-
-    def retried(
-        self,
-        place: tuple[str, int],
-        record: Any,
-        origin: Origin,
-        attempt: int,
-        at: datetime,
-        position: int,
-    ) -> Message:
-        """Makes the message of a record of a retry topic.
-
-        :param place: Of the record.
-        :param attempt: The attempt at least, as known of the record.
-        """
-        key, value = as_text(record.key()), record.value()
-        group = key_group(key) if self._by_key else ""
-        receipt = f"{group}@{place[0]}-{place[1]}-{record.offset()}"
-        return Message(
-            value,
-            metadata={
-                "topic": origin.topic,
-                "partition": origin.partition,
-                "offset": origin.offset,
-                "key": key,
-                "ts": origin.timestamp,
-                "headers": [
-                    [name, as_text(each)]
-                    for name, each in record.headers() or ()
-                    if not is_of_retry(name)
-                ],
-            },
-            acknowledger=AckRef(None, self._generation, Delivery(receipt=receipt)),
-            message_id=origin.message_id,
-            batch_key=(origin.topic, origin.partition),
-            attempt=max(origin.attempts + 1, attempt),
-            redelivered=True,
-            received_at=at,
-            position=position,
-            size=0 if value is None else len(value),
-        )
+        return messages

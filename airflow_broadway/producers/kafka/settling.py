@@ -1,18 +1,19 @@
 """Decides how a claim ends: from verdicts on messages to the offset that is committed, and counts.
 
-Pure.  A claim covers a range of offsets.  Some have a verdict of their own, the others that of the
-rest; an offset without a message is a gap of the log.  The group's offset moves over all that is
+Pure.  A claim covers a range of offsets.  Some messages are named with a decision, the others share
+one; an offset without a message is a gap of the log.  The group's offset moves over all that is
 finished without a break.  What comes again stays in the log, and what is finished behind it is kept
 in the claim.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from airflow_broadway.core.custody.report import CLASS_OF
+from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, Action
 from airflow_broadway.producers.kafka.claims import Claim, Decision, Failed
 from airflow_broadway.producers.kafka.offsets import (
@@ -40,32 +41,17 @@ class Read(NamedTuple):
     left: Ranges = ()
 
 
-class Rest(NamedTuple):
-    """The verdict on messages that have none of their own.
-
-    :param action: ``ACK`` or ``RELEASE``.
-    :param named: The messages that the manifest names, where ids were read: offset → decision.
-    :param whole: Whether ``named`` are all that were handed out: the others are gaps then.
-    """
-
-    action: Action
-    named: Mapping[int, Decision] | None = None
-    whole: bool = True
-
-
 class Ended(NamedTuple):
     """A claim that has ended.
 
     :param after: The partition then; its ``start`` is the offset to commit.
     :param counts: Messages by class of the account, without those settled immediately.
-    :param again: Ids of messages that come again; ``None``: all but ``final``.
-    :param final: Ids of messages that do not.
+    :param again: Which messages come again, of those that are named, or settled immediately.
     """
 
     after: Claim
     counts: Mapping[str, int]
-    again: frozenset[str] | None
-    final: frozenset[str]
+    again: ComingAgain
 
 
 def still_failed(failed: Mapping[int, Failed], again: Mapping[int, Decision]) -> dict[int, Failed]:
@@ -73,28 +59,26 @@ def still_failed(failed: Mapping[int, Failed], again: Mapping[int, Decision]) ->
 
     One that is released keeps the attempts it has used, and need not wait.
     """
-    made = {
-        offset: each._replace(not_before=0.0) if offset in again else each
-        for offset, each in failed.items()
+    released = {o: message._replace(not_before=0.0) for o, message in failed.items() if o in again}
+    retried = {
+        offset: Failed(decision.attempt, decision.not_before, decision.group)
+        for offset, decision in again.items()
+        if decision.action is Action.RETRY
     }
-    return made | {
-        offset: Failed(each.attempt, each.not_before, each.group)
-        for offset, each in again.items()
-        if each.action is Action.RETRY
-    }
+    return {**failed, **released, **retried}
 
 
-def taken_over(claim: Claim, at_once: Mapping[int, Decision]) -> tuple[Ranges, dict[int, Failed]]:
-    """Returns what is finished, and what waits to be retried, of a claim whose generation is dead.
+def take_over(claim: Claim, at_once: Mapping[int, Decision]) -> Claim:
+    """Returns the state of a partition whose claim is of a dead generation.
 
     :param at_once: What its callbacks had settled immediately.
     """
-    stays = {offset: each for offset, each in at_once.items() if each.stays}
-    final = of_offsets(offset for offset in at_once if offset not in stays)
-    return union(claim.done, final), still_failed(claim.failed, stays)
+    again = {offset: decision for offset, decision in at_once.items() if decision.stays}
+    done = union(claim.done, of_offsets(at_once.keys() - again))
+    return replace(claim, done=done, failed=still_failed(claim.failed, again))
 
 
-def in_order(
+def keep_order(
     decisions: Mapping[int, Decision], before: Mapping[int, Decision], order: str
 ) -> dict[int, Decision]:
     """Releases what follows a message that comes again in its group, to be handled in order.
@@ -104,94 +88,64 @@ def in_order(
 
     :param before: Decisions that were carried out immediately.
     """
-    made = dict(decisions)
+    ordered = dict(decisions)
     if order == "none":
-        return made
+        return ordered
     blocked: set[str] = set()
     for offset, decision in sorted({**decisions, **before}.items()):
         group = decision.group if order == "key" else order
         if not group:  # without a key it is in no order
             continue
         if group in blocked and offset not in before and decision.action in HELD_BACK:
-            made[offset] = decision._replace(action=Action.RELEASE, not_before=0.0)
+            ordered[offset] = decision._replace(action=Action.RELEASE, not_before=0.0)
         elif decision.action in COMES_AGAIN:
             blocked.add(group)
-    return made
+    return ordered
 
 
-def decided(
+def end_claim(
+    claim: Claim,
     read: Read,
     decisions: Mapping[int, Decision],
     at_once: Mapping[int, Decision],
-    rest: Rest,
-    *,
-    order: str,
-) -> dict[int, Decision]:
-    """Returns the decision on each message of a range that has one of its own, or is named.
-
-    :param at_once: Decisions that were carried out immediately: they stand.
-    """
-    named = {
-        offset: each._replace(action=rest.action) for offset, each in (rest.named or {}).items()
-    }
-    made = {
-        offset: each
-        for offset, each in {**named, **decisions}.items()
-        if read.start <= offset < read.end and offset not in at_once
-    }
-    return in_order(made, at_once, order)
-
-
-def ended(
-    claim: Claim,
-    read: Read,
-    made: Mapping[int, Decision],
-    at_once: Mapping[int, Decision],
-    rest: Rest,
+    others: Action | None,
 ) -> Ended:
     """Ends a claim.
 
-    :param made: The result of :func:`decided`.
+    :param decisions: Those on messages that are named.
+    :param at_once: Those that were carried out immediately.
+    :param others: What becomes of messages that are not named: ``ACK`` or ``RELEASE``; ``None``:
+        all are named, and the other offsets are gaps of the log.
     """
-    every = {**made, **at_once}
-    again = {offset: each for offset, each in every.items() if each.stays}
+    every = {**decisions, **at_once}
+    again = {offset: decision for offset, decision in every.items() if decision.stays}
     whole: Ranges = ((read.start, read.end),) if read.start < read.end else ()
-    known = rest.action is Action.ACK if rest.named is None else rest.whole
-    if known:
+    if others is Action.RELEASE:  # what is not known to be finished was handed out, or is a gap
+        waits = minus(whole, union(of_offsets(every.keys() - again), claim.done))
+    else:
         waits = of_offsets(again)
-    else:  # what is not known to be finished was handed out, or is a gap
-        final = of_offsets(offset for offset in every if offset not in again)
-        waits = minus(whole, union(final, claim.done))
     waits = union(waits, clip(read.left, read.start, read.end))
     target = waits[0][0] if waits else max(claim.start, read.end)
     beyond = clip(claim.done, max(target, read.end), FOREVER)
-    kept = {
-        offset: each
-        for offset, each in claim.failed.items()
+    failed = {
+        offset: message
+        for offset, message in claim.failed.items()
         if offset >= read.end or contains(waits, offset)
     }
-    after = replace(
-        claim,
-        generation="",
+    after = claim.freed(
         start=target,
-        end=0,
-        until=0.0,
         marked=max(claim.marked, read.end),
         done=union(minus(clip(whole, target, read.end), waits), beyond),
-        failed=still_failed(kept, again),
+        failed=still_failed(failed, again),
     )
-    counts = dict.fromkeys(CLASS_OF.values(), 0)
-    for decision in made.values():
-        counts[CLASS_OF[decision.action]] += 1
-    if rest.named is None or not rest.whole:
+    counts = Counter(CLASS_OF[decision.action] for decision in decisions.values())
+    if others is not None:
         offsets = count(minus(whole, claim.done))
         messages = offsets if read.messages is None else read.messages
-        others = max(0, messages - len(every))
-        counts[CLASS_OF[rest.action] if rest.named is None else "released"] += others
-    comes = frozenset(each.message_id for each in every.values() if each.action in COMES_AGAIN)
-    return Ended(
-        after,
-        {name: number for name, number in counts.items() if number},
-        comes if known else None,
-        frozenset(each.message_id for each in every.values()) - comes,
-    )
+        counts[CLASS_OF[others]] += max(0, messages - len(every))
+    named = {d.message_id: d.action for d in every.values()}
+    comes = frozenset(key for key, action in named.items() if action in COMES_AGAIN)
+    known = ComingAgain(comes)
+    if others is Action.RELEASE:
+        known = ComingAgain(frozenset(named.keys() - comes), all_but=True)
+    return Ended(after, +counts, known)

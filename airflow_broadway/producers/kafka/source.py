@@ -1,28 +1,33 @@
-"""Receives for one generation, in the run's own thread; ``claiming`` claims what it reads."""
+"""Receives for one generation, in the run's own thread.
+
+A partition is claimed before its first message is handed out: a version of its claim is created in
+staging, and the group's offset is committed once more, with a mark.  So a group that has members or
+may not be written refuses the run before any callback, and another staging folder sees the claim.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
+from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from airflow_broadway.core.custody.findings import enforce
 from airflow_broadway.core.custody.protocol import Lease
-from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.claiming import ClaimingSource
-from airflow_broadway.producers.kafka.claims import Place
-from airflow_broadway.producers.kafka.errors import Truncated
+from airflow_broadway.producers.kafka import opening
+from airflow_broadway.producers.kafka.claims import Claim, Claims, Place, group_files, name_of
+from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.errors import Truncated, is_out_of_range, is_passing
 from airflow_broadway.producers.kafka.offsets import minus
-from airflow_broadway.producers.kafka.opening import (
-    expired_text,
-    truncated_text,
-)
-from airflow_broadway.producers.kafka.reader import PartitionReader
-from airflow_broadway.producers.kafka.records import Records
-from airflow_broadway.producers.kafka.silence import Silence
+from airflow_broadway.producers.kafka.reader import PartitionReader, Silence
+from airflow_broadway.producers.kafka.records import Copy, Records
+from airflow_broadway.producers.kit.generation_log import forget_ended
+from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -30,59 +35,246 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: The part of a lease that is over when the source itself moves its deadline on.
+_EXTEND_PART: Final = 0.25
+#: Days for which the report of a settled generation is kept.
+_KEPT_DAYS: Final = 7
 #: Seconds between two looks at whether the run is to stop.
 _STOP_INTERVAL: Final = 0.2
 #: Seconds for which a receive waits for more messages after its first.
 _GATHER_TIMEOUT: Final = 0.02
-#: Errors of the client on an offset that the log does not have.
-_OUT_OF_RANGE: Final = ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE")
-#: Errors of the client on a connection, which it makes again by itself.
-_CONNECTION: Final = ("_ALL_BROKERS_DOWN", "_TRANSPORT", "_RESOLVE")
 
 
-class KafkaSource(ClaimingSource):
+class KafkaSource:
     """Receives for one generation."""
 
     def __init__(self, producer: KafkaOptions, env: ProducerEnv) -> None:
+        self._producer, self._env, self._clock = producer, env, env.clock
+        #: Whether what is fetched next follows what was fetched before.
+        self._assigned = False
         self._received = 0
         self._stopped = self._closed = False
         #: Whether a backfill ended before its interval did.
         self._unread = False
-        #: Ids of messages of which a copy may be in a retry topic too, that were handed out.
+        #: Ids of messages that were handed out, and may come once more: by a retry topic too.
         self._seen: set[str] = set()
         self._records = Records(env.generation, by_key=producer.order == "key")
-        super().__init__(producer, env)
-        wait = producer.fetch_config.max_wait_time
-        self._silence = Silence(self._cluster, env.clock, wait=wait)
+        self._cluster = Cluster(producer, env)
+        try:
+            self._open()
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
+            self._cluster.close()
+            raise
+
+    def _open(self) -> None:
+        producer, env = self._producer, self._env
+        self._cluster_id, partitions = self._cluster.metadata()
+        files = group_files(env.staging, self._cluster_id, producer.group_id)
+        forget_ended(files, day_of(self._clock.now(), before=_KEPT_DAYS))
+        self._live = env.interval is None
+        self._folder = "claims" if self._live else opening.folder_of(str(env.owner.get("run_id")))
+        self._claims = Claims(files, env.clock, self._folder)
+        if not self._live:  # a retry topic has copies of what is in the log
+            partitions = {t: n for t, n in partitions.items() if t not in producer.retry_topics}
+        kind = opening.Opening if self._live else opening.BackfillOpening
+        self._opening = kind(producer, env, self._cluster, self._claims, partitions)
+        enforce(self._opening.check(), log)
+        concurrency = 1 if env.alone else producer.concurrency
+        self._places = opening.own_places(partitions, env.index % concurrency, concurrency)
+        self._generation = self._claims.generation(env.generation)
+        #: The end of this generation's lease, as far as it knows; and whether it is recorded.
+        self._deadline = self._now() + producer.lease
+        self._holds = False
+        self._silence = Silence(env.clock, wait=self._cluster.fetch_wait)
+        self._readers: dict[Place, PartitionReader] = {}
+        #: Messages that retention had removed when the run began, and while it read.
+        self._expired: dict[Place, int] = {}
+        views = self._look(self._places)
+        self._begin({place: view for place, view in views.items() if view.begins})
+
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
 
     @property
     def lease(self) -> Lease:
         if not self._holds:  # what holds nothing cannot lapse
             self._deadline = self._now() + self._producer.lease
-        read: dict[str, dict[str, Any]] = {}
-        for (topic, partition), reader in list(self._readers.items()):
-            if reader.claim is not None:
-                read.setdefault(topic, {})[str(partition)] = reader.to_json()
-        own: dict[str, list[int]] = {}
-        for topic, partition in self._places:
-            own.setdefault(topic, []).append(partition)
+        readers = list(self._readers.items())
         expired = sum(self._expired.values())
         return Lease(
             kind=self._producer.kind,
             generation=self._env.generation,
             seconds=self._producer.lease,
-            deadline=datetime.fromtimestamp(self._deadline, timezone.utc),
+            deadline=instant_of(self._deadline),
             owner=dict(self._env.owner),
             state={
                 "queue": self._producer.place,
                 "cluster": self._cluster_id,
-                "own": own,
-                "read": read,
+                "own": [name_of(place) for place in self._places],
+                "read": {name_of(p): r.to_json() for p, r in readers if r.claim is not None},
                 "stopped": self._stopped,
                 **({} if self._live else {"backfill": self._folder}),
                 **({"unread": True} if self._unread else {}),
                 **({"set_aside": {"expired": expired}} if expired else {}),
             },
+        )
+
+    # -- partitions ----------------------------------------------------------------------------
+
+    def _look(self, places: Sequence[Place]) -> dict[Place, opening.View]:
+        """Finds partitions as they are now, and begins to read them there.
+
+        :raises ProducerError: If the run is refused.
+        """
+        if not places:
+            return {}
+        views, findings = self._opening.look(places)
+        enforce(findings, log)
+        for place, view in views.items():
+            self._readers[place] = PartitionReader(
+                place, view, self._now(), self._producer, self._env
+            )
+            self._assigned = False
+            if view.expired:
+                self._expired[place] = view.expired
+        return views
+
+    def _begin(self, views: Mapping[Place, opening.View]) -> None:
+        """Commits where the group begins in partitions of which it has no offset."""
+        free = {place: view.state.start for place, view in views.items() if not view.held_until}
+        if not free or not self._live:
+            return
+        # The generation is not recorded yet: should it die now, others wait for the grace alone.
+        claimed = self._create(free, self._now())
+        self._commit(claimed)
+        for place in claimed:
+            reader = self._readers[place]
+            reader.view = reader.view._replace(known=self._release(place))
+
+    def _claim(self, ends: Mapping[Place, int]) -> set[Place]:
+        """Claims partitions up to some offsets.
+
+        :returns: Those that this generation holds now; others have changed, or are another's.
+        :raises LeaseLapsed: If the generation was ended meanwhile.
+        """
+        before = {p: self._readers[p] for p in ends if self._readers[p].claim is None}
+        changed: set[Place] = set()
+        if self._live:
+            committed = self._cluster.committed(list(ends))
+            changed = {p for p in ends if committed.get(p) != self._readers[p].view.committed}
+            self._look([place for place in before if place in changed])
+        same = {place: end for place, end in ends.items() if place not in changed & before.keys()}
+        claimed = self._create(same, self._hold())
+        if any(place not in claimed and place not in before for place in ends):
+            raise self._overdue()
+        if self._generation.ended():
+            for place in claimed:
+                self._release(place, claimed[place])
+            raise self._lapsed()
+        if self._live:
+            # Where others have committed meanwhile, the settlement finds it: it is not overwritten.
+            self._commit({place: own for place, own in claimed.items() if place not in changed})
+            # Another staging folder may have claimed in the same moment: the last commit counts.
+            committed = self._cluster.committed([p for p in before if p in claimed])
+            for place, commit in committed.items():
+                mark = opening.read_mark(commit.metadata)
+                if mark is not None and mark.owner != self._opening.owner:
+                    self._release(place)
+                    del claimed[place]
+        self._look([place for place in same if place not in claimed])
+        return set(claimed)
+
+    def _create(self, ends: Mapping[Place, int], until: float) -> dict[Place, Claim | None]:
+        """Creates the next versions of claims.
+
+        :returns: The claims before, by partition.
+        """
+        created: dict[Place, Claim | None] = {}
+        for place, end in ends.items():
+            reader = self._readers[place]
+            state, own = reader.view.state, reader.claim
+            claim = own or replace(
+                state,
+                generation=self._env.generation,
+                until=until,
+                done=minus(state.done, ((0, state.start),)),
+            )
+            claim = replace(claim, end=end, epoch=reader.epoch)
+            if self._claims.replace(place, own or reader.view.known, claim):
+                created[place], reader.claim = own, claim
+        return created
+
+    def _commit(self, places: Mapping[Place, Claim | None]) -> None:
+        """Commits the offset of claimed partitions once more, with a mark.
+
+        :param places: The claims before.
+        :raises ProducerError: If the cluster refuses; the claims are given up.
+        """
+        owner, durable = self._opening.owner, self._claims.durable
+        offsets = {
+            place: opening.commit_of(claim, owner, durable=durable)
+            for place in places
+            if (claim := self._readers[place].claim) is not None
+        }
+        try:
+            self._cluster.commit(offsets)
+        except BroadwayError:
+            for place, before in places.items():
+                self._release(place, before)
+            raise
+        for place, commit in offsets.items():
+            reader = self._readers[place]
+            reader.view = reader.view._replace(committed=commit)
+
+    def _release(self, place: Place, before: Claim | None = None) -> Claim:
+        """Gives up a claim of which nothing was handed out, and returns the one that is left.
+
+        :param before: The claim that it extended.
+        """
+        reader = self._readers[place]
+        assert reader.claim is not None
+        after = before or reader.claim.freed()
+        self._claims.end(place, self._env.generation, after)
+        reader.claim = before
+        return after
+
+    # -- the lease -----------------------------------------------------------------------------
+
+    def _hold(self) -> float:
+        """Records the end of the lease; called before each claim."""
+        now = self._now()
+        if not self._holds or self._deadline - now < (1 - _EXTEND_PART) * self._producer.lease:
+            deadline = now + self._producer.lease
+            self._generation.hold(deadline, self._env.owner)
+            self._deadline, self._holds = deadline, True
+        return self._deadline
+
+    def _check_held(self) -> None:
+        """Goes on only while the lease lasts.
+
+        :raises LeaseLapsed: If it has ended.
+        """
+        if self._generation.ended():
+            raise self._lapsed()
+        if not self._holds:
+            return
+        if self._now() >= self._deadline:
+            renewed = self._generation.deadline()
+            if renewed is None or self._now() >= renewed:
+                raise self._overdue()
+            self._deadline = renewed
+        self._hold()
+
+    def _overdue(self) -> LeaseLapsed:
+        return LeaseLapsed(
+            f"the lease of generation {self._env.generation} was over before it was renewed: others"
+            " may have its messages"
+        )
+
+    def _lapsed(self) -> LeaseLapsed:
+        return LeaseLapsed(
+            f"generation {self._env.generation} was settled while it still received: a newer"
+            " execution of its task, or a sweep, gave its messages back"
         )
 
     # -- receiving -----------------------------------------------------------------------------
@@ -98,8 +290,11 @@ class KafkaSource(ClaimingSource):
             if quiet and self._looked_again():
                 continue
             left = max(0.0, end - monotonic()) if quiet else _STOP_INTERVAL
-            busy = {place: r.position for place, r in self._readers.items() if not r.quiet}
-            self._silence.check(busy)
+            busy = [place for place, reader in self._readers.items() if not reader.quiet]
+            silent = self._silence.overdue(busy)
+            if silent is not None:
+                position = self._readers[silent].position
+                raise self._cluster.silence(silent, position, "nothing can be received")
             self._assign()
             records = self._fetch(demand, min(_STOP_INTERVAL, left))
             self._silence.listened(busy, all_heard=len(records) < demand)
@@ -114,7 +309,7 @@ class KafkaSource(ClaimingSource):
         return messages
 
     def _looked_again(self) -> bool:
-        """Whether more is wanted than was so far: a message is due, or another run has settled."""
+        """Whether more is wanted than before: a message is due, or another run has settled."""
         now = self._now()
         due = [
             r for r in self._readers.values() if r.look_again is not None and now >= r.look_again
@@ -130,11 +325,13 @@ class KafkaSource(ClaimingSource):
         """Has the client read each partition where this source goes on."""
         if self._assigned:
             return
-        wanted = {place: r.position for place, r in self._readers.items() if not r.finished}
-        epochs = {place: self._readers[place].epoch for place in wanted}
-        for place in wanted:
-            self._readers[place].at_end = False
-        self._cluster.assign(wanted, epochs)
+        wanted = {place: reader for place, reader in self._readers.items() if not reader.finished}
+        for reader in wanted.values():
+            reader.at_end = False
+        self._cluster.assign(
+            {place: reader.position for place, reader in wanted.items()},
+            {place: reader.epoch for place, reader in wanted.items()},
+        )
         self._assigned = True
 
     def _fetch(self, demand: int, wait: float) -> list[Any]:
@@ -162,10 +359,10 @@ class KafkaSource(ClaimingSource):
         for record in records:
             error = record.error()
             if error is not None:
-                if error.name() in _OUT_OF_RANGE:
+                if is_out_of_range(error):
                     gone.append((record.topic(), record.partition()))
                 else:
-                    self._event(record, error)
+                    self._take_event(record, error)
                 continue
             place = record.topic(), record.partition()
             if place != last:
@@ -176,7 +373,7 @@ class KafkaSource(ClaimingSource):
         self._assigned = True
         messages = self._take(fetched) if fetched else []
         for place in gone:
-            self._expire(self._readers[place])
+            self._skip_expired(self._readers[place])
         # The client reads no more of a partition that it could not read on.
         self._assigned = self._assigned and not gone
         return messages
@@ -199,7 +396,7 @@ class KafkaSource(ClaimingSource):
                     )
                 if wanted[place] and reader.position > reader.claimed:
                     ends[place] = reader.ahead(self._cluster.ends(place)[1])
-            held = self._claim(ends) if ends else set()
+            claimed = self._claim(ends) if ends else set()
         except BaseException:  # what was fetched is fetched again; re-raised
             self._assigned = False
             for reader, position in before.values():
@@ -207,15 +404,14 @@ class KafkaSource(ClaimingSource):
             raise
         if ends:
             # Those that are another's, or have changed, are read again where they are now.
-            wanted = {p: each for p, each in wanted.items() if p not in ends or p in held}
-            self._assigned = len(held) == len(ends)
+            wanted = {p: records for p, records in wanted.items() if p not in ends or p in claimed}
+            self._assigned = len(claimed) == len(ends)
         messages: list[Message] = []
         for place, records in wanted.items():
-            if records:
-                made = self._messages(self._readers[place], records)
-                self._readers[place].messages += len(made)
-                self._received += len(made)
-                messages += made
+            made = self._messages(self._readers[place], records) if records else []
+            self._readers[place].messages += len(made)
+            self._received += len(made)
+            messages += made
         for place in fetched:
             self._go_on(self._readers[place])
         return messages
@@ -224,50 +420,54 @@ class KafkaSource(ClaimingSource):
         """Skips what is not wanted."""
         target = reader.skip_to()
         if reader.finished:
-            self._cluster.leave([reader.place])
+            self._cluster.leave(reader.place)
         elif target is not None and self._assigned:
             self._cluster.seek(reader.place, target)
             reader.position = target
             reader.at_end = False
 
     def _messages(self, reader: PartitionReader, records: Sequence[Any]) -> list[Message]:
-        records = reader.take(records)
-        marks = reader.marks(records)
-        at = self._clock.now()
-        if not reader.group:
-            if marks is not None and self._seen:
-                topic, partition = reader.place
-                fresh = [f"{topic}-{partition}-{r.offset()}" not in self._seen for r in records]
-                records = [each for each, keep in zip(records, fresh, strict=True) if keep]
-                marks = [each for each, keep in zip(marks, fresh, strict=True) if keep]
-            made = self._records.messages(*reader.place, records, marks, at, self._received)
-            if self._producer.order == "none":
-                self._seen.update(m.message_id for m in made if m.redelivered)
-            return made
-        # A settlement that died may have sent a copy twice.
-        made = []
-        for record, origin in reader.origins(records):
-            if origin.message_id not in self._seen:
-                self._seen.add(origin.message_id)
-                attempt = reader.marks([record])
-                made.append(
-                    self._records.retried(
-                        reader.place,
-                        record,
-                        origin,
-                        attempt[0][0] if attempt else 1,
-                        at,
-                        self._received + len(made),
-                    )
-                )
+        """Makes messages of records, each of which is handed out once.
+
+        A settlement that died may have sent a copy twice, or left the message in its own topic too.
+        """
+        at, taken = self._clock.now(), reader.take(records)
+        if reader.retries:
+            return self._copies(reader, taken, at)
+        marks = reader.marks(taken)
+        if marks is not None and self._seen:
+            topic, partition = reader.place
+            fresh = [f"{topic}-{partition}-{r.offset()}" not in self._seen for r in taken]
+            taken = [record for record, keep in zip(taken, fresh, strict=True) if keep]
+            marks = [mark for mark, keep in zip(marks, fresh, strict=True) if keep]
+        made = self._records.messages(*reader.place, taken, marks, at, self._received)
+        if self._producer.order == "none":
+            self._seen.update(message.message_id for message in made if message.redelivered)
         return made
 
-    def _expire(self, reader: PartitionReader) -> None:
+    def _copies(
+        self, reader: PartitionReader, copies: Sequence[Copy], at: datetime
+    ) -> list[Message]:
+        """Makes messages of copies in a retry topic."""
+        made: list[Message] = []
+        for copy in copies:
+            origin = copy.origin
+            if origin.message_id in self._seen:
+                continue
+            self._seen.add(origin.message_id)
+            [(attempt, _)] = reader.marks([copy.record]) or [(1, True)]
+            mark = max(origin.attempts + 1, attempt), True
+            place, position = (origin.topic, origin.partition), self._received + len(made)
+            made += self._records.messages(*place, [copy], [mark], at, position, copy.receipt)
+        return made
+
+    def _skip_expired(self, reader: PartitionReader) -> None:
         """Goes on behind what retention has removed while this run read."""
         low, end = self._cluster.ends(reader.place)
         if low <= reader.position:
-            raise Truncated(truncated_text(reader.place, reader.position, end))
-        text, lost = expired_text(reader.place, minus(((reader.position, low),), reader.view.done))
+            raise Truncated(opening.truncated_text(reader.place, reader.position, end))
+        gone = minus(((reader.position, low),), reader.view.state.done)
+        text, lost = opening.expired_text(reader.place, gone)
         if lost and self._producer.on_expired == "fail":
             raise ProducerError(text)
         if lost:
@@ -275,18 +475,16 @@ class KafkaSource(ClaimingSource):
             self._expired[reader.place] = self._expired.get(reader.place, 0) + lost
         reader.position, reader.at_end = low, False
 
-    def _event(self, record: Any, error: Any) -> None:
-        """Takes in what the client says instead of a message."""
-        code = error.code()
-        if code == self._cluster.eof:
+    def _take_event(self, record: Any, error: Any) -> None:
+        """Takes in what the client reports instead of a message."""
+        if error.code() == self._cluster.eof:
             reader = self._readers[record.topic(), record.partition()]
             reader.at_end, reader.end = True, record.offset()
             self._silence.heard(reader.place)
-            return
-        if error.retriable() or error.name() in _CONNECTION:
+        elif is_passing(error):
             log.warning("Kafka: %s", error.str())
-            return
-        raise self._cluster.error(error, "messages cannot be received")
+        else:
+            raise self._cluster.error(error, "messages cannot be received")
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -328,7 +526,7 @@ class KafkaSource(ClaimingSource):
         behind = self._cluster.known_end(reader.place) - reader.end
         if not reader.at_end or behind <= 0 or self._env.stopping():
             return
-        with suppress(BroadwayError):  # it ends without a word then
+        with suppress(BroadwayError):  # it ends without a warning then
             if self._cluster.ends(reader.place)[1] > reader.end:
                 return  # they may be read: they came as the run ended
             log.warning(
@@ -345,7 +543,7 @@ class KafkaSource(ClaimingSource):
         self._closed = True
         try:
             self.stop()
-            if self._wrote and not any(reader.claim for reader in self._readers.values()):
+            if self._holds and not any(reader.claim for reader in self._readers.values()):
                 self._generation.forget_soon()  # others were faster: there is nothing to settle
         finally:
             self._cluster.close()

@@ -25,7 +25,6 @@ from airflow_broadway.producers import (
     SqliteProducer,
     SqsProducer,
 )
-from airflow_broadway.producers.kafka import FetchConfig
 from airflow_broadway.runs.backlog.crossings import MAX_HOLD, REPEAT, BacklogWatch, Runs, reasons
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.served import claim_events
@@ -302,7 +301,7 @@ PRODUCERS: list[Producer] = [
         after_connect=lambda channel: None,
     ),
     SqsProducer(queue_name="orders.fifo", conn_id="q", retry=RetryPolicy(max_attempts=2)),
-    KafkaProducer(group_id="orders", topics=["orders"], fetch_config=FetchConfig(min_bytes=5)),
+    KafkaProducer(group_id="orders", topics=["orders"], settings={"fetch.min.bytes": 5}),
     PubSubProducer(subscription="orders", on_failure=("nack", 10)),
 ]
 
@@ -318,7 +317,7 @@ def test_what_is_stored_has_all_that_a_look_goes_by(producer: Producer) -> None:
         "conn_id",
         "topics",
         "group_id",
-        "fetch_config",
+        "settings",
         "subscription",
         "busy_timeout",
         "declare",

@@ -16,14 +16,9 @@ PLACE: Place = ("topic", 0)
 
 
 def claim(claims: Claims, generation: str) -> Claim | None:
-    """Claims a partition that nobody holds."""
-
-    def claimed(known: Claim | None) -> Claim | None:
-        if known is not None and known.generation:
-            return None
-        return Claim(start=0, generation=generation, end=5, until=100.0)
-
-    return claims.change(PLACE, claimed, fresh=False)
+    """Claims a partition that nobody has read."""
+    claim = Claim(start=0, generation=generation, end=5, until=100.0)
+    return claim if claims.replace(PLACE, None, claim) else None
 
 
 def test_of_two_that_claim_together_one_does() -> None:
@@ -55,12 +50,11 @@ def test_a_partition_is_held_until_half_a_minute_after_the_lease() -> None:
     claims = Claims(files, clock)
     held = claim(claims, "one")
 
-    assert claims.holder(held, 129.0) == ("one", 100.0)
-    assert claims.holder(held, 129.0, but="one") is None
-    assert claims.holder(held, 131.0) is None
+    assert claims.held_until(held, 129.0) == 100.0
+    assert claims.held_until(held, 131.0) == 0.0
     claims.generation("one").hold(400.0, {"run_id": "r"})
-    assert claims.holder(held, 131.0) == ("one", 400.0)
-    assert claims.holder(held, 430.0) is None
+    assert claims.held_until(held, 131.0) == 400.0
+    assert claims.held_until(held, 430.0) == 0.0
 
 
 def test_a_version_that_was_removed_is_not_created_again() -> None:
@@ -68,21 +62,19 @@ def test_a_version_that_was_removed_is_not_created_again() -> None:
     files, clock = MemoryFiles(), ManualClock()
     slept, other = Claims(files, clock), Claims(files, clock)
     claim(other, "one")
-    slept.read(PLACE)
+    stale = slept.read(PLACE)
     for number in range(20):
         other.change(PLACE, lambda c, n=number: replace(c, epoch=n))  # type: ignore[misc]
     assert len(files.names("claims/topic/0")) <= 11
-    seen: list[int] = []
+    assert stale is not None
 
-    def changed(known: Claim | None) -> Claim:
-        assert known is not None
-        seen.append(known.epoch)
-        return replace(known, start=9)
-
-    slept.change(PLACE, changed, fresh=False)
-
-    assert seen == [-1, 19]
-    assert other.read(PLACE) == slept.read(PLACE)
+    assert not slept.replace(PLACE, stale, replace(stale, start=9))
+    newest = slept.read(PLACE)
+    assert newest == other.read(PLACE)
+    assert newest is not None
+    assert newest.epoch == 19
+    assert slept.replace(PLACE, newest, replace(newest, start=9))
+    assert other.read(PLACE) == slept.read(PLACE) == replace(newest, start=9)
 
 
 def test_nothing_is_written_where_nothing_changes() -> None:

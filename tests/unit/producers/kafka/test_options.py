@@ -10,29 +10,14 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
-from airflow_broadway.producers.kafka import ClientConfig, KafkaProducer
-from airflow_broadway.producers.kafka.client import library, settings_of
-from airflow_broadway.producers.kafka.options import place_of, reset_instant
+from airflow_broadway.producers.kafka import KafkaProducer
+from airflow_broadway.producers.kafka.client import library
+from airflow_broadway.producers.kafka.options import place_of, reset_timestamp
 
 
 def producer(**options: Any) -> KafkaProducer:
     return KafkaProducer(**{"group_id": "g", "topics": ["flights"], **options})
-
-
-class Known:
-    """A connection, whatever its id."""
-
-    def __init__(self, **about: Any) -> None:
-        self._about = about
-
-    def get(self, conn_id: str) -> Connection:
-        return Connection(conn_id=conn_id, conn_type="kafka", **self._about)
-
-
-def settings(made: KafkaProducer, **connection: Any) -> dict[str, Any]:
-    return settings_of(made, ProducerEnv(connections=Known(**connection)))
 
 
 @pytest.mark.parametrize(
@@ -45,12 +30,12 @@ def settings(made: KafkaProducer, **connection: Any) -> dict[str, Any]:
         ({"topics": [".."]}, "a list of topics' names"),
         ({"group_id": ""}, "expected a non-empty string"),
         ({"hosts": "kafka"}, "'host:port,host:port', or a list of"),
-        ({"hosts": [("kafka", 0)]}, "'host:port,host:port', or a list of"),
+        ({"hosts": ["kafka:1", "kafka"]}, "'host:port,host:port', or a list of"),
         (
             {"offset_reset_policy": "newest"},
-            "'earliest', 'latest' or an instant with its time zone",
+            "'earliest', 'latest' or a timestamp with its time zone",
         ),
-        ({"offset_reset_policy": "2026-01-31T12:00:00"}, "an instant with its time zone"),
+        ({"offset_reset_policy": "2026-01-31T12:00:00"}, "a timestamp with its time zone"),
         ({"order": "total"}, "expected one of ['key', 'none', 'partition'], got: 'total'"),
         ({"on_failure": "noop"}, "one of ['ack', 'dead_letter', 'halt', 'retry'], got: 'noop'"),
         ({"dead_letter": "flights"}, "none of the topics: dead letters would be received again"),
@@ -75,16 +60,11 @@ def test_what_is_wrong_is_told_with_the_rule(options: dict[str, Any], message: s
     assert "hunter2" not in str(raised.value)
 
 
-def test_options_of_brokers_are_read_in_each_form() -> None:
-    for hosts in ("a:1,b:2", ["a:1", "b:2"], [("a", 1), ("b", 2)]):
-        assert settings(producer(hosts=hosts))["bootstrap.servers"] == "a:1,b:2"
-
-
-def test_an_instant_is_read_with_its_zone() -> None:
+def test_a_timestamp_is_read_with_its_zone() -> None:
     noon = datetime(2026, 1, 31, 12, tzinfo=UTC)
     for text in ("2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00", noon):
-        assert reset_instant(producer(offset_reset_policy=text).offset_reset_policy) == noon
-    assert reset_instant("latest") is None
+        assert reset_timestamp(producer(offset_reset_policy=text).offset_reset_policy) == noon
+    assert reset_timestamp("latest") is None
 
 
 def test_topics_of_a_template_are_read_when_it_is_rendered() -> None:
@@ -95,46 +75,6 @@ def test_topics_of_a_template_are_read_when_it_is_rendered() -> None:
     assert made.producer.topics == "{{ var.value.topics }}"
     rendered = Flights.from_rendered({"producer": {"topics": "a, b"}})
     assert rendered.producer.topics == ["a", "b"]
-
-
-def test_a_connection_is_librdkafkas_settings_and_options_win() -> None:
-    extra = {
-        "bootstrap.servers": "there:9092",
-        "security.protocol": "SASL_SSL",
-        "sasl.password": "hunter2",
-        "fetch.min.bytes": 7,
-    }
-    made = settings(producer(settings={"fetch.min.bytes": 9}), extra=extra)
-
-    assert made["bootstrap.servers"] == "there:9092"
-    assert made["fetch.min.bytes"] == 9
-    assert made["security.protocol"] == "SASL_SSL"
-    assert made["sasl.password"] == "hunter2"
-
-
-def test_host_login_and_password_of_a_connection_are_understood() -> None:
-    made = settings(
-        producer(client_config=ClientConfig(sasl="PLAIN", ssl=True, client_id_prefix="mine")),
-        host="there",
-        port=9093,
-        login="ann",
-        password="hunter2",
-    )
-
-    assert made["bootstrap.servers"] == "there:9093"
-    assert (made["sasl.username"], made["sasl.password"]) == ("ann", "hunter2")
-    assert (made["security.protocol"], made["sasl.mechanism"]) == ("SASL_SSL", "PLAIN")
-    assert made["client.id"].startswith("mine-")
-
-
-def test_nobody_who_names_a_broker_is_one_error() -> None:
-    with pytest.raises(ConnectionMissing, match=r'extra \{"bootstrap.servers": "host:port"\}, or'):
-        settings(producer())
-    # The usual connection need not be there, where a broker is named
-    made = settings_of(producer(hosts="a:1"), ProducerEnv())
-    assert made["bootstrap.servers"] == "a:1"
-    with pytest.raises(ConnectionMissing, match="'mine' is not defined"):
-        settings_of(producer(hosts="a:1", conn_id="mine"), ProducerEnv())
 
 
 def test_without_the_client_one_sentence_says_what_to_install(
@@ -151,32 +91,6 @@ def test_without_the_client_one_sentence_says_what_to_install(
 
 
 # ------------------------------------------------------------------------------- partitions
-def by_zero(message: Message) -> int:
-    return 0
-
-
-@pytest.mark.parametrize(
-    ("about", "path"),
-    [
-        ({"partition_by": by_zero}, "partition_by"),
-        ({"processors": Processors(partition_by=by_zero)}, "processors.partition_by"),
-        (
-            {"batchers": {"default": Batcher(engine="python", partition_by=by_zero)}},
-            "batchers.default.partition_by",
-        ),
-    ],
-)
-@pytest.mark.parametrize("order", ["partition", "none"])
-def test_partition_by_is_the_producers(about: dict[str, Any], path: str, order: str) -> None:
-    made = {name: staticmethod(v) if name == "partition_by" else v for name, v in about.items()}
-    kind = type("Flights", (Broadway,), {"producer": producer(order=order), **made})
-
-    with pytest.raises(OptionsError, match="nothing beside a KafkaProducer") as raised:
-        kind()
-
-    assert raised.value.path == path
-
-
 def message(number: int, key: str | None) -> Message:
     return Message(b"", message_id=f"a-b-3-{number}", metadata={"key": key})
 

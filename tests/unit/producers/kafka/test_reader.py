@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.claims import Claim, Failed
 from airflow_broadway.producers.kafka.opening import View
 from airflow_broadway.producers.kafka.options import key_group
@@ -31,15 +33,22 @@ class Record:
     def headers(self) -> list[tuple[str, bytes]]:
         return self._headers
 
+    def value(self) -> bytes:
+        return b""
+
     def leader_epoch(self) -> int | None:
         return None
 
 
-def reader(order: str = "partition", group: str = "", **about: Any) -> PartitionReader:
-    view = View(base=0, marked=about.pop("marked", 0), end=100, claim=None, **about)
-    return PartitionReader(
-        ("t", 0), view, NOW, generation="own", order=order, group=group, interval=None
-    )
+def reader(order: str = "partition", *, retries: bool = False, **about: Any) -> PartitionReader:
+    view = View(Claim(start=0, **about), end=100)
+    return reader_of(view, order, retries=retries)
+
+
+def reader_of(view: View, order: str = "none", *, retries: bool = False) -> PartitionReader:
+    producer = KafkaProducer(group_id="g", topics=["t"], order=order)
+    place = ("t.retry" if retries else "t", 0)
+    return PartitionReader(place, view, NOW, producer, ProducerEnv(generation="own"))
 
 
 def offsets(records: Any) -> list[int]:
@@ -99,7 +108,7 @@ def test_without_a_key_a_message_waits_alone() -> None:
 
 
 def test_a_copy_that_is_not_due_stops_the_reading_of_a_retry_topic() -> None:
-    one = reader("none", group="g")
+    one = reader("none", retries=True)
     records = [copied(0, due=NOW), copied(1, due=NOW + 9.0), copied(2, due=NOW)]
 
     assert offsets(one.wanted(records, NOW)) == [0]
@@ -107,7 +116,7 @@ def test_a_copy_that_is_not_due_stops_the_reading_of_a_retry_topic() -> None:
 
 
 def test_a_copy_of_its_own_stops_the_reading_for_good() -> None:
-    one = reader("none", group="g")
+    one = reader("none", retries=True)
 
     assert offsets(one.wanted([copied(0, due=0.0), copied(1, due=0.0, generation="own")], NOW)) == [
         0
@@ -116,12 +125,12 @@ def test_a_copy_of_its_own_stops_the_reading_for_good() -> None:
 
 
 def test_copies_of_other_groups_are_not_handed_out_and_stop_nothing() -> None:
-    one = reader("none", group="g")
+    one = reader("none", retries=True)
     records = [copied(0, due=NOW + 9.0, group="other"), Record(1), copied(2, due=NOW)]
 
     taken = one.take(one.wanted(records, NOW))
 
-    assert [origin.offset for _, origin in one.origins(taken)] == [2]
+    assert offsets(taken) == [2]
 
 
 def test_what_is_finished_beyond_the_offset_is_not_handed_out() -> None:
@@ -149,10 +158,8 @@ def test_a_message_that_waits_and_was_compacted_away_is_superseded() -> None:
 
 def test_a_partition_that_another_run_holds_is_looked_at_again() -> None:
     claim = Claim(start=0, generation="another", end=5)
-    view = View(base=0, marked=5, end=100, claim=claim, held_until=NOW + 100.0)
-    one = PartitionReader(
-        ("t", 0), view, NOW, generation="own", order="none", group="", interval=None
-    )
+    view = View(Claim(start=0, marked=5), end=100, known=claim, held_until=NOW + 100.0)
+    one = reader_of(view)
 
     assert one.quiet
     assert one.look_again == NOW + 10.0

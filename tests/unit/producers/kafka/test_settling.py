@@ -10,18 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.custody.report import CLASS_OF
+from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
 from airflow_broadway.producers.kafka.claims import Claim, Decision, Failed
 from airflow_broadway.producers.kafka.offsets import contains
 from airflow_broadway.producers.kafka.settling import (
     Ended,
     Read,
-    Rest,
-    decided,
-    ended,
-    in_order,
-    taken_over,
+    end_claim,
+    keep_order,
+    take_over,
 )
 
 ACK, RELEASE, RETRY = Action.ACK, Action.RELEASE, Action.RETRY
@@ -47,11 +45,10 @@ def settled(
     whole: bool = True,
 ) -> Ended:
     read = read or Read(claim.start, claim.end, claim.end - claim.start)
-    named = None if names is None else {offset: verdict(rest, offset) for offset in names}
-    others = Rest(rest, named, whole)
     now = at_once or {}
-    made = decided(read, decisions, now, others, order=order)
-    return ended(claim, read, made, now, others)
+    named = {o: verdict(rest, o) for o in names or () if o not in now} | decisions
+    unnamed = rest if names is None else None if whole else RELEASE
+    return end_claim(claim, read, keep_order(named, now, order), now, unnamed)
 
 
 def claimed(start: int, end: int, **about: Any) -> Claim:
@@ -64,7 +61,7 @@ def test_the_offset_moves_over_all_that_is_finished_without_a_break() -> None:
     assert (end.after.start, end.after.done) == (13, ((14, 17), (18, 20)))
     assert (end.after.generation, end.after.marked) == ("", 20)
     assert end.counts == {"acked": 8, "released": 2}
-    assert end.again == frozenset({"t-0-13", "t-0-17"})
+    assert end.again == ComingAgain(frozenset({"t-0-13", "t-0-17"}))
 
 
 def test_what_is_finished_beyond_the_offset_is_kept_until_the_offset_has_passed_it() -> None:
@@ -108,8 +105,7 @@ def test_what_no_manifest_names_is_never_acknowledged() -> None:
 
     assert (end.after.start, end.after.done) == (2, ((3, 4),))
     assert end.counts == {"acked": 3, "released": 2}
-    assert end.again is None
-    assert end.final == {"t-0-0", "t-0-1", "t-0-3"}
+    assert end.again == ComingAgain(frozenset({"t-0-0", "t-0-1", "t-0-3"}), all_but=True)
 
 
 def test_a_message_that_was_sent_to_the_retry_topic_is_finished_and_comes_again() -> None:
@@ -117,7 +113,7 @@ def test_a_message_that_was_sent_to_the_retry_topic_is_finished_and_comes_again(
 
     assert (end.after.start, end.after.failed) == (3, {})
     assert end.counts == {"acked": 2, "requeued": 1}
-    assert end.again == frozenset({"t-0-1"})
+    assert end.again == ComingAgain(frozenset({"t-0-1"}))
 
 
 @pytest.mark.parametrize("action", [RETRY, RELEASE, Action.LEAVE])
@@ -176,13 +172,13 @@ def test_what_callbacks_settled_stands_and_is_counted_apart() -> None:
 
     assert (end.after.start, end.after.done) == (0, ((1, 2), (3, 4)))
     assert end.counts == {"released": 3}
-    assert end.final == {"t-0-1", "t-0-3"}
+    assert end.again == ComingAgain(frozenset(f"t-0-{n}" for n in (0, 2, 4, 5)))
 
 
 def test_immediately_too_order_is_kept() -> None:
     before = verdicts((2, RELEASE))
 
-    made = in_order(verdicts((1, ACK), (3, ACK), (5, RETRY)), before, "partition")
+    made = keep_order(verdicts((1, ACK), (3, ACK), (5, RETRY)), before, "partition")
 
     assert {offset: each.action for offset, each in made.items()} == {
         1: ACK,
@@ -195,10 +191,10 @@ def test_what_a_dead_generations_callbacks_had_settled_is_taken_over() -> None:
     claim = claimed(0, 9, done=((7, 8),), failed={5: Failed(1, 9.0)})
     at_once = verdicts((2, ACK), (3, RETRY), (4, RELEASE), (5, RELEASE), attempt=2)
 
-    done, failed = taken_over(claim, at_once)
+    after = take_over(claim, at_once)
 
-    assert done == ((2, 3), (7, 8))
-    assert failed == {3: Failed(2), 5: Failed(1, 0.0)}
+    assert after.done == ((2, 3), (7, 8))
+    assert after.failed == {3: Failed(2), 5: Failed(1, 0.0)}
 
 
 def test_a_claim_is_read_as_it_was_written() -> None:
@@ -255,16 +251,15 @@ def test_whatever_is_decided_each_message_is_in_one_place(data: Any, order: str)
             into = data.draw(st.sampled_from([now, single, None]))
             if into is not None:
                 into[offset] = verdict(data.draw(ACTIONS), offset, group=groups[offset])
-        now = in_order(now, {}, order)
+        now = keep_order(now, {}, order)
         moves = order == "none"
         now = {o: d._replace(moved=moves and d.action is RETRY) for o, d in now.items()}
         rest_action = data.draw(st.sampled_from([ACK, RELEASE]))
-        named = {o: verdict(ACK, o, group=groups[o]) for o in handed_out if o not in now}
-        rest = Rest(rest_action, named)
+        rest = {o: verdict(rest_action, o, group=groups[o]) for o in handed_out if o not in now}
         read = Read(held.start, end, len(handed_out))
-        made = decided(read, single, now, rest, order=order)
+        made = keep_order(rest | single, now, order)
         made = {o: d._replace(moved=moves and d.action is RETRY) for o, d in made.items()}
-        result = ended(held, read, made, now, rest)
+        result = end_claim(held, read, made, now, None)
         every = {**made, **now}
         # Each message is in exactly one class
         assert every.keys() == set(handed_out)
