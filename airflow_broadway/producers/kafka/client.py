@@ -325,11 +325,10 @@ class Cluster:
         self, offsets: Mapping[Place, int], epochs: Mapping[Place, int] | None = None
     ) -> None:
         """Reads these partitions from these offsets on, and no others."""
-        partitions = []
-        for place, offset in offsets.items():
-            epoch = (epochs or {}).get(place, -1)
-            known = {"leader_epoch": epoch} if epoch >= 0 else {}
-            partitions.append(self._kafka.TopicPartition(*place, offset, **known))
+        partitions = [
+            self._kafka.TopicPartition(*place, offset, leader_epoch=(epochs or {}).get(place, -1))
+            for place, offset in offsets.items()
+        ]
         self._assigned = True
         self._guarded(lambda: self.consumer.assign(partitions), "partitions cannot be assigned")
 

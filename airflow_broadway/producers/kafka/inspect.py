@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kafka import opening
 from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.log_reader import read_log
 from airflow_broadway.producers.kafka.offsets import Ranges, clip, count, minus, of_offsets
-from airflow_broadway.producers.kafka.opening import (
-    Opening,
-    View,
-    bounds_of,
-    interval_of,
-    missing_topics,
-    own_places,
-)
 from airflow_broadway.producers.kafka.records import origin_of
 
 if TYPE_CHECKING:
@@ -44,13 +37,13 @@ _FETCH_SETTINGS: Final = {
 @contextmanager
 def _looked(
     producer: KafkaOptions, env: ProducerEnv
-) -> Iterator[tuple[Cluster, Opening, dict[Place, View], list[Finding]]]:
+) -> Iterator[tuple[Cluster, opening.Opening, dict[Place, opening.View], list[Finding]]]:
     """Finds a group as the next run would find it."""
     with closing(Cluster(producer, env)) as cluster:
         cluster_id, partitions = cluster.metadata()
         claims = Claims(group_files(env.staging, cluster_id, producer.group_id), env.clock)
-        opening = Opening(producer, env, cluster, claims, partitions, write=False)
-        yield cluster, opening, *opening.look(own_places(partitions, 0, 1))
+        group = opening.Opening(producer, env, cluster, claims, partitions, write=False)
+        yield cluster, group, *group.look(opening.own_places(partitions, 0, 1))
 
 
 def check(producer: KafkaOptions, env: ProducerEnv) -> list[Finding]:
@@ -58,8 +51,8 @@ def check(producer: KafkaOptions, env: ProducerEnv) -> list[Finding]:
 
     :raises ProducerError: If the cluster cannot be asked.
     """
-    with _looked(producer, env) as (_, opening, _, findings):
-        return [*opening.check(), *findings]
+    with _looked(producer, env) as (_, group, _, findings):
+        return [*group.check(), *findings]
 
 
 def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
@@ -72,7 +65,7 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
     """
     settings = {**(producer.settings or {}), **_FETCH_SETTINGS}
     with _looked(replace(producer, settings=settings), env) as (cluster, _, views, findings):
-        missing = missing_topics(producer, cluster, {topic for topic, _ in views})
+        missing = opening.missing_topics(producer, cluster, {topic for topic, _ in views})
         refused = [*missing, *(finding.text for finding in findings if finding.level == "error")]
         if refused:
             raise ProducerError(refused[0])
@@ -116,13 +109,13 @@ def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
 
     :raises ProducerError: If that backfill would be refused.
     """
-    interval_of(env)
+    opening.interval_of(env)
     with closing(Cluster(producer, env)) as cluster:
         _, partitions = cluster.metadata()
-        for text in missing_topics(producer, cluster, partitions):
+        for text in opening.missing_topics(producer, cluster, partitions):
             raise ProducerError(text)
         own = {topic: partitions[topic] for topic in producer.topics}
-        bounds = bounds_of(producer, env, cluster, own_places(own, 0, 1))
+        bounds = opening.bounds_of(producer, env, cluster, opening.own_places(own, 0, 1))
         return sum(claim.limit - claim.start for claim in bounds.values())
 
 

@@ -14,13 +14,7 @@ from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import option, options
-from airflow_broadway.core.model.rules import (
-    CONN_ID,
-    SECONDS_OR_ZERO,
-    TEXT,
-    Rule,
-    one_of,
-)
+from airflow_broadway.core.model.rules import CONN_ID, SECONDS_OR_ZERO, TEXT, Rule, one_of
 
 #: The connection of the cluster where none is named: that of Airflow's Kafka provider.
 DEFAULT_CONNECTION: Final = "kafka_default"

@@ -116,7 +116,9 @@ class Outbox:
             return  # it is gone from the log: nothing is left to be retried
         source, partition, _ = place_of(why.entry.message_id)
         topic = (self.producer.retry_of if retried else self.producer.dead_letter_of)(source)
-        partitions = self._partitions(topic)
+        if topic not in self._topics:
+            self._topics[topic] = self.cluster.partitions(topic)
+        partitions = self._topics[topic]
         if not partitions:
             what = "messages to be retried" if retried else "dead letters"
             self._refused[place, offset] = (
@@ -148,11 +150,6 @@ class Outbox:
             self.cluster.send(topic, on_delivery=delivered, **message)
         except Exception as error:  # what no client can encode fails alone
             delivered(error, None)
-
-    def _partitions(self, topic: str) -> list[int]:
-        if not self._topics.get(topic):
-            self._topics[topic] = self.cluster.partitions(topic)
-        return self._topics[topic]
 
     def _headers(self, record: Any, why: Why, body: str) -> list[tuple[str, Any]]:
         """Returns a copy's headers: the message's own, then why it was sent.

@@ -6,13 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.producers.kafka.claims import Claim, Place
-from airflow_broadway.producers.kafka.offsets import (
-    FOREVER,
-    Ranges,
-    contains,
-    of_offsets,
-    union,
-)
+from airflow_broadway.producers.kafka.offsets import FOREVER, Ranges, contains, of_offsets, union
 from airflow_broadway.producers.kafka.opening import View
 from airflow_broadway.producers.kafka.options import key_group
 from airflow_broadway.producers.kafka.records import Copy, as_text, origin_of

@@ -130,10 +130,9 @@ class KafkaSource:
             return {}
         views, findings = self._opening.look(places)
         enforce(findings, log)
+        now = self._now()
         for place, view in views.items():
-            self._readers[place] = PartitionReader(
-                place, view, self._now(), self._producer, self._env
-            )
+            self._readers[place] = PartitionReader(place, view, now, self._producer, self._env)
             self._assigned = False
             if view.expired:
                 self._expired[place] = view.expired
