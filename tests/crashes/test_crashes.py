@@ -104,7 +104,7 @@ FOUND = {
     "who is about to hold messages of Kafka wakes too late": (
         "kafka",
         "no batchers",
-        "one/process/1 replace staging/NoBatchers/kafka/<1>/<5>/lease.json #1:"
+        "one/process/1 replace staging/NoBatchers/kafka/<1>/<6>/lease.json #1:"
         " asleep after [lapse]",
     ),
     "who finds nothing left at Kafka when it wakes has nothing settled": (
