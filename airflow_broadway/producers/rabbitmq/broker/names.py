@@ -79,9 +79,8 @@ class QueueNames:
     def key(self, generation: str) -> str:
         """The routing key of a generation's bundles: of this source alone."""
         key = f"{self.source}.{generation}"
-        if len(key.encode()) <= _MAX_NAME_BYTES:
-            return key
-        return hashlib.sha256(key.encode()).hexdigest()
+        fits = len(key.encode()) <= _MAX_NAME_BYTES
+        return key if fits else hashlib.sha256(key.encode()).hexdigest()
 
     @property
     def dead(self) -> str:
@@ -108,7 +107,6 @@ class QueueNames:
     def _name(self, prefix: str, suffix: str) -> str:
         # A claim's name is the longest of all.
         name = f"{prefix}.{self.source}{suffix}"
-        if len(name.encode()) <= _MAX_NAME_BYTES - len(".claim"):
-            return name
+        fits = len(name.encode()) <= _MAX_NAME_BYTES - len(".claim")
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:32]
-        return f"{prefix}.{digest}{suffix}"
+        return name if fits else f"{prefix}.{digest}{suffix}"

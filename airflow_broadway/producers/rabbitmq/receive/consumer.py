@@ -55,7 +55,7 @@ class Consumer:
         self._max_bytes = options.max_message_bytes
         self._ids = intake.ids
         self._buffer = intake.buffer
-        self._open = intake.is_open
+        self._open = bool(intake.holding_queue)
         #: Whether it takes nothing more, without its being an error.
         self.stopped = False
         #: The generation whose journal is to be read, if any: see :meth:`journal_read`.  It is not

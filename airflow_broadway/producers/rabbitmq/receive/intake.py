@@ -37,7 +37,7 @@ class Intake:
         self.buffer = Buffer()
         self.ids = Ids(secrets.token_hex(8))
         self.turns = Turns(self.journal)
-        #: The holding queue; empty until it is opened.
+        #: The holding queue; empty until it is opened: an empty run opens none.
         self.holding_queue = ""
         #: When the lease lapses, and why it is over, if it is.
         self.deadline = self._fresh_deadline()
@@ -54,11 +54,6 @@ class Intake:
             self.fit(limit, refused=False)
 
     # -- the lease -----------------------------------------------------------------------------
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a holding queue: an empty run opens none."""
-        return self.holding_queue != ""
 
     def open(self, connection: ConnectionThread) -> None:
         """Opens a holding queue.
@@ -95,7 +90,7 @@ class Intake:
         :raises LeaseLapsed: If there is not.
         """
         left = (self.deadline - self.env.clock.now()).total_seconds()
-        if not self.is_open:  # what holds nothing cannot lapse
+        if not self.holding_queue:  # what holds nothing cannot lapse
             self.deadline = self._fresh_deadline()
         elif left < self.options.lease * _LEASE_MARGIN:
             self.lapsed = LeaseLapsed(

@@ -167,7 +167,7 @@ class RabbitSource:
     @property
     def _wants_to_open(self) -> bool:
         """Whether deliveries wait for a holding queue."""
-        return bool(self._session.consumer.backlog) and not self._intake.is_open
+        return bool(self._session.consumer.backlog) and not self._intake.holding_queue
 
     def _more_to_come(self) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
@@ -201,7 +201,7 @@ class RabbitSource:
 
     def _open(self) -> None:
         """Open a holding queue: at the first message, so that an empty run declares nothing."""
-        if self._intake.is_open:
+        if self._intake.holding_queue:
             return
         connection, consumer = self._session.connection, self._session.consumer
         if consumer.may_be_stream:

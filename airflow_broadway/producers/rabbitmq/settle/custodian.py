@@ -127,8 +127,7 @@ class RabbitCustodian:
             actions[action] += 1
         for key in outbox.finish():  # it stays with the others
             actions[news.pop(key)] -= 1
-        if news:
-            self._journal.log_of(lease.generation).note_now(news)
+        self._journal.log_of(lease.generation).note_now(news)
         guard = outbox.guard
         report = report_of(+actions, failed=len(guard.refused), errors=guard.errors())
         return replace(report, undone=frozenset(guard.refused))
