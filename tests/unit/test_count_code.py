@@ -22,7 +22,7 @@ REACHED = {
     "triggers/": 200,
     "*.py": 550,
     "producers/engine/": 1_800,
-    "producers/kafka/": 3_600,
+    "producers/kafka/": 2_900,
     "producers/kit/": 500,
     "producers/pubsub/": 1_400,
     "producers/rabbitmq/": 5_600,
