@@ -172,10 +172,12 @@ def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     queue = new_queue(server, count)
     options = {"queue": queue, "uri": server.uri}
     ref = {"class": PIPELINE, "options": {"producer": options}}
-    producer: Any = load_ref(ref, RunInfo()).producer
+    pipeline = load_ref(ref, RunInfo())
+    producer: Any = pipeline.producer
     # Only the first run on a queue waits for its holding queue to be old enough.
     connection = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
-    queues = StandingQueues(producer, QueueJournal(None, queue))
+    journal = QueueJournal(f"file://{folder}/staging/{pipeline.name}", queue)
+    queues = StandingQueues(producer, journal)
     queues.ensure_dead(connection)
     for number in range(2):
         queues.ensure_held(connection, queues.names.held(number))
