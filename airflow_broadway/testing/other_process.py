@@ -29,8 +29,18 @@ def third_and_seventh(place: int) -> Verdict:
 
 
 def plain(messages: Sequence[Message]) -> list[list[Any]]:
-    """What another process needs to settle: ids, receipts, attempts."""
-    return [[m.message_id, entry_of(m, ACK).receipt, m.attempt] for m in messages]
+    """Returns what another process needs to settle: ids, receipts, attempts, what was staged."""
+    entries = [entry_of(message, ACK) for message in messages]
+    return [
+        [
+            entry.message_id,
+            entry.receipt,
+            entry.attempt,
+            None if entry.payload is None else entry.payload.decode("latin-1"),
+            entry.properties,
+        ]
+        for entry in entries
+    ]
 
 
 class Child:
@@ -94,8 +104,15 @@ def _settle(harness: Harness) -> None:
     """Settle the lease that is given, and wait to be killed."""
     given = json.loads(sys.stdin.readline())
     entries = [
-        Entry(key, receipt, third_and_seventh(place), attempt)
-        for place, (key, receipt, attempt) in enumerate(given["entries"])
+        Entry(
+            key,
+            receipt,
+            third_and_seventh(place),
+            attempt,
+            None if payload is None else payload.encode("latin-1"),
+            properties,
+        )
+        for place, (key, receipt, attempt, payload, properties) in enumerate(given["entries"])
     ]
     settlement = Settlement(
         rest=ACK,

@@ -172,8 +172,7 @@ def test_a_send_that_fails_midway_says_how_many_were_sent(
     sent: int,
 ) -> None:
     # Given lines of which the first that is too long is the last
-    for module in ("messages", "queue"):
-        monkeypatch.setattr(f"airflow_broadway.producers.sqlite.{module}.MAX_BODY", 1000)
+    monkeypatch.setattr("airflow_broadway.producers.sqlite.queue.MAX_BODY", 1000)
     (tmp_path / "lines").write_bytes(b"a\n" * good + b"x" * 1001)
 
     done = ran(capsys, "queue", "send", *queue, str(tmp_path / "lines"))
