@@ -92,7 +92,7 @@ def _names(name: str, value: Any) -> Sequence[str]:
     """Returns the texts of a param that is a list of them."""
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise RequestRefused(f"{name} is no list of texts: {value!r:.80}")
     return value
 
@@ -254,5 +254,5 @@ def references(rendered: Any) -> Iterator[Mapping[str, Any]]:
     elif rendered is not None and not isinstance(rendered, str):
         # A slice gets a mapped task's outputs at once.  A loop over them asks for each, and for
         # one after the last, which Airflow logs as an error.
-        for each in rendered[:] if isinstance(rendered, Sequence) else rendered:
-            yield from references(each)
+        for reference in rendered[:] if isinstance(rendered, Sequence) else rendered:
+            yield from references(reference)

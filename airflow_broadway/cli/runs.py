@@ -41,11 +41,11 @@ def runs(given: argparse.Namespace) -> int:
         check_pipeline(store, given.pipeline_name)
     found = list_runs(store, dag_id=given.dag_id, pipeline=given.pipeline_name)
     if given.failed:
-        found = [each for each in found if each.trouble]
+        found = [summary for summary in found if summary.trouble]
     total = len(found)
     found = found[-(given.limit or (total if given.json else NEWEST)) :]
     if given.json:
-        say_json([asdict(each) for each in found])
+        say_json([asdict(summary) for summary in found])
         return 0
     if not found:
         what = "runs that need looking at" if given.failed else "staged runs"
@@ -55,26 +55,26 @@ def runs(given: argparse.Namespace) -> int:
     say(*_run_table(found))
     if len(found) < total:
         say(f"These are the {len(found)} newest of {total}: --limit {total} shows all.")
-    for each in found if given.failed else ():
-        say(f"{each.run_id}: {each.trouble}")
+    for summary in found if given.failed else ():
+        say(f"{summary.run_id}: {summary.trouble}")
     return 0
 
 
 def _run_table(found: Sequence[RunSummary]) -> list[str]:
     rows = (
         (
-            each.opened_at[:19].replace("T", " ") or None,
-            each.dag_id,
-            each.run_id,
-            each.pipeline,
-            each.received,
-            each.acked,
-            each.dead_lettered,
-            each.failed,
-            each.state,
-            {None: None, True: "yes", False: "NO"}[each.balanced],
+            summary.opened_at[:19].replace("T", " ") or None,
+            summary.dag_id,
+            summary.run_id,
+            summary.pipeline,
+            summary.received,
+            summary.acked,
+            summary.dead_lettered,
+            summary.failed,
+            summary.state,
+            {None: None, True: "yes", False: "NO"}[summary.balanced],
         )
-        for each in found
+        for summary in found
     )
     heads = ("time", "dag", "run", "pipeline", "received", "acked", "dead", "failed", "state")
     return table((*heads, "balanced"), rows)

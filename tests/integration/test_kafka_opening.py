@@ -357,15 +357,21 @@ def test_two_staging_folders_that_begin_a_group_together_handle_each_message_onc
     assert two.drain() == []
 
 
-def test_of_two_staging_folders_that_claim_in_the_same_moment_the_last_commit_counts(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = KafkaGroup(kafka, tmp_path / "one")
+def two_staging_folders(kafka: KafkaServer, folder: Path) -> tuple[KafkaGroup, KafkaGroup]:
+    """Two users of one group, each with a staging folder of its own; 30 of 60 messages are read."""
+    one = KafkaGroup(kafka, folder / "one")
     one.fill(30)
     one.drain()
     one.fill(30)
-    two = KafkaGroup(kafka, tmp_path / "two")
+    two = KafkaGroup(kafka, folder / "two")
     two.topic, two.letters, two.group = one.topic, one.letters, one.group
+    return one, two
+
+
+def test_of_two_staging_folders_that_claim_in_the_same_moment_the_last_commit_counts(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = two_staging_folders(kafka, tmp_path)
     with one.source("first") as first, two.source("second") as second:
         # Given one that commits its claim when the other has looked, and not committed yet
         committed = Cluster.commit
@@ -394,12 +400,7 @@ def test_of_two_staging_folders_the_one_whose_commit_was_overtaken_hands_out_not
     kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given two that have both looked when the first commits its claim
-    one = KafkaGroup(kafka, tmp_path / "one")
-    one.fill(30)
-    one.drain()
-    one.fill(30)
-    two = KafkaGroup(kafka, tmp_path / "two")
-    two.topic, two.letters, two.group = one.topic, one.letters, one.group
+    one, two = two_staging_folders(kafka, tmp_path)
     committed, looked, may_commit = Cluster.commit, threading.Event(), threading.Event()
     with one.source("first") as first, two.source("second") as second:
         taken: list[Any] = []

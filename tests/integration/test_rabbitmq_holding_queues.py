@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -14,7 +14,7 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody.protocol import Settlement, Source
+from airflow_broadway.core.custody.protocol import Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed
@@ -220,16 +220,22 @@ def test_a_run_that_stops_before_it_has_swept_forgets_no_settlement(place: Place
     assert place.depth(place.queues.held(0)) == 0
 
 
-def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Given a source queue that has room for one message, which another takes
+def held_behind_a_full_queue(place: Place) -> tuple[Sequence[Message], Lease]:
+    """Hold the one message that the source queue has room for, and fill its room with another."""
     with place.channel() as channel:
         channel.queue_delete(place.name)
     place.declare(**{"x-max-length": 1, "x-overflow": "reject-publish"})
     place.send(b"1")
     messages, lease = place.hold("g1")
     place.send(b"in the way")
+    return messages, lease
+
+
+def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a source queue that has room for one message, which another takes
+    messages, lease = held_behind_a_full_queue(place)
 
     # When the first is released
     report = place.carry_out(lease, Settlement(rest=RELEASE))
@@ -249,12 +255,7 @@ def test_what_a_settlement_puts_back_is_not_purged_though_the_brokers_count_lags
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a message that is to be retried, and a source queue that has no room for it
-    with place.channel() as channel:
-        channel.queue_delete(place.name)
-    place.declare(**{"x-max-length": 1, "x-overflow": "reject-publish"})
-    place.send(b"1")
-    messages, lease = place.hold("g1")
-    place.send(b"in the way")
+    messages, lease = held_behind_a_full_queue(place)
     monkeypatch.setattr(HoldingQueue, "count", lambda *_: lease.state["bundles"])
 
     # When the count does not tell yet of what was put back

@@ -125,9 +125,9 @@ class EngineDeadLetters(ABC):
         """Walks through the letters: yields each once."""
         known: set[str] = set()
         while received := self.fetch():
-            hidden |= {each.key: each.receipt for each in received}
-            fresh = [each for each in received if each.key not in known]
-            known |= {each.key for each in fresh}
+            hidden |= {message.key: message.receipt for message in received}
+            fresh = [message for message in received if message.key not in known]
+            known |= {message.key for message in fresh}
             if not fresh:  # it has lasted so long that the first are visible again
                 return
             yield fresh
@@ -154,7 +154,7 @@ class EngineDeadLetters(ABC):
                 if looks is not None:
                     looks.note(max(received.deliveries for received in batch))
                 letters = ((self.letter(received), received) for received in batch)
-                chosen = [each for each in letters if moving.takes(each[0])]
+                chosen = [entry for entry in letters if moving.takes(entry[0])]
                 if send:
                     chosen = self._sent(chosen, moving, to)
                 self._delete(chosen, hidden, moving)
@@ -165,38 +165,38 @@ class EngineDeadLetters(ABC):
     ) -> list[tuple[DeadLetter, Received]]:
         """Sends letters back; returns those that the broker has accepted."""
         by_target: dict[str, dict[str, Any]] = {}
-        for letter, each in chosen:
+        for letter, original in chosen:
             try:
                 target = destination_of(letter, [self._source.name], to)
                 if target not in self._publishers:
                     self._publishers[target] = self.publisher(target)
-                message = self.back(letter, each, target)
+                message = self.back(letter, original, target)
             except BroadwayError as error:
                 moving.refused[letter.message_id] = str(error)
                 continue
-            by_target.setdefault(target, {})[each.key] = message
+            by_target.setdefault(target, {})[original.key] = message
         refused: dict[str, Refusal] = {}
         for target, messages in by_target.items():
             publisher = self._publishers[target]
             refused |= self.requests.send_requests(publisher.send, publisher.requests(messages))
         done = []
-        for letter, each in chosen:
-            if each.key in refused:
-                moving.refused[letter.message_id] = str(refused[each.key])
+        for letter, original in chosen:
+            if original.key in refused:
+                moving.refused[letter.message_id] = str(refused[original.key])
             elif letter.message_id not in moving.refused:
-                done.append((letter, each))
+                done.append((letter, original))
         return done
 
     def _delete(
         self, chosen: Sequence[tuple[DeadLetter, Received]], hidden: dict[str, str], moving: Moving
     ) -> None:
-        entries = [(each.key, each.receipt) for _, each in chosen]
+        entries = [(original.key, original.receipt) for _, original in chosen]
         refused = self.requests.send(self._letters.remove, entries)
-        for letter, each in chosen:
-            if each.key in refused:
-                moving.refused[letter.message_id] = str(refused[each.key])
+        for letter, original in chosen:
+            if original.key in refused:
+                moving.refused[letter.message_id] = str(refused[original.key])
             else:
-                del hidden[each.key]
+                del hidden[original.key]
                 moving.count += 1
 
 

@@ -156,7 +156,9 @@ class EngineSettlement:
         Outcomes may have been recorded since: but a released message comes again, and cannot be
         taken back.
         """
-        again = ComingAgain.of({key: each.action for key, each in verdicts.items()}, whole=True)
+        again = ComingAgain.of(
+            {key: verdict.action for key, verdict in verdicts.items()}, whole=True
+        )
         if self._resumed or again != ComingAgain():
             stands = self._receipts.plan(again)
             for key, verdict in verdicts.items():
@@ -182,7 +184,9 @@ class EngineSettlement:
         ]
         for some, step in steps:
             refused = self._sent(some, step)
-            fresh.update({key: each.action for key, each in some.items() if key not in refused})
+            fresh.update(
+                {key: verdict.action for key, verdict in some.items() if key not in refused}
+            )
             self._count_refused(refused, some, fresh)
             self.done.update(fresh)
         return fresh

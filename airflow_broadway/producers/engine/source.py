@@ -134,7 +134,7 @@ class EngineSource:
         except Exception as error:
             span.exception("error", error, "")
             raise
-        span.stop({**about, "messages": [each.raw for each in answer.messages]})
+        span.stop({**about, "messages": [message.raw for message in answer.messages]})
         return answer
 
     def _collect(self, demand: int, end: float) -> None:
@@ -156,7 +156,7 @@ class EngineSource:
             patient = gathering is None and not polls.quiet and not self._full
             answer = self._answer(math.inf if patient else left)
             if answer is not None:
-                self._ready += [(answer.at, each) for each in answer.messages]
+                self._ready += [(answer.at, message) for message in answer.messages]
                 gathering = gathering or clock.monotonic() + self._gather
             elif self._trouble is not None:
                 clock.sleep(_RECEIVE_AGAIN_INTERVAL)
@@ -206,24 +206,26 @@ class EngineSource:
         fresh: dict[str, Received] = {}
         newer: dict[str, str] = {}
         oldest = now.timestamp()
-        for at, each in taken:
-            key = each.key
+        for at, message in taken:
+            key = message.key
             if key in given_back or key in spare:
                 # This run gave it back: kept out of everybody's way until the run has ended.
-                spare[key] = each.receipt
+                spare[key] = message.receipt
                 continue
             if key in known and key not in fresh:
-                newer[key] = each.receipt
+                newer[key] = message.receipt
             else:
-                fresh[key] = each  # of two receipts in hand, the newer
+                fresh[key] = message  # of two receipts in hand, the newer
             oldest = min(oldest, at)
         # Handed out before, it is being handled, and settled by its newest receipt.
         self._hold(newer, {}, oldest)
         made = self._made(fresh, now)
         if not made:
             return []
-        handles = {each.message_id: fresh[each.message_id].receipt for each in made}
-        groups = {key: each.group for key, each in fresh.items() if each.group is not None}
+        handles = {message.message_id: fresh[message.message_id].receipt for message in made}
+        groups = {
+            key: received.group for key, received in fresh.items() if received.group is not None
+        }
         self._unsecured = handles, groups, oldest
         return made
 
@@ -242,27 +244,27 @@ class EngineSource:
         now, stale = self._clock.now().timestamp(), _STALE_PART * self._seconds
         if now - taken[0][0] <= stale and not self._overtaken:
             return taken
-        old = {each.receipt for at, each in taken if now - at > stale}
-        refused = self._hide(((each, each) for each in old), self._seconds) if old else {}
+        old = {message.receipt for at, message in taken if now - at > stale}
+        refused = self._hide(((message, message) for message in old), self._seconds) if old else {}
         anew = old - refused.keys()
         taken = self._in_order(taken, refused)
-        return [(now if each.receipt in anew else at, each) for at, each in taken]
+        return [(now if message.receipt in anew else at, message) for at, message in taken]
 
     def _in_order(
         self, taken: list[tuple[float, Received]], refused: Mapping[str, Refusal]
     ) -> list[tuple[float, Received]]:
         """Drops what was refused and what follows it in its group: both come again."""
         kept = []
-        for at, each in taken:
-            group, refusal = each.group, refused.get(each.receipt)
+        for at, message in taken:
+            group, refusal = message.group, refused.get(message.receipt)
             if refusal is not None and group is not None:
                 self._overtaken.add(group)
             if refusal is not None and (refusal.gone or group is None):
                 continue  # it comes again by itself
-            if group in self._overtaken and each.key not in self._receipts.handles:
-                self._spare[each.key] = each.receipt  # a refused one too, if hidden still
+            if group in self._overtaken and message.key not in self._receipts.handles:
+                self._spare[message.key] = message.receipt  # a refused one too, if hidden still
             else:
-                kept.append((at, each))
+                kept.append((at, message))
         return kept
 
     def _attempts(
@@ -274,31 +276,31 @@ class EngineSource:
             # In this order: who settles a lapse meanwhile records it before it ends the generation.
             earlier, noted = self._earlier.among(fresh, now), failures.of(fresh, now)
 
-            def by_records(each: Received) -> tuple[int, bool]:
-                if each.key in noted:
-                    return noted[each.key] + 1, True
-                return 1, each.key in earlier or each.deliveries > 1
+            def by_records(message: Received) -> tuple[int, bool]:
+                if message.key in noted:
+                    return noted[message.key] + 1, True
+                return 1, message.key in earlier or message.deliveries > 1
 
             return by_records
-        again = [key for key, each in fresh.items() if each.deliveries > 1]
+        again = [key for key, message in fresh.items() if message.deliveries > 1]
         counted = failures.of(again, now) if again else {}
         # Without records of failures the deliveries must stand for them, releases and lapses too.
         durable = self._folder.durable
 
-        def by_count(each: Received) -> tuple[int, bool]:
-            if each.deliveries < 2:
+        def by_count(message: Received) -> tuple[int, bool]:
+            if message.deliveries < 2:
                 return 1, False
-            return counted.get(each.key, 0) + 1 if durable else each.deliveries, True
+            return counted.get(message.key, 0) + 1 if durable else message.deliveries, True
 
         return by_count
 
     def _made(self, fresh: Mapping[str, Received], now: datetime) -> list[Message]:
         attempts = self._attempts(fresh, now)
         made = []
-        for key, each in fresh.items():
-            attempt, redelivered = attempts(each)
+        for key, received in fresh.items():
+            attempt, redelivered = attempts(received)
             try:
-                data, metadata, properties, requeued = self._broker.read(each)
+                data, metadata, properties, requeued = self._broker.read(received)
                 delivery = Delivery(payload=data, properties=properties)
                 message = Message(
                     data,
@@ -314,7 +316,7 @@ class EngineSource:
                 made.append(message)
                 self._position += 1
             except Exception as error:  # one that cannot be read fails alone
-                self._spare[key] = each.receipt
+                self._spare[key] = received.receipt
                 log.error(
                     "message %r of the %s %r cannot be read (%s: %s): it is left to the"
                     " queue's redrive policy, and given back when the run ends",
@@ -354,15 +356,15 @@ class EngineSource:
             return []
         self._stopped = True
         for answer in self._polls.close():
-            self._ready += [(answer.at, each) for each in answer.messages]
+            self._ready += [(answer.at, message) for message in answer.messages]
         if not self._env.stopping():  # it may take as long as a long poll
             self._ready += self._broker.receive_lost()
         self._take_back_unsecured()
         ready, self._ready = self._ready, []
         newer: dict[str, str] = {}
-        for _, each in ready:
-            held = each.key in self._receipts.handles and each.key not in self._receipts.now
-            (newer if held else self._spare)[each.key] = each.receipt
+        for _, message in ready:
+            held = message.key in self._receipts.handles and message.key not in self._receipts.now
+            (newer if held else self._spare)[message.key] = message.receipt
         self._release_spare()
         # Received again, and settled by their newest receipts.
         self._hold(newer, {}, min((at for at, _ in ready), default=0.0))
@@ -389,11 +391,11 @@ class EngineSource:
 
         What the run holds, delivered again, stays hidden: it is to be settled.
         """
-        spare = [each for each in found if each.key not in self._receipts.handles]
+        spare = [message for message in found if message.key not in self._receipts.handles]
         if not spare:
             return
         try:
-            entries = ((each.key, Hidden(each.receipt, 0)) for each in spare)
+            entries = ((message.key, Hidden(message.receipt, 0)) for message in spare)
             self._requests.send_alone(self._broker.hide, entries)
         except BroadwayError as error:
             log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)

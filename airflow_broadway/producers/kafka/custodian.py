@@ -106,7 +106,7 @@ class KafkaCustodian:
 
 
 class _Work:
-    """What is to be done with one generation."""
+    """Settles one generation: its claims, the plan of its verdicts, and their progress."""
 
     def __init__(
         self, custodian: KafkaCustodian, lease: Lease, settlement: Settlement = _NOTHING

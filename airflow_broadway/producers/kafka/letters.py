@@ -180,7 +180,7 @@ class KafkaDeadLetters:
                     moving.refused[entry.letter.message_id] = why
                     stay[entry.place].append(entry.offset)
             for place in {entry.place for entry in wave}:
-                # What lies between letters is none: compacted away, or a mark of a transaction.
+                # Offsets between dead letters hold none: compacted away, or a transaction's marker.
                 done = minus(clip(unread[place], 0, position[place]), of_offsets(stay[place]))
                 self._finish(place, unread[place][0][0], done)
             wave.clear()

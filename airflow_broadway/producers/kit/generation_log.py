@@ -186,5 +186,5 @@ def forget_ended(files: StateFiles, before: str) -> None:
 
 
 def _settled(value: Mapping[str, Any]) -> Settled:
-    details = {name: each for name, each in value.items() if name != "report"}
+    details = {name: detail for name, detail in value.items() if name != "report"}
     return Settled(SettleReport.from_json(value["report"]), details)

@@ -225,9 +225,9 @@ class MemoryFiles(StateFiles):
         return name in self._files
 
     def remove(self, name: str) -> None:
-        for each in list(self._files):
-            if each == name or each.startswith(f"{name}/"):
-                del self._files[each]
+        for path in list(self._files):
+            if path == name or path.startswith(f"{name}/"):
+                del self._files[path]
 
     def discard(self, names: Iterable[str]) -> None:
         for name in names:

@@ -366,7 +366,7 @@ def _newest(metrics: Any, client: Client, metric: str, now: datetime) -> int | N
         retry=None,
         timeout=client.timeout,
     )
-    points = [point for each in series for point in each.points]
+    points = [point for metric in series for point in metric.points]
     newest = max(points, key=lambda point: point.interval.end_time, default=None)
     return None if newest is None else int(newest.value.int64_value)
 

@@ -121,7 +121,7 @@ class Client:
         """Sends one ``ModifyAckDeadline``; all entries have one deadline."""
         from google.pubsub_v1.types import ModifyAckDeadlineRequest
 
-        ack_ids, seconds = [each.receipt for each in hidden], hidden[0].seconds
+        ack_ids, seconds = [entry.receipt for entry in hidden], hidden[0].seconds
         request = ModifyAckDeadlineRequest(
             subscription=self.name, ack_ids=ack_ids, ack_deadline_seconds=seconds
         )

@@ -130,7 +130,7 @@ class QueueJournal:
         # Written first, then listed: of two that settle together, one at least sees the other.
         self.log_of(generation).write(f"turn-{name}.json", {})
         others = self.turns(generation) - {name}
-        return name, whole and any(not each.startswith("now-") for each in others)
+        return name, whole and any(not other.startswith("now-") for other in others)
 
     # -- the broker's queues -------------------------------------------------------------------
 

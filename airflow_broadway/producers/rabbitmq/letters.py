@@ -304,7 +304,7 @@ def _uncounted(properties: bytes) -> bytes:
         headers = codec.entries_of(fields.get("headers"))
     except ProducerError:
         return properties
-    kept = [each for each in headers if each[0] != _COUNT]
+    kept = [header for header in headers if header[0] != _COUNT]
     if len(kept) == len(headers):
         return properties
     fields["headers"] = codec.join_entries(kept)
@@ -325,9 +325,9 @@ def _headers(delivered: Delivered) -> Mapping[str, Any]:
 def _death(headers: Mapping[str, Any]) -> Mapping[str, Any]:
     """The last death that was no step of our own delays; empty if there is none."""
     found = headers.get("x-death")
-    for each in found if isinstance(found, list) else ():
-        if isinstance(each, Mapping) and not str(each.get("queue", "")).startswith("broadway."):
-            return each
+    for death in found if isinstance(found, list) else ():
+        if isinstance(death, Mapping) and not str(death.get("queue", "")).startswith("broadway."):
+            return death
     return {}
 
 

@@ -143,12 +143,12 @@ def republished(
     extra = dict(extra or {})
     reason = str(extra.get("x-broadway-reason", ""))
     short = {**extra, "x-broadway-reason": cut(reason, _SHORT_REASON)} if reason else extra
-    lean = [each for each in original if not _harmful(each[0]) and each[0] != b"unreadable"]
+    lean = [entry for entry in original if not _harmful(entry[0]) and entry[0] != b"unreadable"]
     value = {"id": mark.message_id, "giver": mark.released_by, "attempt": mark.attempt}
     value |= {"turn": mark.turn, "digest": _digest(message)}
     for more, was in ((extra, original), (short, lean), ({}, lean), ({}, [])):
         ours = [codec.encode_entry(MARK, value)]
-        ours += [codec.encode_entry(name, each) for name, each in more.items()]
+        ours += [codec.encode_entry(name, value) for name, value in more.items()]
         if was:
             ours.append((ORIGINAL.encode(), b"F" + codec.join_entries(was)))
         made = codec.join_fields({**fields, "headers": codec.join_entries([*kept, *ours])})
@@ -250,12 +250,12 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
     if b"unreadable" in original:
         was = codec.decode_entry(original[b"unreadable"])
         return _route(route, original), was if isinstance(was, bytes) else properties
-    kept = [each for each in headers if not each[0].startswith((_MARK, *_DEATHS))]
+    kept = [header for header in headers if not header[0].startswith((_MARK, *_DEATHS))]
     # Deaths since it was published again are our own ladder's, or else a queue's of somebody else.
     deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
     if deaths:
         kept.append(codec.encode_entry("x-death", deaths))
-    kept += [each for each in original.items() if _harmful(each[0])]
+    kept += [header for header in original.items() if _harmful(header[0])]
     if kept:
         fields["headers"] = codec.join_entries(kept)
     else:
@@ -281,9 +281,9 @@ def _original(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
 
 def _route(route: bytes, original: Mapping[bytes, bytes]) -> bytes:
     parts = [original.get(name, b"V") for name in (b"exchange", b"routing_key")]
-    if any(each[:1] != b"S" or len(each) > 5 + 255 for each in parts):
+    if any(part[:1] != b"S" or len(part) > 5 + 255 for part in parts):
         return route
-    return b"".join(bytes([len(each) - 5]) + each[5:] for each in parts)
+    return b"".join(bytes([len(part) - 5]) + part[5:] for part in parts)
 
 
 def _deaths(raw: bytes | None) -> list[Any]:
@@ -294,7 +294,7 @@ def _deaths(raw: bytes | None) -> list[Any]:
         return []
     found = value if isinstance(value, list) else []
     return [
-        each
-        for each in found
-        if not (isinstance(each, Mapping) and str(each.get("queue", "")).startswith("broadway."))
+        death
+        for death in found
+        if not (isinstance(death, Mapping) and str(death.get("queue", "")).startswith("broadway."))
     ]

@@ -100,7 +100,7 @@ def properties_as_json(raw: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     if raw.get("MessageAttributes"):
         kept["attributes"] = {
-            name: value_of(each) for name, each in raw["MessageAttributes"].items()
+            name: value_of(attribute) for name, attribute in raw["MessageAttributes"].items()
         }
     for name in ("MessageGroupId", "MessageDeduplicationId", "AWSTraceHeader"):
         if system.get(name):
@@ -250,13 +250,13 @@ def _own(attributes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     packed = _packed_of(attributes)
     own = {
-        name: {key: each[key] for key in _ATTRIBUTE if key in each}
-        for name, each in attributes.items()
+        name: {key: attribute[key] for key in _ATTRIBUTE if key in attribute}
+        for name, attribute in attributes.items()
         if name not in _OURS and not (name == _PACKED and packed)
     }
     moved = packed.get("attributes")
-    for name, each in moved.items() if isinstance(moved, dict) else ():
-        own[name] = _attribute(each)
+    for name, attribute in moved.items() if isinstance(moved, dict) else ():
+        own[name] = _attribute(attribute)
     return own
 
 
@@ -295,10 +295,10 @@ def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
     packed = _packed_of(attributes)
     if "requeued" in packed:
         moved = packed.get("attributes")
-        own = {name: each for name, each in attributes.items() if name != _PACKED}
+        own = {name: attribute for name, attribute in attributes.items() if name != _PACKED}
         back = moved.items() if isinstance(moved, dict) else ()
         mark = {limits.REQUEUED: _string(str(packed["requeued"]))}
-        return own | {name: _attribute(each) for name, each in back} | mark
+        return own | {name: _attribute(attribute) for name, attribute in back} | mark
     return attributes if limits.REQUEUED in attributes else None
 
 

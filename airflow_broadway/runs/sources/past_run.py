@@ -111,20 +111,20 @@ def _replaced(run: StagedRun) -> set[str]:
     records = run.generations()
     # The first of its producers reads all of it, or prepares its sink.
     past = [
-        each
-        for each in records
-        if each.map_index <= 0
-        and each.state != OPENED
-        and RunSource.from_json(each.source).is_whole
+        record
+        for record in records
+        if record.map_index <= 0
+        and record.state != OPENED
+        and RunSource.from_json(record.source).is_whole
     ]
     if not past:
         return set()
-    last = max(past, key=lambda each: each.opened_at)
+    last = max(past, key=lambda record: record.opened_at)
     begun = last.opened_at
     if RunSource.from_json(last.source).goes_on:
-        same = [each.opened_at for each in records if each.source == last.source]
+        same = [record.opened_at for record in records if record.source == last.source]
         begun = min(same)
-    return {each.generation for each in records if each.opened_at < begun}
+    return {record.generation for record in records if record.opened_at < begun}
 
 
 def _check_batchers(run: StagedRun, pipeline: Pipeline, chosen: Sequence[StagedBatch]) -> None:
@@ -235,7 +235,7 @@ class PastRun:
             host=host_name(),
             lease=lease.to_json(),
             received=sum(counts.values()),
-            received_bytes=sum(each.planned.bytes for each in chosen),
+            received_bytes=sum(batch.planned.bytes for batch in chosen),
             failed=0,
             settled_now={},
             batchers=counts,
@@ -264,9 +264,9 @@ class PastRun:
             if len(plans) == 1 and len(plan.generations) == 1:
                 names, offset = self._link(plan, path), 0
             else:
-                offset = max((row[1] + 1 for each in made for row in each.rows), default=0)
+                offset = max((row[1] + 1 for batch in made for row in batch.rows), default=0)
                 names = self._rewrite(plan, path, offset, len(data))
-            made += [self._batch(each, len(data), offset) for each in batches]
+            made += [self._batch(batch, len(data), offset) for batch in batches]
             data += names
         first = next(iter(plans.values()))[0]
         return self._write(first, path, data, made)
@@ -328,8 +328,8 @@ class PastRun:
 
 def _by_batcher(chosen: Sequence[StagedBatch]) -> dict[str, list[StagedBatch]]:
     made: dict[str, list[StagedBatch]] = {}
-    for each in chosen:
-        made.setdefault(each.plan.batcher, []).append(each)
+    for batch in chosen:
+        made.setdefault(batch.plan.batcher, []).append(batch)
     return made
 
 

@@ -101,15 +101,15 @@ class ConfirmWindow:
         """
         if multiple:
             numbers = []
-            for each in self._open:
-                if each > number:
+            for open_number in self._open:
+                if open_number > number:
                     break
-                numbers.append(each)
+                numbers.append(open_number)
         else:
             numbers = [number] if number in self._open else []
         answered = []
-        for each in numbers:
-            place = self._open.pop(each)
+        for open_number in numbers:
+            place = self._open.pop(open_number)
             answered.append(place)
             if self._keys.get(place.key) is place:
                 del self._keys[place.key]

@@ -94,9 +94,9 @@ class ConnectionThread:
         :raises ProducerUnavailable: If none does.
         """
         tried: list[str] = []
-        for each in address.hosts():
+        for host in address.hosts():
             try:
-                return cls(each, on_lost=on_lost)
+                return cls(host, on_lost=on_lost)
             except ProducerUnavailable as error:
                 tried.append(str(error))
         raise ProducerUnavailable("; ".join(tried))
@@ -333,7 +333,7 @@ class Channel:
         """
         if self.lost is not None:
             raise self.lost
-        self._waiting = {each for each in self._waiting if not each.done()}
+        self._waiting = {reply for reply in self._waiting if not reply.done()}
         self._waiting.add(reply)
 
     def await_closed(self, seconds: float) -> None:

@@ -44,7 +44,7 @@ def split_route(route: bytes) -> tuple[str, str]:
 
 def join_route(exchange: str, key: str) -> bytes:
     """The route that :func:`split_route` reads; what is longer than AMQP allows is cut."""
-    parts = (each.encode("utf-8", "replace")[:255] for each in (exchange, key))
+    parts = (text.encode("utf-8", "replace")[:255] for text in (exchange, key))
     return b"".join(bytes([len(raw)]) + raw for raw in parts)
 
 

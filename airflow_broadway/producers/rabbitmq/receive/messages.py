@@ -50,19 +50,19 @@ class MessageMaker:
         generation, text_of, describe = self._generation, self._text, self._describe
         actions = self._actions
         made = []
-        for place, each in enumerate(held, self._position):
-            text = text_of(each.route, each.properties, each.redelivered)
-            body = each.body
+        for place, message in enumerate(held, self._position):
+            text = text_of(message.route, message.properties, message.redelivered)
+            body = message.body
             made.append(
                 Message(
                     body,
-                    metadata=describe(each),
+                    metadata=describe(message),
                     acknowledger=AckRef(
                         None, generation, Delivery(payload=body, properties=text, **actions)
                     ),
-                    message_id=each.message_id,
-                    attempt=each.attempt,
-                    redelivered=each.redelivered,
+                    message_id=message.message_id,
+                    attempt=message.attempt,
+                    redelivered=message.redelivered,
                     received_at=now,
                     position=place,
                     size=len(body),
