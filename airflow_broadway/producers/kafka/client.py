@@ -117,9 +117,6 @@ class Cluster:
         self._kafka = library()
         self._producer = producer
         self._settings = settings_of(producer, env)
-        self._timeout = float(self._settings["socket.timeout.ms"]) / 1000
-        #: Seconds that a broker waits for more before it answers.
-        self.fetch_wait = float(self._settings["fetch.wait.max.ms"]) / 1000
         #: What the client reported of its connections.
         self._seen: deque[Any] = deque(maxlen=20)
         #: For errors.
@@ -127,6 +124,9 @@ class Cluster:
         self._sender: Any = None
         self._assigned = False
         self.consumer: confluent_kafka.Consumer = self._consumer()
+        self._timeout = self._seconds("socket.timeout.ms")
+        #: Seconds that a broker waits for more before it answers.
+        self.fetch_wait = self._seconds("fetch.wait.max.ms")
         self.eof: int = self._kafka.KafkaError._PARTITION_EOF
         self._admin: Any = None  # it must outlive its answers
         self._has_controller = False
@@ -145,12 +145,18 @@ class Cluster:
         config.pop("group.instance.id", None)
         return self._made(self._kafka.Consumer, config)
 
+    def _seconds(self, name: str) -> float:
+        """Returns a setting in milliseconds, which librdkafka has accepted, in seconds."""
+        return int(str(self._settings[name]), base=0) / 1000
+
     def _made(self, kind: Any, config: Mapping[str, Any]) -> Any:
         try:
             return kind({**config, "error_cb": self._seen.append}, logger=_client_log)
         except (self._kafka.KafkaException, ValueError, TypeError) as error:
             text = translated(error, "the Kafka client cannot be made of its settings", self.where)
-            raise ProducerError(f"{text}; look at the extra of the connection") from None
+            raise ProducerError(
+                f"{text}; correct the option settings or the extra of the connection"
+            ) from None
 
     # -- topics and offsets --------------------------------------------------------------------
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.kafka import KafkaProducer
+from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.errors import Denied, Truncated, translated
 
 
@@ -49,3 +54,43 @@ def test_the_cause_is_what_the_client_said_of_its_connections() -> None:
 
 def test_what_is_no_error_of_the_client_is_named() -> None:
     assert str(translated(ValueError("odd"), "a", "b")) == "a b: ValueError: odd"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"bogus.name": "x"}, 'No such configuration property: "bogus.name"'),
+        (
+            {"fetch.wait.max.ms": "soon"},
+            'Invalid value for configuration property "fetch.wait.max.ms"',
+        ),
+        (
+            {"socket.timeout.ms": True},
+            'Invalid value for configuration property "socket.timeout.ms"',
+        ),
+    ],
+)
+def test_a_setting_that_librdkafka_refuses_is_one_sentence(
+    settings: dict[str, Any], text: str
+) -> None:
+    producer = KafkaProducer(
+        group_id="g", topics=["t"], hosts="127.0.0.1:1", conn_id=None, settings=settings
+    )
+
+    with pytest.raises(ProducerError) as refused:
+        Cluster(producer, ProducerEnv())
+
+    assert text in str(refused.value)
+    assert str(refused.value).endswith("correct the option settings or the extra of the connection")
+
+
+def test_milliseconds_are_read_as_librdkafka_reads_them() -> None:
+    settings = {"fetch.wait.max.ms": "0x10", "socket.timeout.ms": "20000"}
+    producer = KafkaProducer(
+        group_id="g", topics=["t"], hosts="127.0.0.1:1", conn_id=None, settings=settings
+    )
+
+    cluster = Cluster(producer, ProducerEnv())
+
+    assert cluster.fetch_wait == 0.016
+    cluster.close()
