@@ -17,11 +17,23 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import KafkaProducer
 from tests.faults.rabbitmq_worker import AGAIN, Worker, verdict_on
 
-__all__ = ["FAILS_EACH", "GROUP", "KafkaWorker", "verdict_in_order", "verdict_on"]
+__all__ = [
+    "FAILS_EACH",
+    "GROUP",
+    "PAUSED",
+    "PAUSE_AT",
+    "KafkaWorker",
+    "verdict_in_order",
+    "verdict_on",
+]
 
 GROUP = "faults"
 #: Where order counts, one message in so many fails at first: it holds up all behind it.
 FAILS_EACH = 600
+#: A file in the worker's folder: the number of the receive at which it waits to be killed.
+PAUSE_AT = "pause-at"
+#: A file in an execution's folder: the worker waits there.
+PAUSED = "paused"
 
 
 def verdict_in_order(number: int, attempt: int) -> Verdict:
@@ -38,6 +50,7 @@ class KafkaWorker(Worker):
     """
 
     portion = 20
+    _receives = 0
 
     def __init__(self, folder: Path, bootstrap: str, topic: str, order: str, most: int) -> None:
         self.folder = folder
@@ -63,6 +76,18 @@ class KafkaWorker(Worker):
         with (place / "taken").open("a") as file:
             file.write("".join(lines))
         time.sleep(0.02)  # long enough to be killed at it
+        self._pause_where_wanted(place)
+
+    def _pause_where_wanted(self, place: Path) -> None:
+        """Wait to be killed, if the test wants that at this receive."""
+        self._receives += 1
+        try:
+            pause_at = int((self.folder / PAUSE_AT).read_text())
+        except FileNotFoundError:
+            return
+        if self._receives == pause_at:
+            (place / PAUSED).touch()
+            time.sleep(3600)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import pytest
 
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from scripts.airflow_env import ROOT
-from tests.faults.kafka_worker import GROUP, verdict_in_order, verdict_on
+from tests.faults.kafka_worker import GROUP, PAUSE_AT, PAUSED, verdict_in_order, verdict_on
 from tests.kafka_server import KafkaServer
 from tests.waiting import eventually
 
@@ -97,14 +97,21 @@ class Topic:
     def drain(self, *, kills: int, most: int, seed: int) -> int:
         """Kill workers, then let one finish; how many were killed.
 
-        One of three dies as it takes messages, one soon after, and so as it takes more or settles,
-        and one at any instant.
+        One of three dies between two receives of a run, one some runs later, as it takes more or
+        settles, and one at any instant.
         """
         dice, killed = random.Random(seed), 0
+        pause_at = self.folder / PAUSE_AT
         for number in range(kills):
+            if number % 3 == 1:
+                pause_at.write_text(str(dice.randint(1, 5)))
+            else:
+                pause_at.unlink(missing_ok=True)
             worker = self.worker(most)
             try:
-                if number % 3:
+                if number % 3 == 1:
+                    self._wait_until_paused(worker)
+                elif number % 3 == 2:
                     self._wait_until_it_takes(worker, runs=dice.randint(1, 4))
                 worker.wait(timeout=(1.6, 0.0, 0.3)[number % 3] * dice.random())
             except subprocess.TimeoutExpired:
@@ -112,8 +119,13 @@ class Topic:
             finally:
                 worker.kill()
                 worker.wait()
+        pause_at.unlink(missing_ok=True)
         assert self.worker(most).wait(timeout=600) == 0
         return killed
+
+    def _wait_until_paused(self, worker: subprocess.Popen[bytes]) -> None:
+        wanted = len(self.runs(PAUSED)) + 1
+        eventually(lambda: worker.poll() is not None or len(self.runs(PAUSED)) >= wanted)
 
     def _wait_until_it_takes(self, worker: subprocess.Popen[bytes], *, runs: int) -> None:
         wanted = len(self.runs("taken")) + runs
