@@ -14,7 +14,7 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.text import many, table
-from airflow_broadway.runs.inspect import check_pipeline
+from airflow_broadway.runs.reading.runs import check_pipeline
 from airflow_broadway.staging.archive.exchange import Chosen, export, import_file, line_of
 from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import archive_folder, start_of

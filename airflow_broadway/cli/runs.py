@@ -15,7 +15,8 @@ from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import table
 from airflow_broadway.runs.account import kept_report
-from airflow_broadway.runs.inspect import (
+from airflow_broadway.runs.reading.overview import Receipt, overview_of
+from airflow_broadway.runs.reading.runs import (
     RunSummary,
     StagedBatch,
     check_pipeline,
@@ -24,7 +25,6 @@ from airflow_broadway.runs.inspect import (
     staged_batches,
 )
 from airflow_broadway.runs.sweep import remove_settled_run
-from airflow_broadway.runs.view.overview import Receipt, overview_of
 
 #: Batches that a table shows; JSON has all.
 SHOWN = 50

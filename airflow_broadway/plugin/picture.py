@@ -12,7 +12,7 @@ from typing import Any, Final
 from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.plugin.render import count as shown
 from airflow_broadway.plugin.run_tasks import PipelineTasks, StageTask
-from airflow_broadway.runs.view.overview import Flow, Overview
+from airflow_broadway.runs.reading.overview import Flow, Overview
 
 #: A task's state in Airflow → what it means, and its tone.
 _WORDS: Final = {

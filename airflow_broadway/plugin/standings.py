@@ -16,7 +16,7 @@ from airflow_broadway.plugin.declared import Declared
 from airflow_broadway.plugin.depths import Depth, Reported, depth_of
 from airflow_broadway.plugin.latest import LatestRun, latest_runs
 from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
-from airflow_broadway.runs.view.history import (
+from airflow_broadway.runs.reading.history import (
     BAD,
     WARN,
     Held,

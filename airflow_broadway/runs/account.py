@@ -12,9 +12,7 @@ from typing import Any, Final
 from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of
 from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.custody.run_summary import (
-    SHOWN_REASONS,
     failures_trouble,
-    merged_reasons,
     settling_trouble,
 )
 from airflow_broadway.core.errors import StagingError
@@ -36,8 +34,6 @@ REPORT: Final = "report.json"
 REPORT_TEXT: Final = "report.md"
 #: What a dry run found, until the report has it.
 LOOK: Final = "look.json"
-#: Characters of a reason in a report; longer ones that begin alike count as one.
-_REASON_LENGTH: Final = 200
 
 
 def keep_report(
@@ -64,7 +60,8 @@ def keep_report(
         :func:`unseen`.
     :param empty: Generation → the reference of its process task, of those without a message.
     :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
-    :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
+    :param reasons: Why messages failed, the most frequent reasons first; see
+        :func:`airflow_broadway.runs.reading.reasons.count_reasons`.
     :raises StagingError: If it cannot be written.
     """
     generations = [account_of(run, record) for record in records]
@@ -179,6 +176,12 @@ def kept_look(run: StagedRun) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return found
+
+
+def summarize_trouble(report: Mapping[str, Any]) -> str:
+    """Return why a run needs a look, as one sentence; empty if it does not."""
+    unbalanced = [] if report["balanced"] else ["the sum does not balance"]
+    return "; ".join([*unbalanced, *trouble_of(report)])
 
 
 def trouble_of(report: Mapping[str, Any], fail_when: Any = "all") -> list[str]:
@@ -300,37 +303,3 @@ def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
     if not (deaths or interruptions or found):
         return {}
     return {"deaths": deaths, "interruptions": interruptions, "batches": found}
-
-
-def reasons_of(
-    recorded: Recorded, records: Sequence[GenerationRecord], batchers: Iterable[str]
-) -> list[dict[str, Any]]:
-    """Why messages failed, the most frequent reasons first."""
-    files: dict[str, Any] = {}
-    for record in records:
-        manifest = recorded.run.manifest(record.generation)
-        if manifest is not None:
-            files |= {path: manifest.sums.get(path) for path in manifest.entries}
-    for batcher in batchers:
-        for plan in recorded.counted(batcher):
-            for _, outcome in recorded.outcomes(plan):
-                if outcome is not None and outcome.exceptions is not None:
-                    files[outcome.exceptions] = outcome.entries_sum
-    recorded.keep(files)
-    found: dict[tuple[str, str], Counter[str]] = {}
-    for path, total in files.items():
-        for line in recorded.entries(path, total):
-            verdict = line.entry.verdict
-            if verdict.reason:
-                key = verdict.stage, verdict.reason[:_REASON_LENGTH]
-                found.setdefault(key, Counter())[verdict.action.value] += 1
-    counts = Counter({key: classes.total() for key, classes in merged_reasons(found).items()})
-    shown: list[dict[str, Any]] = [
-        {"count": count, "stage": stage, "reason": reason}
-        for (stage, reason), count in counts.most_common(SHOWN_REASONS)
-    ]
-    others = sum(counts.values()) - sum(each["count"] for each in shown)
-    if others:
-        kinds = len(counts) - len(shown)
-        shown.append({"count": others, "stage": "", "reason": many(kinds, "other reason")})
-    return shown

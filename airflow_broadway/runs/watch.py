@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,12 @@ from airflow_broadway.runs.account import (
     keep_report,
     kept_look,
     kept_report,
-    reasons_of,
     unseen,
 )
 from airflow_broadway.runs.heartbeat import Heartbeat, Hold, name_of
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports
+from airflow_broadway.runs.reading.reasons import count_reasons
 from airflow_broadway.runs.settle import settle, settle_if_complete
 from airflow_broadway.runs.sources.pipelines import Custodians, pipeline_of
 from airflow_broadway.staging.plan_choice import Recorded
@@ -271,7 +272,10 @@ class RunWatcher:
             records,
             isolation=isolation_of(recorded, self._pipeline.batchers),
             batchers=batchers_of(recorded, self._pipeline.batchers),
-            reasons=reasons_of(recorded, records, self._pipeline.batchers),
+            reasons=[
+                asdict(reason)
+                for reason in count_reasons(recorded, records, self._pipeline.batchers)
+            ],
             failed_tasks=failed_tasks,
             at=self._clock.now(),
             look=look,

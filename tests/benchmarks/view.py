@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from airflow_broadway.runs.view.batches import page_of_batches
-from airflow_broadway.runs.view.overview import overview_of
+from airflow_broadway.runs.reading.batches import page_of_batches
+from airflow_broadway.runs.reading.overview import overview_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 from tests.benchmarks.figures import Figures, folder_of_its_own, took
 from tests.unit.plugin.site import mounted
-from tests.unit.runs.view.big_run import big_run, settle
+from tests.unit.runs.reading.big_run import big_run, settle
 
 
 def bench_view(batches: int = 10_000, tries: int = 5) -> Figures:

@@ -19,7 +19,7 @@ from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, standing_queues
 from airflow_broadway.producers.rabbitmq.receive import consumer, ids
-from airflow_broadway.runs.view import batches, history, reasons, story
+from airflow_broadway.runs.reading import batches, history, message, reasons
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
 from airflow_broadway.staging import names, plan_data_files, planner, retention, store
@@ -42,9 +42,9 @@ MIB = 1024 * 1024
         ("ui.md", "A process task says every {:g} s", live.LIVE_INTERVAL),
         ("ui.md", "counted up to {:,} batches", batches.MOST_OUTCOMES),
         ("ui.md", "and {:g} MiB of failures", reasons.MOST_BYTES / MIB),
-        ("ui.md", "their data and keys: {} of them", story.MOST_HITS),
-        ("ui.md", "within {:g} s", story.MOST_SECONDS),
-        ("ui.md", "the {} latest of the pipeline", story.MOST_RUNS),
+        ("ui.md", "their data and keys: {} of them", message.MOST_HITS),
+        ("ui.md", "within {:g} s", message.MOST_SECONDS),
+        ("ui.md", "the {} latest of the pipeline", message.MOST_RUNS),
         ("ui.md", "a page waits {:g} s at the most", reading.SECONDS),
         ("ui.md", "{} pages read at once", {8: "eight"}[reading.MOST]),
         ("ui.md", "at most {} at once", children.MOST),

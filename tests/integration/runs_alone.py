@@ -22,9 +22,9 @@ from typing import Any
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer
-from airflow_broadway.runs.find import find_message
-from airflow_broadway.runs.inspect import list_runs
 from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.reading.message import find_message
+from airflow_broadway.runs.reading.runs import iter_runs, list_runs
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
@@ -98,7 +98,7 @@ def look(folder: str, message_id: str) -> Any:
     store = Store.open(f"file://{folder}/staging")
     return {
         "runs": [asdict(each) for each in list_runs(store)],
-        "places": [asdict(each) for each in find_message(store, message_id)],
+        "places": [asdict(story.place) for story in find_message(iter_runs(store), message_id)],
     }
 
 

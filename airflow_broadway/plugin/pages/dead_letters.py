@@ -42,8 +42,8 @@ from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.staged import seen_root
 from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
+from airflow_broadway.runs.reading.payload import FORMS, payload_of
 from airflow_broadway.runs.sources.dead_letters import DELETE, PARAM, REQUEUE
-from airflow_broadway.runs.view.payload import FORMS, payload_of
 
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser

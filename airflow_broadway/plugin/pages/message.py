@@ -15,7 +15,13 @@ from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.run_tasks import tasks_of_run
 from airflow_broadway.plugin.staged import staged_runs
-from airflow_broadway.runs.view.story import Story, TextHits, ids_with_text, other_runs, stories_of
+from airflow_broadway.runs.reading.message import (
+    Story,
+    TextHits,
+    find_message,
+    ids_with_text,
+    other_runs,
+)
 from airflow_broadway.staging.run_folder import StagedRun
 
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
@@ -59,7 +65,9 @@ def _found(
     """The message's stories, or else those that have the text; and in how many runs was looked."""
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
     looked = [*runs, *_others(runs)] if everywhere and asked else runs
-    stories: Sequence[Story] = stories_of(looked, asked, with_payload=with_payload) if asked else ()
+    stories: Sequence[Story] = ()
+    if asked:
+        stories = find_message(looked, asked, with_payload=with_payload)
     hits: list[TextHits] = []
     if asked and not stories and with_payload:
         hits = [ids_with_text(run, asked, share=1 / len(runs)) for run in runs]

@@ -20,7 +20,7 @@ from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import count, page, seconds
 from airflow_broadway.plugin.staged import seen_root
 from airflow_broadway.plugin.standings import SHOWN, Page, Standing, page_of
-from airflow_broadway.runs.view.history import MANY_FAILED
+from airflow_broadway.runs.reading.history import MANY_FAILED
 
 router = APIRouter()
 

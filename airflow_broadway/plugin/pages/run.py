@@ -20,8 +20,8 @@ from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
 from airflow_broadway.plugin.staged import staged_runs
-from airflow_broadway.runs.view.batches import BatchPage, page_of_batches
-from airflow_broadway.runs.view.overview import Overview, Receipt, overview_of
+from airflow_broadway.runs.reading.batches import BatchPage, page_of_batches
+from airflow_broadway.runs.reading.overview import Overview, Receipt, overview_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 

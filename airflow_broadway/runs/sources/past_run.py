@@ -24,7 +24,7 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.inspect import StagedBatch, find_run, staged_batches
+from airflow_broadway.runs.reading.runs import StagedBatch, find_run, staged_batches
 from airflow_broadway.runs.sources.archived import FOR_EVER, PastProducer
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc

@@ -590,7 +590,12 @@ def test_reasons_that_differ_in_a_number_only_are_one(site: Site) -> None:
 
     assert "30 process no order … in shop … dead-lettered" in shown(site)
     assert report["reasons"] == [
-        {"count": 30, "stage": "process", "reason": "no order … in shop …"}
+        {
+            "count": 30,
+            "stage": "process",
+            "reason": "no order … in shop …",
+            "classes": {"dead_lettered": 30},
+        }
     ]
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from airflow_broadway.runs.view.payload import payload_of
+from airflow_broadway.runs.reading.payload import payload_of
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.runs.account import account_of, isolation_of, kept_report, totals_of
 from airflow_broadway.runs.heartbeat import Heartbeat, name_of
-from airflow_broadway.runs.inspect import RunSummary, summary_of
-from airflow_broadway.runs.view.batches import reads_ahead
-from airflow_broadway.runs.view.reasons import Reasons, reasons_in
+from airflow_broadway.runs.reading.batches import reads_ahead
+from airflow_broadway.runs.reading.reasons import Reasons, reasons_in
+from airflow_broadway.runs.reading.runs import RunSummary, summary_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import (
     OPENED,

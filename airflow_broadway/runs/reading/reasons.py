@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASS_OF
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS, merged_reasons
-from airflow_broadway.runs.view.batches import reads_ahead
+from airflow_broadway.core.text import many
+from airflow_broadway.runs.reading.batches import reads_ahead
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord
 
 #: Bytes of verdicts that are read to count reasons before a report says them.
 MOST_BYTES: Final = 4 * 1024 * 1024
-#: Characters of a reason by which it is told from others.
+#: Characters of a reason; longer ones that begin alike count as one.
 _LENGTH: Final = 200
 
 
@@ -24,8 +25,7 @@ class Reason:
     """A reason for which messages failed.
 
     :param stage: The stage that failed them; empty if that is not known.
-    :param classes: Class of the account → how many of them; ``None`` where the report alone is
-        read, which does not say.
+    :param classes: Class of the account → how many of them; ``None`` where that is not known.
     """
 
     count: int
@@ -55,38 +55,42 @@ def reasons_in(
 
     :param report: The run's report, if it tells of all that is recorded.
     """
-    files = _files(recorded, records, batchers)
-    if files is not None and (files or not (report or {}).get("reasons")):
-        return Reasons(rows=_counted(recorded, files), known=True)
+    plans = [recorded.counted(batcher) for batcher in batchers]
+    if all(reads_ahead(recorded, of_batcher) for of_batcher in plans):
+        files = _files(recorded, records, batchers)
+        size = sum(total["bytes"] for total in files.values() if total)
+        if size <= MOST_BYTES and (files or not (report or {}).get("reasons")):
+            return Reasons(rows=_count(recorded, files), known=True)
     if report is None:
         return Reasons(rows=(), known=False)
     return Reasons(rows=[Reason(**each) for each in report["reasons"]], known=True)
 
 
+def count_reasons(
+    recorded: Recorded, records: Sequence[GenerationRecord], batchers: Iterable[str]
+) -> list[Reason]:
+    """Count the messages of a run that failed by reason, however many they are."""
+    return _count(recorded, _files(recorded, records, batchers))
+
+
 def _files(
-    recorded: Recorded, records: Sequence[GenerationRecord], batchers: Sequence[str]
-) -> dict[str, Any] | None:
-    """The files with verdicts, and their sums; ``None`` if they are too large."""
+    recorded: Recorded, records: Sequence[GenerationRecord], batchers: Iterable[str]
+) -> dict[str, Any]:
+    """The files with verdicts, and their sums."""
     files: dict[str, Any] = {}
-    size = 0
     for record in records:
         manifest = recorded.run.manifest(record.generation)
-        for path in () if manifest is None else manifest.entries:
-            files[path] = manifest.sums.get(path) if manifest else None
+        if manifest is not None:
+            files |= {path: manifest.sums.get(path) for path in manifest.entries}
     for batcher in batchers:
-        plans = recorded.counted(batcher)
-        if not reads_ahead(recorded, plans):
-            return None
-        for plan in plans:
+        for plan in recorded.counted(batcher):
             for _, outcome in recorded.outcomes(plan):
                 if outcome is not None and outcome.exceptions is not None:
                     files[outcome.exceptions] = outcome.entries_sum
-    for total in files.values():
-        size += total["bytes"] if total else 0
-    return files if size <= MOST_BYTES else None
+    return files
 
 
-def _counted(recorded: Recorded, files: Mapping[str, Any]) -> list[Reason]:
+def _count(recorded: Recorded, files: Mapping[str, Any]) -> list[Reason]:
     recorded.keep(files)
     counts: dict[tuple[str, str], Counter[str]] = {}
     for path, total in files.items():
@@ -107,6 +111,9 @@ def _counted(recorded: Recorded, files: Mapping[str, Any]) -> list[Reason]:
     for row in rest:
         others.update(row.classes or {})
     more = Reason(
-        count=others.total(), stage="", reason=f"{len(rest):,} other reasons", classes=dict(others)
+        count=others.total(),
+        stage="",
+        reason=many(len(rest), "other reason"),
+        classes=dict(others),
     )
     return [*rows[:SHOWN_REASONS], more]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -12,7 +12,7 @@ from airflow_broadway.core.errors import RequestRefused, StagingDamaged
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.runs.account import REPORT, kept_report, trouble_of
+from airflow_broadway.runs.account import REPORT, kept_report, summarize_trouble
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.names import encode_name, readable_name
 from airflow_broadway.staging.plan_choice import Recorded
@@ -190,16 +190,10 @@ def summary_of(run: StagedRun) -> RunSummary:
         dead_lettered=totals.get("dead_lettered"),
         failed=totals.get("failed"),
         balanced=report["balanced"],
-        trouble=_trouble(report),
+        trouble=summarize_trouble(report),
         state=state,
         opened_at=opened_at,
     )
-
-
-def _trouble(report: Mapping[str, Any]) -> str:
-    """Why a run needs looking at; empty if it does not."""
-    unbalanced = [] if report["balanced"] else ["the sum does not balance"]
-    return "; ".join([*unbalanced, *trouble_of(report)])
 
 
 def staged_batches(run: StagedRun) -> Iterator[StagedBatch]:

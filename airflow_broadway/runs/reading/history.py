@@ -18,7 +18,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.live import read_live
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.account import REPORT, trouble_of
+from airflow_broadway.runs.account import REPORT, summarize_trouble
 from airflow_broadway.staging.run_folder import OPENED, SETTLED, StagedRun, iter_open
 from airflow_broadway.staging.store import Store
 
@@ -148,9 +148,7 @@ def _of_report(run_id: str, report: Mapping[str, Any]) -> PastRun:
         failure_share=totals["failed"] / handled if handled else None,
         waited=max(waits, default=None),
         balanced=bool(report["balanced"]),
-        trouble="; ".join(
-            [*([] if report["balanced"] else ["the sum does not balance"]), *trouble_of(report)]
-        ),
+        trouble=summarize_trouble(report),
         source=str((report.get("source") or {}).get("kind", "")),
         dry=bool(report.get("look")),
     )

@@ -13,7 +13,7 @@ import pytest
 from airflow_broadway.adapters.staging import open_store
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.live import LiveCounts
-from airflow_broadway.runs.view.history import (
+from airflow_broadway.runs.reading.history import (
     BAD,
     MANY_DEAD,
     OLD_BACKLOG,

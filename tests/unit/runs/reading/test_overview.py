@@ -18,12 +18,12 @@ from airflow_broadway.core.formats.parts import part_id, record_split
 from airflow_broadway.core.formats.plan import PlannedBatch
 from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.reading import message
+from airflow_broadway.runs.reading.batches import page_of_batches
+from airflow_broadway.runs.reading.message import ids_with_text
+from airflow_broadway.runs.reading.overview import overview_of
+from airflow_broadway.runs.reading.payload import MOST_BYTES, payload_of
 from airflow_broadway.runs.unstaged import UnstagedTask
-from airflow_broadway.runs.view import story
-from airflow_broadway.runs.view.batches import page_of_batches
-from airflow_broadway.runs.view.overview import overview_of
-from airflow_broadway.runs.view.payload import MOST_BYTES, payload_of
-from airflow_broadway.runs.view.story import ids_with_text
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.testing.clock import ManualClock
@@ -228,10 +228,10 @@ def test_a_search_ends_when_it_has_found_enough_or_taken_too_long(
     run.process(max_messages=50)
     run.process(1)
     clock = ManualClock()
-    monkeypatch.setattr(story, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(message, "MOST_SECONDS", -1.0)
     late = ids_with_text(run.staged, "83", clock=clock)
     monkeypatch.undo()
-    monkeypatch.setattr(story, "MOST_HITS", 5)
+    monkeypatch.setattr(message, "MOST_HITS", 5)
 
     enough = ids_with_text(run.staged, "1", clock=clock)
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.protocol import Lease
-from airflow_broadway.runs.view.batches import PAGE, page_of_batches
-from airflow_broadway.runs.view.overview import overview_of
+from airflow_broadway.runs.reading.batches import PAGE, page_of_batches
+from airflow_broadway.runs.reading.overview import overview_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder
-from tests.unit.runs.view.big_run import big_run
+from tests.unit.runs.reading.big_run import big_run
 
 BATCHES = 10_000
 
