@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipException, BaseOperator
 
 from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.host import Host, references
 from airflow_broadway.adapters.links import ALL_TASKS
 from airflow_broadway.adapters.outlets import tell_outlets
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
-from airflow_broadway.adapters.task import (
-    load_pipeline,
-    open_run,
-    ports_of,
-    references,
-    task_of,
-)
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.text import many, without_outcome
 
@@ -78,12 +72,10 @@ class BroadwayBatcherOperator(BaseOperator):
         from airflow_broadway.runs.outcomes import run_again_command
         from airflow_broadway.runs.tasks import BatchTask
 
-        ti = context["ti"]
-        pipeline = load_pipeline(self.pipeline, context)
-        run = open_run(context, self.staging, pipeline)
-        self._task = task = BatchTask(
-            run, pipeline, task_of(context), ports_of(context), batcher=self.batcher
-        )
+        host, ti = Host(context), context["ti"]
+        pipeline = host.load_pipeline(self.pipeline)
+        run = host.open_run(self.staging, pipeline)
+        self._task = task = BatchTask(run, pipeline, host.task, host.ports, batcher=self.batcher)
         plan = task.plan(references(self.processed), label=f"{ti.try_number}-{ti.id}"[:40])
         reference = task.reference(plan)
         if plan is None or not plan.messages:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.adapters.links import note_console
-from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
-from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.text import many
-from airflow_broadway.operators.pull import (
-    PullOperator,
-    budget_of,
-    looked,
-    serve_events,
-    source_of_run,
-)
+from airflow_broadway.operators.pull import PullOperator
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_broadway.runs.tasks import ProcessTask
+    from airflow_broadway.adapters.host import Host
 
 __all__ = ["BroadwayProcessorOperator"]
 
@@ -53,55 +45,30 @@ class BroadwayProcessorOperator(PullOperator):
     :raises OptionsError: While the Dag is parsed, if a budget breaks its rule.
     """
 
-    _task: ProcessTask | None = None
-
-    def execute(self, context: Context) -> dict[str, Any]:
+    def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:
         from airflow_broadway.runs.tasks import ProcessTask
 
-        pipeline = load_pipeline(self.pipeline, context)
-        run = open_run(context, self.staging, pipeline)
-        note_console(self, pipeline, ports_of(context))
-        source = source_of_run(self, context, pipeline)
-        look = looked(self, context, run, pipeline, source)
-        if look is not None:
-            return look
-        serve_events(self, context, run)
-        self._task = ProcessTask(
-            run,
-            pipeline,
-            task_of(context),
-            ports_of(context),
-            index=self.producer_index,
-            budget=budget_of(self, context, source),
-            source=source,
-        )
-        try:
-            reference, timed_out, trouble = self._task.run()
-        except RequestRefused as error:  # another try would find the same
-            raise AirflowFailException(str(error)) from None
+        self._task = ProcessTask(**work)
+        reference, timed_out, trouble = self._task.run()
         if timed_out:
             # A retry would void what was published: later tasks get the reference all the same.
-            context["ti"].xcom_push(key="return_value", value=reference)
+            host.ti.xcom_push(key="return_value", value=reference)
             raise AirflowFailException(
                 f"The execution_timeout of {self.execution_timeout} passed while callbacks were at"
                 f" work.  What was done by then is published and goes on; the rest is given back"
             )
         if trouble:  # all is settled: trying again would only take more
             raise AirflowFailException(f"All messages are settled or given back, but {trouble}")
-        ended = ended_sensor(self.task_id, context)
-        if ended and reference["received"] and pipeline.batchers:
+        ended = ended_sensor(self.task_id, host.context)
+        if ended and reference["received"] and work["pipeline"].batchers:
             # Cleared alone: without this the run would be green, and its messages held.
-            context["ti"].xcom_push(key="return_value", value=reference)
+            host.ti.xcom_push(key="return_value", value=reference)
             raise AirflowFailException(
                 f"{many(reference['received'], 'message')} are received and held, and {ended!r} of"
                 " this run, which would settle them, has ended: clear it, and the tasks between,"
                 " too.  Otherwise the next run gives these messages back"
             )
         return reference
-
-    def on_kill(self) -> None:
-        if self._task is not None:
-            self._task.stop()
 
 
 def ended_sensor(task_id: str, context: Context) -> str | None:

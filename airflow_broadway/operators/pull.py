@@ -12,15 +12,9 @@ from airflow.providers.common.compat.sdk import (
 )
 
 from airflow_broadway.adapters import task_docs
-from airflow_broadway.adapters.links import AT_BROKER
+from airflow_broadway.adapters.host import Host
+from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
-from airflow_broadway.adapters.task import (
-    asked_of,
-    backlog_events,
-    is_dry_run,
-    ports_of,
-    task_of,
-)
 from airflow_broadway.core.errors import OptionsError, RequestRefused
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 from airflow_broadway.core.model.run_source import KINDS, RunSource
@@ -31,7 +25,11 @@ if TYPE_CHECKING:
 
     from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.runs.tasks import ProcessTask
+    from airflow_broadway.runs.unstaged import UnstagedTask
     from airflow_broadway.staging.run_folder import StagedRun
+
+    PullTask = ProcessTask | UnstagedTask
 
 #: The budgets of a process task: its operator's arguments, and params that override them.
 BUDGETS: Mapping[str, Rule] = {
@@ -81,22 +79,20 @@ def check_budgets(
     return read
 
 
-def budget_of(operator: Any, context: Context, source: RunSource | None = None) -> Budget:
+def budget_of(operator: Any, host: Host, source: RunSource | None = None) -> Budget:
     """The budget of this execution: the run's params where set, else the operator's arguments.
 
     A task with an ``execution_timeout`` stops pulling at four fifths of it, to have time to finish.
     A source that is past is read whole: it has no other bound.
 
     :param source: Of the run; the live queue unless given.
-
     :raises OptionsError: If one, once rendered, breaks its rule.
     """
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.runs.sources.dead_letters import deletes
 
-    params = context["params"]
     given = {
-        name: getattr(operator, name) if params.get(name) is None else params[name]
+        name: getattr(operator, name) if host.params.get(name) is None else host.params[name]
         for name in BUDGETS
     }
     read = check_budgets(operator.task_id, given, rendered=True)
@@ -176,57 +172,73 @@ class PullOperator(BaseOperator):
         """Refuse what the task could not run, where that can be told while the Dag is parsed."""
         check_engine(ref)
 
+    def execute(self, context: Context) -> dict[str, Any]:
+        host = Host(context)
+        pipeline = host.load_pipeline(self.pipeline)
+        self._check_pipeline(pipeline)
+        run = host.open_run(self.staging, pipeline)
+        note_console(self, pipeline, host.ports)
+        source = source_of_run(self, host, pipeline)
+        self._check_source(source)
+        work: dict[str, Any] = {
+            "run": run,
+            "pipeline": pipeline,
+            "task": host.task,
+            "ports": host.ports,
+            "index": self.producer_index,
+            "budget": budget_of(self, host, source),
+            "source": source,
+        }
+        try:
+            if host.is_dry_run():
+                from airflow_broadway.runs.sources.dry_run import DryRun
 
-def serve_events(operator: PullOperator, context: Context, run: StagedRun) -> None:
-    """Claim the events of a backlog that started this run.
+                return DryRun(**work).run(report=self._keeps_report)
+            self._claim_events(host, run)
+            return self._pull(host, work)
+        except RequestRefused as error:  # another try would find the same
+            raise AirflowFailException(str(error)) from None
 
-    :raises AirflowSkipException: If another run has served them: nothing is taken twice, and
-        nothing is left that they told of.
-    """
-    events = backlog_events(context)
-    if not events:
-        return
-    from airflow_broadway.runs.backlog.served import claim_events
+    #: Whether no other task keeps the run's report.
+    _keeps_report = False
+    #: What pulls, once it is at work.
+    _task: PullTask | None = None
 
-    served = claim_events(run, events)
-    if served is not None:
-        raise AirflowSkipException(f"{served}: nothing to do.")
-    operator.log.info("This run was started by a backlog: %s.", events[-1]["reason"])
+    def _check_pipeline(self, pipeline: Pipeline) -> None:
+        """Refuse a rendered pipeline that this operator cannot run."""
 
+    def _check_source(self, source: RunSource) -> None:
+        """Refuse a source that this operator cannot serve."""
 
-def looked(
-    operator: PullOperator,
-    context: Context,
-    run: StagedRun,
-    pipeline: Pipeline,
-    source: RunSource,
-    *,
-    report: bool = False,
-) -> dict[str, Any] | None:
-    """What a dry run found, as the task's reference; ``None``: this is none, and works.
+    def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:
+        """Pull and handle messages; returns the task's reference.
 
-    :param report: Whether no other task keeps the run's report.
-    :raises AirflowFailException: If a run like this one would be refused.
-    """
-    try:
-        if not is_dry_run(context):
-            return None
-        from airflow_broadway.runs.sources.dry_run import DryRun
+        :param work: The arguments of a :class:`ProcessTask`, or :class:`UnstagedTask`.
+        """
+        raise NotImplementedError
 
-        return DryRun(
-            run,
-            pipeline,
-            task_of(context),
-            ports_of(context),
-            index=operator.producer_index,
-            budget=budget_of(operator, context, source),
-            source=source,
-        ).run(report=report)
-    except RequestRefused as error:
-        raise AirflowFailException(str(error)) from None
+    def _claim_events(self, host: Host, run: StagedRun) -> None:
+        """Claim the events of a backlog that started this run.
+
+        :raises AirflowSkipException: If another run has served them: nothing is taken twice, and
+            nothing is left that they reported.
+        """
+        events = host.backlog_events()
+        if not events:
+            return
+        from airflow_broadway.runs.backlog.served import claim_events
+
+        served = claim_events(run, events)
+        if served is not None:
+            raise AirflowSkipException(f"{served}: nothing to do.")
+        self.log.info("This run was started by a backlog: %s.", events[-1]["reason"])
+
+    def on_kill(self) -> None:
+        if self._task is not None:
+            self._task.stop()
 
 
-def source_of_run(operator: PullOperator, context: Context, pipeline: Pipeline) -> RunSource:
+def source_of_run(operator: PullOperator, host: Host, pipeline: Pipeline) -> RunSource:
     """Where the run's messages come from.
 
     :raises AirflowFailException: If it cannot be served; another try would find the same.
@@ -234,9 +246,9 @@ def source_of_run(operator: PullOperator, context: Context, pipeline: Pipeline) 
     from airflow_broadway.runs.sources.choice import choose_source
 
     try:
-        asked = asked_of(context, operator.source)
-        _check_named_pipeline(asked.letters, context)
-        return choose_source(pipeline, asked)
+        request = host.source_request(operator.source)
+        _check_named_pipeline(request.letters, host.context)
+        return choose_source(pipeline, request)
     except RequestRefused as error:
         raise AirflowFailException(str(error)) from None
 

@@ -8,26 +8,17 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway.adapters import task_docs
-from airflow_broadway.adapters.links import note_console
 from airflow_broadway.adapters.outlets import check_no_outlets
 from airflow_broadway.adapters.parsing import declared
-from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.custody.run_summary import check_fail_when
-from airflow_broadway.core.errors import OptionsError, RequestRefused
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.local.engine import check_engines
-from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.operators.pull import (
-    PullOperator,
-    budget_of,
-    looked,
-    serve_events,
-    source_of_run,
-)
+from airflow_broadway.operators.pull import PullOperator
 
 if TYPE_CHECKING:
-    from airflow.sdk import Context
-
-    from airflow_broadway.runs.unstaged import UnstagedTask
+    from airflow_broadway.adapters.host import Host
+    from airflow_broadway.core.model.run_source import RunSource
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["BroadwayRunOperator"]
 
@@ -63,7 +54,7 @@ class BroadwayRunOperator(PullOperator):
     _about = task_docs.RUN
     _does = "run"
 
-    _task: UnstagedTask | None = None
+    _keeps_report = True
 
     def __init__(self, *, fail_when: str | float = "all", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -78,44 +69,24 @@ class BroadwayRunOperator(PullOperator):
             check_unstaged(pipeline)
             check_no_outlets(pipeline)
 
-    def execute(self, context: Context) -> dict[str, Any]:
-        from airflow_broadway.runs.unstaged import UnstagedTask
-
-        pipeline = load_pipeline(self.pipeline, context)
+    def _check_pipeline(self, pipeline: Pipeline) -> None:
         check_unstaged(pipeline)
         check_no_outlets(pipeline)
-        run = open_run(context, self.staging, pipeline)
-        note_console(self, pipeline, ports_of(context))
-        source = source_of_run(self, context, pipeline)
+
+    def _check_source(self, source: RunSource) -> None:
         if not source.asks_broker:
             raise AirflowFailException(
                 f"the source {source.kind!r} needs a run whose messages are staged: build the Dag"
                 " with the pipeline's task_group(), or dag(); nothing was received"
             )
-        look = looked(self, context, run, pipeline, source, report=True)
-        if look is not None:
-            return look
-        serve_events(self, context, run)
-        self._task = UnstagedTask(
-            run,
-            pipeline,
-            task_of(context),
-            ports_of(context),
-            index=self.producer_index,
-            budget=budget_of(self, context, source),
-            source=source,
-            fail_when=self.fail_when,
-        )
-        try:
-            reference, trouble = self._task.run()
-        except RequestRefused as error:  # another try would find the same
-            raise AirflowFailException(str(error)) from None
+
+    def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:
+        from airflow_broadway.runs.unstaged import UnstagedTask
+
+        self._task = UnstagedTask(**work, fail_when=self.fail_when)
+        reference, trouble = self._task.run()
         if trouble:  # everything is settled: trying again would only take more
             raise AirflowFailException(
                 f"All messages are settled or given back, but {trouble}.  {reference['summary']}"
             )
         return reference
-
-    def on_kill(self) -> None:
-        if self._task is not None:
-            self._task.stop()

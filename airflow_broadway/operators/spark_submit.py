@@ -19,18 +19,11 @@ from airflow.providers.common.compat.sdk import (
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.host import Host, references
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import tell_outlets
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.adapters.staging import staging_root
-from airflow_broadway.adapters.task import (
-    load_pipeline,
-    open_run,
-    ports_of,
-    references,
-    run_info,
-    task_of,
-)
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
@@ -119,17 +112,17 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     ) -> dict[str, Any]:
         from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 
-        pipeline = load_pipeline(self.pipeline, context)
-        run = open_run(context, self.staging, pipeline)
-        task = task_of(context)
+        host = Host(context)
+        pipeline = host.load_pipeline(self.pipeline)
+        run = host.open_run(self.staging, pipeline)
         batches = SparkBatches(
             run,
             pipeline,
             references(self.batches),
-            ports_of(context),
-            name=task.file_name,
+            host.ports,
+            name=host.task.file_name,
             most=self.max_applications,
-            cleared=task.cleared,
+            cleared=host.task.cleared,
         )
         ending = batches.begin()
         if ending is Ending.EMPTY:
@@ -187,7 +180,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # A job id of a cluster outlives the clearing of its task: another list of work is not its.
         self.external_id_key = f"spark_job_id_{batches.key()}"
         self._plans = batches.plans
-        about = task_of(context).file_name, make_ref(self.pipeline), run_info(context)
+        host = Host(context)
+        about = host.task.file_name, make_ref(self.pipeline), host.run_info
         self._noted = lambda app, ui: note_spark(self, context, app, ui)
         with self._prepared(run.spark_uri(), lambda: batches.write_work(*about)):
             try:

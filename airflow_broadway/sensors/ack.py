@@ -19,9 +19,9 @@ from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import declared, pipeline_ref
-from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of
 from airflow_broadway.core.custody.run_summary import (
     check_fail_when,
     lines_of,
@@ -223,12 +223,13 @@ class BroadwayAckSensor(BaseSensorOperator):
         """
         from airflow_broadway.runs.watch import RunWatcher
 
-        pipeline = load_pipeline(self.pipeline, context)
-        note_console(self, pipeline, ports_of(context))
-        run = self._run = self._run or open_run(
-            context, self.staging, pipeline, report=self._is_first(context)
+        host = Host(context)
+        pipeline = host.load_pipeline(self.pipeline)
+        note_console(self, pipeline, host.ports)
+        run = self._run = self._run or host.open_run(
+            self.staging, pipeline, report=self._is_first(context)
         )
-        settler = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=ports_of(context))
+        settler = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=host.ports)
         states = self._states(context)
         finished = _over(states)
         failed = sorted(task for task, state in states.items() if state in FAILED)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import BaseSensorOperator, PokeReturnValue, conf
 
 from airflow_broadway.adapters.backlog import check_age, look_at
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.adapters.parsing import declared, pipeline_ref
-from airflow_broadway.adapters.task import load_pipeline
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.rules import SECONDS
@@ -109,7 +109,7 @@ class BroadwayBacklogSensor(BaseSensorOperator):
 
     def _queues(self, context: Context) -> WatchedQueues:
         """The queues of the rendered pipeline."""
-        queues = WatchedQueues.of(load_pipeline(self.pipeline, context))
+        queues = WatchedQueues.of(Host(context).load_pipeline(self.pipeline))
         self._check(queues)
         return queues
 

@@ -167,7 +167,7 @@ class StagedCase:
         """The process tasks; returns their references."""
         with (
             mock.patch.object(ports, "SystemClock", return_value=self._clock),
-            mock.patch("airflow_broadway.adapters.task.SystemClock", return_value=self._clock),
+            mock.patch("airflow_broadway.adapters.host.SystemClock", return_value=self._clock),
         ):
             made = [
                 self.tasks.execute(
@@ -316,7 +316,7 @@ class OneTask(StagedCase):
         """The task of each producer; then a look at the queue."""
         with (
             mock.patch.object(ports, "SystemClock", return_value=self._clock),
-            mock.patch("airflow_broadway.adapters.task.SystemClock", return_value=self._clock),
+            mock.patch("airflow_broadway.adapters.host.SystemClock", return_value=self._clock),
             mock.patch.object(rate_limiter, "SystemClock", return_value=self._clock),
         ):
             reports = [

@@ -122,7 +122,7 @@ def _submitting(attempt: Attempt, **given: Any) -> Any:
     """
     from airflow.sdk.exceptions import AirflowException
 
-    from airflow_broadway.adapters.task import ports_of, task_of
+    from airflow_broadway.adapters.host import Host
     from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 
     class Submitting(BroadwaySparkSubmitOperator):
@@ -137,7 +137,7 @@ def _submitting(attempt: Attempt, **given: Any) -> Any:
             self.begun = True
             assert attempt.driver is not None
             pipeline = import_class(self.pipeline["class"])()
-            about = run, pipeline, task_of(context), ports_of(context)
+            about = run, pipeline, Host(context).task, Host(context).ports
             error = SparkTask(*about, attempt.driver, attempt.interceptor).submit(batches)
             return AirflowException(error) if error else None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.adapters import task
+from airflow_broadway.adapters.host import MAX_SHUTDOWN
 from airflow_broadway.cli import queue as queues
 from airflow_broadway.cli import runs as cli_staged
 from airflow_broadway.core.custody.producer import Producer
@@ -62,11 +62,11 @@ MIB = 1024 * 1024
         ("ui.md", "{} for each user", {1: "one"}[children.MOST_OF_USER]),
         ("ui.md", "cut after {} KiB", dead_letters.MOST_SHOWN // 1024),
         ("ui.md", "in digits after {} KiB", dead_letters.MOST_SHOWN // 4096),
-        ("concepts.md", "it is {:g} s at most", task.MAX_SHUTDOWN),
+        ("concepts.md", "it is {:g} s at most", MAX_SHUTDOWN),
         ("concepts.md", "at most {:,} messages unless", intake._MAX_DEMAND),
         ("concepts.md", "at most {:,} small ones of Pub/Sub", PubSubProducer.most_at_once),
         ("producers.md", "at most {:,} messages at a time", Producer.most_at_once),
-        ("operators.md", "but within {:g} seconds", task.MAX_SHUTDOWN),
+        ("operators.md", "but within {:g} seconds", MAX_SHUTDOWN),
         ("operators.md", "(a quarter of the lease, at most {:g})", ack.MAX_POKE_INTERVAL),
         ("operators.md", "Keep that at {:g} or more", ack.MIN_RESCHEDULE_INTERVAL),
         ("rabbitmq.md", "(at most {} messages or", bundle.MAX_MESSAGES),

@@ -126,7 +126,7 @@ def check(
 
     def run(offset: float, operator: Any) -> Any:
         host = StoreClock(SystemClock(), offset)
-        monkeypatch.setattr("airflow_broadway.adapters.task.SystemClock", lambda: host)
+        monkeypatch.setattr("airflow_broadway.adapters.host.SystemClock", lambda: host)
         caplog.clear()
         returned = tasks.execute(operator)
         lines = [each for each in caplog.records if "The clock of host" in each.getMessage()]

@@ -530,17 +530,20 @@ def test_a_backfill_is_refused_before_connecting(
 ) -> None:
     world.numbers(range(3))
     opened: list[str] = []
-    from airflow_broadway.operators import process, pull
+    from airflow_broadway.adapters.host import Host
+    from airflow_broadway.operators import pull
     from airflow_broadway.producers.sqlite import SqliteProducer
 
     monkeypatch.setattr(SqliteProducer, "open_queue", lambda *_: opened.append("opened"))
     chosen = pull.source_of_run
 
-    def as_backfill(operator: Any, context: Any, pipeline: Any) -> Any:
-        run = context["dag_run"].model_copy(update={"run_type": "backfill"})
-        return chosen(operator, {**context, "dag_run": run}, pipeline)  # type: ignore[typeddict-item]
+    def as_backfill(operator: Any, host: Host, pipeline: Any) -> Any:
+        dag_run: Any = host.context["dag_run"]
+        run = dag_run.model_copy(update={"run_type": "backfill"})
+        backfill: Any = {**host.context, "dag_run": run}
+        return chosen(operator, Host(backfill), pipeline)
 
-    monkeypatch.setattr(process, "source_of_run", as_backfill)
+    monkeypatch.setattr(pull, "source_of_run", as_backfill)
     ran = world.run(dag_of(Puppets))
 
     assert ran.state == "failed"

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_broadway.adapters.task import open_run
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.core.formats.parts import part_id
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
@@ -67,7 +67,7 @@ class Place:
         airflow: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {}}
         self.context = airflow
         staging = f"file://{root}/staging"
-        run = open_run(airflow, staging, Counting(name="Large"))
+        run = Host(airflow).open_run(staging, Counting(name="Large"))
         self.staged = Staged(root / "staging" / run.path, pipeline="Large")
         self.staged.root_id = run.store.root_id()
         self.plan = self.staged.plan(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 
-from airflow_broadway.adapters.task import open_run
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.runs.spark_batches import SparkBatches
 from tests.unit.spark.pipelines import Counting
@@ -73,7 +73,7 @@ def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(
     dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
     lake = f"file://{tmp_path}/lake"
     context: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {"lake": lake}}
-    run = open_run(context, staging, Counting(name="Doubling"))
+    run = Host(context).open_run(staging, Counting(name="Doubling"))
     staged = Staged(tmp_path / "staging" / run.path, pipeline="Doubling")
     staged.root_id = run.store.root_id()
     batches = [Planned(f"b{n}", rows(10, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
@@ -124,7 +124,7 @@ def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(
     ti = SimpleNamespace(dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
     dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
     context: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {}}
-    run = open_run(context, staging, Counting())
+    run = Host(context).open_run(staging, Counting())
     staged = Staged(tmp_path / "staging" / run.path)
     staged.root_id = run.store.root_id()
     plan = staged.plan("default", [Planned("b0", rows(1))])

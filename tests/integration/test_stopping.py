@@ -20,7 +20,7 @@ from airflow.providers.common.compat.sdk import AirflowException, AirflowFailExc
 from airflow.sdk.exceptions import AirflowTaskTimeout
 from airflow.sdk.execution_time.timeout import timeout
 
-from airflow_broadway.adapters.task import open_run
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
@@ -120,7 +120,7 @@ def test_max_seconds_ends_process_after_the_message_at_work(
     assert reference["stopped"] == "max_seconds"
     staged = reference["batchers"]["default"]
     assert 4 <= staged < 200
-    run = open_run(place.context(), place.staging, place.pipeline(kind))
+    run = Host(place.context()).open_run(place.staging, place.pipeline(kind))
     if kind is Slow:
         manifest = run.manifest(reference["generation"])
         assert manifest is not None

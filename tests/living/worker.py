@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from airflow_broadway.adapters.task import MAX_SHUTDOWN
+from airflow_broadway.adapters.host import MAX_SHUTDOWN
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import DAG, AirflowFailException
 
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import Archive
@@ -66,7 +67,7 @@ def context(
 
 def chosen(pipeline: type[Broadway], made: Any, **arguments: Any) -> RunSource:
     operator = BroadwayProcessorOperator(task_id="process", pipeline=pipeline, **arguments)
-    return source_of_run(operator, made, pipeline())
+    return source_of_run(operator, Host(made), pipeline())
 
 
 def test_a_run_takes_the_queue_and_a_backfill_the_archive_or_else_the_log() -> None:
@@ -140,15 +141,15 @@ def test_what_is_past_is_read_whole_whatever_the_budgets() -> None:
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, max_bytes=7)
     made, source = context("backfill"), RunSource(kind="archive", interval=HOUR)
 
-    assert budget_of(operator, made, source) == Budget()
+    assert budget_of(operator, Host(made), source) == Budget()
     log = RunSource(kind="log", interval=HOUR)
-    assert budget_of(operator, made, log) == Budget(idle_seconds=1.0)
-    assert budget_of(operator, made).max_messages == 5
-    assert budget_of(operator, made, RunSource(kind="dead_letters")).max_messages == 5
+    assert budget_of(operator, Host(made), log) == Budget(idle_seconds=1.0)
+    assert budget_of(operator, Host(made)).max_messages == 5
+    assert budget_of(operator, Host(made), RunSource(kind="dead_letters")).max_messages == 5
     limited = BroadwayProcessorOperator(
         task_id="process", pipeline=Sums, execution_timeout=timedelta(seconds=100)
     )
-    assert budget_of(limited, made, source).max_seconds == 80.0
+    assert budget_of(limited, Host(made), source).max_seconds == 80.0
 
 
 @pytest.mark.parametrize(("guide", "count"), [("backfills", 3), ("dead-letters", 3)])
@@ -174,7 +175,7 @@ def test_letters_of_a_pipeline_that_the_dag_does_not_have_refuse_the_run() -> No
         made = context("manual", source="dead_letters", dead_letters=letters)
         made["dag"] = dag
         operator: Any = dag.task_dict["process"]
-        return source_of_run(operator, made, Queue())
+        return source_of_run(operator, Host(made), Queue())
 
     with DAG("letters") as dag:
         BroadwayProcessorOperator(task_id="process", pipeline=Queue)

@@ -22,8 +22,8 @@ from airflow.triggers.base import BaseEventTrigger
 
 from airflow_broadway import Batcher, Broadway, Message, backlog
 from airflow_broadway.adapters import backlog as adapter
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.adapters.outlets import tell_outlets
-from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.plan import BatchPlan
@@ -458,7 +458,7 @@ def test_an_outlet_of_several_batchers_has_one_event_of_what_is_its_own(
     queue.send([b"good", b"bad", b"old", b"old"])
     process = BroadwayProcessorOperator(task_id="process", pipeline=Batched, idle_seconds=0.0)
     reference = process.execute(task_context("one"))
-    run = open_run(task_context("one"), None, Batched())
+    run = Host(task_context("one")).open_run(None, Batched())
     heads = []
     for name in Batched.batchers:
         task = BroadwayBatcherOperator(

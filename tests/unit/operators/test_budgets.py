@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.pull import BUDGET_DEFAULTS, budget_of
@@ -35,7 +36,7 @@ def budget(params: dict[str, Any] | None = None, **given: Any) -> Budget:
     """The budget of a process task."""
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, **given)
     context: Any = {"params": params or {}}
-    return budget_of(operator, context)
+    return budget_of(operator, Host(context))
 
 
 def test_the_guide_names_each_budget_with_its_default() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_broadway.adapters.task import deployment
+from airflow_broadway.adapters.host import deployment
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from airflow.sdk.execution_time import task_runner
 from airflow.sdk.execution_time.comms import CommsDecoder
 
-from airflow_broadway.adapters.task import task_of
+from airflow_broadway.adapters.host import Host
 from tests.unit.operators.context import task_context
 
 
@@ -19,7 +19,7 @@ def test_a_fork_can_ask_a_supervisor_that_is_another_process(
     with socket() as supervisor:
         comms: CommsDecoder[Any, Any] = CommsDecoder(socket=supervisor)
         monkeypatch.setattr(task_runner, "SUPERVISOR_COMMS", comms, raising=False)
-        assert task_of(task_context()).forks
+        assert Host(task_context()).task.forks
 
 
 def test_where_airflow_is_in_this_process_nothing_is_forked_for_suspects(
@@ -27,4 +27,4 @@ def test_where_airflow_is_in_this_process_nothing_is_forked_for_suspects(
 ) -> None:
     # As in dag.test(): a fork would wait for ever for what threads of this process answer.
     monkeypatch.setattr(task_runner, "SUPERVISOR_COMMS", object(), raising=False)
-    assert not task_of(task_context()).forks
+    assert not Host(task_context()).task.forks

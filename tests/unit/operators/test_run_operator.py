@@ -11,7 +11,7 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway import Batcher, BatchInfo, Message, Processors
-from airflow_broadway.adapters.task import open_run
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.pipeline_options import RateLimiting
@@ -74,7 +74,7 @@ def execute(
 
 
 def run_of(root: Path, context: Any, pipeline: type[Echo]) -> Any:
-    return open_run(context, f"file://{root}/staging", pipeline())
+    return Host(context).open_run(f"file://{root}/staging", pipeline())
 
 
 def send(root: Path, count: int) -> None:

@@ -25,7 +25,7 @@ from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 
 import airflow_broadway
-from airflow_broadway.adapters.task import open_run, run_info, task_of
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import (
@@ -68,7 +68,7 @@ class World:
         )
         context: Any = {"ti": ti, "dag_run": dag_run, "params": {"p": 1}}
         self.context = context
-        self.run: StagedRun = open_run(context, self.staging, Counting())
+        self.run: StagedRun = Host(context).open_run(self.staging, Counting())
         self.staged = Staged(root / "staging" / self.run.path)
         self.staged.root_id = self.run.store.root_id()
         self.commands: list[list[str]] = []
@@ -594,8 +594,8 @@ def test_two_applications_never_take_each_other_for_a_later_try(world: World) ->
     names = set()
     for task_id, index in (("g.a-b", -1), ("g.a_b", -1), ("g.a", 1), ("g.a.1", -1)):
         world.context["ti"].task_id, world.context["ti"].map_index = task_id, index
-        name = task_of(world.context).file_name
-        path, _ = plans.write_work(name, {}, run_info(world.context))
+        name = Host(world.context).task.file_name
+        path, _ = plans.write_work(name, {}, Host(world.context).run_info)
         assert path.endswith("-000001.json")
         names.add(path)
 

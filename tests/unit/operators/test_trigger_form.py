@@ -9,7 +9,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk.definitions.param import ParamsDict
 from airflow.sdk.exceptions import ParamValidationError
 
-from airflow_broadway.adapters.task import is_dry_run
+from airflow_broadway.adapters.host import Host
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_source import KINDS, RunSource
 from airflow_broadway.core.stages.receiving import Budget
@@ -36,9 +36,9 @@ def task(**given: Any) -> tuple[BroadwayProcessorOperator, Any]:
 def test_an_empty_form_is_a_run_as_the_dag_says() -> None:
     operator, context = task()
 
-    assert source_of_run(operator, context, Sums()) == RunSource()
-    assert budget_of(operator, context) == Budget(**BUDGET_DEFAULTS)
-    assert not is_dry_run(context)
+    assert source_of_run(operator, Host(context), Sums()) == RunSource()
+    assert budget_of(operator, Host(context)) == Budget(**BUDGET_DEFAULTS)
+    assert not Host(context).is_dry_run()
 
 
 def test_each_field_has_a_title_help_and_a_section() -> None:
@@ -98,7 +98,7 @@ def test_fields_that_do_not_go_together_are_one_error_and_no_retry(
     operator, context = task(**given)
 
     with pytest.raises(AirflowFailException, match=why):
-        source_of_run(operator, context, Sums())
+        source_of_run(operator, Host(context), Sums())
 
 
 @pytest.mark.parametrize("odd", ["true", "no", 1, 0, ["x"]])
@@ -120,4 +120,4 @@ def test_a_dry_run_that_airflow_keeps_from_the_task_is_refused() -> None:
     context["dag_run"].conf = {"dry_run": True}
 
     with pytest.raises(RequestRefused, match=r"turn .* dag_run_conf_overrides_params on"):
-        is_dry_run(context)
+        Host(context).is_dry_run()

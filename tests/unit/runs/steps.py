@@ -23,7 +23,7 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowTaskTimeout
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
-from airflow_broadway.adapters.task import MAX_SHUTDOWN
+from airflow_broadway.adapters.host import MAX_SHUTDOWN
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.stages.receiving import Budget

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.adapters.task import deployment
+from airflow_broadway.adapters.host import deployment
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.sensors.ack import BroadwayAckSensor
