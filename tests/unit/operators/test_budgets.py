@@ -18,6 +18,7 @@ from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.sources.choice import PARAMS
 from airflow_broadway.task_group import make_params
+from tests.unit.operators.context import task_context
 from tests.unit.runs.steps import Run, Sums
 
 GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
@@ -35,7 +36,7 @@ GIVEN: dict[str, tuple[Any, Any]] = {
 def budget(params: dict[str, Any] | None = None, **given: Any) -> Budget:
     """The budget of a process task."""
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, **given)
-    context: Any = {"params": params or {}}
+    context: Any = {**task_context(), "params": params or {}}
     return budget_of(operator, Host(context))
 
 
