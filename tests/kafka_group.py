@@ -18,7 +18,8 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import KafkaProducer
-from airflow_broadway.producers.kafka.claims import Claim, Claims, group_files
+from airflow_broadway.producers.kafka.claims import Claims, group_files
+from airflow_broadway.producers.kafka.settling import Claim
 from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.testing.clock import SkippingClock
 from airflow_broadway.testing.harness import settlement_of
@@ -144,7 +145,7 @@ class KafkaGroup:
     def claims(self) -> Claims:
         with self.kafka.consumer() as consumer:
             cluster = str(consumer.list_topics(timeout=30).cluster_id)
-        return Claims(group_files(self.staging, cluster, self.group), self.clock)
+        return Claims(group_files(self.staging, cluster, self.group))
 
     def claim(self, partition: int = 0, topic: str = "") -> Claim:
         claim = self.claims().read((topic or self.topic, partition))

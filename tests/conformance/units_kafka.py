@@ -18,9 +18,8 @@ from airflow_broadway import Broadway, Message, Processors
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.kafka import KafkaProducer
-from airflow_broadway.producers.kafka.claims import Claim, Decision
 from airflow_broadway.producers.kafka.records import Records
-from airflow_broadway.producers.kafka.settling import Read, end_claim
+from airflow_broadway.producers.kafka.settling import Claim, Decision, Read, end_claim
 from tests.conformance.observed import Case
 
 _GENERATION = "g"

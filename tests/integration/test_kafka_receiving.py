@@ -316,7 +316,7 @@ def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(
         create = source._create
 
         def ended_meanwhile(*given: Any) -> Any:
-            files.end()
+            files.end_claims()
             return create(*given)
 
         source._create = ended_meanwhile  # type: ignore[method-assign, assignment]

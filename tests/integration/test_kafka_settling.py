@@ -141,7 +141,7 @@ def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_ag
     lease, messages = group.hold()
     custodian = group.producer().custodian(group.env("c"))
     with monkeypatch.context() as patched:
-        patched.setattr(GenerationFiles, "note_now", _killed)
+        patched.setattr(GenerationFiles, "note_decisions", _killed)
         with pytest.raises(KeyboardInterrupt):
             custodian.settle_now(lease, [entry_of(messages[0], DEAD)])
     custodian.close()

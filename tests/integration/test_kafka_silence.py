@@ -10,7 +10,7 @@ import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kafka import log_reader, reader
+from airflow_broadway.producers.kafka import client, reader
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.testing.clock import ManualClock
@@ -53,7 +53,7 @@ def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
 ) -> None:
     # Given a batch whose length is damaged: the client fetches it for ever, and says nothing
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
-    monkeypatch.setattr(log_reader, "_SILENCE_TIMEOUT", 0.5)
+    monkeypatch.setattr(client, "_SILENCE_TIMEOUT", 0.5)
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     kafka.fill(group.topic, [b"damaged"], partition=1)
     where = rf"nothing comes of {group.topic}-1 from offset 0 on, and its end is at 1: it seems th"
@@ -75,7 +75,7 @@ def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
 
         # And who wants to read it again, for a dead letter, is told the same
         cluster = Cluster(group.producer(), group.env(""))
-        letters = log_reader.read_log(cluster, {(group.topic, 1): ((0, 1),)}, "it cannot be read")
+        letters = cluster.read({(group.topic, 1): ((0, 1),)}, "it cannot be read")
         with pytest.raises(ProducerUnavailable, match=where):
             next(letters)
         cluster.close()

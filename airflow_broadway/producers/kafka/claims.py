@@ -23,19 +23,15 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.version import known_fields
-from airflow_broadway.producers.kafka.offsets import Ranges, normal
+from airflow_broadway.producers.kafka.settling import Claim, Decision
 from airflow_broadway.producers.kit.generation_log import GenerationLog
 from airflow_broadway.producers.kit.state_files import (
     MemoryFiles,
     StateFiles,
-    day_of,
     digest,
     state_files,
 )
@@ -49,105 +45,10 @@ GRACE_SECONDS: Final = 30.0
 _MOST_VERSIONS, _KEPT_VERSIONS = 10, 2
 #: Conflicts after which a change gives up: others write without end, or the store is broken.
 _MOST_CONFLICTS: Final = 1000
-_VERSION: Final = 3
+_LEASE, _ENDED = "lease.json", "ended.json"
 
 _memory: dict[str, MemoryFiles] = {}
 _memory_lock = threading.Lock()
-
-
-class Failed(NamedTuple):
-    """A message that waits in the log to be retried.
-
-    :param attempts: Recorded failures.
-    :param not_before: Seconds since the epoch before which it is not handed out.
-    :param group: The group in which it keeps its order, where that is a key.
-    """
-
-    attempts: int
-    not_before: float = 0.0
-    group: str = ""
-
-
-class Decision(NamedTuple):
-    """The verdict on one message.
-
-    :param not_before: Seconds since the epoch before which it is not handed out again.
-    :param attempt: The attempt that has ended, from 1.
-    :param group: The group in which it keeps its order, where that is a key.
-    :param moved: Whether it was sent to the retry topic.
-    """
-
-    action: Action
-    not_before: float = 0.0
-    attempt: int = 1
-    group: str = ""
-    message_id: str = ""
-    moved: bool = False
-
-    @property
-    def stays(self) -> bool:
-        """Whether the message comes again from where it is in the log."""
-        return self.action in COMES_AGAIN and not self.moved
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A partition as the newest version describes it.
-
-    :param start: The first offset that is not finished: of a claim, the group's offset when it was
-        made; of a partition that nobody holds, the offset as last committed.
-    :param generation: The generation that holds the partition; ``""``: none.
-    :param end: The offset behind the claimed range.
-    :param until: The end of the lease as known when the claim was made.
-    :param marked: The offset behind the last that was claimed before: a message below it is
-        redelivered.
-    :param done: Offsets beyond ``start`` that are finished.
-    :param failed: Offsets beyond ``start`` that wait to be retried.
-    :param settled: The generations whose settlement is in it, the last few.
-    :param topic_id: The topic's id; ``""`` where the broker gives none.
-    :param epoch: The leader's epoch of the last message that was read; -1: not known.
-    :param limit: The end of a backfill; -1: none.
-    """
-
-    start: int
-    generation: str = ""
-    end: int = 0
-    until: float = 0.0
-    marked: int = 0
-    done: Ranges = ()
-    failed: Mapping[int, Failed] = field(default_factory=dict)
-    settled: tuple[str, ...] = ()
-    topic_id: str = ""
-    epoch: int = -1
-    limit: int = -1
-
-    @property
-    def high(self) -> int:
-        """The offset behind the last that was ever claimed."""
-        return max(self.marked, self.end)
-
-    def freed(self, **changes: Any) -> Claim:
-        """Returns the partition once nobody holds it any more."""
-        return replace(self, generation="", end=0, until=0.0, **changes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON value that :meth:`from_json` reads back."""
-        default = vars(Claim(start=0))
-        changed = {name: value for name, value in vars(self).items() if value != default[name]}
-        return {"v": _VERSION, **changed}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Claim:
-        """Reads what :meth:`to_json` wrote.
-
-        :raises ValueError: If another release wrote it.
-        """
-        if value.get("v") != _VERSION:
-            raise ValueError(f"format version {value.get('v')!r}; this release reads {_VERSION}")
-        failed = {int(offset): Failed(*row) for offset, row in value.get("failed", {}).items()}
-        done, settled = normal(value.get("done", ())), tuple(value.get("settled", ()))
-        known = {"start": 0, **known_fields(cls, value)}
-        return cls(**known | {"failed": failed, "done": done, "settled": settled})
 
 
 def name_of(place: Place) -> str:
@@ -180,12 +81,9 @@ class Claims:
     :raises StagingError: From every method, if files cannot be read or written.
     """
 
-    def __init__(self, files: StateFiles, clock: Clock, folder: str = "claims") -> None:
+    def __init__(self, files: StateFiles, folder: str = "claims") -> None:
         self._files = files
-        self._clock = clock
         self._folder = folder
-        #: Version and claim as last read or written here.
-        self._known: dict[Place, tuple[int, Claim | None]] = {}
 
     @property
     def durable(self) -> bool:
@@ -212,47 +110,34 @@ class Claims:
 
     def generation(self, generation: str) -> GenerationFiles:
         """Returns the files of one generation."""
-        return GenerationFiles(self._files, generation, self._clock)
+        return GenerationFiles(self._files, generation)
 
     # -- claims --------------------------------------------------------------------------------
 
     def read(self, place: Place) -> Claim | None:
         """Returns the newest version; ``None`` if there is none."""
+        return self._newest(place)[1]
+
+    def _newest(self, place: Place) -> tuple[int, Claim | None]:
         folder = self._path(place)
         for _ in range(10):
             names = self._versions(folder)
             if not names:
-                self._known[place] = 0, None
-                return None
+                return 0, None
             if len(names) > _MOST_VERSIONS:
                 self._files.discard(f"{folder}/{name}" for name in names[:-_KEPT_VERSIONS])
             value = self._files.read(f"{folder}/{names[-1]}")
             if value is not None:  # else it was superseded, and removed
-                claim = _parsed(place, value)
-                self._known[place] = int(names[-1][:-5]), claim
-                return claim
+                return int(names[-1][:-5]), _parsed(place, value)
         raise StagingError(f"{folder} cannot be read: its files vanish while they are read")
 
     def replace(self, place: Place, known: Claim | None, claim: Claim) -> bool:
-        """Creates the next version, where the newest is the one that was last read or written here.
+        """Creates the next version, unless another process has changed the claim.
 
-        :param known: The claim that was read.
-        :returns: Whether it is the newest now; if not, another process was faster.
+        :param known: The claim that was read, or written, here.
+        :returns: Whether it is the newest now.
         """
-        if place not in self._known:
-            self.read(place)
-        number, newest = self._known[place]
-        if newest != known:
-            return False
-        name, folder = f"{number + 1:012d}.json", self._path(place)
-        # The newest is never removed: a process that slept may create an old version once more, and
-        # finds a newer one.
-        created = self._files.create(f"{folder}/{name}", claim.to_json())
-        if created and self._versions(folder)[-1:] == [name]:
-            self._known[place] = number + 1, claim
-            return True
-        del self._known[place]
-        return False
+        return self.change(place, lambda newest: claim if newest == known else None) is not None
 
     def change(self, place: Place, compute: Callable[[Claim | None], Claim | None]) -> Claim | None:
         """Creates the next version, also while other processes do so.
@@ -261,10 +146,17 @@ class Claims:
             was faster.  ``None``: nothing is written.
         :returns: The result of ``compute``.
         """
+        folder = self._path(place)
         for _ in range(_MOST_CONFLICTS):
-            known = self.read(place)
+            number, known = self._newest(place)
             claim = compute(known)
-            if claim is None or claim == known or self.replace(place, known, claim):
+            if claim is None or claim == known:
+                return claim
+            name = f"{number + 1:012d}.json"
+            # The newest is never removed: a process that slept may create an old version once more,
+            # and finds a newer one.
+            created = self._files.create(f"{folder}/{name}", claim.to_json())
+            if created and self._versions(folder)[-1:] == [name]:
                 return claim
         raise StagingError(
             f"the claim of {name_of(place)} could not be written: {_MOST_CONFLICTS} times"
@@ -294,35 +186,28 @@ class Claims:
         return f"{self._folder}/{place[0]}/{place[1]}"
 
 
-class GenerationFiles:
+class GenerationFiles(GenerationLog):
     """The lease and the log of one generation."""
-
-    def __init__(self, files: StateFiles, generation: str, clock: Clock) -> None:
-        self._files = files
-        self._generation = generation
-        self._clock = clock
-        self.log = GenerationLog(files, generation)
-        self._lease, self._ended = self.log.path("lease.json"), self.log.path("ended.json")
 
     def deadline(self) -> float | None:
         """Returns the end of the lease as last written; ``None``: never written."""
-        value = self._files.read(self._lease)
+        value = self._files.read(self.path(_LEASE))
         return None if value is None else float(value["deadline"])
 
     def run(self) -> str:
-        """Returns the run of the generation, for people."""
-        owner = (self._files.read(self._lease) or {}).get("owner", {})
+        """Returns the run of the generation, for people; ``""``: not known."""
+        owner = (self._files.read(self.path(_LEASE)) or {}).get("owner", {})
         names = [str(owner[name]) for name in ("dag_id", "run_id") if owner.get(name)]
-        return f"the run {' '.join(names)}" if names else f"generation {self._generation}"
+        return f"the run {' '.join(names)}" if names else ""
 
     def hold(self, deadline: float, owner: Mapping[str, Any]) -> None:
         """Writes down the end of the lease.
 
         :param owner: The run, for people.
         """
-        self._files.write(self._lease, {"deadline": deadline, "owner": dict(owner)})
+        self.write(_LEASE, {"deadline": deadline, "owner": dict(owner)})
 
-    def note_now(self, decisions: Mapping[Place, Mapping[int, Decision]]) -> None:
+    def note_decisions(self, decisions: Mapping[Place, Mapping[int, Decision]]) -> None:
         """Records what callbacks settled immediately."""
         rows = [
             [*place, offset, *decision]
@@ -330,9 +215,9 @@ class GenerationFiles:
             for offset, decision in by_offset.items()
         ]
         if rows:
-            self.log.append("now", rows)
+            self.append("now", rows)
 
-    def now(self) -> dict[Place, dict[int, Decision]]:
+    def decisions(self) -> dict[Place, dict[int, Decision]]:
         """Returns what callbacks settled immediately."""
         decisions: dict[Place, dict[int, Decision]] = {}
         for topic, partition, offset, action, *rest in self.rows("now"):
@@ -342,12 +227,12 @@ class GenerationFiles:
 
     def rows(self, kind: str, *, but: str = "") -> list[list[Any]]:
         """Returns the rows of all files of one kind, without those of one file."""
-        names = [n for n in self.log.names() if n.startswith(f"{kind}-") and n != but]
-        return [row for name in names for row in self.log.read(name)]
+        names = [name for name in self.names() if name.startswith(f"{kind}-") and name != but]
+        return [row for name in names for row in self.read(name)]
 
     def plan(self) -> dict[str, Any] | None:
         """Returns the settlement that was decided; ``None`` if none was."""
-        value = self._files.read(self.log.path("begun.json"))
+        value = self._files.read(self.path("begun.json"))
         return None if value is None else value["plan"]
 
     def planned(self, place: Place) -> Claim | None:
@@ -355,18 +240,13 @@ class GenerationFiles:
         row = (self.plan() or {"places": {}})["places"].get(name_of(place))
         return row and _parsed(place, row[1])
 
-    def end(self) -> None:
+    def end_claims(self) -> None:
         """Records that nothing more is claimed in its name.  Safe to repeat."""
-        self._files.create(self._ended, {})
+        self._files.create(self.path(_ENDED), {})
 
     def ended(self) -> bool:
         """Whether nothing more may be claimed in its name."""
-        return self._files.exists(self._ended)
-
-    def forget_soon(self) -> None:
-        """Lets its files be removed once they were kept for long enough."""
-        day = day_of(self._clock.now())
-        self._files.write(f"ended/{day}/{self.log.folder}.json", {})
+        return self._files.exists(self.path(_ENDED))
 
 
 def _parsed(place: Place, value: Any) -> Claim:

@@ -10,15 +10,16 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.kafka.claims import Place
-from airflow_broadway.producers.kafka.errors import Denied, translated
+from airflow_broadway.producers.kafka.errors import Denied, is_out_of_range, is_passing, translated
 from airflow_broadway.producers.kafka.options import DEFAULT_CONNECTION, KafkaOptions, hosts_of
+from airflow_broadway.producers.kafka.settling import FOREVER, Range, Ranges
 from airflow_broadway.producers.kit.checks import connection_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ _DEFAULTS: Final = {
 #: Seconds that an answer of the administration, and confirms, may take.
 _ADMIN_TIMEOUT: Final = 5.0
 _CONFIRM_TIMEOUT: Final = 60.0
+#: A gap between two wanted ranges from which on seeking is cheaper than reading on.
+_SEEK_GAP: Final = 2_000
+#: Seconds without a message, or an event, after which the cluster is out of reach.
+_SILENCE_TIMEOUT: Final = 20.0
 #: Seconds between two tries of a request while a partition or a group has no leader.
 _RETRY_INTERVAL: Final = 0.2
 #: Errors of a broker that goes away, or of a group whose coordinator did, which the client calls
@@ -235,11 +240,11 @@ class Cluster:
     def known_end(self, place: Place) -> int:
         """Returns the end of an assigned partition by its last answer; -1: there was none."""
         partition = self._kafka.TopicPartition(*place)
-        try:
-            ends = self.consumer.get_watermark_offsets(partition, cached=True)
-        except self._kafka.KafkaException:
-            return -1
-        return -1 if ends is None else max(-1, ends[1])
+        ends = self._guarded(
+            lambda: self.consumer.get_watermark_offsets(partition, cached=True),
+            f"the ends of {place[0]}-{place[1]} are not known",
+        )
+        return -1 if ends is None else int(ends[1])
 
     def at_timestamp(self, places: Iterable[Place], seconds: float) -> dict[Place, int]:
         """Returns the first offset whose timestamp is not before one; -1: there is none."""
@@ -274,10 +279,7 @@ class Cluster:
 
     def topic_ids(self, topics: Iterable[str]) -> dict[str, str]:
         """Returns the id of each topic that has one: another, once the topic is made anew."""
-        request = self._kafka.TopicCollection(list(topics))
-        answers = self._answers(
-            lambda admin: admin.describe_topics(request, request_timeout=_ADMIN_TIMEOUT)
-        )
+        answers = self._answers("describe_topics", self._kafka.TopicCollection(list(topics)))
         ids = {topic: str(answer.topic_id or "") for topic, answer in answers.items()}
         return {topic: topic_id for topic, topic_id in ids.items() if topic_id.strip("A=-0")}
 
@@ -286,38 +288,36 @@ class Cluster:
         from confluent_kafka.admin import ConfigResource  # type: ignore[attr-defined]
 
         request = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
-        answers = self._answers(
-            lambda admin: admin.describe_configs(request, request_timeout=_ADMIN_TIMEOUT)
-        )
+        answers = self._answers("describe_configs", request)
         policies = {key.name: answer.get("cleanup.policy") for key, answer in answers.items()}
         return {topic: str(p.value) for topic, p in policies.items() if p is not None}
 
     def members(self, group: str) -> list[str] | None:
         """Returns the members of a group, by client and host; ``None``: not known."""
-        answers = self._answers(
-            lambda admin: admin.describe_consumer_groups([group], request_timeout=_ADMIN_TIMEOUT)
-        )
+        answers = self._answers("describe_consumer_groups", [group])
         if group not in answers:
             return None
         return sorted(f"{member.client_id} at {member.host}" for member in answers[group].members)
 
-    def _answers(self, ask: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
+    def _answers(self, method: str, request: Any) -> dict[Any, Any]:
         """Asks the cluster's administration; returns no answer that is not given.
 
         Each request needs a right of its own, and not every broker serves every one.
         """
         from confluent_kafka.admin import AdminClient
 
+        answers: dict[Any, Any] = {}
         try:
             if self._admin is None:
                 self._admin = self._made(AdminClient, self._settings)
                 metadata = self._admin.list_topics(timeout=_ADMIN_TIMEOUT)
                 self._has_controller = metadata.controller_id in metadata.brokers
-            futures = ask(self._admin) if self._has_controller else {}
+            if not self._has_controller:
+                return answers
+            futures = getattr(self._admin, method)(request, request_timeout=_ADMIN_TIMEOUT)
         except (self._kafka.KafkaException, ProducerError, AttributeError, ValueError) as error:
             log.debug("The cluster's administration cannot be asked: %s", error)
-            return {}
-        answers = {}
+            return answers
         for key, future in futures.items():
             try:
                 answers[key] = future.result(_ADMIN_TIMEOUT + 1)
@@ -362,6 +362,66 @@ class Cluster:
         )
         return records
 
+    def read(
+        self,
+        wanted: Mapping[Place, Ranges],
+        action: str,
+        *,
+        first: bool = False,
+        timeout: float = 0.0,
+    ) -> Iterator[tuple[Place, Any]]:
+        """Yields the records at some offsets, in order of each partition; the rest are gone.
+
+        It takes the consumer for itself.
+
+        :param action: What is tried, for errors.
+        :param first: Whether the first record of each partition is enough.
+        :param timeout: Seconds without an answer; 0: as usual.
+        :raises ProducerUnavailable: If a partition does not answer.
+        """
+        # Reversed: those that are done with are taken from the end.
+        waiting = {place: list(reversed(ranges)) for place, ranges in wanted.items() if ranges}
+        assigned = False
+        heard = time.monotonic()
+        while waiting:
+            if not assigned:
+                self.assign({place: ranges[-1][0] for place, ranges in waiting.items()})
+                assigned = True
+            records = self.consume(500, 0.1)
+            if records:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > (timeout or _SILENCE_TIMEOUT):
+                silent, ranges = next(iter(waiting.items()))
+                raise self.silence(silent, ranges[-1][0], action)
+            for record in records:
+                place = record.topic(), record.partition()
+                ranges = waiting.get(place, [])
+                if not ranges:
+                    continue
+                error = record.error()
+                if error is None:
+                    offset = record.offset()
+                    _drop_below(ranges, offset)
+                    if ranges and ranges[-1][0] == offset:
+                        yield place, record
+                        if first:
+                            ranges.clear()
+                    _drop_below(ranges, offset + 1)
+                    if ranges and ranges[-1][0] - offset > _SEEK_GAP:
+                        self.seek(place, ranges[-1][0])
+                elif error.code() == self.eof:
+                    _drop_below(ranges, record.offset())
+                elif is_out_of_range(error):
+                    low = self.ends(place)[0]
+                    _drop_below(ranges, low if low > ranges[-1][0] else FOREVER)
+                    # The client reads no more of a partition that it could not read on.
+                    assigned = False
+                elif not is_passing(error):
+                    raise self.error(error, action)
+                if not ranges:
+                    del waiting[place]
+                    self.leave(place)
+
     def _guarded(self, call: Callable[[], Any], action: str) -> Any:
         try:
             return call()
@@ -379,17 +439,27 @@ class Cluster:
             self._sender = self._made(self._kafka.Producer, config)
         return self._sender
 
-    def send(self, topic: str, **message: Any) -> None:
-        """Sends a message, and waits while the client's own queue is full."""
+    def send(self, topic: str, refuse: Callable[[Any], None], **message: Any) -> None:
+        """Sends a message, and waits while the client's own queue is full.
+
+        :param refuse: Called with the error if it is not sent, by :meth:`confirm` at the latest.
+        """
         sender = self.sender()
+
+        def delivered(error: Any, _: Any) -> None:
+            if error is not None:
+                refuse(error)
+
         while True:
             try:
-                sender.produce(topic, **message)
+                sender.produce(topic, on_delivery=delivered, **message)
             except BufferError:
                 sender.poll(0.1)
+            except Exception as error:  # what no client can encode fails alone
+                return refuse(error)
             else:
                 sender.poll(0)
-                return
+                return None
 
     def confirm(self) -> None:
         """Waits until each message that was sent is confirmed or refused.
@@ -447,3 +517,11 @@ class Cluster:
         """Releases connections.  Safe to repeat."""
         self.consumer.close()
         self._sender = None
+
+
+def _drop_below(ranges: list[Range], offset: int) -> None:
+    """Removes what is below an offset."""
+    while ranges and ranges[-1][1] <= offset:
+        ranges.pop()
+    if ranges and ranges[-1][0] < offset:
+        ranges[-1] = offset, ranges[-1][1]

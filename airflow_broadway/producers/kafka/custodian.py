@@ -8,7 +8,7 @@ commits the offsets, records the report, and ends the claims.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,23 +17,15 @@ from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain, SettleRe
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.claims import (
-    Claim,
-    Claims,
-    Decision,
-    Place,
-    group_files,
-    name_of,
-    place_named,
-)
+from airflow_broadway.producers.kafka.claims import Claims, Place, group_files, name_of, place_named
 from airflow_broadway.producers.kafka.client import Cluster, Committed
 from airflow_broadway.producers.kafka.opening import commit_of, read_mark
 from airflow_broadway.producers.kafka.options import place_of
 from airflow_broadway.producers.kafka.outbox import Outbox, Why
-from airflow_broadway.producers.kafka.settling import Read, end_claim, keep_order
+from airflow_broadway.producers.kafka.settling import Claim, Decision, Read, end_claim, keep_order
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.kit.state_files import instant_of
+from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -75,7 +67,7 @@ class KafkaCustodian:
         work = _Work(self, lease, settlement)
         if work.stopped and not work.read:  # it never held anything
             if work.files.deadline() is not None:  # it was about to
-                work.files.forget_soon()
+                work.files.forget_soon(work.today)
             return SettleReport(lapsed=settlement.expected or 0, again=ComingAgain(all_but=True))
         return work.settle()
 
@@ -119,8 +111,9 @@ class _Work:
             custodian.env.staging, str(state.get("cluster", "")), self._producer.group_id
         )
         folder = str(state.get("backfill") or "claims")
-        self.claims = Claims(files, custodian.env.clock, folder)
+        self.claims = Claims(files, folder)
         self.files = self.claims.generation(lease.generation)
+        self.today = day_of(custodian.env.clock.now())
         self.stopped = bool(state.get("stopped"))
         self._backfill = bool(state.get("backfill"))
         self._has_retries = self._producer.order == "none" and not self._backfill
@@ -146,19 +139,19 @@ class _Work:
     def settle(self) -> SettleReport:
         """Settles the generation, or goes on where another settlement has stopped."""
         files, now = self.files, self._custodian.now()
-        settled, plan = files.log.settled(), files.plan()
+        settled, plan = files.settled(), files.plan()
         if settled is None:
-            files.end()
-            self._at_once = files.now()
+            files.end_claims()
+            self._at_once = files.decisions()
             late = now >= self.until()
             if not late:
                 files.hold(now + self._lease.seconds, self._lease.owner)
             if plan is None:
-                plan = files.log.begin(self._plan(*self._own_claims(extend=late)))
-            settled = files.log.end(self._carry_out(plan))
+                plan = files.begin(self._plan(*self._own_claims(extend=late)))
+            settled = files.end(self._carry_out(plan))
         for name, (_, after, *_) in (plan or {"places": {}})["places"].items():
             self.claims.end(place_named(name), self._lease.generation, Claim.from_json(after))
-        files.forget_soon()  # an earlier settler may have died before it did so
+        files.forget_soon(self.today)  # an earlier settler may have died before it did so
         return settled.report
 
     def _own_claims(self, *, extend: bool) -> tuple[dict[Place, Claim], list[str]]:
@@ -186,33 +179,29 @@ class _Work:
 
     def _plan(self, own: Mapping[Place, Claim], errors: Iterable[str]) -> dict[str, Any]:
         """Decides what becomes of each partition, and sends copies of messages."""
-        order = self._producer.order
         entries, others = self._entries()
-        decisions = self._decide(own, entries)
-        refused = self._send(entries, decisions, own)
-        if refused and order != "none":  # what stays holds up what is behind it
-            entries, others = self._entries(all_named=True)
-            decisions = self._decide(own, entries)
+        sent, refused = self._send(entries, self._decide(own, entries), own)
         rows = {}
         for place, claim in own.items():
-            stay = {offset for where, offset in refused if where == place}
             at_once = self._at_once.get(place, {})
-            sent = keep_order(self._after_sending(decisions[place], stay), at_once, order)
-            end = end_claim(claim, self._read_of(place, claim), sent, at_once, others)
+            decisions = keep_order(sent[place], at_once, self._producer.order)
+            end = end_claim(claim, self._read_of(place, claim), decisions, at_once, others)
             counts = Counter(end.counts)
-            counts.subtract(CLASS_OF[sent[offset].action] for offset in stay)
+            stay = [offset for where, offset in refused if where == place]
+            counts.subtract(CLASS_OF[decisions[offset].action] for offset in stay)
+            counts["failed"] = len(stay)
             settled = (*end.after.settled, self._lease.generation)[-_KEPT_SETTLED:]
             after = replace(end.after, settled=settled).to_json()
-            counts["failed"] = len(stay)
             again = [end.again.all_but, sorted(end.again.ids)]
             rows[name_of(place)] = [claim.start, after, dict(counts), *again]
         return {"places": rows, "errors": [*errors, *dict.fromkeys(refused.values())]}
 
-    def _entries(self, *, all_named: bool = False) -> tuple[_Entries, Action | None]:
+    def _entries(self) -> tuple[_Entries, Action | None]:
         """Returns the messages that are named, each with its verdict.
 
-        :param all_named: Whether to read all that the manifest names, which are many; else only
-            where counts do not do.
+        All that the manifest names, which are many, are read only where counts do not do: where
+        something holds up what is behind it, as a dead letter does that cannot be sent.
+
         :returns: Also what becomes of the others: see :func:`.end_claim`.
         :raises ProducerError: If it is not known which they are.
         """
@@ -224,10 +213,9 @@ class _Work:
         agree = self.stopped and expected == total
         acked = settlement.rest.action is Action.ACK
         actions = {entry.verdict.action for named in entries.values() for entry in named.values()}
-        actions |= {decision.action for decision in self._settled_at_once()}
-        if self._producer.order != "none" and not actions.isdisjoint(COMES_AGAIN):
-            all_named = True
-        if acked and agree and not all_named:
+        actions |= {decision.action for decision in _flat(self._at_once)}
+        ordered = self._producer.order != "none" and bool(actions - {Action.ACK})
+        if acked and agree and not ordered:
             return entries, Action.ACK
         if settlement.everything is not None:
             for place, others in _by_place(settlement.everything()).items():
@@ -259,10 +247,6 @@ class _Work:
     def _read_of(self, place: Place, claim: Claim) -> Read:
         """Returns the range that was read; of a source that was not stopped it is not known."""
         return self.read[place] if self.stopped else Read(claim.start, claim.end)
-
-    def _settled_at_once(self) -> list[Decision]:
-        """Returns what callbacks settled immediately."""
-        return [d for place in self._places for d in self._at_once.get(place, {}).values()]
 
     def _carry_out(self, plan: Mapping[str, Any]) -> SettleReport:
         """Commits the offsets of a plan, and returns its report."""
@@ -303,7 +287,7 @@ class _Work:
         report = SettleReport.from_json(
             {**counts, "lapsed": lapsed, "halted": halted, "errors": errors}
         )
-        report += beyond(report_of(d.action for d in self._settled_at_once()), self._settlement)
+        report += beyond(report_of(d.action for d in _flat(self._at_once)), self._settlement)
         return replace(report, again=self._coming_again(done, lost))
 
     def _messages(self, place: Place) -> int:
@@ -321,7 +305,7 @@ class _Work:
         everything = self._settlement.everything
         all_but = any(flag for flag, _ in done.values()) or bool(lost and everything is None)
         ids = {i for flag, row in done.values() if flag is all_but for i in row}
-        at_once = self._settled_at_once()
+        at_once = _flat(self._at_once)
         final = {decision.message_id for decision in at_once if decision.action not in COMES_AGAIN}
         if all_but:
             return ComingAgain(frozenset(ids | final), all_but=True)
@@ -365,57 +349,47 @@ class _Work:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def _is_retried(self, decision: Decision) -> bool:
-        """Whether a message is sent to the retry topic."""
-        return decision.action is Action.RETRY and self._has_retries
-
-    def _after_sending(
-        self, decisions: Mapping[int, Decision], refused: Collection[int]
-    ) -> dict[int, Decision]:
-        """Returns decisions on one partition after copies were sent.
-
-        :param refused: Offsets of messages of which none could be sent: they stay.
-        """
-        sent = dict(decisions)
-        for offset, decision in decisions.items():
-            if offset in refused and decision.action is Action.DEAD_LETTER:
-                sent[offset] = decision._replace(action=Action.LEAVE)
-            elif offset not in refused and self._is_retried(decision):
-                sent[offset] = decision._replace(moved=True)
-        return sent
-
     def _send(
         self, entries: _Entries, decisions: _Decisions, own: Mapping[Place, Claim]
-    ) -> dict[tuple[Place, int], str]:
+    ) -> tuple[dict[Place, dict[int, Decision]], dict[tuple[Place, int], str]]:
         """Sends messages to the retry topic and to the topic for dead letters.
 
         Which are sent is written down first, for whoever settles after a kill, and only then is
         looked what others have written: of two that settle together, one at least sees the other.
 
-        :returns: The messages of which no copy could be sent, and why.
+        :returns: The decisions then; and the messages of which no copy could be sent, which stay,
+            and why.
         """
         wanted: dict[Place, dict[int, Why]] = {}
         for place, by_offset in decisions.items():
             claim, copied = own[place], place[0] in self._producer.retry_topics
             for offset, decision in by_offset.items():
-                retried = self._is_retried(decision)
-                if not retried and decision.action is not Action.DEAD_LETTER:
-                    continue
-                again = copied or offset < claim.marked or offset in claim.failed
-                not_before = decision.not_before if retried else None
-                why = Why(entries[place][offset], again, not_before)
-                wanted.setdefault(place, {})[offset] = why
+                retried = decision.action is Action.RETRY and self._has_retries
+                if retried or decision.action is Action.DEAD_LETTER:
+                    again = copied or offset < claim.marked or offset in claim.failed
+                    not_before = decision.not_before if retried else None
+                    why = Why(entries[place][offset], again, not_before)
+                    wanted.setdefault(place, {})[offset] = why
+        sent = {place: dict(by_offset) for place, by_offset in decisions.items()}
         if not wanted:
-            return {}
+            return sent, {}
         rows = [[*place, offset] for place, whys in wanted.items() for offset in whys]
-        name = self.files.log.append("letters", rows)
+        name = self.files.append("letters", rows)
         for topic, partition, offset in self.files.rows("letters", but=name):
             whys = wanted.get((topic, partition), {})
             if offset in whys:
                 whys[offset] = whys[offset]._replace(again=True)
         cluster, pipeline = self._custodian.cluster, self._custodian.env.pipeline
         outbox = Outbox(cluster, self._producer, pipeline, self._lease.generation)
-        return outbox.send(wanted, self._find_replaced({place: own[place] for place in wanted}))
+        refused = outbox.send(wanted, self._find_replaced({place: own[place] for place in wanted}))
+        for place, whys in wanted.items():
+            for offset, why in whys.items():
+                decision = sent[place][offset]
+                if (place, offset) not in refused:
+                    sent[place][offset] = decision._replace(moved=why.not_before is not None)
+                elif decision.action is Action.DEAD_LETTER:
+                    sent[place][offset] = decision._replace(action=Action.LEAVE)
+        return sent, refused
 
     def _find_replaced(self, own: Mapping[Place, Claim]) -> set[Place]:
         """Returns where the log is not the one that was read, as far as it can be told."""
@@ -429,20 +403,15 @@ class _Work:
 
     def settle_now(self, named: Mapping[str, Entry]) -> SettleReport:
         """Settles some messages, while the others are still handled."""
-        self._at_once = self.files.now()
+        self._at_once = self.files.decisions()
         entries = _by_place(named.values(), skip_foreign=True)
         claims = {place: self.claims.read(place) for place in entries}
         own = {p: claim for p, claim in claims.items() if claim and self.is_own(claim)}
-        decisions = self._decide(own, entries)
-        refused = self._send(entries, decisions, own)
-        sent = {
-            place: {
-                o: d for o, d in self._after_sending(made, ()).items() if (place, o) not in refused
-            }
-            for place, made in decisions.items()
-        }
-        self.files.note_now(sent)
-        settled = [d for made in (*self._at_once.values(), *sent.values()) for d in made.values()]
+        sent, refused = self._send(entries, self._decide(own, entries), own)
+        for place, offset in refused:
+            del sent[place][offset]
+        self.files.note_decisions(sent)
+        settled = [*_flat(self._at_once), *_flat(sent)]
         done = {d.message_id: d.action for d in settled if d.message_id in named}
         undone = frozenset(named.keys() - done.keys())
         report = report_of(done.values(), failed=len(refused), errors=refused.values())
@@ -468,6 +437,11 @@ def _by_place(entries: Iterable[Entry], *, skip_foreign: bool = False) -> _Entri
             continue
         by_place.setdefault((topic, partition), {})[offset] = entry
     return by_place
+
+
+def _flat(decisions: _Decisions) -> list[Decision]:
+    """Returns the decisions on all partitions."""
+    return [decision for by_offset in decisions.values() for decision in by_offset.values()]
 
 
 def _decision_of(entry: Entry, now: float) -> Decision:

@@ -14,9 +14,8 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka import opening
 from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
 from airflow_broadway.producers.kafka.client import Cluster
-from airflow_broadway.producers.kafka.log_reader import read_log
-from airflow_broadway.producers.kafka.offsets import Ranges, clip, count, minus, of_offsets
 from airflow_broadway.producers.kafka.records import origin_of
+from airflow_broadway.producers.kafka.settling import Ranges, clip, count, minus, of_offsets
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -41,7 +40,7 @@ def _looked(
     """Finds a group as the next run would find it."""
     with closing(Cluster(producer, env)) as cluster:
         cluster_id, partitions = cluster.metadata()
-        claims = Claims(group_files(env.staging, cluster_id, producer.group_id), env.clock)
+        claims = Claims(group_files(env.staging, cluster_id, producer.group_id))
         group = opening.Opening(producer, env, cluster, claims, partitions, write=False)
         yield cluster, group, *group.look(opening.own_places(partitions, 0, 1))
 
@@ -135,7 +134,7 @@ def _first_messages(
     first: dict[Place, Any] = {}
     action = "the age of the oldest message is not known"
     try:
-        first.update(read_log(cluster, wanted, action, first=True, timeout=_FETCH_TIMEOUT))
+        first.update(cluster.read(wanted, action, first=True, timeout=_FETCH_TIMEOUT))
     except ProducerError as error:
         log.info("%s", error)
         return first, False

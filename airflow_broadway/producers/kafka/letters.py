@@ -23,11 +23,18 @@ from airflow_broadway.core.custody.dead_letters import (
     destination_of,
 )
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.claims import Claim, Claims, Place, group_files
+from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
 from airflow_broadway.producers.kafka.client import Cluster
-from airflow_broadway.producers.kafka.log_reader import read_log
-from airflow_broadway.producers.kafka.offsets import Ranges, clip, count, minus, normal, of_offsets
 from airflow_broadway.producers.kafka.records import REQUEUED, as_text, is_ours
+from airflow_broadway.producers.kafka.settling import (
+    Claim,
+    Ranges,
+    clip,
+    count,
+    minus,
+    normal,
+    of_offsets,
+)
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -73,7 +80,7 @@ class KafkaDeadLetters:
             self._cluster.close()
             raise
         files = group_files(env.staging, cluster_id, producer.group_id)
-        self._claims = Claims(files, env.clock, "letters")
+        self._claims = Claims(files, "letters")
 
     @property
     def place(self) -> str:
@@ -115,7 +122,7 @@ class KafkaDeadLetters:
         return unread
 
     def _read(self, unread: Mapping[Place, Ranges]) -> Iterator[_Letter]:
-        for place, record in read_log(self._cluster, unread, "dead letters cannot be read"):
+        for place, record in self._cluster.read(unread, "dead letters cannot be read"):
             yield _Letter(place, record.offset(), record, self._letter(place, record))
 
     def _letter(self, place: Place, record: Any) -> DeadLetter:
@@ -215,9 +222,8 @@ class KafkaDeadLetters:
         for entry in wave:
             key = entry.place, entry.offset
 
-            def delivered(error: Any, _: Any, key: tuple[Place, int] = key) -> None:
-                if error is not None:
-                    refused[key] = str(self._cluster.error(error, "it cannot be sent back"))
+            def refuse(error: Any, key: tuple[Place, int] = key) -> None:
+                refused[key] = str(self._cluster.error(error, "it cannot be sent back"))
 
             try:
                 topic = self._destination(entry, to)
@@ -231,7 +237,7 @@ class KafkaDeadLetters:
             if partition in self._partitions.get(topic, ()):  # else by its key
                 message["partition"] = partition
             headers = [*own, (REQUEUED, letter.original_id.encode())]
-            self._cluster.send(topic, headers=headers, on_delivery=delivered, **message)
+            self._cluster.send(topic, refuse, headers=headers, **message)
         self._cluster.confirm()
         return refused
 

@@ -24,11 +24,10 @@ from airflow_broadway.core.custody.findings import Finding, Level
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.claims import Claim, Claims, Place, name_of
+from airflow_broadway.producers.kafka.claims import Claims, Place, name_of
 from airflow_broadway.producers.kafka.client import Cluster, Committed
-from airflow_broadway.producers.kafka.offsets import Ranges, count, minus
 from airflow_broadway.producers.kafka.options import KafkaOptions, reset_timestamp
-from airflow_broadway.producers.kafka.settling import take_over
+from airflow_broadway.producers.kafka.settling import Claim, Ranges, count, minus, take_over
 from airflow_broadway.producers.kit.state_files import digest, instant_of
 
 if TYPE_CHECKING:
@@ -37,6 +36,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VERSION: Final = 2
+#: How a pipeline does without a topic.
+_OTHERWISE: Final = {
+    "retry": "give the producer order='partition' or another on_failure",
+    "dead-letter": "give the producer RetryPolicy(dead_letter=False)",
+}
 
 
 class Mark(NamedTuple):
@@ -83,7 +87,7 @@ def last_of(claims: Claims, claim: Claim, place: Place) -> Claim:
     if not claim.generation:
         return claim
     dead = claims.generation(claim.generation)
-    return dead.planned(place) or take_over(claim, dead.now().get(place, {}))
+    return dead.planned(place) or take_over(claim, dead.decisions().get(place, {}))
 
 
 def _is_of_other_log(claim: Claim, topic_id: str, end: int) -> bool:
@@ -135,12 +139,11 @@ def expired_text(place: Place, gone: Ranges) -> tuple[str, int]:
     lost = count(gone)
     if not lost:
         return "", 0
-    one = lost == 1
+    were, they_were = ("was", "it was") if lost == 1 else ("were", "they were")
     text = (
-        f"{many(lost, 'message')} of {name_of(place)} ({gone[0][0]}–{gone[-1][1] - 1})"
-        f" {'was' if one else 'were'} removed by retention before"
-        f" {'it was' if one else 'they were'} read: let runs come more often, or the topic keep"
-        " messages for longer; on_expired='continue' goes on behind them"
+        f"{many(lost, 'message')} of {name_of(place)} ({gone[0][0]}–{gone[-1][1] - 1}) {were}"
+        f" removed by retention before {they_were} read: let runs come more often, or the topic"
+        " keep messages for longer; on_expired='continue' goes on behind them"
     )
     return text, lost
 
@@ -193,35 +196,32 @@ class Opening:
         return [*(Finding("error", text) for text in errors), *notes]
 
     def _check_other_topics(self) -> list[str]:
+        """Checks the topics that copies are sent to."""
         producer, outcomes, where = self.producer, self.producer.outcomes(), self.cluster.where
-        errors = []
-        #: Topics that copies are sent to, with what they hold, and the option that names another.
-        copies: dict[str, tuple[str, str]] = {}
+        #: Topic → what it holds, the option that names another, and whether it exists.
+        copies: dict[str, tuple[str, str, bool]] = {}
         if Action.RETRY in outcomes and producer.order == "none":
-            errors += [
-                f"the retry topic {topic!r} does not exist {where}, or Describe on it is not"
-                " allowed: create it, name another by retry_topic=…, or give the producer"
-                " order='partition' or another on_failure"
-                for topic in sorted(producer.retry_topics)
-                if topic not in self.partitions
-            ]
-            copies |= dict.fromkeys(producer.retry_topics, ("retry", "retry_topic"))
+            for topic in sorted(producer.retry_topics):
+                copies[topic] = "retry", "retry_topic", topic in self.partitions
         if Action.DEAD_LETTER in outcomes:
-            errors += [
-                f"the dead-letter topic {topic!r} does not exist {where}: create it, name another"
-                " by dead_letter=…, or give the producer RetryPolicy(dead_letter=False)"
-                for topic in producer.dead_letter_topics
-                if not self.cluster.partitions(topic)
-            ]
-            copies |= dict.fromkeys(producer.dead_letter_topics, ("dead-letter", "dead_letter"))
-        policies = self.cluster.cleanup_policies(sorted(copies)) if copies else {}
-        return errors + [
-            f"the {copies[topic][0]} topic {topic!r} {where} is compacted"
-            f" (cleanup.policy={policy}): of all messages with one key it would keep the last; set"
-            f" its cleanup.policy to delete, or name another by {copies[topic][1]}=…"
-            for topic, policy in policies.items()
-            if "compact" in policy
-        ]
+            for topic in producer.dead_letter_topics:
+                copies[topic] = "dead-letter", "dead_letter", bool(self.cluster.partitions(topic))
+        policies = self.cluster.cleanup_policies(copies) if copies else {}
+        errors = []
+        for topic, (kind, option, exists) in copies.items():
+            policy = policies.get(topic, "")
+            if not exists:
+                errors.append(
+                    f"the {kind} topic {topic!r} does not exist {where}, or Describe on it is not"
+                    f" allowed: create it, name another by {option}=…, or {_OTHERWISE[kind]}"
+                )
+            elif "compact" in policy:
+                errors.append(
+                    f"the {kind} topic {topic!r} {where} is compacted (cleanup.policy={policy}): of"
+                    " all messages with one key it would keep the last; set its cleanup.policy to"
+                    f" delete, or name another by {option}=…"
+                )
+        return errors
 
     # -- partitions ----------------------------------------------------------------------------
 
@@ -270,10 +270,11 @@ class Opening:
         now = self.env.clock.now().timestamp()
         until = self.claims.held_until(claim, now)
         if claim is not None and until:
+            run = self.claims.generation(claim.generation).run()
             self._report(
                 "note",
                 f"{name_of(place)} is held until {_iso(until)} by"
-                f" {self.claims.generation(claim.generation).run()}: other runs leave it alone.",
+                f" {run or f'generation {claim.generation}'}: other runs leave it alone.",
             )
             return until
         if mark is None or mark.owner == self.owner or now >= mark.until:

@@ -19,10 +19,9 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.kafka.claims import Place
 from airflow_broadway.producers.kafka.client import Cluster
-from airflow_broadway.producers.kafka.log_reader import read_log
-from airflow_broadway.producers.kafka.offsets import of_offsets
 from airflow_broadway.producers.kafka.options import KafkaOptions, place_of
 from airflow_broadway.producers.kafka.records import NOT_BEFORE, is_of_retry, is_ours, origin_of
+from airflow_broadway.producers.kafka.settling import of_offsets
 
 #: Headers that only a copy has of which they are known.
 _WHERE_KNOWN: Final = ("broadway.body", "broadway.timestamp")
@@ -86,7 +85,7 @@ class Outbox:
         """
         left = {place: deque(sorted(whys)) for place, whys in wanted.items()}
         there = {place: of_offsets(whys) for place, whys in wanted.items() if place not in replaced}
-        for place, record in read_log(self.cluster, there, "messages cannot be read from the log"):
+        for place, record in self.cluster.read(there, "messages cannot be read from the log"):
             while left[place][0] < record.offset():
                 gone_offset = left[place].popleft()
                 self._add(place, gone_offset, wanted[place][gone_offset], None, body=_GONE)
@@ -134,9 +133,7 @@ class Outbox:
             if not body:
                 message["value"] = record.value()
 
-        def delivered(error: Any, _: Any) -> None:
-            if error is None:
-                return
+        def refuse(error: Any) -> None:
             if any(name in str(error) for name in _TOO_LARGE) and not (body or retried):
                 self._large.append((place, offset, why, record))
                 return
@@ -146,10 +143,7 @@ class Outbox:
                 self._unavailable = translated
             self._refused[place, offset] = str(translated)
 
-        try:
-            self.cluster.send(topic, on_delivery=delivered, **message)
-        except Exception as error:  # what no client can encode fails alone
-            delivered(error, None)
+        self.cluster.send(topic, refuse, **message)
 
     def _headers(self, record: Any, why: Why, body: str) -> list[tuple[str, Any]]:
         """Returns a copy's headers: the message's own, then why it was sent.

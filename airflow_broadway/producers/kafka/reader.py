@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.producers.kafka.claims import Claim, Place
-from airflow_broadway.producers.kafka.offsets import FOREVER, Ranges, contains, of_offsets, union
+from airflow_broadway.producers.kafka.claims import Place
 from airflow_broadway.producers.kafka.opening import View
 from airflow_broadway.producers.kafka.options import key_group
 from airflow_broadway.producers.kafka.records import Copy, as_text, origin_of
+from airflow_broadway.producers.kafka.settling import (
+    FOREVER,
+    Claim,
+    Ranges,
+    contains,
+    of_offsets,
+    union,
+)
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock

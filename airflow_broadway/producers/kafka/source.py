@@ -20,12 +20,12 @@ from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerErr
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka import opening
-from airflow_broadway.producers.kafka.claims import Claim, Claims, Place, group_files, name_of
+from airflow_broadway.producers.kafka.claims import Claims, Place, group_files, name_of
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.errors import Truncated, is_out_of_range, is_passing
-from airflow_broadway.producers.kafka.offsets import minus
 from airflow_broadway.producers.kafka.reader import PartitionReader, Silence
 from airflow_broadway.producers.kafka.records import Copy, Records
+from airflow_broadway.producers.kafka.settling import Claim, minus
 from airflow_broadway.producers.kit.generation_log import forget_ended
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
@@ -73,7 +73,7 @@ class KafkaSource:
         forget_ended(files, day_of(self._clock.now(), before=_KEPT_DAYS))
         self._live = env.interval is None
         self._folder = "claims" if self._live else opening.folder_of(str(env.owner.get("run_id")))
-        self._claims = Claims(files, env.clock, self._folder)
+        self._claims = Claims(files, self._folder)
         if not self._live:  # a retry topic has copies of what is in the log
             partitions = {t: n for t, n in partitions.items() if t not in producer.retry_topics}
         kind = opening.Opening if self._live else opening.BackfillOpening
@@ -522,19 +522,19 @@ class KafkaSource:
 
     def _warn_of_open_transaction(self, reader: PartitionReader) -> None:
         """Warns if a run ends early because a transaction is open."""
-        behind = self._cluster.known_end(reader.place) - reader.end
-        if not reader.at_end or behind <= 0 or self._env.stopping():
+        if not reader.at_end or self._env.stopping():
             return
         with suppress(BroadwayError):  # it ends without a warning then
-            if self._cluster.ends(reader.place)[1] > reader.end:
-                return  # they may be read: they came as the run ended
-            log.warning(
-                "%s of %s-%d may not be read yet: they are behind a transaction that is still open,"
-                " at %d.",
-                many(behind, "offset"),
-                *reader.place,
-                reader.end,
-            )
+            behind = self._cluster.known_end(reader.place) - reader.end
+            # Else they may be read: they came as the run ended.
+            if behind > 0 and self._cluster.ends(reader.place)[1] <= reader.end:
+                log.warning(
+                    "%s of %s-%d may not be read yet: they are behind a transaction that is still"
+                    " open, at %d.",
+                    many(behind, "offset"),
+                    *reader.place,
+                    reader.end,
+                )
 
     def close(self) -> None:
         if self._closed:
@@ -543,6 +543,7 @@ class KafkaSource:
         try:
             self.stop()
             if self._holds and not any(reader.claim for reader in self._readers.values()):
-                self._generation.forget_soon()  # others were faster: there is nothing to settle
+                # Others were faster: there is nothing to settle.
+                self._generation.forget_soon(day_of(self._clock.now()))
         finally:
             self._cluster.close()

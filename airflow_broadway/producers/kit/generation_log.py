@@ -108,12 +108,19 @@ class GenerationLog:
         """Whether it was settled, by anybody; reads no file."""
         return self._files.exists(self.path(_SETTLED))
 
+    def forget_soon(self, day: str) -> None:
+        """Lets :func:`forget_ended` remove its files later.
+
+        :param day: Today, as ``YYYY-MM-DD``.
+        """
+        self._files.write(f"ended/{day}/{self.folder}.json", {})
+
     def keep_report(self, day: str) -> None:
         """Removes all but the report, which :func:`forget_ended` may remove later.
 
         :param day: Today, as ``YYYY-MM-DD``.
         """
-        self._files.write(f"ended/{day}/{self.folder}.json", {})
+        self.forget_soon(day)
         self._files.discard(self.path(name) for name in self.names() if name != _SETTLED)
 
     # -- its files -----------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import pytest
 
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kafka.claims import Claim, Claims, Decision, Place
+from airflow_broadway.producers.kafka.claims import Claims, Place
+from airflow_broadway.producers.kafka.settling import Claim, Decision
 from airflow_broadway.producers.kit.state_files import MemoryFiles
-from airflow_broadway.testing import ManualClock
 
 PLACE: Place = ("topic", 0)
 
@@ -22,8 +22,8 @@ def claim(claims: Claims, generation: str) -> Claim | None:
 
 
 def test_of_two_that_claim_together_one_does() -> None:
-    files, clock = MemoryFiles(), ManualClock()
-    one, other = Claims(files, clock), Claims(files, clock)
+    files = MemoryFiles()
+    one, other = Claims(files), Claims(files)
     assert one.read(PLACE) is other.read(PLACE) is None
 
     assert claim(one, "one") is not None
@@ -35,8 +35,8 @@ def test_of_two_that_claim_together_one_does() -> None:
 
 
 def test_a_claim_is_ended_by_its_own_generation_alone() -> None:
-    files, clock = MemoryFiles(), ManualClock()
-    claims = Claims(files, clock)
+    files = MemoryFiles()
+    claims = Claims(files)
     claim(claims, "one")
 
     claims.end(PLACE, "other", Claim(start=3))
@@ -46,8 +46,8 @@ def test_a_claim_is_ended_by_its_own_generation_alone() -> None:
 
 
 def test_a_partition_is_held_until_half_a_minute_after_the_lease() -> None:
-    files, clock = MemoryFiles(), ManualClock()
-    claims = Claims(files, clock)
+    files = MemoryFiles()
+    claims = Claims(files)
     held = claim(claims, "one")
 
     assert claims.held_until(held, 129.0) == 100.0
@@ -59,8 +59,8 @@ def test_a_partition_is_held_until_half_a_minute_after_the_lease() -> None:
 
 def test_a_version_that_was_removed_is_not_created_again() -> None:
     # Given one that has read the first version, when others have made many more
-    files, clock = MemoryFiles(), ManualClock()
-    slept, other = Claims(files, clock), Claims(files, clock)
+    files = MemoryFiles()
+    slept, other = Claims(files), Claims(files)
     claim(other, "one")
     stale = slept.read(PLACE)
     for number in range(20):
@@ -78,8 +78,8 @@ def test_a_version_that_was_removed_is_not_created_again() -> None:
 
 
 def test_nothing_is_written_where_nothing_changes() -> None:
-    files, clock = MemoryFiles(), ManualClock()
-    claims = Claims(files, clock)
+    files = MemoryFiles()
+    claims = Claims(files)
     claim(claims, "one")
     before = files.names("claims/topic/0")
 
@@ -91,14 +91,14 @@ def test_nothing_is_written_where_nothing_changes() -> None:
 
 def test_what_callbacks_settled_is_read_as_it_was_written() -> None:
     files = MemoryFiles()
-    one = Claims(files, ManualClock()).generation("g")
+    one = Claims(files).generation("g")
     decisions = {PLACE: {3: Decision(Action.RETRY, 9.5, 2, "k", "topic-0-3", moved=True)}}
 
-    one.note_now(decisions)
-    one.note_now({("other", 1): {0: Decision(Action.ACK, message_id="other-1-0")}})
-    one.note_now({})
+    one.note_decisions(decisions)
+    one.note_decisions({("other", 1): {0: Decision(Action.ACK, message_id="other-1-0")}})
+    one.note_decisions({})
 
-    again = Claims(files, ManualClock()).generation("g").now()
+    again = Claims(files).generation("g").decisions()
     assert again == {**decisions, ("other", 1): {0: Decision(Action.ACK, message_id="other-1-0")}}
 
 
@@ -107,4 +107,4 @@ def test_a_claim_that_is_no_claim_is_one_sentence() -> None:
     files.write("claims/topic/0/000000000001.json", {"v": 99})
 
     with pytest.raises(StagingError, match=r"the claim of topic-0 in staging cannot be read .*99"):
-        Claims(files, ManualClock()).read(PLACE)
+        Claims(files).read(PLACE)

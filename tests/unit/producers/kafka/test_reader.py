@@ -6,10 +6,10 @@ from typing import Any
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.kafka import KafkaProducer
-from airflow_broadway.producers.kafka.claims import Claim, Failed
 from airflow_broadway.producers.kafka.opening import View
 from airflow_broadway.producers.kafka.options import key_group
 from airflow_broadway.producers.kafka.reader import PartitionReader
+from airflow_broadway.producers.kafka.settling import Claim, Failed
 
 NOW = 1_000.0
 

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
-from airflow_broadway.producers.kafka.claims import Claim, Decision, Failed
-from airflow_broadway.producers.kafka.offsets import contains
 from airflow_broadway.producers.kafka.settling import (
+    Claim,
+    Decision,
     Ended,
+    Failed,
     Read,
+    contains,
     end_claim,
     keep_order,
     take_over,
