@@ -11,7 +11,7 @@ import pytest
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.opening import read_mark
+from airflow_broadway.producers.kafka.claims import Committed
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import ApacheKafka
 
@@ -150,8 +150,7 @@ def test_a_mark_is_small_and_names_no_secret(apache_kafka: ApacheKafka, tmp_path
     [(after, free)] = apache_kafka.committed(group.group, group.topic).values()
 
     assert (offset, after) == (0, 5)
-    mark = read_mark(held or "")
-    assert mark is not None
-    assert (mark.high, mark.until > 0) == (5, True)
+    mark = Committed.read(0, held or "")
+    assert (mark.owner != "", mark.high, mark.until > 0) == (True, 5, True)
     assert json.loads(free or "").keys() == {"b", "o", "h"}
     assert len(held or "") <= 90

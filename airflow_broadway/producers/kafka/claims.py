@@ -20,10 +20,11 @@ memory.
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
@@ -45,10 +46,50 @@ GRACE_SECONDS: Final = 30.0
 _MOST_VERSIONS, _KEPT_VERSIONS = 10, 2
 #: Conflicts after which a change gives up: others write without end, or the store is broken.
 _MOST_CONFLICTS: Final = 1000
+#: That of a mark.
+_MARK_VERSION: Final = 2
 _LEASE, _ENDED = "lease.json", "ended.json"
 
 _memory: dict[str, MemoryFiles] = {}
 _memory_lock = threading.Lock()
+
+
+class Committed(NamedTuple):
+    """What a group has committed for a partition, and the mark beside it.
+
+    :param owner: The staging folder that committed it; ``""``: another program did.
+    :param high: The offset behind the last that was claimed.
+    :param until: The end of the claim's lease; 0: nobody holds the partition.
+    """
+
+    offset: int
+    owner: str = ""
+    high: int = 0
+    until: float = 0.0
+
+    @classmethod
+    def of(cls, claim: Claim, owner: str, *, durable: bool = True) -> Committed:
+        """Returns the commit of a claim's start."""
+        held = claim.generation and durable
+        return cls(claim.start, owner, claim.high, round(claim.until) if held else 0.0)
+
+    @classmethod
+    def read(cls, offset: int, metadata: str) -> Committed:
+        """Reads the mark in an offset's metadata."""
+        try:
+            mark = json.loads(metadata)
+            if mark["b"] == _MARK_VERSION:
+                return cls(offset, str(mark["o"]), int(mark["h"]), float(mark.get("u", 0)))
+        except (ValueError, KeyError, TypeError):
+            pass  # another program's
+        return cls(offset)
+
+    @property
+    def metadata(self) -> str:
+        """The mark, as it is committed."""
+        mark = {"b": _MARK_VERSION, "o": self.owner, "h": self.high}
+        until = {"u": self.until} if self.until else {}
+        return json.dumps({**mark, **until}, separators=(",", ":"))
 
 
 def name_of(place: Place) -> str:
@@ -137,7 +178,9 @@ class Claims:
         :param known: The claim that was read, or written, here.
         :returns: Whether it is the newest now.
         """
-        return self.change(place, lambda newest: claim if newest == known else None) is not None
+        # None, too, where the folder was lost: who held the partition goes on.
+        made = self.change(place, lambda newest: claim if newest in (known, None) else None)
+        return made is not None
 
     def change(self, place: Place, compute: Callable[[Claim | None], Claim | None]) -> Claim | None:
         """Creates the next version, also while other processes do so.

@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.kafka.claims import Place
+from airflow_broadway.producers.kafka.claims import Committed, Place
 from airflow_broadway.producers.kafka.errors import Denied, is_out_of_range, is_passing, translated
 from airflow_broadway.producers.kafka.options import DEFAULT_CONNECTION, KafkaOptions, hosts_of
 from airflow_broadway.producers.kafka.settling import FOREVER, Range, Ranges
@@ -56,16 +56,6 @@ _PASSING: Final = (
     *("_TRANSPORT", "_DESTROY_BROKER", "NOT_COORDINATOR"),
     *("COORDINATOR_NOT_AVAILABLE", "COORDINATOR_LOAD_IN_PROGRESS"),
 )
-
-
-class Committed(NamedTuple):
-    """What a group has committed for a partition.
-
-    :param metadata: The text that was committed with the offset.
-    """
-
-    offset: int
-    metadata: str
 
 
 def library() -> Any:
@@ -207,7 +197,7 @@ class Cluster:
             f"the offsets of the group {self._producer.group_id!r} cannot be read",
         )
         return {
-            (row.topic, row.partition): Committed(row.offset, row.metadata or "")
+            (row.topic, row.partition): Committed.read(row.offset, row.metadata or "")
             for row in answer
             if row.offset >= 0
         }

@@ -10,26 +10,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.claims import Claims, Place, group_files, name_of, place_named
-from airflow_broadway.producers.kafka.client import Cluster, Committed
-from airflow_broadway.producers.kafka.opening import commit_of, read_mark
-from airflow_broadway.producers.kafka.options import place_of
+from airflow_broadway.producers.kafka.claims import (
+    Claims,
+    Committed,
+    Place,
+    group_files,
+    name_of,
+    place_named,
+)
+from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.options import KafkaOptions, place_of
 from airflow_broadway.producers.kafka.outbox import Outbox, Why
 from airflow_broadway.producers.kafka.settling import Claim, Decision, Read, end_claim, keep_order
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.kafka.options import KafkaOptions
 
 #: Generations whose settlement a claim remembers.
 _KEPT_SETTLED: Final = 5
@@ -270,7 +273,7 @@ class _Work:
                         f" {name_of(place)}: they are settled, and no offset is committed"
                     )
                 else:
-                    offsets[place] = commit_of(after, owner)
+                    offsets[place] = Committed.of(after, owner)
             elif claim is None or self._lease.generation not in claim.settled:
                 continue
             done[place] = again
@@ -324,13 +327,13 @@ class _Work:
         :param offsets: Those that are the claim's.
         :returns: A sentence on what was changed; ``""``: nothing.
         """
-        group, mark = self._producer.group_id, read_mark(committed.metadata)
-        if mark is not None and mark.owner != self.claims.owner():
+        group = self._producer.group_id
+        if committed.owner not in ("", self.claims.owner()):
             error = (
-                f"a run with another staging folder (mark {mark.owner!r}) has taken over"
+                f"a run with another staging folder (mark {committed.owner!r}) has taken over"
                 f" {name_of(place)} in the group {group!r}: nothing of it is committed"
             )
-        elif committed.offset not in offsets and mark is not None:
+        elif committed.offset not in offsets and committed.owner:
             error = (
                 f"the offset of {name_of(place)} in the group {group!r} went from {offsets[0]} to"
                 f" {committed.offset} by a late commit of an earlier run while this one held its"

@@ -6,20 +6,18 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from airflow_broadway.core.custody.findings import Finding
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka import opening
 from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
 from airflow_broadway.producers.kafka.client import Cluster
-from airflow_broadway.producers.kafka.records import origin_of
+from airflow_broadway.producers.kafka.options import KafkaOptions
+from airflow_broadway.producers.kafka.records import copy_of
 from airflow_broadway.producers.kafka.settling import Ranges, clip, count, minus, of_offsets
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.kafka.options import KafkaOptions
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +73,9 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
             state = view.state
             later = [o for o, message in state.failed.items() if message.not_before > now]
             left = minus(((state.start, view.end),) if state.start < view.end else (), state.done)
-            if view.held_until and view.known is not None:
-                leased += count(minus(clip(left, 0, view.known.end), view.known.done))
-                left = clip(left, view.known.end, view.end)
+            held = view.known.end if view.held_until and view.known else 0
+            leased += count(clip(left, 0, held))
+            left = clip(left, held, view.end)
             behind = clip(left, min(later), view.end) if later else ()
             # A partition whose order counts stops at the first that waits.
             waiting = behind if producer.order == "partition" else of_offsets(later)
@@ -86,12 +84,10 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
         first, whole = _first_messages(cluster, ready)
         ages: list[float] = []
         for place, record in first.items():
-            origin = origin_of(record, producer.group_id)
-            kind, timestamp = record.timestamp()
-            if origin is not None and origin.not_before > now:
+            copy = copy_of(record, producer.group_id)
+            kind, timestamp = (copy or record).timestamp()
+            if copy is not None and copy.not_before > now:
                 delayed += count(ready.pop(place))
-            elif origin is not None and origin.timestamp is not None:
-                ages.append(now - origin.timestamp / 1000)
             elif kind:
                 ages.append(now - timestamp / 1000)
         return QueueDepth(

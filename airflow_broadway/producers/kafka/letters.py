@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.dead_letters import (
     EVERY,
@@ -22,9 +23,11 @@ from airflow_broadway.core.custody.dead_letters import (
     Moving,
     destination_of,
 )
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
 from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.options import KafkaOptions
 from airflow_broadway.producers.kafka.records import REQUEUED, as_text, is_ours
 from airflow_broadway.producers.kafka.settling import (
     Claim,
@@ -35,10 +38,6 @@ from airflow_broadway.producers.kafka.settling import (
     normal,
     of_offsets,
 )
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.kafka.options import KafkaOptions
 
 #: Letters that are sent back, or deleted, at a time.
 _WAVE: Final = 200
@@ -171,36 +170,27 @@ class KafkaDeadLetters:
                 "which letters of a topic are finished is kept in the pipeline's staging folder,"
                 " and there is none: name it, or nobody would know of it afterwards"
             )
-        moving, wave = Moving(choice), list[_Letter]()
-        unread = self._unread()
+        moving, unread = Moving(choice), self._unread()
+        entries = self._read(unread)
         #: By partition: offsets of letters that stay, and the offset behind the last that was read.
         stay: dict[Place, list[int]] = {place: [] for place in unread}
         position: dict[Place, int] = {}
-
-        def finish() -> None:
-            refused = send(wave)
+        while wave := list(islice(entries, _WAVE)):
+            chosen = [entry for entry in wave if moving.takes(entry.letter)]
+            refused = send(chosen)
+            moved = {(entry.place, entry.offset) for entry in chosen} - refused.keys()
+            moving.count += len(moved)
             for entry in wave:
-                why = refused.get((entry.place, entry.offset))
-                if why is None:
-                    moving.count += 1
-                else:
-                    moving.refused[entry.letter.message_id] = why
-                    stay[entry.place].append(entry.offset)
-            for place in {entry.place for entry in wave}:
+                place, offset = entry.place, entry.offset
+                position[place] = offset + 1
+                if (place, offset) not in moved:
+                    stay[place].append(offset)
+                if (place, offset) in refused:
+                    moving.refused[entry.letter.message_id] = refused[place, offset]
+            for place in {place for place, _ in moved}:
                 # Offsets between dead letters hold none: compacted away, or a transaction's marker.
                 done = minus(clip(unread[place], 0, position[place]), of_offsets(stay[place]))
                 self._finish(place, unread[place][0][0], done)
-            wave.clear()
-
-        for entry in self._read(unread):
-            position[entry.place] = entry.offset + 1
-            if moving.takes(entry.letter):
-                wave.append(entry)
-            else:
-                stay[entry.place].append(entry.offset)
-            if len(wave) >= _WAVE:
-                finish()
-        finish()
         return moving.result()
 
     def _finish(self, place: Place, start: int, finished: Ranges) -> None:

@@ -13,47 +13,30 @@ it, and so does one that was lost or restored.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from airflow_broadway.core.custody.findings import Finding, Level
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.claims import Claims, Place, name_of
-from airflow_broadway.producers.kafka.client import Cluster, Committed
+from airflow_broadway.producers.kafka.claims import Claims, Committed, Place, name_of
+from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions, reset_timestamp
 from airflow_broadway.producers.kafka.settling import Claim, Ranges, count, minus, take_over
 from airflow_broadway.producers.kit.state_files import digest, instant_of
 
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-
 log = logging.getLogger(__name__)
 
-_VERSION: Final = 2
 #: How a pipeline does without a topic.
 _OTHERWISE: Final = {
     "retry": "give the producer order='partition' or another on_failure",
     "dead-letter": "give the producer RetryPolicy(dead_letter=False)",
 }
-
-
-class Mark(NamedTuple):
-    """Describes what stands beside an offset that this package committed.
-
-    :param owner: The staging folder.
-    :param high: The offset behind the last that was claimed.
-    :param until: The end of the claim's lease; 0: nobody holds the partition.
-    """
-
-    owner: str
-    high: int
-    until: float
 
 
 class View(NamedTuple):
@@ -93,25 +76,6 @@ def last_of(claims: Claims, claim: Claim, place: Place) -> Claim:
 def _is_of_other_log(claim: Claim, topic_id: str, end: int) -> bool:
     """Whether the log is not the one that was claimed, as far as it can be told."""
     return bool(claim.topic_id and topic_id and claim.topic_id != topic_id) or claim.high > end
-
-
-def commit_of(claim: Claim, owner: str, *, durable: bool = True) -> Committed:
-    """Returns the commit of a claim's start, with its mark."""
-    mark = {"b": _VERSION, "o": owner, "h": claim.high}
-    if claim.generation and durable:
-        mark["u"] = round(claim.until)
-    return Committed(claim.start, json.dumps(mark, separators=(",", ":")))
-
-
-def read_mark(metadata: str) -> Mark | None:
-    """Reads the mark in an offset's metadata; ``None`` if another program committed it."""
-    try:
-        value = json.loads(metadata)
-        if value["b"] != _VERSION:
-            return None
-        return Mark(str(value["o"]), int(value["h"]), float(value.get("u", 0)))
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def own_places(
@@ -176,6 +140,8 @@ class Opening:
         self._ids: Mapping[str, str] | None = None
         self.owner = self.claims.owner(write=self.write)
         self._findings: list[Finding] = []
+        #: What the group has committed.
+        self._committed: Mapping[Place, Committed] = {}
 
     # -- the group -----------------------------------------------------------------------------
 
@@ -233,19 +199,19 @@ class Opening:
         if self._ids is None:
             self._ids = self.cluster.topic_ids(self.partitions)
         self._findings = []
-        committed = self.cluster.committed(self._all)
-        views = {place: self._look(place, committed) for place in places}
+        self._committed = self.cluster.committed(self._all)
+        views = {place: self._look(place) for place in places}
         return views, list(dict.fromkeys(self._findings))
 
-    def _look(self, place: Place, offsets: Mapping[Place, Committed]) -> View:
-        known, committed = self.claims.read(place), offsets.get(place)
-        mark = None if committed is None else read_mark(committed.metadata)
+    def _look(self, place: Place) -> View:
+        known, committed = self.claims.read(place), self._committed.get(place)
         low, end = self.cluster.ends(place)
-        marked = max(0 if known is None else known.high, 0 if mark is None else mark.high)
-        held_until = self._held_until(place, known, mark)
+        marked = max(known.high if known else 0, committed.high if committed else 0)
+        held_until = self._held_until(place, known, committed)
         if held_until:
-            start = committed.offset if committed is not None else 0
-            return View(Claim(start=start, marked=marked), end, known, held_until, 0, committed)
+            start, done = committed.offset if committed else 0, known.done if known else ()
+            state = Claim(start=start, marked=marked, done=done)
+            return View(state, end, known, held_until, 0, committed)
         last = None if known is None else last_of(self.claims, known, place)
         if known is not None and last is not None and known.end > known.start:
             self._report(
@@ -254,11 +220,12 @@ class Opening:
                 " over: what it has not finished comes again, marked.",
             )
         topic_id = (self._ids or {}).get(place[0], "")
-        anew = known is not None and mark is None and _is_of_other_log(known, topic_id, end)
+        marked_by = committed.owner if committed else ""
+        anew = known is not None and not marked_by and _is_of_other_log(known, topic_id, end)
         settled = committed
         if last and known and committed and committed.offset == known.start and not anew:
             settled = committed._replace(offset=last.start)
-        base, reset = self._base(place, last, settled, mark, offsets, low)
+        base, reset = self._base(place, last, settled, low)
         # Another program has committed since: a reset, though perhaps to the very same offset.
         reset = reset or (anew and committed is not None)
         state = Claim(start=base) if last is None or reset else last
@@ -266,7 +233,7 @@ class Opening:
         view = View(state, end, known, committed=committed, begins=committed is None or reset)
         return self._checked(place, view, low, reset=reset)
 
-    def _held_until(self, place: Place, claim: Claim | None, mark: Mark | None) -> float:
+    def _held_until(self, place: Place, claim: Claim | None, committed: Committed | None) -> float:
         now = self.env.clock.now().timestamp()
         until = self.claims.held_until(claim, now)
         if claim is not None and until:
@@ -277,31 +244,26 @@ class Opening:
                 f" {run or f'generation {claim.generation}'}: other runs leave it alone.",
             )
             return until
-        if mark is None or mark.owner == self.owner or now >= mark.until:
+        if committed is None or committed.owner == self.owner or now >= committed.until:
             return 0.0
         self._report(
             "warning",
-            f"{name_of(place)} is held until {_iso(mark.until)} by a run with another staging"
-            f" folder (mark {mark.owner!r}), which reads in the group {self.producer.group_id!r}"
-            " too: a group_id of its own for each pipeline keeps them apart",
+            f"{name_of(place)} is held until {_iso(committed.until)} by a run with another staging"
+            f" folder (mark {committed.owner!r}), which reads in the group"
+            f" {self.producer.group_id!r} too: a group_id of its own for each pipeline keeps them"
+            " apart",
         )
-        return mark.until
+        return committed.until
 
     def _base(
-        self,
-        place: Place,
-        claim: Claim | None,
-        committed: Committed | None,
-        mark: Mark | None,
-        offsets: Mapping[Place, Committed],
-        low: int,
+        self, place: Place, claim: Claim | None, committed: Committed | None, low: int
     ) -> tuple[int, bool]:
         """Returns the first offset that is not finished, and whether the group was reset to it."""
         group = self.producer.group_id
         if claim is None:
             if committed is not None:
                 return committed.offset, False
-            start = self._start(place, offsets)
+            start = self._start(place)
             return (low if start is None else start), False
         if committed is None:
             self._report(
@@ -312,14 +274,15 @@ class Opening:
             return claim.start, False
         if committed.offset == claim.start:
             return claim.start, False
-        if mark is not None and mark.owner == self.owner and committed.offset > claim.start:
+        is_own = committed.owner == self.owner != ""
+        if is_own and committed.offset > claim.start:
             text = (
                 f"The offset of {name_of(place)} in Kafka is {committed.offset}, and staging knows"
                 f" of {claim.start}: it is older, or was restored.  The offset in Kafka counts."
             )
         else:
             how, by = "was reset", "by another program"
-            if mark is not None and mark.owner == self.owner:
+            if is_own:
                 how, by = "went back", "by a commit of an earlier run that came late"
             text = (
                 f"The offset of {name_of(place)} in the group {group!r} {how} from {claim.start} to"
@@ -328,14 +291,14 @@ class Opening:
         self._report("warning", text)
         return committed.offset, True
 
-    def _start(self, place: Place, offsets: Mapping[Place, Committed]) -> int | None:
+    def _start(self, place: Place) -> int | None:
         """Returns where a new group begins in a partition; ``None``: the partition alone is new.
 
         Of several sources that begin together, one decides for all partitions.
         """
         starts = self.claims.starts()
         if starts is None:
-            if offsets or any(self.claims.read(place) is not None for place in self._all):
+            if self._committed or any(self.claims.read(place) is not None for place in self._all):
                 return None
             starts = self._by_policy()
             if self.write:

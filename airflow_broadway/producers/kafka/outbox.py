@@ -20,7 +20,7 @@ from airflow_broadway.core.text import cut
 from airflow_broadway.producers.kafka.claims import Place
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions, place_of
-from airflow_broadway.producers.kafka.records import NOT_BEFORE, is_of_retry, is_ours, origin_of
+from airflow_broadway.producers.kafka.records import NOT_BEFORE, copy_of, is_of_retry, is_ours
 from airflow_broadway.producers.kafka.settling import of_offsets
 
 #: Headers that only a copy has of which they are known.
@@ -152,14 +152,14 @@ class Outbox:
         :param body: Why there is no body.
         """
         group, verdict = self.producer.group_id, why.entry.verdict
-        origin = None if record is None else origin_of(record, group)
+        copied = None if record is None else copy_of(record, group)
         topic, partition, offset = place_of(why.entry.message_id)
         where = {"topic": topic, "partition": partition, "offset": offset, "stage": verdict.stage}
         ours = {
             "broadway.group": group,
             "broadway.attempt": why.entry.attempt,
             "broadway.generation": self.generation,
-            "broadway.timestamp": _timestamp(record) if origin is None else origin.timestamp or "",
+            "broadway.timestamp": _timestamp(copied or record),
         }
         if why.not_before is not None:
             is_replaced = is_of_retry

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.kafka.claims import Place
 from airflow_broadway.producers.kafka.opening import View
-from airflow_broadway.producers.kafka.options import key_group
-from airflow_broadway.producers.kafka.records import Copy, as_text, origin_of
+from airflow_broadway.producers.kafka.options import KafkaOptions, key_group
+from airflow_broadway.producers.kafka.records import as_text, copy_of
 from airflow_broadway.producers.kafka.settling import (
     FOREVER,
     Claim,
@@ -17,11 +19,6 @@ from airflow_broadway.producers.kafka.settling import (
     of_offsets,
     union,
 )
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.clock import Clock
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.kafka.options import KafkaOptions
 
 #: Offsets that are claimed ahead: the first time, and at most.
 _AHEAD_FIRST, _AHEAD_MOST = 2_000, 100_000
@@ -119,11 +116,11 @@ class PartitionReader:
         """
         if self.retries:
             for record in records:
-                origin = origin_of(record, self._group)
-                own = origin is not None and origin.generation == self._generation
-                if origin is not None and (own or origin.not_before > now):
+                copy = copy_of(record, self._group)
+                own = copy is not None and copy.generation == self._generation
+                if copy is not None and (own or copy.not_before > now):
                     self.limit = record.offset()
-                    self.look_again = None if own else origin.not_before
+                    self.look_again = None if own else copy.not_before
                     break
         start, last = self.position, records[-1].offset()
         self.position = self.limit if last >= self.limit else max(start, last + 1)
@@ -170,8 +167,8 @@ class PartitionReader:
             self.epoch = -1 if epoch is None else epoch
         if not self.retries:
             return records
-        origins = [origin_of(record, self._group) for record in records]
-        return [Copy(r, o) for r, o in zip(records, origins, strict=True) if o is not None]
+        copies = (copy_of(record, self._group) for record in records)
+        return [copy for copy in copies if copy is not None]
 
     def _ready(self, records: Sequence[Any]) -> list[Any]:
         """Leaves what waits, and what has a key of which a message waits."""

@@ -51,59 +51,29 @@ def as_text(value: Any) -> str | None:
         return BASE64 + base64.b64encode(value).decode("ascii")
 
 
-class Origin(NamedTuple):
-    """Describes the message of which a record in a retry topic is a copy.
+class Copy(NamedTuple):
+    """A record of a retry topic, as the message of which it is a copy.
 
+    :param own_offset: The message's offset in its own topic.
     :param attempts: Recorded failures.
     :param not_before: Seconds since 1970 before which it is not read.
-    :param timestamp: Milliseconds since 1970; ``None``: it has none.
+    :param sent: Milliseconds since 1970 at which the message was sent; ``None``: not known.
     :param generation: The generation that failed on it.
     """
 
+    record: Any
     topic: str
     partition: int
-    offset: int
+    own_offset: int
     attempts: int
     not_before: float
-    timestamp: int | None
+    sent: int | None
     generation: str
 
     @property
     def message_id(self) -> str:
         """The message's id: its place in its own topic."""
-        return f"{self.topic}-{self.partition}-{self.offset}"
-
-
-def origin_of(record: Any, group: str) -> Origin | None:
-    """Returns the origin of a record in a retry topic.
-
-    :param group: The consumer group; copies of other groups are not of interest.
-    :returns: ``None`` if it is no such copy.
-    """
-    ours = {n: as_text(value) or "" for n, value in record.headers() or () if is_of_retry(n)}
-    if ours.get("broadway.group") != group or NOT_BEFORE not in ours:
-        return None
-    try:
-        timestamp = ours.get("broadway.timestamp")
-        return Origin(
-            ours["broadway.topic"],
-            int(ours["broadway.partition"]),
-            int(ours["broadway.offset"]),
-            int(ours["broadway.attempt"]),
-            int(ours[NOT_BEFORE]) / 1000,
-            int(timestamp) if timestamp else None,
-            ours["broadway.generation"],
-        )
-    except (KeyError, ValueError):
-        return None
-
-
-class Copy:
-    """A record of a retry topic, as the message of which it is a copy."""
-
-    def __init__(self, record: Any, origin: Origin) -> None:
-        self.record, self.origin = record, origin
-        self.value, self.key = record.value, record.key
+        return f"{self.topic}-{self.partition}-{self.own_offset}"
 
     @property
     def receipt(self) -> str:
@@ -112,16 +82,48 @@ class Copy:
 
     def offset(self) -> int:
         """Returns the message's offset in its own topic."""
-        return self.origin.offset
+        return self.own_offset
+
+    def value(self) -> Any:
+        """Returns the message's body."""
+        return self.record.value()
+
+    def key(self) -> Any:
+        """Returns the message's key."""
+        return self.record.key()
 
     def timestamp(self) -> tuple[int, int]:
         """Returns the message's timestamp."""
-        own = self.origin.timestamp
-        return (_NO_TIME, 0) if own is None else (_NO_TIME + 1, own)
+        return (_NO_TIME, 0) if self.sent is None else (_NO_TIME + 1, self.sent)
 
     def headers(self) -> list[tuple[str, Any]]:
         """Returns the message's headers."""
         return [(n, value) for n, value in self.record.headers() or () if not is_of_retry(n)]
+
+
+def copy_of(record: Any, group: str) -> Copy | None:
+    """Reads a record of a retry topic as a copy.
+
+    :param group: The consumer group; copies of other groups are not of interest.
+    :returns: ``None`` if it is no such copy.
+    """
+    ours = {n: as_text(value) or "" for n, value in record.headers() or () if is_of_retry(n)}
+    if ours.get("broadway.group") != group:
+        return None
+    try:
+        sent = ours.get("broadway.timestamp")
+        return Copy(
+            record,
+            ours["broadway.topic"],
+            int(ours["broadway.partition"]),
+            int(ours["broadway.offset"]),
+            int(ours["broadway.attempt"]),
+            int(ours[NOT_BEFORE]) / 1000,
+            int(sent) if sent else None,
+            ours["broadway.generation"],
+        )
+    except (KeyError, ValueError):
+        return None
 
 
 class Records:

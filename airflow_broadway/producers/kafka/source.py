@@ -12,26 +12,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from airflow_broadway.core.custody.findings import enforce
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka import opening
-from airflow_broadway.producers.kafka.claims import Claims, Place, group_files, name_of
+from airflow_broadway.producers.kafka.claims import Claims, Committed, Place, group_files, name_of
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.errors import Truncated, is_out_of_range, is_passing
+from airflow_broadway.producers.kafka.options import KafkaOptions
 from airflow_broadway.producers.kafka.reader import PartitionReader, Silence
 from airflow_broadway.producers.kafka.records import Copy, Records
 from airflow_broadway.producers.kafka.settling import Claim, minus
 from airflow_broadway.producers.kit.generation_log import forget_ended
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.kafka.options import KafkaOptions
 
 log = logging.getLogger(__name__)
 
@@ -176,8 +174,7 @@ class KafkaSource:
             # Another staging folder may have claimed in the same moment: the last commit counts.
             committed = self._cluster.committed([p for p in before if p in claimed])
             for place, commit in committed.items():
-                mark = opening.read_mark(commit.metadata)
-                if mark is not None and mark.owner != self._opening.owner:
+                if commit.owner not in ("", self._opening.owner):
                     self._release(place)
                     del claimed[place]
         self._look([place for place in same if place not in claimed])
@@ -211,7 +208,7 @@ class KafkaSource:
         """
         owner, durable = self._opening.owner, self._claims.durable
         offsets = {
-            place: opening.commit_of(claim, owner, durable=durable)
+            place: Committed.of(claim, owner, durable=durable)
             for place in places
             if (claim := self._readers[place].claim) is not None
         }
@@ -450,13 +447,12 @@ class KafkaSource:
         """Makes messages of copies in a retry topic."""
         made: list[Message] = []
         for copy in copies:
-            origin = copy.origin
-            if origin.message_id in self._seen:
+            if copy.message_id in self._seen:
                 continue
-            self._seen.add(origin.message_id)
+            self._seen.add(copy.message_id)
             [(attempt, _)] = reader.marks([copy.record]) or [(1, True)]
-            mark = max(origin.attempts + 1, attempt), True
-            place, position = (origin.topic, origin.partition), self._received + len(made)
+            mark = max(copy.attempts + 1, attempt), True
+            place, position = (copy.topic, copy.partition), self._received + len(made)
             made += self._records.messages(*place, [copy], [mark], at, position, copy.receipt)
         return made
 
