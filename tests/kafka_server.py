@@ -3,7 +3,7 @@
 :class:`ApacheKafka` is Apache Kafka itself, of the jars that ``scripts/setup.sh --kafka`` resolves.
 :class:`MockKafka` is librdkafka's mock cluster, in a process of its own (``tests/kafka_mock.py``),
 for failures that no real broker shows when asked, and for machines without Maven.
-``tests/integration/test_kafka_peers.py`` shows what each of them can.
+``tests/integration/test_kafka_peers.py`` shows what the mock lacks.
 
 Both know what tests ask of a broker without our package: to fill a topic, to read it again,
 to say what a group has committed.

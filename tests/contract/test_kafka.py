@@ -7,7 +7,7 @@ import pytest
 
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.kafka_harness import KafkaHarness
-from tests.kafka_server import KafkaServer
+from tests.kafka_server import KafkaServer, MockKafka
 
 pytestmark = pytest.mark.broker
 
@@ -28,6 +28,15 @@ class TestUnordered(CustodyContract):
     @pytest.fixture
     def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
         return harness_of(kafka, tmp_path, "none")
+
+
+@pytest.mark.slow
+class TestOnTheMock(TestUnordered):
+    """On librdkafka's mock cluster, which stands in for Apache Kafka where Maven is missing."""
+
+    @pytest.fixture
+    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka_mock, tmp_path, "none")
 
 
 class TestByKey(CustodyContract):

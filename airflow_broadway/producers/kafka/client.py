@@ -114,6 +114,8 @@ class Cluster:
         self._settings = settings_of(producer, env)
         #: What the client reported of its connections.
         self._seen: deque[Any] = deque(maxlen=20)
+        #: The cluster's own id, once it has answered.
+        self.id = str(self._settings["bootstrap.servers"])
         #: For errors.
         self.where = f"on {self._settings['bootstrap.servers']}"
         self._sender: Any = None
@@ -155,22 +157,19 @@ class Cluster:
 
     # -- topics and offsets --------------------------------------------------------------------
 
-    def metadata(self) -> tuple[str, dict[str, list[int]]]:
-        """Returns the cluster's id, and the partitions of each topic that exists, retry topics too.
+    def topics(self) -> dict[str, list[int]]:
+        """Returns the partitions of each topic that exists, retry topics too.
 
         :raises ProducerUnavailable: If no broker answers.
         """
-        partitions: dict[str, list[int]] = {}
-        cluster = ""
-        for topic in sorted(self._producer.topics):
-            cluster, partitions[topic] = self._topic(topic)
+        topics = {topic: self.partitions(topic) for topic in sorted(self._producer.topics)}
         for topic in sorted(self._producer.retry_topics):
             with suppress(Denied):  # it may not exist: that is the same to a user without rights
-                partitions[topic] = self.partitions(topic)
-        return cluster, {topic: numbers for topic, numbers in partitions.items() if numbers}
+                topics[topic] = self.partitions(topic)
+        return {topic: numbers for topic, numbers in topics.items() if numbers}
 
-    def _topic(self, topic: str) -> tuple[str, list[int]]:
-        """Returns the cluster's id, and a topic's partitions: none if it does not exist.
+    def partitions(self, topic: str) -> list[int]:
+        """Returns the partitions of a topic; none if it does not exist.
 
         It asks with the consumer: an admin client, or a producer, would create the topic.
         """
@@ -178,16 +177,12 @@ class Cluster:
         answer = self._guarded(
             lambda: self.consumer.list_topics(topic, timeout=self._timeout), action
         )
+        self.id = str(answer.cluster_id or self.id)
         described = answer.topics[topic]
         missing = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC")
         if described.error is not None and described.error.name() not in missing:
             raise self.error(described.error, action)
-        name = answer.cluster_id or self._settings["bootstrap.servers"]
-        return str(name), sorted(described.partitions)
-
-    def partitions(self, topic: str) -> list[int]:
-        """Returns the partitions of a topic; none if it does not exist."""
-        return self._topic(topic)[1]
+        return sorted(described.partitions)
 
     def committed(self, places: Sequence[Place]) -> dict[Place, Committed]:
         """Returns what the group has committed, for each partition that has an offset."""

@@ -407,7 +407,7 @@ class _Work:
     def settle_now(self, named: Mapping[str, Entry]) -> SettleReport:
         """Settles some messages, while the others are still handled."""
         self._at_once = self.files.decisions()
-        entries = _by_place(named.values(), skip_foreign=True)
+        entries = _by_place(named.values())
         claims = {place: self.claims.read(place) for place in entries}
         own = {p: claim for p, claim in claims.items() if claim and self.is_own(claim)}
         sent, refused = self._send(entries, self._decide(own, entries), own)
@@ -423,20 +423,17 @@ class _Work:
         )
 
 
-def _by_place(entries: Iterable[Entry], *, skip_foreign: bool = False) -> _Entries:
+def _by_place(entries: Iterable[Entry]) -> _Entries:
     """Sorts entries by the partition and offset where their messages were read.
 
-    That of a message that came by the retry topic is in its receipt.
-
-    :param skip_foreign: Whether to leave out entries whose id is none of Kafka's.
+    That of a message that came by the retry topic is in its receipt.  Entries whose id is none of
+    Kafka's are left out: no lease holds such a message.
     """
     by_place: _Entries = {}
     for entry in entries:
         try:
             topic, partition, offset = place_of(entry.receipt.partition("@")[2] or entry.message_id)
         except ValueError:
-            if not skip_foreign:
-                raise
             continue
         by_place.setdefault((topic, partition), {})[offset] = entry
     return by_place

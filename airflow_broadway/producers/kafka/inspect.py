@@ -37,8 +37,8 @@ def _looked(
 ) -> Iterator[tuple[Cluster, opening.Opening, dict[Place, opening.View], list[Finding]]]:
     """Finds a group as the next run would find it."""
     with closing(Cluster(producer, env)) as cluster:
-        cluster_id, partitions = cluster.metadata()
-        claims = Claims(group_files(env.staging, cluster_id, producer.group_id))
+        partitions = cluster.topics()
+        claims = Claims(group_files(env.staging, cluster.id, producer.group_id))
         group = opening.Opening(producer, env, cluster, claims, partitions, write=False)
         yield cluster, group, *group.look(opening.own_places(partitions, 0, 1))
 
@@ -106,7 +106,7 @@ def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
     """
     opening.interval_of(env)
     with closing(Cluster(producer, env)) as cluster:
-        _, partitions = cluster.metadata()
+        partitions = cluster.topics()
         for text in opening.missing_topics(producer, cluster, partitions):
             raise ProducerError(text)
         own = {topic: partitions[topic] for topic in producer.topics}

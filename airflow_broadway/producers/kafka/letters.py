@@ -74,11 +74,11 @@ class KafkaDeadLetters:
                     f"there is no topic {' or '.join(map(repr, topics))} for dead letters"
                     f" {self._cluster.where}: create it, or name another"
                 )
-            cluster_id, self._partitions = self._cluster.metadata()
+            self._partitions = self._cluster.topics()
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             self._cluster.close()
             raise
-        files = group_files(env.staging, cluster_id, producer.group_id)
+        files = group_files(env.staging, self._cluster.id, producer.group_id)
         self._claims = Claims(files, "letters")
 
     @property

@@ -66,8 +66,8 @@ class KafkaSource:
 
     def _open(self) -> None:
         producer, env = self._producer, self._env
-        self._cluster_id, partitions = self._cluster.metadata()
-        files = group_files(env.staging, self._cluster_id, producer.group_id)
+        partitions = self._cluster.topics()
+        files = group_files(env.staging, self._cluster.id, producer.group_id)
         forget_ended(files, day_of(self._clock.now(), before=_KEPT_DAYS))
         self._live = env.interval is None
         self._folder = "claims" if self._live else opening.folder_of(str(env.owner.get("run_id")))
@@ -107,7 +107,7 @@ class KafkaSource:
             owner=dict(self._env.owner),
             state={
                 "queue": self._producer.place,
-                "cluster": self._cluster_id,
+                "cluster": self._cluster.id,
                 "own": [name_of(place) for place in self._places],
                 "read": {name_of(p): r.to_json() for p, r in readers if r.claim is not None},
                 "stopped": self._stopped,
