@@ -22,7 +22,7 @@ REACHED = {
     "triggers/": 200,
     "*.py": 550,
     "producers/engine/": 1_800,
-    "producers/kafka/": 2_900,
+    "producers/kafka/": 2_850,
     "producers/kit/": 500,
     "producers/pubsub/": 1_150,
     "producers/rabbitmq/": 4_700,
