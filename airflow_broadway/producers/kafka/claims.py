@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.verdicts import Action
@@ -90,6 +90,11 @@ class Committed(NamedTuple):
         mark = {"b": _MARK_VERSION, "o": self.owner, "h": self.high}
         until = {"u": self.until} if self.until else {}
         return json.dumps({**mark, **until}, separators=(",", ":"))
+
+
+def places_of(topics: Mapping[str, Sequence[int]]) -> list[Place]:
+    """Returns the partitions of topics, sorted."""
+    return sorted((topic, number) for topic, numbers in topics.items() for number in numbers)
 
 
 def name_of(place: Place) -> str:

@@ -397,8 +397,8 @@ class Cluster:
                 elif error.code() == self.eof:
                     _drop_below(ranges, record.offset())
                 elif is_out_of_range(error):
-                    low = self.ends(place)[0]
-                    _drop_below(ranges, low if low > ranges[-1][0] else FOREVER)
+                    low, end = self.ends(place)
+                    _drop_below(ranges, low if ranges[-1][0] < end else FOREVER)
                     # The client reads no more of a partition that it could not read on.
                     assigned = False
                 elif not is_passing(error):

@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka import opening
-from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
+from airflow_broadway.producers.kafka.claims import Claims, Place, group_files, places_of
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions
 from airflow_broadway.producers.kafka.records import copy_of
@@ -40,7 +40,7 @@ def _looked(
         partitions = cluster.topics()
         claims = Claims(group_files(env.staging, cluster.id, producer.group_id))
         group = opening.Opening(producer, env, cluster, claims, partitions, write=False)
-        yield cluster, group, *group.look(opening.own_places(partitions, 0, 1))
+        yield cluster, group, *group.look(places_of(partitions))
 
 
 def check(producer: KafkaOptions, env: ProducerEnv) -> list[Finding]:
@@ -110,17 +110,13 @@ def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
         for text in opening.missing_topics(producer, cluster, partitions):
             raise ProducerError(text)
         own = {topic: partitions[topic] for topic in producer.topics}
-        bounds = opening.bounds_of(producer, env, cluster, opening.own_places(own, 0, 1))
+        bounds = opening.bounds_of(producer, env, cluster, places_of(own))
         return sum(claim.limit - claim.start for claim in bounds.values())
 
 
 def _dead(producer: KafkaOptions, cluster: Cluster) -> int:
-    ends = [
-        cluster.ends((topic, number))
-        for topic in producer.dead_letter_topics
-        for number in cluster.partitions(topic)
-    ]
-    return sum(end - low for low, end in ends)
+    topics = {topic: cluster.partitions(topic) for topic in producer.dead_letter_topics}
+    return sum(end - low for low, end in map(cluster.ends, places_of(topics)))
 
 
 def _first_messages(

@@ -25,7 +25,7 @@ from airflow_broadway.core.custody.dead_letters import (
 )
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.claims import Claims, Place, group_files
+from airflow_broadway.producers.kafka.claims import Claims, Place, group_files, places_of
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions
 from airflow_broadway.producers.kafka.records import REQUEUED, as_text, is_ours
@@ -108,9 +108,7 @@ class KafkaDeadLetters:
     def _unread(self) -> dict[Place, Ranges]:
         """Returns where there may be letters that are not finished, for each partition."""
         unread: dict[Place, Ranges] = {}
-        for place in [
-            (topic, number) for topic, numbers in self._topics.items() for number in numbers
-        ]:
+        for place in places_of(self._topics):
             low, end = self._cluster.ends(place)
             claim = self._claims.read(place)
             if claim is not None and max(low, claim.start) > end:  # the topic was made anew

@@ -24,7 +24,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka.claims import Claims, Committed, Place, name_of
+from airflow_broadway.producers.kafka.claims import Claims, Committed, Place, name_of, places_of
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions, reset_timestamp
 from airflow_broadway.producers.kafka.settling import Claim, Ranges, count, minus, take_over
@@ -78,14 +78,6 @@ def _is_of_other_log(claim: Claim, topic_id: str, end: int) -> bool:
     return bool(claim.topic_id and topic_id and claim.topic_id != topic_id) or claim.high > end
 
 
-def own_places(
-    partitions: Mapping[str, Sequence[int]], index: int, concurrency: int
-) -> list[Place]:
-    """Returns the partitions of one of several sources: every n-th."""
-    places = sorted((topic, number) for topic, numbers in partitions.items() for number in numbers)
-    return places[index::concurrency]
-
-
 def missing_topics(
     producer: KafkaOptions, cluster: Cluster, partitions: Container[str]
 ) -> list[str]:
@@ -136,7 +128,7 @@ class Opening:
     write: bool = True
 
     def __post_init__(self) -> None:
-        self._all = own_places(self.partitions, 0, 1)
+        self._all = places_of(self.partitions)
         self._ids: Mapping[str, str] | None = None
         self.owner = self.claims.owner(write=self.write)
         self._findings: list[Finding] = []

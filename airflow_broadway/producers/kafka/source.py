@@ -21,7 +21,14 @@ from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerErr
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka import opening
-from airflow_broadway.producers.kafka.claims import Claims, Committed, Place, group_files, name_of
+from airflow_broadway.producers.kafka.claims import (
+    Claims,
+    Committed,
+    Place,
+    group_files,
+    name_of,
+    places_of,
+)
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.errors import Truncated, is_out_of_range, is_passing
 from airflow_broadway.producers.kafka.options import KafkaOptions
@@ -78,7 +85,7 @@ class KafkaSource:
         self._opening = kind(producer, env, self._cluster, self._claims, partitions)
         enforce(self._opening.check(), log)
         concurrency = 1 if env.alone else producer.concurrency
-        self._places = opening.own_places(partitions, env.index % concurrency, concurrency)
+        self._places = places_of(partitions)[env.index % concurrency :: concurrency]
         self._generation = self._claims.generation(env.generation)
         #: The end of this generation's lease, as far as it knows; and whether it is recorded.
         self._deadline = self._now() + producer.lease
