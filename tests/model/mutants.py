@@ -172,7 +172,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "deliveries",
-        "producers.sqlite.leases.receive",
+        "producers.sqlite.queue.SqliteQueue.receive",
         "counts each delivery of a message",
         "a repetition is marked",
         Rows,

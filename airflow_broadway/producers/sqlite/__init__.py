@@ -1,15 +1,14 @@
 """The embedded queue: durable, in one SQLite file, and the reference of the custody protocol.
 
 ``database`` opens the file and translates its errors, ``queue`` is the queue itself, ``leases``
-receives and carries out verdicts, ``admin`` has depth and dead letters, ``producer`` ties it to
-pipelines.  ``docs/embedded-queue.md`` is its guide.
+receives and carries out verdicts, ``producer`` ties it to pipelines.  ``docs/embedded-queue.md`` is
+its guide.
 """
 
 from __future__ import annotations
 
-from airflow_broadway.core.custody.dead_letters import DeadLetter
-from airflow_broadway.producers.sqlite.admin import LeaseRecord
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
 from airflow_broadway.producers.sqlite.producer import SqliteProducer
-from airflow_broadway.producers.sqlite.queue import SqliteQueue
+from airflow_broadway.producers.sqlite.queue import LeaseRecord, SqliteQueue
 
-__all__ = ["DeadLetter", "LeaseRecord", "SqliteProducer", "SqliteQueue"]
+__all__ = ["Choice", "DeadLetter", "LeaseRecord", "SqliteProducer", "SqliteQueue"]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
@@ -96,11 +97,29 @@ CREATE INDEX dead_letters ON dead (queue, died_at);
 #: are kept from the garbage collector.
 _INHERITED: list[object] = []
 
-
-class _Opened(NamedTuple):
-    connection: sqlite3.Connection
-    device: int
-    inode: int
+#: SQLite's codes of errors → what they mean for the queue file.
+_TEXTS: Final = {
+    sqlite3.SQLITE_BUSY: "the queue file {path} has been locked by another process for"
+    " {seconds:g} s: try again, or end the process that holds it",
+    sqlite3.SQLITE_FULL: "no room is left on the disk of the queue file {path}: free some; the"
+    " queue is unchanged",
+    sqlite3.SQLITE_IOERR: "the disk of the queue file {path} fails: {error}; the queue is"
+    " unchanged",
+    sqlite3.SQLITE_CANTOPEN: "the queue file {path} cannot be written ({error}): let this user"
+    " write both the file and its folder {path.parent}",
+    sqlite3.SQLITE_NOTADB: "the file {path} is not a database: correct the path, or move the file"
+    " away",
+    sqlite3.SQLITE_CORRUPT: "the queue file {path} is damaged ({error}): save a copy, then recover"
+    " it with the `.recover` command of the sqlite3 program",
+}
+#: Codes that mean the same as others.
+_SAME: Final = {
+    sqlite3.SQLITE_LOCKED: sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_READONLY: sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM: sqlite3.SQLITE_CANTOPEN,
+}
+#: Codes after which trying again may help.
+_PASSING: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 class Database:
@@ -118,13 +137,14 @@ class Database:
         self.path = Path(path).expanduser().absolute()
         self.busy_timeout = busy_timeout
         self._pid = os.getpid()
-        self._opened: dict[int, _Opened] = {}
+        #: Thread → its connection, and the file that this is to.
+        self._opened: dict[int, tuple[sqlite3.Connection, os.stat_result]] = {}
 
     def close(self) -> None:
         """Closes the connections of all threads of this process; the next use opens new ones."""
         self._forget_parent()
         while self._opened:
-            self._opened.popitem()[1].connection.close()
+            self._opened.popitem()[1][0].close()
 
     @contextmanager
     def open(self, *, create: bool) -> Iterator[sqlite3.Connection | None]:
@@ -135,7 +155,7 @@ class Database:
         try:
             yield self._connection(create)
         except sqlite3.Error as error:
-            raise self._translated(error) from error
+            raise self._translated(error, _primary(error)) from error
 
     def _connection(self, create: bool) -> sqlite3.Connection | None:
         self._forget_parent()
@@ -148,10 +168,11 @@ class Database:
         except OSError as error:
             raise ProducerError(f"the queue file {self.path} cannot be reached: {error}") from error
         if held is not None:
-            if status is not None and (status.st_dev, status.st_ino) == (held.device, held.inode):
-                return held.connection
+            connection, file = held
+            if status is not None and os.path.samestat(status, file):
+                return connection
             del self._opened[thread]
-            held.connection.close()
+            connection.close()
         if status is None:
             folder = self.path.parent
             if not folder.is_dir():
@@ -168,8 +189,7 @@ class Database:
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             connection.close()
             raise
-        status = os.stat(self.path)
-        self._opened[thread] = _Opened(connection, status.st_dev, status.st_ino)
+        self._opened[thread] = connection, os.stat(self.path)
         return connection
 
     def _forget_parent(self) -> None:
@@ -185,21 +205,17 @@ class Database:
         except FileExistsError:  # another process was faster
             pass
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._full() from error
-            raise self._unwritable(error) from error
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            code = sqlite3.SQLITE_FULL if full else sqlite3.SQLITE_CANTOPEN
+            raise self._translated(error, code) from error
 
-    def _full(self) -> ProducerError:
-        return ProducerUnavailable(
-            f"no room is left on the disk of the queue file {self.path}: free some; the queue is"
-            " unchanged"
+    def _translated(self, error: Exception, code: int) -> ProducerError:
+        code = _SAME.get(code, code)
+        kind = ProducerUnavailable if code in _PASSING else ProducerError
+        text = _TEXTS.get(
+            code, f"the queue file {{path}} refused: {type(error).__name__}: {{error}}"
         )
-
-    def _unwritable(self, error: Exception) -> ProducerError:
-        return ProducerError(
-            f"the queue file {self.path} cannot be written ({error}): let this user write both the"
-            f" file and its folder {self.path.parent}"
-        )
+        return kind(text.format(path=self.path, error=error, seconds=self.busy_timeout))
 
     def _connect(self) -> sqlite3.Connection:
         if self.path.is_dir():
@@ -218,8 +234,8 @@ class Database:
     def _prepare(self, db: sqlite3.Connection) -> None:
         # The id is read last: it tells of another who makes the tables meanwhile.
         tables = _tables(db)
-        version = _pragma(db, "user_version")
-        application = _pragma(db, "application_id")
+        [version] = db.execute("PRAGMA user_version").fetchone()
+        [application] = db.execute("PRAGMA application_id").fetchone()
         if version > SCHEMA_VERSION and application == APPLICATION_ID:
             raise ProducerError(
                 f"the queue file {self.path} has schema {version}, written by a newer"
@@ -262,32 +278,6 @@ class Database:
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def _translated(self, error: sqlite3.Error) -> ProducerError:
-        code = _primary(error)
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return ProducerUnavailable(
-                f"the queue file {self.path} has been locked by another process for"
-                f" {self.busy_timeout:g} s: try again, or end the process that holds it"
-            )
-        if code == sqlite3.SQLITE_FULL:
-            return self._full()
-        if code == sqlite3.SQLITE_IOERR:
-            return ProducerUnavailable(
-                f"the disk of the queue file {self.path} fails: {error}; the queue is unchanged"
-            )
-        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-            return self._unwritable(error)
-        if code == sqlite3.SQLITE_NOTADB:
-            return ProducerError(
-                f"the file {self.path} is not a database: correct the path, or move the file away"
-            )
-        if code == sqlite3.SQLITE_CORRUPT:
-            return ProducerError(
-                f"the queue file {self.path} is damaged ({error}): save a copy, then recover it"
-                " with the `.recover` command of the sqlite3 program"
-            )
-        return ProducerError(f"the queue file {self.path} refused: {type(error).__name__}: {error}")
-
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
@@ -310,11 +300,6 @@ def _primary(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    with closing(db.execute(f"PRAGMA {name}")) as cursor:
-        return int(cursor.fetchone()[0])
-
-
 def _tables(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
 
@@ -335,6 +320,10 @@ def from_micros(micros: int) -> datetime:
     return _EPOCH + timedelta(microseconds=micros)
 
 
+#: A message id: the tag of its queue, and its row; one row has one id.
+_ID: Final = re.compile(r"([0-9a-f]+)-([1-9][0-9]{0,17})")
+
+
 class OpenQueue(NamedTuple):
     """A queue of an open file: its key, the first half of its messages' ids, and its name."""
 
@@ -349,12 +338,12 @@ class OpenQueue(NamedTuple):
 
     def row_of(self, message_id: str) -> int | None:
         """Returns the row of a message id, or ``None`` if it is not of this queue."""
-        tag, _, row = message_id.rpartition("-")
-        if tag != self.tag or not (row.isascii() and row.isdecimal() and len(row) < 19):
-            return None
-        if row[0] == "0":  # one row has one id
-            return None
-        return int(row)
+        match = _ID.fullmatch(message_id)
+        return int(match[2]) if match is not None and match[1] == self.tag else None
+
+
+#: A condition on a column: it is among the numbers of the JSON list ``:rows``.
+AMONG: Final = "IN (SELECT value FROM json_each(:rows))"
 
 
 def ranges(rows: list[int]) -> list[tuple[int, int]]:

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
@@ -23,12 +24,11 @@ from airflow_broadway.core.text import cut, many
 from airflow_broadway.producers.engine.plan import plan_of
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.sqlite import admin
 from airflow_broadway.producers.sqlite.database import (
+    AMONG,
     OpenQueue,
     from_micros,
     ranges,
-    to_micros,
     transaction,
 )
 
@@ -39,15 +39,8 @@ _STRANGER = "its id is not of this queue; a transformer must keep the message_id
 #: The longest delay, in seconds: some 300 years.
 MAX_DELAY = 1e10
 
-# Never renumber: the numbers are kept in the file.
-_CODES = {
-    Action.ACK: 0,
-    Action.RETRY: 1,
-    Action.DEAD_LETTER: 2,
-    Action.LEAVE: 3,
-    Action.RELEASE: 4,
-}
-_ACTIONS = {code: action for action, code in _CODES.items()}
+#: Their places are kept in the file: never change the order.
+_ACTIONS = (Action.ACK, Action.RETRY, Action.DEAD_LETTER, Action.LEAVE, Action.RELEASE)
 
 _CHOSEN = "WHERE id BETWEEN :first AND :last"
 _RELEASE = "UPDATE messages SET lease = NULL, giver = :lease"
@@ -56,29 +49,15 @@ _STATEMENTS: Final = {
     Action.ACK: [f"DELETE FROM bodies {_CHOSEN}", f"DELETE FROM messages {_CHOSEN}"],
     Action.RETRY: [f"{_RELEASE}, attempt = attempt + 1, ready_at = :now + :delay {_CHOSEN}"],
     Action.DEAD_LETTER: [  # its body stays
-        f"""INSERT INTO dead SELECT id, queue, enqueued_at, attempt, deliveries, :stage, :reason,
-        :now, :generation FROM messages {_CHOSEN}""",
+        # What another program wrote may be of any type.
+        f"""INSERT INTO dead SELECT id, queue, CAST(enqueued_at AS INTEGER),
+        max(1, CAST(attempt AS INTEGER)), CAST(deliveries AS INTEGER), :stage, :reason, :now,
+        :generation FROM messages {_CHOSEN}""",
         f"DELETE FROM messages {_CHOSEN}",
     ],
     Action.LEAVE: [f"{_RELEASE}, ready_at = :left_until {_CHOSEN}"],
     Action.RELEASE: [f"{_RELEASE} {_CHOSEN}"],
 }
-
-
-#: Bytes of bodies after which :func:`receive` stops short of its demand.
-MAX_RECEIVE_BYTES = 64 * 1024 * 1024
-
-# What another program wrote into the file may be of any type: a body is bytes, whatever it was.
-_READY: Final = """SELECT m.id, CAST(b.body AS BLOB), CAST(b.attributes AS BLOB), m.enqueued_at,
-    m.attempt, m.deliveries
-    FROM messages m LEFT JOIN bodies b ON b.id = m.id
-    WHERE m.queue = ? AND m.lease IS NULL AND m.ready_at <= ?
-    AND (m.giver IS NULL OR m.giver IS NOT ?)
-    ORDER BY m.ready_at, m.enqueued_at, m.id LIMIT ?"""
-_ANY_READY: Final = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queue AND lease IS NULL
-    AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
-    OR EXISTS (SELECT 1 FROM leases WHERE queue = :queue AND state = 'open' AND deadline <= :now
-    AND id IS NOT :lease)"""
 
 
 def micros_of(seconds: float) -> int:
@@ -89,89 +68,20 @@ def micros_of(seconds: float) -> int:
 # -- receiving -------------------------------------------------------------------------------------
 
 
-class Portion(NamedTuple):
-    """What one call asks for.
-
-    :param position: That of its first message.
-    :param at: When it asks.
-    :param seconds: For how long; ``owner``: for whom.
-    """
-
-    generation: str
-    demand: int
-    position: int
-    at: datetime
-    seconds: float
-    owner: Mapping[str, Any]
-
-
-def receive(queue: OpenQueue, portion: Portion) -> list[Message]:
-    """Leases what is ready.
-
-    :raises LeaseLapsed: If the generation's lease has ended.
-    """
-    generation, now = portion.generation, to_micros(portion.at)
-    # Polling an empty queue takes no lock and writes nothing.
-    lease = _open_lease(queue, generation)
-    look = {"queue": queue.id, "now": now, "lease": lease}
-    if not queue.db.execute(_ANY_READY, look).fetchone()[0]:
-        return []
-    with transaction(queue.db):
-        lease = _open_lease(queue, generation)
-        end_lapsed(queue, now, spared=lease)
-        while True:
-            # Made before the commit: what fails here stays in the queue.
-            rows = _rows(queue, portion, now, lease)
-            messages, unread = _messages(queue, portion, rows)
-            admin.set_aside(queue, unread, generation, now)
-            if messages or not rows:
-                break
-        if messages:
-            lease = lease or new_lease(
-                queue, generation, now, owner=portion.owner, seconds=portion.seconds
-            )
-            deadline = now + micros_of(portion.seconds)
-            queue.db.execute(
-                "UPDATE leases SET received = received + ?, deadline = max(deadline, ?)"
-                " WHERE id = ?",
-                (len(messages), deadline, lease),
-            )
-            queue.db.executemany(
-                f"UPDATE messages SET lease = {lease:d}, deliveries = deliveries + 1"
-                " WHERE id BETWEEN ? AND ?",
-                ranges([row[0] for row in rows if row[0] not in unread]),
-            )
-        return messages
-
-
-def _rows(queue: OpenQueue, portion: Portion, now: int, lease: int | None) -> list[tuple[Any, ...]]:
-    """Reads ready rows, up to a demand or a size of bodies."""
-    rows: list[tuple[Any, ...]] = []
-    size = 0
-    for row in queue.db.execute(_READY, (queue.id, now, lease, portion.demand)):
-        rows.append(row)
-        size += len(row[1] or b"")
-        if size >= MAX_RECEIVE_BYTES:
-            break
-    return rows
-
-
-def _messages(
-    queue: OpenQueue, portion: Portion, rows: list[tuple[Any, ...]]
+def messages_of(
+    queue: OpenQueue, generation: str, rows: list[tuple[Any, ...]], position: int, at: datetime
 ) -> tuple[list[Message], dict[int, str]]:
     """Makes the messages of rows; returns also, by row, why some cannot be read."""
-    prefix, position = queue.tag + "-", portion.position
+    prefix = queue.tag + "-"
     unread: dict[int, str] = {}
-    acknowledger = AckRef(NO_ACK.acknowledger, portion.generation, Delivery())
+    acknowledger = AckRef(NO_ACK.acknowledger, generation, Delivery())
     messages = []
-    sent, sent_at = None, ""
     for row, body, attributes, enqueued_at, attempt, deliveries in rows:
-        metadata: dict[str, Any]
         try:
-            if enqueued_at != sent:
-                sent, sent_at = None, from_micros(enqueued_at).isoformat()
-                sent = enqueued_at
-            metadata = {"queue": queue.name, "enqueued_at": sent_at}
+            metadata: dict[str, Any] = {
+                "queue": queue.name,
+                "enqueued_at": _text_of(enqueued_at),
+            }
             if attributes is not None:
                 metadata["attributes"] = json.loads(attributes)
             redelivered, size = deliveries > 0, len(body)
@@ -189,7 +99,7 @@ def _messages(
                 message_id=prefix + str(row),
                 attempt=attempt,
                 redelivered=redelivered,
-                received_at=portion.at,
+                received_at=at,
                 position=position,
                 size=size,
             )
@@ -198,7 +108,22 @@ def _messages(
     return messages, unread
 
 
-def _open_lease(queue: OpenQueue, generation: str) -> int | None:
+@lru_cache(maxsize=64)
+def _text_of(micros: int) -> str:
+    return from_micros(micros).isoformat()
+
+
+def set_aside(queue: OpenQueue, rows: Mapping[int, str], generation: str, now: int) -> None:
+    """Makes dead letters of messages that cannot be read; inside a transaction.
+
+    :param rows: Row → reason.
+    """
+    for row, reason in rows.items():
+        dead = Verdict(Action.DEAD_LETTER, 0.0, reason[:500], "secure")
+        _carry_out(queue, 0, generation, {dead: [row]}, now, now)
+
+
+def open_lease(queue: OpenQueue, generation: str) -> int | None:
     """Returns the row of the generation's lease; ``None`` if it has not received anything yet."""
     row = queue.db.execute(
         "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
@@ -244,10 +169,10 @@ def settle(
             lapsed = max(len(entries), settlement.expected or 0)
             report = SettleReport(lapsed=lapsed, again=ComingAgain(all_but=True))
             # A late holder cannot begin to receive.
-            _end(queue, new_lease(queue, generation, now), state, now, report)
+            _end(queue, new_lease(queue, generation, now, {}, 0.0), state, now, report)
             return report
         lease_id, was, deadline, kept, received = lease
-        early = {queue.id_of(row): action for row, action in settled_now(queue, lease_id).items()}
+        early = {queue.id_of(row): action for row, action in _settled_now(queue, lease_id).items()}
         reported = report_of(early.values())
         unreported = beyond(reported, settlement)
         if was != "open":
@@ -304,18 +229,17 @@ def settle_now(
         if lease is not None:
             lease_id, deadline = lease
             groups: dict[Verdict, list[int]] = {}
-            for first, last in ranges([*rows]):
-                held = "SELECT id FROM messages WHERE lease = ? AND id BETWEEN ? AND ?"
-                for (row,) in queue.db.execute(held, (lease_id, first, last)):
-                    groups.setdefault(requested[rows[row]].verdict, []).append(row)
+            held = f"SELECT id FROM messages WHERE lease = :lease AND id {AMONG}"
+            values = {"lease": lease_id, "rows": json.dumps([*rows])}
+            for (row,) in queue.db.execute(held, values):
+                groups.setdefault(requested[rows[row]].verdict, []).append(row)
             # What the second of two equal calls reports, the first verdict on each message.
             queue.db.executemany(
                 f"INSERT OR IGNORE INTO settled VALUES ({lease_id:d}, ?, ?)",
-                [(row, _CODES[v.action]) for v, some in groups.items() for row in some],
+                [(row, _ACTIONS.index(v.action)) for v, some in groups.items() for row in some],
             )
             _carry_out(queue, lease_id, generation, groups, max(now, deadline), now)
-            for first, last in ranges([*rows]):
-                done |= settled_now(queue, lease_id, first, last)
+            done = _settled_now(queue, lease_id, rows)
     undone = {key for row, key in rows.items() if row not in done}
     report = report_of(
         done.values(), lapsed=len(undone), failed=len(guard.refused), errors=guard.errors()
@@ -323,12 +247,15 @@ def settle_now(
     return replace(report, undone=frozenset(undone | guard.refused.keys()))
 
 
-def settled_now(
-    queue: OpenQueue, lease: int, first: int = 0, last: int = 2**63 - 1
+def _settled_now(
+    queue: OpenQueue, lease: int, rows: Iterable[int] | None = None
 ) -> dict[int, Action]:
-    """Returns what ``settle_now`` did under a lease with the messages of a range: row → action."""
-    query = "SELECT message, action FROM settled WHERE lease = ? AND message BETWEEN ? AND ?"
-    return {row: _ACTIONS[code] for row, code in queue.db.execute(query, (lease, first, last))}
+    """Returns what ``settle_now`` did under a lease, with all messages or some: row → action."""
+    query = "SELECT message, action FROM settled WHERE lease = :lease"
+    if rows is not None:
+        query += f" AND message {AMONG}"
+    values = {"lease": lease, "rows": json.dumps([*(rows or ())])}
+    return {row: _ACTIONS[code] for row, code in queue.db.execute(query, values)}
 
 
 def end_lapsed(queue: OpenQueue, now: int, *, spared: int | None) -> None:
@@ -391,20 +318,15 @@ def _carry_out(
 
 
 def new_lease(
-    queue: OpenQueue,
-    generation: str,
-    now: int,
-    *,
-    owner: Mapping[str, Any] | None = None,
-    seconds: float = 0.0,
+    queue: OpenQueue, generation: str, now: int, owner: Mapping[str, Any], seconds: float
 ) -> int:
     """Opens a lease; returns its row."""
-    queue.db.execute(
+    opened = queue.db.execute(
         "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
         " VALUES (?, ?, ?, ?, ?, ?)",
-        (queue.id, generation, json.dumps(dict(owner or {})), seconds, now, now),
+        (queue.id, generation, json.dumps(dict(owner)), seconds, now, now),
     )
-    return int(queue.db.execute("SELECT last_insert_rowid()").fetchone()[0])
+    return opened.lastrowid or 0
 
 
 def _end(queue: OpenQueue, lease: int, state: str, now: int, report: SettleReport) -> None:

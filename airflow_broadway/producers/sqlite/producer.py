@@ -1,4 +1,4 @@
-"""The embedded queue as a pipeline's producer, and its dead letters for people.
+"""The embedded queue as a pipeline's producer.
 
 Messages are secured by their receipt: the lease that receives them is in the file before the first
 callback sees them.
@@ -6,20 +6,13 @@ callback sees them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from shlex import quote
 from typing import ClassVar, Final
 
-from airflow_broadway.core.custody.dead_letters import (
-    EVERY,
-    Choice,
-    DeadLetter,
-    DeadLetters,
-    Moved,
-)
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Connection, Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import (
@@ -106,7 +99,7 @@ class SqliteProducer(Producer):
 
     def source(self, env: ProducerEnv) -> Source:
         queue = self.open_queue(env)
-        _refuse_unknown(queue)
+        queue.check()
         return _Source(self, queue, env)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
@@ -114,7 +107,7 @@ class SqliteProducer(Producer):
 
     def check(self, env: ProducerEnv) -> list[Finding]:
         with self.open_queue(env) as queue:
-            _refuse_unknown(queue)
+            queue.check()
         return []
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
@@ -129,7 +122,7 @@ class SqliteProducer(Producer):
                 f"the dead letters of the queue {queue.name!r} lie with it, and not in {place!r}:"
                 " leave the place out"
             )
-        return SqliteDeadLetters(queue)
+        return queue
 
 
 def path_of(connection: Connection) -> str:
@@ -152,31 +145,6 @@ def path_of(connection: Connection) -> str:
             f"{shown} names no queue file: its host must be an absolute path, got: {path!r}"
         )
     return str(path)
-
-
-def _refuse_unknown(queue: SqliteQueue, *, receives: bool = True) -> None:
-    """Refuses a file, or a name in it, that has no queue: it may be mistyped.
-
-    :param receives: Whether a run is to receive from it.
-    :raises ProducerError: If there is no such file or queue, or the file cannot be used.
-    """
-    names = queue.names()
-    if names is not None and queue.name in names:
-        return
-    rule = cure = ""
-    if receives:
-        path, name = quote(queue.path), quote(queue.name)
-        rule = ", and a run receives only from a queue that exists"
-        cure = (
-            ", send to the queue, or create it with"
-            f" `airflow-broadway queue create --path {path} --queue {name}`"
-        )
-    if names is None:
-        raise ProducerError(f"there is no queue file {queue.path}{rule}: correct the path{cure}")
-    raise ProducerError(
-        f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}: correct the"
-        f" name{cure}"
-    )
 
 
 class _Source:
@@ -263,41 +231,3 @@ class _Custodian:
     def _generation(self, lease: Lease) -> str:
         """Returns the lease's generation, if it is this queue's to settle."""
         return check_lease(lease, KIND, self._queue.name).generation
-
-
-class SqliteDeadLetters:
-    """The dead letters of one queue, in its file: each is in exactly one place, also after a kill.
-
-    A :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
-    """
-
-    def __init__(self, queue: SqliteQueue) -> None:
-        self._queue = queue
-
-    @property
-    def place(self) -> str:
-        place = f"queue {self._queue.name!r} in {self._queue.path}"
-        there = self._queue.name in (self._queue.names() or ())
-        return place if there else f"{place}, to which nothing was sent yet"
-
-    def count(self) -> int:
-        return self._queue.depth().dead
-
-    def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        return self._queue.iter_dead_letters(choice)
-
-    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
-        if to not in (None, self._queue.name):
-            raise ProducerError(
-                f"the dead letters of the embedded queue {self._queue.name!r} lie in its own file"
-                f" and go back to it, not to {to!r}: leave --to out"
-            )
-        _refuse_unknown(self._queue, receives=False)
-        return self._queue.requeue_dead(choice)
-
-    def delete(self, choice: Choice = EVERY) -> Moved:
-        _refuse_unknown(self._queue, receives=False)
-        return self._queue.purge_dead(choice)
-
-    def close(self) -> None:
-        self._queue.close()

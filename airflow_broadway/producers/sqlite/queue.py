@@ -12,25 +12,27 @@ import json
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved
-from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
+from airflow_broadway.core.custody.protocol import Entry, Lease, QueueDepth, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.sqlite import admin, leases
-from airflow_broadway.producers.sqlite.admin import LeaseRecord
+from airflow_broadway.producers.sqlite import leases
 from airflow_broadway.producers.sqlite.database import (
+    AMONG,
     Database,
     OpenQueue,
     from_micros,
+    ranges,
     to_micros,
     transaction,
 )
@@ -53,6 +55,56 @@ Body = bytes | bytearray | memoryview | str
 Sendable = (
     Body | tuple[Body, Mapping[str, Any] | None] | tuple[Body, Mapping[str, Any] | None, float]
 )
+
+
+#: Bytes of bodies after which a receive stops short of its demand.
+MAX_RECEIVE_BYTES = 64 * 1024 * 1024
+
+# What another program wrote into the file may be of any type: a body is bytes, whatever it was.
+_READY: Final = """SELECT m.id, CAST(b.body AS BLOB), CAST(b.attributes AS BLOB), m.enqueued_at,
+    m.attempt, m.deliveries
+    FROM messages m LEFT JOIN bodies b ON b.id = m.id
+    WHERE m.queue = ? AND m.lease IS NULL AND m.ready_at <= ?
+    AND (m.giver IS NULL OR m.giver IS NOT ?)
+    ORDER BY m.ready_at, m.enqueued_at, m.id LIMIT ?"""
+_ANY_READY: Final = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queue AND lease IS NULL
+    AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
+    OR EXISTS (SELECT 1 FROM leases WHERE queue = :queue AND state = 'open' AND deadline <= :now
+    AND id IS NOT :lease)"""
+_FREE: Final = """SELECT COUNT(*), COALESCE(SUM(ready_at <= :now), 0),
+    MIN(CASE WHEN ready_at <= :now THEN enqueued_at END)
+    FROM messages WHERE queue = :queue AND lease IS NULL"""
+_LEASED: Final = """SELECT COUNT(*), COALESCE(SUM(deadline <= :now), 0),
+    MIN(CASE WHEN deadline <= :now THEN enqueued_at END)
+    FROM leases JOIN messages ON lease = leases.id
+    WHERE leases.queue = :queue AND state = 'open'"""
+_DEAD: Final = "SELECT COUNT(*) FROM dead WHERE queue = :queue"
+#: The dead letters of a :class:`Choice`.
+_CHOSEN: Final = f"""queue = :queue AND instr(reason, :reason) > 0
+    AND (:stage = '' OR stage = :stage) AND died_at >= COALESCE(:since, died_at)
+    AND (:until IS NULL OR died_at < :until) AND (:rows IS NULL OR id {AMONG})"""
+_LETTERS: Final = f"""SELECT died_at, id, reason, stage, attempt, enqueued_at, generation,
+    CAST(body AS BLOB), CAST(attributes AS BLOB) FROM dead LEFT JOIN bodies USING (id)
+    WHERE {_CHOSEN} AND (died_at, id) > (:died_at, :id) ORDER BY died_at, id LIMIT 100"""
+_REQUEUE: Final = f"""INSERT INTO messages (id, queue, enqueued_at, ready_at, deliveries)
+    SELECT id, queue, enqueued_at, :now, deliveries FROM dead WHERE {_CHOSEN}"""
+_DELETE: Final = f"DELETE FROM bodies WHERE id IN (SELECT id FROM dead WHERE {_CHOSEN})"
+
+
+class LeaseRecord(NamedTuple):
+    """What the queue knows of a lease, open or ended.
+
+    :param state: ``"open"``, ``"settled"``, ``"released"`` or ``"lapsed"``.
+    :param received: Messages received under it, in all.
+    :param held: Messages that it holds now.
+    :param report: How it ended, without what ``settle_now`` did; ``None`` while it is open.
+    """
+
+    lease: Lease
+    state: str
+    received: int
+    held: int
+    report: SettleReport | None
 
 
 class SqliteQueue:
@@ -169,13 +221,44 @@ class SqliteQueue:
         :param position: The ``position`` of the first message; the others count on from it.
         :raises LeaseLapsed: If the generation's lease has ended.
         """
+        at = self._clock.now()
+        now = to_micros(at)
         with self._opened() as queue:
             if queue is None or demand < 1:
                 return []
-            now = self._clock.now()
-            return leases.receive(
-                queue, leases.Portion(generation, demand, position, now, seconds, owner or {})
-            )
+            # Polling an empty queue takes no lock and writes nothing.
+            lease = leases.open_lease(queue, generation)
+            look = {"queue": queue.id, "now": now, "lease": lease}
+            if not queue.db.execute(_ANY_READY, look).fetchone()[0]:
+                return []
+            with transaction(queue.db):
+                lease = leases.open_lease(queue, generation)
+                leases.end_lapsed(queue, now, spared=lease)
+                while True:
+                    rows, size = [], 0
+                    for row in queue.db.execute(_READY, (queue.id, now, lease, demand)):
+                        rows.append(row)
+                        size += len(row[1] or b"")
+                        if size >= MAX_RECEIVE_BYTES:
+                            break
+                    # Made before the commit: what fails here stays in the queue.
+                    messages, unread = leases.messages_of(queue, generation, rows, position, at)
+                    leases.set_aside(queue, unread, generation, now)
+                    if messages or not rows:
+                        break
+                if messages:
+                    lease = lease or leases.new_lease(queue, generation, now, owner or {}, seconds)
+                    queue.db.execute(
+                        "UPDATE leases SET received = received + ?, deadline = max(deadline, ?)"
+                        " WHERE id = ?",
+                        (len(messages), now + leases.micros_of(seconds), lease),
+                    )
+                    queue.db.executemany(
+                        f"UPDATE messages SET lease = {lease:d}, deliveries = deliveries + 1"
+                        " WHERE id BETWEEN ? AND ?",
+                        ranges([row[0] for row in rows if row[0] not in unread]),
+                    )
+                return messages
 
     # -------------------------------------------------------------------------------- the lease
 
@@ -251,15 +334,48 @@ class SqliteQueue:
 
     def depth(self) -> QueueDepth:
         """Returns how full the queue is; what a lapsed lease held counts as ready."""
+        now = self._now()
         with self._opened() as queue:
-            nothing = QueueDepth(0, 0, 0, 0, None)
-            return nothing if queue is None else admin.depth(queue, self._now())
+            if queue is None:
+                return QueueDepth(0, 0, 0, 0, None)
+            with transaction(queue.db, "DEFERRED"):
+                values = {"queue": queue.id, "now": now}
+                free, ready, oldest = queue.db.execute(_FREE, values).fetchone()
+                held, lapsed, oldest_lapsed = queue.db.execute(_LEASED, values).fetchone()
+                [dead] = queue.db.execute(_DEAD, values).fetchone()
+        known = [sent for sent in (oldest, oldest_lapsed) if sent is not None]
+        age = max(0.0, (now - min(known)) / 1_000_000) if known else None
+        return QueueDepth(ready + lapsed, free - ready, held - lapsed, dead, age)
 
     def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
         """Lists the open leases, oldest first; with ``ended`` those still on record too."""
         with self._opened() as queue:
-            lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
-            return [] if queue is None else admin.leases(queue, lease_of, ended=ended)
+            if queue is None:
+                return []
+            rows = queue.db.execute(
+                "SELECT generation, owner, seconds, deadline, state, received,"
+                " (SELECT COUNT(*) FROM messages WHERE lease = leases.id), report"
+                " FROM leases WHERE queue = ? AND (? OR state = 'open') ORDER BY id",
+                (queue.id, ended),
+            ).fetchall()
+        place = {"path": self.path, "queue": self.name}
+        return [
+            LeaseRecord(
+                Lease(
+                    kind=KIND,
+                    generation=generation,
+                    seconds=seconds,
+                    deadline=from_micros(deadline),
+                    owner=_owner(owner),
+                    state=place,
+                ),
+                state,
+                received,
+                held,
+                None if report is None else SettleReport.from_json(json.loads(report)),
+            )
+            for generation, owner, seconds, deadline, state, received, held, report in rows
+        ]
 
     def names(self) -> list[str] | None:
         """Returns the names of all queues in the file, sorted; ``None`` if there is no file."""
@@ -268,50 +384,102 @@ class SqliteQueue:
                 return None
             return sorted(row[0] for row in db.execute("SELECT name FROM queues"))
 
-    # --------------------------------------------------------------- dead letters and clearing up
+    def check(self, *, receives: bool = True) -> None:
+        """Refuses a file, or a name in it, that has no queue: it may be mistyped.
+
+        :param receives: Whether a run is to receive from it.
+        :raises ProducerError: If there is no such file or queue, or the file cannot be used.
+        """
+        names = self.names()
+        if names is not None and self.name in names:
+            return
+        rule = cure = ""
+        if receives:
+            rule = ", and a run receives only from a queue that exists"
+            cure = (
+                ", send to the queue, or create it with `airflow-broadway queue create --path"
+                f" {quote(self.path)} --queue {quote(self.name)}`"
+            )
+        if names is None:
+            raise ProducerError(f"there is no queue file {self.path}{rule}: correct the path{cure}")
+        raise ProducerError(
+            f"the queue file {self.path} has no queue {self.name!r}; it has {names}: correct the"
+            f" name{cure}"
+        )
+
+    # ----------------------------------------------------------------------------- dead letters
+
+    @property
+    def place(self) -> str:
+        """Names the place of the dead letters, for people."""
+        place = f"queue {self.name!r} in {self.path}"
+        there = self.name in (self.names() or ())
+        return place if there else f"{place}, to which nothing was sent yet"
+
+    def count(self) -> int:
+        """Counts the dead letters."""
+        return self.depth().dead
 
     def dead_letters(self, *, limit: int | None = 100, choice: Choice = EVERY) -> list[DeadLetter]:
-        """Reads dead letters, in order of their death.
+        """Reads dead letters into a list, in order of their death.
 
         :param limit: The most to return; ``None`` for all.
-        :param choice: Only these.
         """
-        return list(islice(self.iter_dead_letters(choice), limit))
+        return list(islice(self.letters(choice), limit))
 
-    def iter_dead_letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
+    def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         """Reads dead letters, in order of their death, some at a time."""
         with self._opened() as queue:
-            if queue is not None:
-                yield from admin.letters(queue, choice)
+            if queue is None:
+                return
+            values = {**_values(queue, choice), "died_at": -1, "id": -1}
+            while rows := queue.db.execute(_LETTERS, values).fetchall():
+                values["died_at"], values["id"] = rows[-1][:2]
+                for died_at, row, reason, stage, attempt, sent, by, body, raw in rows:
+                    key = queue.id_of(row)
+                    yield DeadLetter(
+                        message_id=key,
+                        body=body or b"",
+                        properties=_properties(raw),
+                        reason=reason,
+                        stage=stage,
+                        attempt=attempt,
+                        enqueued_at=_instant(sent),
+                        died_at=_instant(died_at),
+                        generation=by,
+                        origin=self.name,
+                        original_id=key,
+                    )
 
-    def requeue_dead(
-        self, which: Iterable[str] | Choice | None = None, *, delay: float = 0.0
-    ) -> Moved:
+    def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         """Puts dead letters back into the queue, on their first attempt, under their old ids.
 
-        :param which: Their ids, or a choice; ``None`` for all.
-        :param delay: Seconds until they are ready.
+        :raises ProducerError: If they are to go to another queue, or this one does not exist.
         """
-        ready_at = self._now() + leases.micros_of(delay)
-        return self._moved(which, lambda queue, choice: admin.requeue(queue, choice, ready_at))
+        if to not in (None, self.name):
+            raise ProducerError(
+                f"the dead letters of the embedded queue {self.name!r} lie in its own file"
+                f" and go back to it, not to {to!r}: leave --to out"
+            )
+        return self._moved(choice, _REQUEUE)
 
-    def purge_dead(self, which: Iterable[str] | Choice | None = None) -> Moved:
-        """Deletes dead letters for good, by id, by choice or (``None``) all."""
-        return self._moved(which, admin.purge)
+    def delete(self, choice: Choice = EVERY) -> Moved:
+        """Deletes dead letters for good.
 
-    def _moved(
-        self,
-        which: Iterable[str] | Choice | None,
-        move: Callable[[OpenQueue, Choice], Moved],
-    ) -> Moved:
-        if which is None or isinstance(which, Choice):
-            choice = which or EVERY
-        else:
-            choice = Choice(ids=frozenset(which))
-        with self._opened() as queue:
-            if queue is None:
-                return Moved(0, tuple(sorted(choice.ids or ())))
-            return move(queue, choice)
+        :raises ProducerError: If the queue does not exist.
+        """
+        return self._moved(choice, _DELETE)
+
+    def _moved(self, choice: Choice, statement: str) -> Moved:
+        """Carries out a statement on dead letters, which then are none any more."""
+        self.check(receives=False)
+        with self._made() as queue:
+            values = _values(queue, choice)
+            rows = queue.db.execute(f"SELECT id FROM dead WHERE {_CHOSEN}", values).fetchall()
+            queue.db.execute(statement, values | {"now": self._now()})
+            queue.db.execute(f"DELETE FROM dead WHERE {_CHOSEN}", values)
+        unknown = set(choice.ids or ()) - {queue.id_of(row) for (row,) in rows}
+        return Moved(len(rows), tuple(sorted(unknown)))
 
     # -------------------------------------------------------------------------------- the rest
 
@@ -339,8 +507,49 @@ class SqliteQueue:
 
     def _new_queue(self, db: sqlite3.Connection) -> OpenQueue:
         tag = secrets.token_hex(8)
-        db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
-        return OpenQueue(db, db.execute("SELECT last_insert_rowid()").fetchone()[0], tag, self.name)
+        made = db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
+        return OpenQueue(db, made.lastrowid or 0, tag, self.name)
+
+
+# -- what is read ----------------------------------------------------------------------------------
+
+
+def _values(queue: OpenQueue, choice: Choice) -> dict[str, Any]:
+    """Returns the values of a condition that chooses dead letters."""
+    rows = None if choice.ids is None else [queue.row_of(key) for key in choice.ids]
+    return {
+        "queue": queue.id,
+        "reason": choice.reason,
+        "stage": choice.stage,
+        "since": choice.since and to_micros(choice.since),
+        "until": choice.until and to_micros(choice.until),
+        "rows": None if rows is None else json.dumps(rows),
+    }
+
+
+def _owner(text: Any) -> dict[str, Any]:
+    """Reads the owner of a lease; empty where another program wrote it."""
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError, RecursionError):
+        return {}
+
+
+def _properties(raw: bytes | None) -> dict[str, Any]:
+    """Reads the attributes of a dead letter, whatever another program wrote."""
+    try:
+        value = json.loads(raw or b"{}")
+    except (ValueError, RecursionError):
+        return {"unreadable": (raw or b"").decode("utf-8", "replace")}
+    return value if isinstance(value, dict) else {"attributes": value}
+
+
+def _instant(micros: int) -> datetime:
+    """Reads a timestamp; 1970 where another program wrote what is none."""
+    try:
+        return from_micros(micros)
+    except OverflowError:
+        return from_micros(0)
 
 
 # -- what is sent ----------------------------------------------------------------------------------
@@ -352,36 +561,31 @@ def _parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
     :param place: Its place among those sent, for errors.
     :raises ProducerError: If one of them is not what it must be.
     """
-    attributes: Any = None
-    delay: Any = 0.0
-    body: Any = message
+    body: Any
+    attributes: Any
+    delay: Any
     try:
-        if isinstance(message, tuple):
-            if len(message) not in (2, 3):
-                raise _bad("a body, (body, attributes) or (body, attributes, delay)", message)
-            body, attributes, delay = (*message, 0.0)[:3]
+        if not isinstance(message, tuple):
+            message = (message, None)
+        elif len(message) not in (2, 3):
+            raise _bad("a body, (body, attributes) or (body, attributes, delay)", message)
+        body, attributes, delay = (*message, 0.0)[:3]
         if delay and not (isinstance(delay, (int, float)) and 0 <= delay < leases.MAX_DELAY):
             raise _bad("a delay in seconds of at least 0", delay)
-        return _body(body), _attributes(attributes), leases.micros_of(delay or 0.0)
+        if not isinstance(body, (str, bytes, bytearray, memoryview)):
+            raise _bad("a body of bytes or text", body)
+        encoded = body.encode() if isinstance(body, str) else bytes(body)
+        if len(encoded) > MAX_BODY:
+            raise ValueError(
+                f"its body has {len(encoded)} bytes, and a row holds at most {MAX_BODY}: store it"
+                " elsewhere, and send its address"
+            )
+        return encoded, _attributes(attributes), leases.micros_of(delay or 0.0)
+    except UnicodeEncodeError as error:
+        why = f"its text cannot be encoded as UTF-8: {error}"
     except ValueError as error:
-        raise ProducerError(f"message {place} was not sent: {error}") from None
-
-
-def _body(body: Any) -> bytes:
-    if isinstance(body, str):
-        try:
-            body = body.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"its text cannot be encoded as UTF-8: {error}") from None
-    elif not isinstance(body, (bytes, bytearray, memoryview)):
-        raise _bad("a body of bytes or text", body)
-    encoded = bytes(body)
-    if len(encoded) > MAX_BODY:
-        raise ValueError(
-            f"its body has {len(encoded)} bytes, and a row holds at most {MAX_BODY}: store it"
-            " elsewhere, and send its address"
-        )
-    return encoded
+        why = str(error)
+    raise ProducerError(f"message {place} was not sent: {why}") from None
 
 
 def _attributes(attributes: Any) -> str | None:

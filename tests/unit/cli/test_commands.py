@@ -380,7 +380,7 @@ def test_a_message_that_came_twice_is_found_twice(shop: Shop, capsys: Capsys) ->
     shop.bad(0)
     [message_id] = shop.send(orders(1))
     shop.settled_run()
-    shop.queue.requeue_dead()
+    shop.queue.requeue()
     shop.process("manual__again")
 
     # Then both receipts are told, the first one first

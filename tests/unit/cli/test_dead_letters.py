@@ -17,7 +17,6 @@ from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
-from airflow_broadway.producers.sqlite.producer import SqliteDeadLetters
 from airflow_broadway.staging.archive.failed import failures, put_failed
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.store import Folder, Store
@@ -88,7 +87,7 @@ def test_the_commands_of_the_guide_run(queue: SqliteQueue, capsys: Capsys) -> No
         done = ran(capsys, *words)
         assert (done.code, done.err) == (0, ""), line
         assert done.out
-        queue.purge_dead()
+        queue.delete()
 
 
 def test_letters_are_listed_with_what_people_choose_by(queue: SqliteQueue, capsys: Capsys) -> None:
@@ -353,7 +352,7 @@ def test_the_list_has_no_properties_and_no_long_text(
     letter = DeadLetter(
         "i", b"x", {"h": "é" * 65_000}, "é" * 65_000, "s" * 65_000, 1, None, None, "g"
     )
-    monkeypatch.setattr(SqliteDeadLetters, "letters", lambda *_: (letter for _ in range(100)))
+    monkeypatch.setattr(SqliteQueue, "letters", lambda *_: (letter for _ in range(100)))
 
     done = ran(capsys, "dead-letters", "list", *ME, "--by-reason", "--json")
 

@@ -10,7 +10,7 @@ from airflow_broadway.core.custody.dead_letters import Moved
 from airflow_broadway.core.errors import ProducerError, RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.sqlite.producer import SqliteDeadLetters
+from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.sources.choice import Asked, choose_source
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.runs.unstaged import UnstagedTask
@@ -180,7 +180,7 @@ def test_a_run_whose_letters_have_to_stay_is_an_error_on_every_try(
 ) -> None:
     run = mended(tmp_path, [7], "manual__letters")
     stays = Moved(0, refused={"l-1": "its queue is gone"})
-    monkeypatch.setattr(SqliteDeadLetters, "requeue", lambda *_: stays)
+    monkeypatch.setattr(SqliteQueue, "requeue", lambda *_: stays)
     task = ProcessTask(
         run.staged,
         run.pipeline,

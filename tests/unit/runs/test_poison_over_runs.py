@@ -234,7 +234,7 @@ def test_what_was_set_aside_and_is_sent_back_is_handled_again(tmp_path: Path) ->
         assert letter.stage == "process"
 
         # When somebody has mended what it broke, and sends it back
-        assert queue.requeue_dead().count == 1
+        assert queue.requeue().count == 1
     runs.context["deadly"] = ()
 
     # Then it is handled like any other, and it takes as many deaths to set it aside again

@@ -8,7 +8,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import ACK
-from airflow_broadway.producers.sqlite import SqliteQueue, leases, queue
+from airflow_broadway.producers.sqlite import SqliteQueue, queue
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_every_commit_is_synced_to_the_disk(path: Path) -> None:
 
 def test_the_largest_body_and_the_largest_receive_are_those_of_the_guide() -> None:
     assert queue.MAX_BODY == 999_000_000
-    assert leases.MAX_RECEIVE_BYTES == 64 * 1024 * 1024
+    assert queue.MAX_RECEIVE_BYTES == 64 * 1024 * 1024
 
 
 def test_free_pages_are_used_again(path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from airflow_broadway.core.custody.dead_letters import Choice
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
@@ -177,9 +178,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
-    def requeue_dead(self, data: Any) -> None:
+    def requeue(self, data: Any) -> None:
         keys = data.draw(st.lists(st.sampled_from(sorted(self.dead)), unique=True))
-        assert self.queue.requeue_dead(keys).count == len(keys)
+        assert self.queue.requeue(Choice(ids=frozenset(keys))).count == len(keys)
         for key in keys:
             row = self.dead.pop(key)
             row.attempt, row.ready, row.giver = 1, self.now, None

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.dead_letters import Moved
+from airflow_broadway.core.custody.dead_letters import Choice, Moved
 from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
-from airflow_broadway.producers.sqlite import SqliteQueue, database, leases, queue
+from airflow_broadway.producers.sqlite import SqliteQueue, database, queue
 from airflow_broadway.testing.clock import ManualClock
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "too old", "process")
@@ -46,7 +46,9 @@ def test_a_missing_file_is_an_empty_queue_until_the_first_send(
     assert flights.dead_letters() == []
     assert flights.renew("g", 1.0) is None
     assert not flights.holds("g")
-    assert flights.purge_dead() == flights.requeue_dead() == Moved(0)
+    for move in (flights.delete, flights.requeue):
+        with pytest.raises(ProducerError, match="there is no queue file"):
+            move()
     assert flights.settle("g", Settlement(rest=ACK, expected=3)) == SettleReport(lapsed=3)
     assert not path.exists()
 
@@ -117,7 +119,7 @@ def test_queues_of_one_file_do_not_mix(path: Path, clock: ManualClock) -> None:
 
     assert [m.data for m in one.receive("g", 10)] == [b"0", b"2", b"4"]
     assert two.depth().ready == 3
-    assert one.purge_dead() == two.purge_dead() == Moved(0)
+    assert one.delete() == two.delete() == Moved(0)
     assert one.depth()[:3] == (0, 0, 3)
 
 
@@ -157,7 +159,7 @@ def test_a_queue_needs_a_name(path: Path, name: Any) -> None:
 
 
 def test_receive_stops_at_its_bytes(flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_RECEIVE_BYTES", 100)
+    monkeypatch.setattr(queue, "MAX_RECEIVE_BYTES", 100)
     flights.send([b"x" * 60] * 5)
 
     assert len(flights.receive("g", 10)) == 2
@@ -197,14 +199,16 @@ def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(
     assert [d.message_id for d in flights.dead_letters(limit=None)] == keys
 
     unknown = f"{keys[2]}9"
-    assert flights.requeue_dead([keys[0], "nonsense", unknown]) == Moved(1, (unknown, "nonsense"))
+    chosen = Choice(ids=frozenset([keys[0], "nonsense", unknown]))
+    assert flights.requeue(chosen) == Moved(1, (unknown, "nonsense"))
     [message] = flights.receive("g2", 3)
     assert (message.message_id, message.data, message.attempt) == (keys[0], b"a", 1)
     assert message.redelivered
 
-    assert flights.purge_dead([keys[1]]).count == 1
-    assert flights.requeue_dead(delay=5.0).count == 1
-    assert flights.depth() == QueueDepth(0, 1, 1, 0, None)
+    assert flights.delete(Choice(ids=frozenset([keys[1]]))).count == 1
+    assert flights.requeue(Choice(ids=frozenset())) == Moved(0)
+    assert flights.requeue().count == 1
+    assert flights.depth() == QueueDepth(1, 0, 1, 0, 0.0)
 
 
 def test_nothing_of_a_settled_message_stays_in_the_file(flights: SqliteQueue) -> None:
@@ -213,7 +217,7 @@ def test_nothing_of_a_settled_message_stays_in_the_file(flights: SqliteQueue) ->
     flights.settle("g", Settlement(rest=ACK))
     flights.receive("g2", 2)
     flights.settle("g2", Settlement(rest=DEAD))
-    flights.purge_dead()
+    flights.delete()
     flights.receive("g3", 4)
     flights.settle("g3", Settlement(rest=ACK))
 
