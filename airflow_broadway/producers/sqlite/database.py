@@ -342,10 +342,6 @@ class OpenQueue(NamedTuple):
         return int(match[2]) if match is not None and match[1] == self.tag else None
 
 
-#: A condition on a column: it is among the numbers of the JSON list ``:rows``.
-AMONG: Final = "IN (SELECT value FROM json_each(:rows))"
-
-
 def ranges(rows: list[int]) -> list[tuple[int, int]]:
     """Returns distinct numbers as closed ranges, ascending: as a rule one."""
     rows.sort()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
@@ -25,7 +26,6 @@ from airflow_broadway.producers.engine.plan import plan_of
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.sqlite.database import (
-    AMONG,
     OpenQueue,
     from_micros,
     ranges,
@@ -44,6 +44,9 @@ _ACTIONS = (Action.ACK, Action.RETRY, Action.DEAD_LETTER, Action.LEAVE, Action.R
 
 _CHOSEN = "WHERE id BETWEEN :first AND :last"
 _RELEASE = "UPDATE messages SET lease = NULL, giver = :lease"
+_HELD: Final = "SELECT id FROM messages WHERE lease = ? AND id BETWEEN ? AND ?"
+_SETTLED_NOW: Final = """SELECT message, action FROM settled
+    WHERE lease = ? AND message BETWEEN ? AND ?"""
 #: The statements that carry out an action on a range of messages.
 _STATEMENTS: Final = {
     Action.ACK: [f"DELETE FROM bodies {_CHOSEN}", f"DELETE FROM messages {_CHOSEN}"],
@@ -172,7 +175,8 @@ def settle(
             _end(queue, new_lease(queue, generation, now, {}, 0.0), state, now, report)
             return report
         lease_id, was, deadline, kept, received = lease
-        early = {queue.id_of(row): action for row, action in _settled_now(queue, lease_id).items()}
+        settled = _settled_now(queue, (lease_id, 0, 2**63 - 1))
+        early = {queue.id_of(row): action for row, action in settled.items()}
         reported = report_of(early.values())
         unreported = beyond(reported, settlement)
         if was != "open":
@@ -229,17 +233,17 @@ def settle_now(
         if lease is not None:
             lease_id, deadline = lease
             groups: dict[Verdict, list[int]] = {}
-            held = f"SELECT id FROM messages WHERE lease = :lease AND id {AMONG}"
-            values = {"lease": lease_id, "rows": json.dumps([*rows])}
-            for (row,) in queue.db.execute(held, values):
-                groups.setdefault(requested[rows[row]].verdict, []).append(row)
+            parts = [(lease_id, *part) for part in ranges([*rows])]
+            for part in parts:
+                for (row,) in queue.db.execute(_HELD, part):
+                    groups.setdefault(requested[rows[row]].verdict, []).append(row)
             # What the second of two equal calls reports, the first verdict on each message.
-            queue.db.executemany(
-                f"INSERT OR IGNORE INTO settled VALUES ({lease_id:d}, ?, ?)",
-                [(row, _ACTIONS.index(v.action)) for v, some in groups.items() for row in some],
-            )
+            settled = f"INSERT OR IGNORE INTO settled VALUES ({lease_id:d}, ?, ?)"
+            for verdict, some in groups.items():
+                code = _ACTIONS.index(verdict.action)
+                queue.db.executemany(settled, [(row, code) for row in some])
             _carry_out(queue, lease_id, generation, groups, max(now, deadline), now)
-            done = _settled_now(queue, lease_id, rows)
+            done = _settled_now(queue, *parts)
     undone = {key for row, key in rows.items() if row not in done}
     report = report_of(
         done.values(), lapsed=len(undone), failed=len(guard.refused), errors=guard.errors()
@@ -247,15 +251,13 @@ def settle_now(
     return replace(report, undone=frozenset(undone | guard.refused.keys()))
 
 
-def _settled_now(
-    queue: OpenQueue, lease: int, rows: Iterable[int] | None = None
-) -> dict[int, Action]:
-    """Returns what ``settle_now`` did under a lease, with all messages or some: row → action."""
-    query = "SELECT message, action FROM settled WHERE lease = :lease"
-    if rows is not None:
-        query += f" AND message {AMONG}"
-    values = {"lease": lease, "rows": json.dumps([*(rows or ())])}
-    return {row: _ACTIONS[code] for row, code in queue.db.execute(query, values)}
+def _settled_now(queue: OpenQueue, *parts: tuple[int, int, int]) -> dict[int, Action]:
+    """Returns what ``settle_now`` did: row → action.
+
+    :param parts: Lease, first and last row.
+    """
+    rows = chain.from_iterable(queue.db.execute(_SETTLED_NOW, part) for part in parts)
+    return {row: _ACTIONS[code] for row, code in rows}
 
 
 def end_lapsed(queue: OpenQueue, now: int, *, spared: int | None) -> None:
