@@ -80,7 +80,7 @@ def a_letter_is_deleted_before_its_message_is_back() -> None:
     kept: Any = EngineDeadLetters._sent
 
     def sent(letters: Any, chosen: Any, moving: Any) -> Any:
-        letters._letters.remove([received.receipt for _, received in chosen])
+        letters.dead.remove([received.receipt for _, received in chosen])
         return kept(letters, chosen, moving)
 
     mutant: Any = EngineDeadLetters

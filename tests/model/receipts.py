@@ -3,7 +3,7 @@
 A receipt settles one message, and each is a request of its own.  What a producer knows lies in
 files of its own, beside the run's::
 
-    receive   ReceiveMessage · secure: is it settled? · Receipts.write
+    receive   ReceiveMessage · secure: is it settled? · Receipts.hold
     settle    Receipts.load: is it settled? · Receipts.begin
               for each message: DeleteMessage; or SendMessage, then DeleteMessage; or
               ChangeMessageVisibility
@@ -59,7 +59,7 @@ class Receipts:
     code: Mapping[str, str] = {
         "receive": "producers.engine.source.EngineSource.receive",
         "secure": "producers.engine.source.EngineSource.secure",
-        "write": "producers.engine.receipts.Receipts.write",
+        "write": "producers.engine.receipts.Receipts.hold",
         "settle": "producers.engine.receipts.Receipts.load",
         "begin log": "producers.engine.receipts.Receipts.begin",
         "carry out": "producers.engine.settlement.EngineSettlement.carry_out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,17 @@ def one_of(*values: str) -> Rule:
 def at_least(low: int) -> Rule:
     """An integer from ``low`` up."""
     return Rule(f"an integer of at least {low}", lambda v: is_int(v) and v >= low, int)
+
+
+def between(low: int, high: int) -> Rule:
+    """An integer from ``low`` to ``high``."""
+    return Rule(f"an integer from {low} to {high}", lambda v: is_int(v) and low <= v <= high, int)
+
+
+def matching(pattern: str, text: str) -> Rule:
+    """Text of which all matches a pattern."""
+    compiled = re.compile(pattern)
+    return Rule(text, lambda v: isinstance(v, str) and compiled.fullmatch(v) is not None)
 
 
 POSITIVE = Rule("a positive integer", lambda v: is_int(v) and v > 0, int)

@@ -75,7 +75,7 @@ class EngineCustodian:
 
     def _extend(self, receipts: Receipts, due: list[str], seconds: int) -> None:
         entries = ((key, Hidden(receipts.handles[key], seconds)) for key in due)
-        refused = self._requests.send(self._broker.hide, entries)
+        refused = self._requests.send(self._broker.client.hide, entries)
         gone = [key for key, refusal in refused.items() if refusal.gone]
         if gone:
             log.error(

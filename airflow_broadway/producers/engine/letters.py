@@ -24,7 +24,6 @@ from airflow_broadway.core.custody.dead_letters import (
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.engine.port import (
     Broker,
-    Client,
     Hidden,
     Publisher,
     Received,
@@ -38,18 +37,20 @@ class EngineDeadLetters(ABC):
     """The letters in one place; a :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
 
     :param source: The broker of the queue that the pipeline drains; closed with this.
-    :param dead: The queue of the letters.
-    :param place: The place, for people.
+    :param dead: The queue of the letters: a client of the same broker.
     """
+
+    #: What a queue is called at the broker.
+    word: ClassVar[str] = "queue"
 
     #: Seconds for which letters are hidden while they are listed.
     hidden_seconds: ClassVar[int] = 300
 
-    def __init__(self, source: Broker[Any], dead: Client, place: str) -> None:
-        self._source = source
-        self._letters = dead
+    def __init__(self, source: Broker[Any], dead: Any) -> None:
+        self.source = source
+        self.dead = dead
         self.requests = BatchRequests(source, 1)
-        self._place = place
+        self._place = f"{self.word} {dead.name!r}"
         #: Where letters are sent back to.
         self._publishers: dict[str, Publisher] = {}
 
@@ -59,7 +60,7 @@ class EngineDeadLetters(ABC):
 
     def close(self) -> None:
         self.requests.close()
-        self._source.close()
+        self.source.close()
 
     def count(self) -> int:
         """Counts by looking at each letter, where the broker does not count them."""
@@ -119,7 +120,7 @@ class EngineDeadLetters(ABC):
         finally:
             with suppress(ProducerError):  # the broker does so itself in a while
                 entries = ((key, Hidden(receipt, 0)) for key, receipt in hidden.items())
-                self.requests.send(self._letters.hide, entries)
+                self.requests.send(self.dead.hide, entries)
 
     def _batches(self, hidden: dict[str, str]) -> Iterator[list[Received]]:
         """Walks through the letters: yields each once."""
@@ -142,7 +143,7 @@ class EngineDeadLetters(ABC):
 
     def _looks(self) -> LookCount:
         limit, setting = self.limit()
-        return LookCount(self._source.env.staging, f"the {self._place}", limit, setting)
+        return LookCount(self.source.env.staging, f"the {self._place}", limit, setting)
 
     def _moved(self, choice: Choice, *, send: bool, to: str | None = None) -> Moved:
         moving = Moving(choice)
@@ -167,7 +168,7 @@ class EngineDeadLetters(ABC):
         by_target: dict[str, dict[str, Any]] = {}
         for letter, original in chosen:
             try:
-                target = destination_of(letter, [self._source.name], to)
+                target = destination_of(letter, [self.source.name], to)
                 if target not in self._publishers:
                     self._publishers[target] = self.publisher(target)
                 message = self.back(letter, original, target)
@@ -191,7 +192,7 @@ class EngineDeadLetters(ABC):
         self, chosen: Sequence[tuple[DeadLetter, Received]], hidden: dict[str, str], moving: Moving
     ) -> None:
         entries = [(original.key, original.receipt) for _, original in chosen]
-        refused = self.requests.send(self._letters.remove, entries)
+        refused = self.requests.send(self.dead.remove, entries)
         for letter, original in chosen:
             if original.key in refused:
                 moving.refused[letter.message_id] = str(refused[original.key])

@@ -22,7 +22,7 @@ from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Entry, QueueDepth
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.kit.state_files import StateFiles
@@ -99,6 +99,14 @@ class Refusal(NamedTuple):
 
 class Refused(ProducerError):
     """The broker rejects the contents of this request; another request may be accepted."""
+
+
+class Denied(ProducerError):
+    """The credentials may not do this; others of the requests may be allowed."""
+
+
+class Expired(ProducerUnavailable):
+    """The credentials have expired: another process, with new ones, may succeed."""
 
 
 #: The refusal of an entry that is not sent, because the lease is over.
@@ -197,7 +205,7 @@ class Broker(ABC, Generic[ClientT]):
     #: Errors after which nothing more is received, though received messages are handled.
     full: ClassVar[tuple[type[ProducerError], ...]] = ()
     #: Errors that waiting cannot cure, though another process may succeed.
-    ends: ClassVar[tuple[type[ProducerError], ...]] = ()
+    ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
     #: The most messages of one receive, and the most receives, or other requests, at a time.
     max_fetch: int = 100
     concurrency: int = 1
@@ -208,6 +216,7 @@ class Broker(ABC, Generic[ClientT]):
     retry_seconds: float = 0.0
 
     def __init__(self, producer: Producer, env: ProducerEnv) -> None:
+        self.producer: Any = producer
         self.env = env
         self.clock = env.clock
         self.kind, self.lease = producer.kind, producer.lease
@@ -239,9 +248,9 @@ class Broker(ABC, Generic[ClientT]):
             client.close()
 
     @property
-    @abstractmethod
     def place(self) -> str:
         """Names the queue by the producer's options; opens nothing."""
+        return str(self.producer.place)
 
     @property
     def name(self) -> str:
@@ -281,14 +290,6 @@ class Broker(ABC, Generic[ClientT]):
 
     # -- settling ------------------------------------------------------------------------------
 
-    def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
-        """Removes messages for good, in one request."""
-        return self.client.remove(receipts)
-
-    def hide(self, entries: Sequence[Hidden]) -> Mapping[int, Refusal]:
-        """Hides messages from now on, in one request."""
-        return self.client.hide(entries)
-
     @abstractmethod
     def dead_letter_target(self) -> DeadLetterTarget:
         """Opens the target for dead letters.
@@ -297,7 +298,7 @@ class Broker(ABC, Generic[ClientT]):
         """
 
     def requests(self, entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
-        """Divides entries of :meth:`remove` or of :meth:`hide` into requests."""
+        """Divides entries of the client's ``remove`` or ``hide`` into requests."""
         rest = iter(entries)
         while request := list(islice(rest, self.max_batch)):
             yield request

@@ -116,35 +116,32 @@ class Receipts:
         handles = self.handles
         return {key for key, receipt in self._refused if handles.get(key) == receipt}
 
-    def add(
+    def hold(
         self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
     ) -> None:
-        """Keeps receipts in memory.
+        """Records receipts where other processes read them, and holds their messages from then on.
 
         :param handles: Message id → receipt, which replaces an older one.
+        :raises StagingError: If they cannot be written: then they are not held.
         """
+        if self._files.durable:
+            held = [
+                [key, handle, groups[key]] if key in groups else [key, handle]
+                for key, handle in handles.items()
+            ]
+            value = {"version": _VERSION, "since": since, "until": until, "held": held}
+            self._log.write(f"{_PORTION}{self._portions:06d}.json", value)
+        self._add(handles, groups, since, until)
+
+    def _add(
+        self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
+    ) -> None:
         with self._lock:
             self.handles.update(handles)
             self.groups.update(groups)
             self.since = since if self.since is None else min(self.since, since)
             self._spans.append((until, list(handles)))
             self._portions += 1
-
-    def write(
-        self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
-    ) -> None:
-        """Records receipts where other processes read them.
-
-        :raises StagingError: If they cannot be written.
-        """
-        if not self._files.durable:  # no other process could read them
-            return
-        name = f"{_PORTION}{self._portions:06d}.json"
-        held = [
-            [key, handle, groups[key]] if key in groups else [key, handle]
-            for key, handle in handles.items()
-        ]
-        self._log.write(name, {"version": _VERSION, "since": since, "until": until, "held": held})
 
     # -- extending -----------------------------------------------------------------------------
 
@@ -307,7 +304,7 @@ class Receipts:
             since, until = float(value["since"]), float(value["until"])
         except (KeyError, IndexError, TypeError, ValueError):
             raise Damaged(f"receipts of {folder} are damaged") from None
-        self.add(handles, groups, since, max(until, least))
+        self._add(handles, groups, since, max(until, least))
 
 
 def _least(renewed: Mapping[str, Any], portion: int) -> float:

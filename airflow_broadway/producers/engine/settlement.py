@@ -240,7 +240,7 @@ class EngineSettlement:
     def _remove(self, keys: Iterable[str]) -> dict[str, Refusal]:
         handles = self._receipts.handles
         entries = ((key, handles[key]) for key in keys)
-        return self._requests.send(self._broker.remove, entries, self._is_held)
+        return self._requests.send(self._broker.client.remove, entries, self._is_held)
 
     def _hide(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         handles = self._receipts.handles
@@ -254,7 +254,7 @@ class EngineSettlement:
                     delay, cut = longest, cut + 1
                 yield key, Hidden(handles[key], delay)
 
-        refused = self._requests.send(self._broker.hide, entries(), self._is_held)
+        refused = self._requests.send(self._broker.client.hide, entries(), self._is_held)
         if cut:
             self._cut += cut
             self._cut_to = longest

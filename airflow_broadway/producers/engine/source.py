@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -235,9 +235,7 @@ class EngineSource:
         :raises StagingError: If they cannot be written: then they are not held.
         """
         if handles:
-            until = since + self._seconds
-            self._receipts.write(handles, groups, since, until)
-            self._receipts.add(handles, groups, since, until)
+            self._receipts.hold(handles, groups, since, since + self._seconds)
 
     def _still_held(self, taken: list[tuple[float, Received]]) -> list[tuple[float, Received]]:
         """Extends deliveries that have waited here for long; returns those that can be held."""
@@ -267,38 +265,25 @@ class EngineSource:
                 kept.append((at, message))
         return kept
 
-    def _attempts(
-        self, fresh: Mapping[str, Received], now: datetime
-    ) -> Callable[[Received], tuple[int, bool]]:
-        """Returns how to tell of each delivery its attempt, and whether it is a redelivery."""
+    def _attempts(self, fresh: Mapping[str, Received], now: datetime) -> dict[str, int]:
+        """Returns the attempts of those that were delivered before."""
         failures = self._folder.failures
+        again = {key for key, message in fresh.items() if message.deliveries > 1}
         if not self._broker.native_attempts:
             # In this order: who settles a lapse meanwhile records it before it ends the generation.
-            earlier, noted = self._earlier.among(fresh, now), failures.of(fresh, now)
-
-            def by_records(message: Received) -> tuple[int, bool]:
-                if message.key in noted:
-                    return noted[message.key] + 1, True
-                return 1, message.key in earlier or message.deliveries > 1
-
-            return by_records
-        again = [key for key, message in fresh.items() if message.deliveries > 1]
-        counted = failures.of(again, now) if again else {}
-        # Without records of failures the deliveries must stand for them, releases and lapses too.
-        durable = self._folder.durable
-
-        def by_count(message: Received) -> tuple[int, bool]:
-            if message.deliveries < 2:
-                return 1, False
-            return counted.get(message.key, 0) + 1 if durable else message.deliveries, True
-
-        return by_count
+            again |= self._earlier.among(fresh, now)
+            counted = failures.of(fresh, now)
+            again |= counted.keys()
+        elif self._folder.durable:
+            counted = failures.of(again, now) if again else {}
+        else:  # without records of failures the deliveries stand for them, releases and lapses too
+            return {key: fresh[key].deliveries for key in again}
+        return {key: counted.get(key, 0) + 1 for key in again}
 
     def _made(self, fresh: Mapping[str, Received], now: datetime) -> list[Message]:
         attempts = self._attempts(fresh, now)
         made = []
         for key, received in fresh.items():
-            attempt, redelivered = attempts(received)
             try:
                 data, metadata, properties, requeued = self._broker.read(received)
                 delivery = Delivery(payload=data, properties=properties)
@@ -307,8 +292,8 @@ class EngineSource:
                     metadata=metadata,
                     acknowledger=AckRef(None, self._env.generation, delivery),
                     message_id=key,
-                    attempt=attempt,
-                    redelivered=redelivered or requeued,
+                    attempt=attempts.get(key, 1),
+                    redelivered=requeued or key in attempts,
                     received_at=now,
                     position=self._position,
                     size=len(data),
@@ -396,7 +381,7 @@ class EngineSource:
             return
         try:
             entries = ((message.key, Hidden(message.receipt, 0)) for message in spare)
-            self._requests.send_alone(self._broker.hide, entries)
+            self._requests.send_alone(self._broker.client.hide, entries)
         except BroadwayError as error:
             log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
 
@@ -406,7 +391,7 @@ class EngineSource:
         :param receipts: The key that a refusal goes by, and the receipt.
         """
         entries = ((key, Hidden(receipt, seconds)) for key, receipt in receipts)
-        return self._requests.send(self._broker.hide, entries)
+        return self._requests.send(self._broker.client.hide, entries)
 
     def close(self) -> None:
         if self._closed:

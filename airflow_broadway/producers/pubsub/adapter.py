@@ -31,6 +31,7 @@ from airflow_broadway.producers.engine.port import (
     Broker,
     Contents,
     DeadLetterTarget,
+    Denied,
     Hidden,
     Keyed,
     Received,
@@ -38,16 +39,9 @@ from airflow_broadway.producers.engine.port import (
 from airflow_broadway.producers.engine.receipts import ReceiptsFolder
 from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.kit.checks import findings_of_limit
-from airflow_broadway.producers.pubsub import limits
+from airflow_broadway.producers.pubsub import dead_letters, limits
 from airflow_broadway.producers.pubsub.client import Client, open_client, open_metrics
-from airflow_broadway.producers.pubsub.dead_letters import (
-    DELETED,
-    PubSubDeadLetters,
-    letter,
-    publisher_of,
-    timestamp_of,
-)
-from airflow_broadway.producers.pubsub.errors import Denied, Expired, Missing, translated
+from airflow_broadway.producers.pubsub.errors import Missing, translated
 from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
@@ -71,6 +65,7 @@ _NO_PROPERTIES: Final = "{}"
 class PubSubBroker(Broker[Client]):
     """One subscription."""
 
+    producer: PubSubProducer
     service: ClassVar[str] = "Pub/Sub"
     queue_word: ClassVar[str] = "Pub/Sub subscription"
     native_attempts: ClassVar[bool] = False
@@ -79,11 +74,9 @@ class PubSubBroker(Broker[Client]):
     max_hide: ClassVar[int] = limits.LONGEST_DEADLINE
     max_batch: ClassVar[int] = limits.MAX_IDS
     kept_days: ClassVar[int] = limits.KEPT_DAYS
-    ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
 
     def __init__(self, producer: PubSubProducer, env: ProducerEnv) -> None:
         super().__init__(producer, env)
-        self._producer = producer
         self.max_fetch = producer.max_number_of_messages
         self.concurrency = producer.receive_concurrency
         self.interval = producer.receive_interval
@@ -92,16 +85,12 @@ class PubSubBroker(Broker[Client]):
         self._deadline = 0
 
     def open(self) -> Client:
-        return open_client(self._producer, self.env)
-
-    @property
-    def place(self) -> str:
-        return self._producer.place
+        return open_client(self.producer, self.env)
 
     # -- receiving -----------------------------------------------------------------------------
 
     def check(self) -> list[Finding]:
-        producer, client = self._producer, self.client
+        producer, client = self.producer, self.client
         try:
             settings = client.settings()
         except Denied:
@@ -124,46 +113,39 @@ class PubSubBroker(Broker[Client]):
 
     def _refusal(self, settings: Any) -> str | None:
         """Returns why no run can pull from the subscription, or settle; ``None``: it can."""
-        producer, name = self._producer, settings.name
+        producer, name = self.producer, settings.name
+        ordered, kind = settings.enable_message_ordering, _kind_of(settings)
         if settings.detached:
             return (
                 f"the subscription {name!r} is detached from its topic, and holds nothing any more:"
                 " create another one"
             )
-        kind = _kind_of(settings)
         if kind is not None:
             return (
                 f"{name!r} is a {kind} subscription: Pub/Sub delivers its messages itself, and none"
                 " can be pulled; create a pull subscription beside it"
             )
-        if settings.enable_message_ordering and not producer.message_ordering:
+        if ordered and not producer.message_ordering:
             return (
                 f"the subscription {name!r} delivers in order (enable_message_ordering), where one"
                 " that comes again brings those behind it again: give the producer"
                 " message_ordering=True"
             )
-        if producer.message_ordering and not settings.enable_message_ordering:
+        if producer.message_ordering and not ordered:
             return (
                 f"message_ordering=True needs a subscription that delivers in order, and {name!r}"
                 " does not: create one with enable_message_ordering, which cannot be changed later"
             )
-        has_policy = bool(settings.dead_letter_policy.dead_letter_topic)
-        if not has_policy and producer.dead_letter is None and producer.may_publish(Delivery()):
+        has_place = producer.dead_letter or settings.dead_letter_policy.dead_letter_topic
+        if producer.may_publish(Delivery()) and not has_place:
             return _NO_DEAD_LETTER.format(name)
         return None
 
     def _warnings(self, settings: Any) -> list[Finding]:
         """Returns warnings about a subscription that runs can pull from."""
-        producer, name = self._producer, settings.name
-        warnings = []
-        if settings.topic == DELETED:
-            text = (
-                f"the topic of the subscription {name!r} was deleted: what is left is drained, and"
-                " nothing new comes"
-            )
-            warnings.append(Finding("warning", text))
+        producer, name = self.producer, settings.name
         limit = int(settings.dead_letter_policy.max_delivery_attempts)
-        warnings += findings_of_limit(
+        warnings = findings_of_limit(
             producer,
             limit,
             FEWEST_DELIVERIES,
@@ -171,6 +153,12 @@ class PubSubBroker(Broker[Client]):
             counted=many(limit, "delivery", "deliveries"),
             setting="max_delivery_attempts",
         )
+        if settings.topic == dead_letters.DELETED:
+            text = (
+                f"the topic of the subscription {name!r} was deleted: what is left is drained, and"
+                " nothing new comes"
+            )
+            warnings.append(Finding("warning", text))
         least = settings.retry_policy.minimum_backoff
         retries = "retry" in (producer.on_success, producer.on_failure)
         if retries and least and least.total_seconds() > producer.retry.backoff:
@@ -184,7 +172,7 @@ class PubSubBroker(Broker[Client]):
 
     def receive(self, count: int) -> Answer:
         at = self.clock.now().timestamp()
-        ordered = self._producer.message_ordering
+        ordered = self.producer.message_ordering
         messages = [
             Received(
                 raw.message.message_id,
@@ -193,7 +181,7 @@ class PubSubBroker(Broker[Client]):
                 raw.delivery_attempt,
                 (raw.message.ordering_key or None) if ordered else None,
             )
-            for raw in self.client.pull(min(count, self.max_fetch), self._producer.receive_timeout)
+            for raw in self.client.pull(min(count, self.max_fetch), self.producer.receive_timeout)
         ]
         if not messages:
             return Answer(at, messages)
@@ -204,14 +192,14 @@ class PubSubBroker(Broker[Client]):
         at = self.clock.now().timestamp()
         requests = BatchRequests(self)
         extended = ((m.receipt, Hidden(m.receipt, self.seconds)) for m in messages)
-        gone = requests.send_alone(self.hide, extended)
+        gone = requests.send_alone(self.client.hide, extended)
         if self.clock.now().timestamp() >= at + (self._deadline or limits.SHORTEST_DEADLINE):
             # An outage outlasted Pub/Sub's own deadline, and it accepts an old id without a word.
             gone = {received.receipt for received in messages}
         if not gone:
             return Answer(at, messages)
         kept, behind = _without(messages, gone)
-        requests.send_alone(self.hide, ((receipt, Hidden(receipt, 0)) for receipt in behind))
+        requests.send_alone(self.client.hide, ((receipt, Hidden(receipt, 0)) for receipt in behind))
         log.warning(
             "Pub/Sub took back %d of %d messages as they came: they come again",
             len(gone),
@@ -234,7 +222,7 @@ class PubSubBroker(Broker[Client]):
             "deliveryAttempt": raw.delivery_attempt or None,
             "messageId": message.message_id,
             "orderingKey": key,
-            "publishTime": timestamp_of(message.publish_time),
+            "publishTime": dead_letters.timestamp_of(message.publish_time),
         }
         properties = _properties(attributes, key) if attributes or key else _NO_PROPERTIES
         return Contents(message.data, metadata, properties, limits.REQUEUED in attributes)
@@ -242,16 +230,16 @@ class PubSubBroker(Broker[Client]):
     # -- settling ------------------------------------------------------------------------------
 
     def dead_letter_target(self) -> DeadLetterTarget:
-        publisher = publisher_of(self.client, self._dead_letter_topic())
-        return DeadLetterTarget(publisher, partial(letter, subscription=self.name))
+        publisher = dead_letters.publisher_of(self.client, self._dead_letter_topic())
+        return DeadLetterTarget(publisher, partial(dead_letters.letter, subscription=self.name))
 
     def _dead_letter_topic(self) -> str:
         """Returns the topic for dead letters: the option's, else that of the dead-letter policy.
 
         :raises ProducerError: If there is none, or it may not be asked for.
         """
-        if self._producer.dead_letter is not None:
-            return self.client.topic(self._producer.dead_letter)
+        if self.producer.dead_letter is not None:
+            return self.client.topic(self.producer.dead_letter)
         topic = self.client.settings().dead_letter_policy.dead_letter_topic
         if not topic:
             raise ProducerError(_NO_DEAD_LETTER.format(self.name))
@@ -279,7 +267,7 @@ class PubSubBroker(Broker[Client]):
         their receipts.  Dead letters are messages of another topic, and are not counted.
         """
         client, now = self.client, self.clock.now()
-        metrics = open_metrics(self._producer, self.env)
+        metrics = open_metrics(self.producer, self.env)
         if metrics is None:
             return None
         try:
@@ -302,8 +290,7 @@ class PubSubBroker(Broker[Client]):
         return QueueDepth(ready, 0, leased, 0, float(oldest) if ready else None)
 
     def dead_letters(self, place: str | None) -> DeadLetters:
-        wait = self._producer.receive_timeout
-        return PubSubDeadLetters(self, self.client, self._letters(place), wait)
+        return dead_letters.PubSubDeadLetters(self, self._letters(place))
 
     def _letters(self, place: str | None) -> Client:
         """Opens the subscription of dead letters: ``place``, else the option's, else that of the
@@ -311,7 +298,7 @@ class PubSubBroker(Broker[Client]):
 
         :raises ProducerError: If there is none, or it cannot be the one.
         """
-        named = place or self._producer.dead_letter_subscription
+        named = place or self.producer.dead_letter_subscription
         if named is None:
             named = self._dead_letter_topic().replace("/topics/", "/subscriptions/")
         subscription = self.client.other(named)

@@ -98,9 +98,9 @@ class Client:
         :param wait: Seconds for which to wait for the first.
         """
         from google.api_core.exceptions import DeadlineExceeded
-        from google.pubsub_v1.types import PullRequest, PullResponse
+        from google.pubsub_v1.types import PullResponse
 
-        request = PullRequest(subscription=self.name, max_messages=count)
+        request = {"subscription": self.name, "max_messages": count}
         with self._requesting("Pull"):
             try:
                 answer = self._subscriber.pull(request=request, retry=None, timeout=wait)
@@ -112,25 +112,18 @@ class Client:
 
     def remove(self, ack_ids: Sequence[str]) -> Mapping[int, Refusal]:
         """Sends one ``Acknowledge``; an exactly-once subscription may refuse single ids."""
-        from google.pubsub_v1.types import AcknowledgeRequest
-
-        request = AcknowledgeRequest(subscription=self.name, ack_ids=ack_ids)
-        return self._confirmed("Acknowledge", self._subscriber.acknowledge, request, ack_ids)
+        return self._confirmed("Acknowledge", self._subscriber.acknowledge, ack_ids)
 
     def hide(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
         """Sends one ``ModifyAckDeadline``; all entries have one deadline."""
-        from google.pubsub_v1.types import ModifyAckDeadlineRequest
-
-        ack_ids, seconds = [entry.receipt for entry in hidden], hidden[0].seconds
-        request = ModifyAckDeadlineRequest(
-            subscription=self.name, ack_ids=ack_ids, ack_deadline_seconds=seconds
-        )
-        call = self._subscriber.modify_ack_deadline
-        return self._confirmed("ModifyAckDeadline", call, request, ack_ids)
+        ack_ids, call = [entry.receipt for entry in hidden], self._subscriber.modify_ack_deadline
+        seconds = hidden[0].seconds
+        return self._confirmed("ModifyAckDeadline", call, ack_ids, ack_deadline_seconds=seconds)
 
     def _confirmed(
-        self, action: str, call: Callable[..., Any], request: Any, ack_ids: Sequence[str]
+        self, action: str, call: Callable[..., Any], ack_ids: Sequence[str], **more: int
     ) -> Mapping[int, Refusal]:
+        request = {"subscription": self.name, "ack_ids": ack_ids, **more}
         with self._requesting(action):
             try:
                 call(request=request, retry=None, timeout=self.timeout)
@@ -154,9 +147,7 @@ class Client:
 
     def publish(self, topic: str, messages: Sequence[Any]) -> Mapping[int, Refusal]:
         """Sends one ``Publish``, of all or none of the messages."""
-        from google.pubsub_v1.types import PublishRequest
-
-        request = PublishRequest(topic=topic, messages=messages)
+        request: Any = {"topic": topic, "messages": messages}
         with self._requesting("Publish", topic):
             self._publisher.publish(request=request, retry=None, timeout=self.timeout)
         return {}
@@ -199,7 +190,10 @@ def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
     try:
         if emulator is not None:
             name = _full_name(producer, project_of(producer, env))
-            return Client(_plain(emulator), name, emulator, timeout)
+            import grpc
+
+            channel = grpc.insecure_channel(emulator, options=_CHANNEL)
+            return Client(channel, name, emulator, timeout)
         credentials, project = credentials_of(producer, env)
         name = _full_name(producer, project)
         login = login_of(credentials, where, timeout)
@@ -255,12 +249,6 @@ def _full_name(producer: PubSubProducer, project: str | None) -> str:
             " producer project_id, or its connection a project, or use its full name"
         )
     return f"projects/{project_id}/subscriptions/{producer.subscription}"
-
-
-def _plain(host: str) -> Any:
-    import grpc
-
-    return grpc.insecure_channel(host, options=_CHANNEL)
 
 
 def _secure(host: str, credentials: Any) -> Any:

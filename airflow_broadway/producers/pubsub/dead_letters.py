@@ -14,17 +14,16 @@ import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.engine.letters import EngineDeadLetters, attempt_of
-from airflow_broadway.producers.engine.port import Broker, Hidden, Publisher, Received
+from airflow_broadway.producers.engine.port import Denied, Hidden, Publisher, Received
 from airflow_broadway.producers.pubsub import limits
 from airflow_broadway.producers.pubsub.client import Client
-from airflow_broadway.producers.pubsub.errors import Denied
 
 #: What a letter says of itself, the most useful first; those of an earlier one, come back by a
 #: redrive, give way to it.
@@ -184,21 +183,12 @@ def publisher_of(client: Client, topic: str) -> Publisher:
 
 
 class PubSubDeadLetters(EngineDeadLetters):
-    """The letters that one subscription shows.
+    """The letters that one subscription shows; a pull that finds nothing is the end."""
 
-    :param client: The subscription that the pipeline drains.
-    :param dead: The subscription of the topic for dead letters.
-    :param wait: Seconds that a pull waits: one that finds nothing is the end.
-    """
-
-    def __init__(self, source: Broker[Any], client: Client, dead: Client, wait: float) -> None:
-        super().__init__(source, dead, f"subscription {dead.name!r}")
-        self._client = client
-        self._dead = dead
-        self._wait = wait
+    word: ClassVar[str] = "subscription"
 
     def fetch(self) -> list[Received]:
-        while pulled := self._dead.pull(limits.MAX_PULL, self._wait):
+        while pulled := self.dead.pull(limits.MAX_PULL, self.source.producer.receive_timeout):
             received = [
                 Received(raw.message.message_id, raw.ack_id, raw, raw.delivery_attempt)
                 for raw in pulled
@@ -206,27 +196,28 @@ class PubSubDeadLetters(EngineDeadLetters):
             hidden = (
                 (letter.key, Hidden(letter.receipt, self.hidden_seconds)) for letter in received
             )
-            gone = self.requests.send(self._dead.hide, hidden)
+            gone = self.requests.send(self.dead.hide, hidden)
             if kept := [letter for letter in received if letter.key not in gone]:
                 return kept
         return []
 
     def limit(self) -> tuple[int | None, str]:
         try:
-            policy = self._dead.settings().dead_letter_policy
+            policy = self.dead.settings().dead_letter_policy
         except Denied:  # what Pub/Sub then moves goes to yet another topic, and is not deleted
             return None, "max_delivery_attempts"
         limit = int(policy.max_delivery_attempts) if policy.dead_letter_topic else None
         return limit, "max_delivery_attempts"
 
     def publisher(self, name: str) -> Publisher:
-        topic = str(self._client.other(name).settings().topic)
+        client: Client = self.source.client
+        topic = str(client.other(name).settings().topic)
         if topic == DELETED:
             raise ProducerError(f"the topic of the subscription {name!r} was deleted")
-        return publisher_of(self._client, topic)
+        return publisher_of(client, topic)
 
     def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
         return sent_back(received.raw.message, letter.original_id)
 
     def letter(self, received: Received) -> DeadLetter:
-        return letter_of(received.raw.message, self._client.name)
+        return letter_of(received.raw.message, self.source.name)

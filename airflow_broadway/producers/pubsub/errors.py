@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.core.text import cut
-from airflow_broadway.producers.engine.port import Refused
+from airflow_broadway.producers.engine.port import Denied, Expired, Refused
 
 #: The permission that each call needs.
 PERMISSIONS: Final = {
@@ -31,14 +31,6 @@ _OF_LOGIN: Final = "Getting metadata from plugin failed"
 
 class Missing(ProducerError):
     """There is no such subscription, topic or project."""
-
-
-class Denied(ProducerError):
-    """The credentials may not do this; others of the calls may be allowed."""
-
-
-class Expired(ProducerUnavailable):
-    """The credentials have expired: another process, with new ones, may succeed."""
 
 
 def words_of(error: Exception) -> dict[str, str]:

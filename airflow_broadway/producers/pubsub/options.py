@@ -22,7 +22,8 @@ from airflow_broadway.core.model.rules import (
     SECONDS_OR_ZERO,
     TEXT,
     Rule,
-    is_int,
+    between,
+    matching,
 )
 from airflow_broadway.producers.engine.producer import BrokerProducer
 from airflow_broadway.producers.pubsub import limits
@@ -41,24 +42,19 @@ _DEADLINES: Final = limits.SHORTEST_DEADLINE, limits.LONGEST_DEADLINE
 _NACK = re.compile(r"nack\((\d{1,3})\)")
 
 
-def _between(low: int, high: int) -> Rule:
-    return Rule(f"an integer from {low} to {high}", lambda v: is_int(v) and low <= v <= high, int)
-
-
 def _named(kind: str) -> Rule:
     """Makes the rule of a subscription or a topic, by its id or its full name."""
-    pattern = re.compile(rf"projects/{_PROJECT}/{kind}s/{_ID}|{_ID}")
-    return Rule(
+    return matching(
+        rf"projects/{_PROJECT}/{kind}s/{_ID}|{_ID}",
         f"a {kind}: its id, or 'projects/PROJECT/{kind}s/ID'; an id has 3 to 255 letters, digits"
         " and -_.~+%, begins with a letter, and not with 'goog'",
-        lambda v: isinstance(v, str) and pattern.fullmatch(v) is not None,
     )
 
 
-_ENDPOINT = Rule(
+_ENDPOINT = matching(
+    r"(?:http://)?[^\s/@?#]+",
     "a host and a port, such as 'europe-west1-pubsub.googleapis.com:443', or of an emulator"
     " 'http://127.0.0.1:8085'",
-    lambda v: isinstance(v, str) and re.fullmatch(r"(?:http://)?[^\s/@?#]+", v) is not None,
 )
 _ACTION = Rule(
     "an action of this producer",
@@ -128,12 +124,12 @@ class PubSubProducer(BrokerProducer):
     )
     receive_concurrency: int = option(
         default=4,
-        rule=_between(1, 100),
+        rule=between(1, 100),
         doc="Pulls in flight at a time, and requests in which messages are renewed and settled.",
     )
     max_number_of_messages: int = option(
         default=250,
-        rule=_between(1, limits.MAX_PULL),
+        rule=between(1, limits.MAX_PULL),
         doc="Messages in one pull, at most: a run asks for a thousand at a time, so that four pulls"
         " are in flight.  Broadway's default is 10.",
     )

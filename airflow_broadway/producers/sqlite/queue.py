@@ -81,7 +81,8 @@ _DEAD: Final = "SELECT COUNT(*) FROM dead WHERE queue = :queue"
 #: The dead letters of a :class:`Choice`.
 _CHOSEN: Final = """queue = :queue AND instr(reason, :reason) > 0
     AND (:stage = '' OR stage = :stage) AND died_at >= COALESCE(:since, died_at)
-    AND (:until IS NULL OR died_at < :until) AND (:rows IS NULL OR id IN (SELECT value FROM json_each(:rows)))"""
+    AND (:until IS NULL OR died_at < :until)
+    AND (:rows IS NULL OR id IN (SELECT value FROM json_each(:rows)))"""
 _LETTERS: Final = f"""SELECT died_at, id, reason, stage, attempt, enqueued_at, generation,
     CAST(body AS BLOB), CAST(attributes AS BLOB) FROM dead LEFT JOIN bodies USING (id)
     WHERE {_CHOSEN} AND (died_at, id) > (:died_at, :id) ORDER BY died_at, id LIMIT 100"""

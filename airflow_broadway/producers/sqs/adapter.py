@@ -22,25 +22,13 @@ from airflow_broadway.producers.engine.port import (
     Broker,
     Contents,
     DeadLetterTarget,
+    Denied,
     Received,
 )
 from airflow_broadway.producers.kit.checks import findings_of_limit
-from airflow_broadway.producers.sqs import limits
+from airflow_broadway.producers.sqs import dead_letters, limits
 from airflow_broadway.producers.sqs.client import Queue, count_of, open_queue, redrive_of
-from airflow_broadway.producers.sqs.dead_letters import (
-    SqsDeadLetters,
-    as_text,
-    group_of,
-    letter,
-    number_of,
-    properties_of,
-    publisher_of,
-    received_again,
-    receives_of,
-    system_of,
-    value_of,
-)
-from airflow_broadway.producers.sqs.errors import Denied, Expired, InFlightLimit
+from airflow_broadway.producers.sqs.errors import InFlightLimit
 from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsProducer
 
 log = logging.getLogger(__name__)
@@ -65,6 +53,7 @@ _KEYS: Final = ("MessageId", "ReceiptHandle")
 class SqsBroker(Broker[Queue]):
     """One queue, standard or FIFO."""
 
+    producer: SqsProducer
     service: ClassVar[str] = "SQS"
     queue_word: ClassVar[str] = "SQS queue"
     max_hide: ClassVar[int] = limits.LONGEST_VISIBILITY
@@ -72,11 +61,9 @@ class SqsBroker(Broker[Queue]):
     max_batch: ClassVar[int] = limits.MAX_BATCH
     kept_days: ClassVar[int] = 14
     full: ClassVar[tuple[type[ProducerError], ...]] = (InFlightLimit,)
-    ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
 
     def __init__(self, producer: SqsProducer, env: ProducerEnv) -> None:
         super().__init__(producer, env)
-        self._producer = producer
         self.max_fetch = producer.max_number_of_messages
         self.concurrency = producer.receive_concurrency
         self.interval = producer.receive_interval
@@ -91,16 +78,12 @@ class SqsBroker(Broker[Queue]):
         self._own = None if own == "all" else tuple(own or ())
 
     def open(self) -> Queue:
-        return open_queue(self._producer, self.env)
-
-    @property
-    def place(self) -> str:
-        return self._producer.place
+        return open_queue(self.producer, self.env)
 
     # -- receiving -----------------------------------------------------------------------------
 
     def check(self) -> list[Finding]:
-        producer, queue = self._producer, self.client
+        producer, queue = self.producer, self.client
         findings = []
         if producer.visibility_timeout == 0:
             text = (
@@ -130,7 +113,7 @@ class SqsBroker(Broker[Queue]):
         return findings
 
     def receive(self, count: int) -> Answer:
-        at, request = self.clock.now().timestamp(), request_of(self._producer, count)
+        at, request = self.clock.now().timestamp(), request_of(self.producer, count)
         if self._unanswered:
             with suppress(IndexError):  # another thread was faster
                 request = self._unanswered.popleft()
@@ -148,7 +131,7 @@ class SqsBroker(Broker[Queue]):
         return messages
 
     def _receive(self, request: dict[str, Any]) -> list[Received]:
-        fifo = self._producer.fifo
+        fifo = self.producer.fifo
         try:
             raw_messages = self.client.receive(request)
         except ProducerUnavailable:
@@ -160,8 +143,8 @@ class SqsBroker(Broker[Queue]):
                 raw["MessageId"],
                 raw["ReceiptHandle"],
                 raw,
-                receives_of(raw),
-                group_of(raw) if fifo else None,
+                dead_letters.receives_of(raw),
+                dead_letters.group_of(raw) if fifo else None,
             )
             for raw in raw_messages
             if self._is_whole(raw)
@@ -209,7 +192,7 @@ class SqsBroker(Broker[Queue]):
                 limits.IN_FLIGHT,
                 visible,
             )
-        elif self._producer.fifo and hidden:
+        elif self.producer.fifo and hidden:
             log.warning(
                 "about %s of the FIFO queue %r waiting behind about %d in flight of the same"
                 " groups, to come when these are settled",
@@ -220,28 +203,32 @@ class SqsBroker(Broker[Queue]):
 
     def read(self, received: Received) -> Contents:
         raw: Mapping[str, Any] = received.raw
-        again = received_again(raw.get("MessageAttributes") or {})
+        again = dead_letters.received_again(raw.get("MessageAttributes") or {})
         if again is not None:  # it was a dead letter
             raw = {**raw, "MessageAttributes": again}
         body = raw["Body"].encode("utf-8", "surrogatepass")
-        return Contents(body, self.metadata(raw), properties_of(raw), again is not None)
+        return Contents(
+            body, self.metadata(raw), dead_letters.properties_of(raw), again is not None
+        )
 
     def metadata(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Returns Broadway's metadata, with the attributes that the options name."""
         attributes = {}
         if self._system is None or self._system:
-            for name, value in system_of(raw).items():
+            for name, value in dead_letters.system_of(raw).items():
                 if self._system is None or name in self._system:
-                    read = number_of if name in _NUMBERS else as_text
+                    read = dead_letters.number_of if name in _NUMBERS else dead_letters.as_text
                     attributes[_OURS.get(name, name)] = read(value)
         own = raw.get("MessageAttributes")
         return {
             "message_id": raw["MessageId"],
             "receipt_handle": raw["ReceiptHandle"],
-            "md5_of_body": as_text(raw.get("MD5OfBody")),
+            "md5_of_body": dead_letters.as_text(raw.get("MD5OfBody")),
             "attributes": attributes,
             "message_attributes": {
-                name: value_of(value) for name, value in own.items() if self._selects(name)
+                name: dead_letters.value_of(value)
+                for name, value in own.items()
+                if self._selects(name)
             }
             if own
             else {},
@@ -259,19 +246,19 @@ class SqsBroker(Broker[Queue]):
         except BroadwayError:  # may be denied, and is not needed
             most = None
         make = partial(
-            letter,
+            dead_letters.letter,
             queue=self.name,
             fifo=target.url.endswith(".fifo"),
             max_bytes=int(most or limits.MAX_BODY),
         )
-        return DeadLetterTarget(publisher_of(target), make)
+        return DeadLetterTarget(dead_letters.publisher_of(target), make)
 
     def _dead_letter_queue(self) -> Queue:
         """Opens the queue for dead letters: the option's, else that of the redrive policy.
 
         :raises ProducerError: If there is none, or it may not be asked for.
         """
-        place = self._producer.dead_letter or redrive_of(
+        place = self.producer.dead_letter or redrive_of(
             self.client.attributes("RedrivePolicy")
         ).get("deadLetterTargetArn")
         if not place:
@@ -301,7 +288,7 @@ class SqsBroker(Broker[Queue]):
 
     def dead_letters(self, place: str | None) -> DeadLetters:
         dead = self.client.other(place) if place else self._dead_letter_queue()
-        return SqsDeadLetters(self, self.client, dead)
+        return dead_letters.SqsDeadLetters(self, dead)
 
 
 def options_of_receive(producer: SqsProducer, demand: int) -> dict[str, Any]:

@@ -23,10 +23,9 @@ from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.producers.engine.letters import EngineDeadLetters, attempt_of
-from airflow_broadway.producers.engine.port import Broker, Publisher, Received
+from airflow_broadway.producers.engine.port import Denied, Publisher, Received
 from airflow_broadway.producers.sqs import limits
 from airflow_broadway.producers.sqs.client import Queue, count_of, redrive_of
-from airflow_broadway.producers.sqs.errors import Denied
 
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
@@ -325,20 +324,11 @@ def publisher_of(queue: Queue) -> Publisher:
 
 
 class SqsDeadLetters(EngineDeadLetters):
-    """The letters in one queue.
-
-    :param queue: The queue that the pipeline drains.
-    :param dead: The queue for dead letters.
-    """
-
-    def __init__(self, source: Broker[Any], queue: Queue, dead: Queue) -> None:
-        super().__init__(source, dead, f"queue {dead.name!r}")
-        self._queue = queue
-        self._dead = dead
+    """The letters in one queue."""
 
     def count(self) -> int:
         """Counts about, as SQS does, with letters that are hidden while they are listed."""
-        attributes = self._dead.attributes("All")
+        attributes = self.dead.attributes("All")
         return sum(count_of(attributes, which) for which in ("", "NotVisible", "Delayed"))
 
     def fetch(self) -> list[Received]:
@@ -351,22 +341,23 @@ class SqsDeadLetters(EngineDeadLetters):
         }
         return [
             Received(raw["MessageId"], raw["ReceiptHandle"], raw, receives_of(raw))
-            for raw in self._dead.receive(request)
+            for raw in self.dead.receive(request)
         ]
 
     def limit(self) -> tuple[int | None, str]:
         try:
-            policy = redrive_of(self._dead.attributes("RedrivePolicy"))
+            policy = redrive_of(self.dead.attributes("RedrivePolicy"))
         except Denied:  # what SQS then moves goes to yet another queue, and is not deleted
             policy = {}
         return int(policy.get("maxReceiveCount") or 0) or None, "maxReceiveCount"
 
     def publisher(self, name: str) -> Publisher:
-        return publisher_of(self._queue if name == self._queue.name else self._queue.other(name))
+        queue: Queue = self.source.client
+        return publisher_of(queue if name == queue.name else queue.other(name))
 
     def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
         fifo = to.endswith(".fifo")
         return sent_back(received.raw, letter.original_id, fifo=fifo)
 
     def letter(self, received: Received) -> DeadLetter:
-        return letter_of(received.raw, self._queue.name)
+        return letter_of(received.raw, self.source.name)

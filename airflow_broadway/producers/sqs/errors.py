@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.engine.port import Refused
+from airflow_broadway.producers.engine.port import Denied, Expired, Refused
 from airflow_broadway.producers.sqs.limits import IN_FLIGHT
 
 #: The codes of a queue that is not there.
@@ -52,14 +52,6 @@ _OVER_LIMIT = frozenset({"OverLimit", "AWS.SimpleQueueService.OverLimit"})
 _TRANSIENT = frozenset(
     {"InternalError", "InternalFailure", "InternalServerError", "ServiceUnavailable"}
 )
-
-
-class Denied(ProducerError):
-    """The credentials may not do this; others of the actions may be allowed."""
-
-
-class Expired(ProducerUnavailable):
-    """The credentials have expired: another process, with new ones, may succeed."""
 
 
 class InFlightLimit(ProducerError):

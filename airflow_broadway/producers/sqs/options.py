@@ -20,7 +20,8 @@ from airflow_broadway.core.model.rules import (
     SECONDS_OR_ZERO,
     TEXT,
     Rule,
-    is_int,
+    between,
+    matching,
 )
 from airflow_broadway.producers.engine.producer import BrokerProducer
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH, REQUEUED
@@ -41,31 +42,20 @@ SYSTEM_ATTRIBUTES: Final = {
     "aws_trace_header": "AWSTraceHeader",
 }
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}|[A-Za-z0-9_-]{1,75}\.fifo")
-
-
-def _between(low: int, high: int, what: str) -> Rule:
-    return Rule(f"{what} from {low} to {high}", lambda v: is_int(v) and low <= v <= high, int)
+_NAME: Final = r"[A-Za-z0-9_-]{1,80}|[A-Za-z0-9_-]{1,75}\.fifo"
 
 
 def _whole(high: int) -> Rule:
-    def read(text: str) -> float:
-        return float(text)
-
     return Rule(
         f"whole seconds from 0 to {high}",
         lambda v: type(v) in (int, float) and 0 <= v <= high and v == int(v),
-        read,
+        float,
     )
 
 
-_URL = Rule(
-    "the URL of a queue, https://… (or http://… of a test server)",
-    lambda v: isinstance(v, str) and v.startswith(("https://", "http://")),
-)
-_QUEUE_NAME = Rule(
-    "a queue's name: up to 80 letters, digits, '-' and '_', of a FIFO queue with '.fifo'",
-    lambda v: isinstance(v, str) and _NAME.fullmatch(v) is not None,
+_URL = matching(r"(?s)https?://.*", "the URL of a queue, https://… (or http://… of a test server)")
+_QUEUE_NAME = matching(
+    _NAME, "a queue's name: up to 80 letters, digits, '-' and '_', of a FIFO queue with '.fifo'"
 )
 _ATTRIBUTES = Rule(
     f"'all' or a list of {sorted(SYSTEM_ATTRIBUTES)}",
@@ -81,15 +71,7 @@ _MESSAGE_ATTRIBUTES = Rule(
         or (isinstance(v, (list, tuple)) and all(isinstance(name, str) and name for name in v))
     ),
 )
-_PLACE = Rule(
-    "a queue's URL, ARN or name",
-    lambda v: (
-        isinstance(v, str)
-        and (v.startswith(("https://", "http://", "arn:")) or _NAME.fullmatch(v) is not None)
-    ),
-)
-
-
+_PLACE = matching(rf"(?s)(?:https?://|arn:).*|{_NAME}", "a queue's URL, ARN or name")
 _AWS_URL = re.compile(
     r"https://(?:sqs\.([a-z0-9-]+)|([a-z0-9-]+)\.queue)\.(?:amazonaws\.com(?:\.cn)?|api\.aws)/"
 )
@@ -151,12 +133,12 @@ class SqsProducer(BrokerProducer):
     )
     receive_concurrency: int = option(
         default=10,
-        rule=_between(1, 100, "an integer"),
+        rule=between(1, 100),
         doc="Receives in flight at a time, and requests in which messages are renewed and settled.",
     )
     max_number_of_messages: int = option(
         default=10,
-        rule=_between(1, MAX_BATCH, "an integer"),
+        rule=between(1, MAX_BATCH),
         doc="Messages in one receive, at most.",
     )
     wait_time_seconds: float | None = option(

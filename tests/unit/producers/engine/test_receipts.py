@@ -14,8 +14,7 @@ def opened(folder: Path) -> ReceiptsFolder:
 
 
 def take(receipts: Receipts, handles: dict[str, str]) -> None:
-    receipts.write(handles, {}, 0.0, 60.0)
-    receipts.add(handles, {}, 0.0, 60.0)
+    receipts.hold(handles, {}, 0.0, 60.0)
 
 
 def test_a_message_that_was_lost_and_comes_again_is_held_by_its_new_receipt(tmp_path: Path) -> None:

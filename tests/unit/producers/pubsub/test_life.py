@@ -325,14 +325,14 @@ def test_nothing_is_secured_while_a_newer_execution_gives_it_back(
         run = at.begin()
         [a] = run.source.secure(run.source.receive(1, timeout=0))
         b = run.source.receive(1, timeout=0)
-        lease, write = run.source.lease, run.source._receipts.write
+        lease, write = run.source.lease, run.source._receipts.hold
 
         def swept_before(*args: Any) -> None:
             run.source._folder.close(run.env.generation)
             assert run.other().settle(lease, settlement([a], rest=RELEASE)).released == 1
             write(*args)
 
-        monkeypatch.setattr(run.source._receipts, "write", swept_before)
+        monkeypatch.setattr(run.source._receipts, "hold", swept_before)
         with pytest.raises(LeaseLapsed, match="settled while it still received"):
             run.source.secure(b)
         run.source.stop()

@@ -18,8 +18,8 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransp
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.engine.port import Expired
 from airflow_broadway.producers.pubsub import PubSubProducer
-from airflow_broadway.producers.pubsub.errors import Expired
 from tests.pubsub_server import StubServer
 from tests.pubsub_witness import Witness
 from tests.tls import Authority

@@ -14,10 +14,10 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.producers.engine.port import Hidden
+from airflow_broadway.producers.engine.port import Denied, Expired, Hidden
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import Queue, boto_client
-from airflow_broadway.producers.sqs.errors import Denied, Expired, InFlightLimit
+from airflow_broadway.producers.sqs.errors import InFlightLimit
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL
 

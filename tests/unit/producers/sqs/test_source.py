@@ -15,11 +15,10 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.engine.port import Received
+from airflow_broadway.producers.engine.port import Expired, Received
 from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.sqs import SqsProducer, client
 from airflow_broadway.producers.sqs.adapter import request_of
-from airflow_broadway.producers.sqs.errors import Expired
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.passing import Passing

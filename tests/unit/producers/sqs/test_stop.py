@@ -126,7 +126,7 @@ def process(
 
 def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The portion of receipts of that number cannot be written."""
-    write, calls = Receipts.write, [0]
+    write, calls = Receipts.hold, [0]
 
     def failing(self: Receipts, *arguments: Any) -> None:
         calls[0] += 1
@@ -134,7 +134,7 @@ def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
             raise StagingError("no room is left")
         write(self, *arguments)
 
-    monkeypatch.setattr(Receipts, "write", failing)
+    monkeypatch.setattr(Receipts, "hold", failing)
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
