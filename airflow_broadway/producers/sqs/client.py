@@ -31,6 +31,10 @@ _GONE: Final = frozenset(
         "ReceiptHandleIsInvalid",
     }
 )
+#: Extras of an Airflow connection that only the Amazon provider knows how to follow.
+_PROVIDERS = frozenset(
+    {"role_arn", "assume_role_method", "assume_role_kwargs", "session_kwargs", "s3_config_file"}
+)
 
 
 def _endpoint_of(url: str) -> str | None:
@@ -165,10 +169,7 @@ def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
 
 
 def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
-    """Opens a client of boto3 with a pool for all of the producer's threads.
-
-    The Amazon provider opens its session: it knows keys, profiles, roles and their renewal.
-    """
+    """Opens a client of boto3 with a pool for all of the producer's threads."""
     connection = connection_of(
         env, producer.conn_id, default=DEFAULT_CONNECTION, types=("aws",), service="SQS"
     )
@@ -189,13 +190,12 @@ def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
     if endpoint is not None:
         warn_of_plain_http(endpoint, "The messages of SQS")
     try:
-        from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
-
         config = _config(producer, dict(extra.get("config_kwargs") or {}))
-        known = None if connection is None else _credentials(connection)
-        session: Any = BaseSessionFactory(known, region, config).create_session()
-        session._session.register_component("data_loader", _loader())
-        client: SQSClient = session.client(
+        if connection is not None and _PROVIDERS & set(extra):
+            create: Any = _provider_session(connection, region, config).client
+        else:
+            create = _plain_session(connection, extra).create_client
+        client: SQSClient = create(
             "sqs",
             endpoint_url=endpoint,
             region_name=region,
@@ -203,11 +203,6 @@ def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
             config=config,
         )
         return client
-    except ImportError as error:
-        raise ConnectionMissing(
-            f"SQS needs the Amazon provider, and {error.name} is not installed: install"
-            " airflow-broadway[sqs]"
-        ) from None
     except (ConnectionMissing, ProducerError):
         raise
     except Exception as error:
@@ -232,6 +227,25 @@ def _config(producer: SqsProducer, own: Mapping[str, Any]) -> Any:
     return Config(**settings)
 
 
+def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:
+    """Opens a session by the connection, else by botocore's own search."""
+    from botocore.session import Session
+
+    session = Session(profile=extra.get("profile_name"))
+    session.register_component("data_loader", _loader())
+    if connection is not None:
+        key = connection.login or extra.get("aws_access_key_id")
+        secret = connection.password or extra.get("aws_secret_access_key")
+        if bool(key) != bool(secret):
+            raise ConnectionMissing(
+                f"the connection {connection.conn_id!r} has an access key (login) or a secret key"
+                " (password), and needs both or neither"
+            )
+        if key:
+            session.set_credentials(key, secret, extra.get("aws_session_token"))
+    return session
+
+
 @cache
 def _loader() -> Any:
     """Reads botocore's descriptions of AWS, once a process: seven eighths of opening a client."""
@@ -240,17 +254,22 @@ def _loader() -> Any:
     return create_loader()
 
 
-def _credentials(connection: Connection) -> Any:
-    """Returns what the Amazon provider reads of a connection."""
-    from airflow.providers.amazon.aws.utils.connection_wrapper import AwsConnectionWrapper
-
-    extra = dict(connection.extra)
-    key = connection.login or extra.get("aws_access_key_id")
-    secret = connection.password or extra.get("aws_secret_access_key")
-    if bool(key) != bool(secret):
-        raise ConnectionMissing(
-            f"the connection {connection.conn_id!r} has an access key (login) or a secret key"
-            " (password), and needs both or neither"
+def _provider_session(connection: Connection, region: str | None, config: Any) -> Any:
+    """Opens a session by the Amazon provider, which knows roles, federation and their renewal."""
+    try:
+        from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
+        from airflow.providers.amazon.aws.utils.connection_wrapper import (
+            AwsConnectionWrapper,
         )
-    keys = {"aws_access_key_id": key, "aws_secret_access_key": secret} if key else {}
-    return AwsConnectionWrapper.from_connection_metadata(connection.conn_id, extra=extra | keys)
+    except ImportError:
+        raise ConnectionMissing(
+            f"the connection {connection.conn_id!r} assumes a role, which needs"
+            " apache-airflow-providers-amazon: install airflow-broadway[sqs]"
+        ) from None
+    wrapper = AwsConnectionWrapper.from_connection_metadata(
+        conn_id=connection.conn_id,
+        login=connection.login or None,
+        password=connection.password or None,
+        extra=dict(connection.extra),
+    )
+    return BaseSessionFactory(conn=wrapper, region_name=region, config=config).create_session()
