@@ -294,6 +294,60 @@ def test_one_message_that_cannot_be_published_fails_alone(
     assert ids(place.settle("g2")[0]) == [messages[1].message_id]
 
 
+def test_what_a_sweep_cannot_release_is_released_by_the_next_and_nothing_else(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a settlement that cannot publish two messages of a bundle
+    place.declare()
+    lease, messages = hold(place, "g1", 4)
+    inside, broken = Outbox._properties, {b"000001", b"000002"}
+
+    def properties(self: Outbox, held: Any, *rest: Any) -> bytes:
+        if held.body in broken:
+            raise ProducerError("not now")
+        return inside(self, held, *rest)
+
+    monkeypatch.setattr(Outbox, "_properties", properties)
+    report = place.carry_out(lease, settlement_of(messages, dict.fromkeys(ids(messages), DEAD)))
+    assert (report.dead_lettered, report.failed) == (2, 2)
+
+    # When one of them can be published by the next run, and the other by the run after it
+    broken.remove(b"000001")
+    second, _ = place.settle("g2")
+    broken.clear()
+    third, _ = place.settle("g3")
+
+    # Then each is received once, and the holding queue is free
+    assert [message.data for message in second] == [b"000001"]
+    assert [message.data for message in third] == [b"000002"]
+    assert everything_in(place, place.queues.dead) == {b"000000": 1, b"000003": 1}
+    assert place.depth(lease.state["holding_queue"]) == 0
+
+
+def test_what_cannot_be_published_is_not_settled_if_its_bundle_is_gone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a message whose bundle an operator has removed, and that cannot be published
+    place.declare()
+    lease, messages = hold(place, "g1", 2)
+    with place.channel() as channel:
+        channel.queue_purge(lease.state["holding_queue"])
+    settlement = settlement_of(messages, {messages[0].message_id: DEAD})
+
+    def properties(*_: Any) -> bytes:
+        raise ProducerError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbox, "_properties", properties)
+        with pytest.raises(
+            ProducerError, match=r"removed by hand .* nothing was settled: .*not now"
+        ):
+            place.carry_out(lease, settlement)
+
+    # Then it is settled once it can be
+    assert place.carry_out(lease, settlement).dead_lettered == 1
+
+
 @pytest.mark.parametrize("verdict", [RETRY, DEAD], ids=["retry", "dead letter"])
 def test_headers_that_fill_a_frame_do_not_keep_the_others_from_being_settled(
     place: Place, verdict: Verdict

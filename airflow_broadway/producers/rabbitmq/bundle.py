@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,8 +71,6 @@ class Header:
     :param queue: The source queue.
     :param count: Messages in it.
     :param until: When the generation's lease lapses; seconds since the epoch.
-    :param remainder: Whether it holds what a settlement could not publish: the journal does not
-        cover it.
     :param owner: For people: dag_id, run_id, task_id, map_index, try_number.
     """
 
@@ -81,7 +79,6 @@ class Header:
     queue: str
     count: int
     until: float
-    remainder: bool = False
     owner: dict[str, Any] = field(default_factory=dict)
 
 
@@ -98,35 +95,6 @@ def pack(header: Header, messages: Iterable[Held]) -> bytes:
         add(properties)
         add(body)
     return b"".join(parts)
-
-
-def grouped(messages: Sequence[Held], capacity: int) -> Iterator[list[Held]]:
-    """``messages`` in their order, in groups that each make a bundle.
-
-    :param capacity: Bytes of messages in a bundle; a single larger message is a group of its own.
-    """
-    part: list[Held] = []
-    size = 0
-    for held in messages:
-        weight = weight_of(held)
-        if part and (size + weight > capacity or len(part) >= MAX_MESSAGES):
-            yield part
-            part, size = [], 0
-        part.append(held)
-        size += weight
-    if part:
-        yield part
-
-
-def weight_of(held: Held) -> int:
-    """Bytes that a message adds to its bundle."""
-    return (
-        _MESSAGE.size
-        + len(held.message_id.encode())
-        + len(held.route)
-        + len(held.properties)
-        + len(held.body)
-    )
 
 
 def read_header(data: bytes) -> tuple[Header, int]:
@@ -175,7 +143,6 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "queue": lambda value: isinstance(value, str),
     "count": lambda value: isinstance(value, int) and value >= 0,
     "until": lambda value: isinstance(value, int | float) and math.isfinite(value),
-    "remainder": lambda value: isinstance(value, bool),
     "owner": lambda value: isinstance(value, dict),
 }
 

@@ -15,6 +15,7 @@ from airflow_broadway.producers.rabbitmq.broker.checks import check_queues, chec
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import BundleError
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 
@@ -36,7 +37,7 @@ def check(options: RabbitMQOptions, env: ProducerEnv) -> list[Finding]:
 def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
     """Counts the queues together.
 
-    A bundle whose lease has lapsed counts as one ready message: the next run releases the up to 500
+    A bundle that the next run takes over counts as one ready message: it releases the up to 500
     messages in it.
     """
     ready = delayed = dead = 0
@@ -45,15 +46,17 @@ def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDept
         place: Any = options.dead_letter
         with closing(ConnectionThread.to(address_for(options, env))) as connection:
             ready += connection.depth(names.source) or 0
-            ready += _lapsed(connection, HoldingQueues(names), env.clock.now().timestamp())
+            ready += _lapsed(connection, options, env)
             delayed += sum(connection.depth(names.delay(step)) or 0 for step in LADDER)
             dead += connection.depth(place if isinstance(place, str) else names.dead) or 0
     return QueueDepth(ready=ready, delayed=delayed, leased=0, dead=dead, oldest_age=None)
 
 
-def _lapsed(connection: ConnectionThread, holding: HoldingQueues, now: float) -> int:
+def _lapsed(connection: ConnectionThread, options: RabbitMQOptions, env: ProducerEnv) -> int:
     """Counts the bundles that the next run takes over."""
-    total = 0
+    holding = HoldingQueues(QueueNames(options.queue))
+    journal = QueueJournal(env.staging, options.queue, env.shared)
+    total, now = 0, env.clock.now().timestamp()
     for name, ready in holding.present(connection):
         if not ready:
             continue
@@ -62,6 +65,6 @@ def _lapsed(connection: ConnectionThread, holding: HoldingQueues, now: float) ->
                 owner = None if queue is None else queue.owner()
             except BundleError:
                 continue
-            if owner is not None and owner.until <= now:
+            if owner is not None and (owner.until <= now or journal.is_over(owner.generation)):
                 total += ready - (owner.count == 0)
     return total

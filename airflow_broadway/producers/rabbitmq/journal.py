@@ -7,8 +7,9 @@ all pipelines of the staging root share: its :class:`GenerationLog`, and::
     closed.json     it is released: it may not begin
     turn-*.json     one settling that publishes messages: two turns may publish one twice
     settled.json    created once: settling is done but for emptying the holding queue, with the
-                    report and the bundles that it covers; or ``swept``: its lease had lapsed, and
-                    another run takes over what it held
+                    report, the bundles that it covers, and the messages of these that failed; or
+                    ``swept``: its lease had lapsed, and another run takes over what it held
+    done-*.json     what a sweep released of bundles that it had to leave
 
 Beside them, in the pipeline's own folder, ``relied/<queue>.json``: which of our queues are old
 enough to be relied on.  Losing these files loses no message: bundles are then handled again,
@@ -91,24 +92,28 @@ class QueueJournal:
         generation: str,
         report: SettleReport,
         bundles: Iterable[str] | None,
+        failed: Iterable[str] = (),
         *,
         replace: bool = False,
     ) -> Settled:
         """Note that all verdicts are carried out, unless that or a sweep is noted.
 
         :param bundles: The bundles that this covers; ``None``: all.
+        :param failed: The messages of them that are still to be handled.
         :param replace: Whether this report stands, and not the noted one.
         :returns: What stands.
         """
         covered = None if bundles is None else list(bundles)
-        return self.log_of(generation).end(report, replace=replace, bundles=covered)
+        return self.log_of(generation).end(
+            report, replace=replace, bundles=covered, failed=list(failed)
+        )
 
     def note_swept(self, generation: str) -> Settled:
         """Note, before any message moves, that another run takes over what a generation held.
 
         :returns: What stands.
         """
-        return self.log_of(generation).end(SettleReport(), bundles=[], swept=True)
+        return self.log_of(generation).end(SettleReport(), bundles=[], failed=[], swept=True)
 
     def turns(self, generation: str) -> frozenset[str]:
         """The turns in which messages were published again; none if they cannot be read."""

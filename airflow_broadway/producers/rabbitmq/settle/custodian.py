@@ -22,7 +22,7 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
+from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of
 from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement, unheld_report
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class RabbitCustodian:
                     f"the holding queue {name!r} is claimed by another process for more than"
                     f" {CLAIM_TIMEOUT:.0f} s"
                 )
-            outbox = self._outbox(lease, queue.name)
+            outbox = self._outbox(lease)
             work = LeaseSettlement(self._journal, lease, settlement, outbox)
             return work.run(queue, self._clock.now())
 
@@ -110,7 +110,7 @@ class RabbitCustodian:
                 lapsed=len(chosen), undone=frozenset(entry.message_id for entry in chosen)
             )
         done = self._journal.log_of(lease.generation).now()
-        outbox = self._outbox(lease, None, lambda: self._turn_of(lease.generation))
+        outbox = self._outbox(lease, lambda: self._turn_of(lease.generation))
         actions: Counter[Action] = Counter()
         news: dict[str, Action] = {}
         for entry in chosen:
@@ -119,30 +119,23 @@ class RabbitCustodian:
                 actions[done[key]] += 1
                 continue
             if action is not Action.ACK:
-                if not staged(entry):
+                held = held_of(entry)
+                if held is None:
                     outbox.guard.refuse(key, "its payload was not kept")
                     continue
-                action = outbox.carry_out(held_of(entry), entry.verdict)
+                action = outbox.carry_out(held, entry.verdict)
             news[key] = action
             actions[action] += 1
-        for key in outbox.finish():  # it stays with the others
+        for key in outbox.finish().keys() & news.keys():  # it stays with the others
             actions[news.pop(key)] -= 1
         self._journal.log_of(lease.generation).note_now(news)
         guard = outbox.guard
         report = report_of(+actions, failed=len(guard.refused), errors=guard.errors())
         return replace(report, undone=frozenset(guard.refused))
 
-    def _outbox(
-        self, lease: Lease, holding_queue: str | None, turn: Callable[[], Turn] | None = None
-    ) -> Outbox:
+    def _outbox(self, lease: Lease, turn: Callable[[], Turn] | None = None) -> Outbox:
         return Outbox(
-            self._connection,
-            self._queues,
-            self._clock,
-            lease.generation,
-            lease.deadline,
-            holding_queue=holding_queue,
-            turn=turn,
+            self._connection, self._queues, self._clock, lease.generation, lease.deadline, turn
         )
 
     def _turn_of(self, generation: str) -> Turn:

@@ -3,7 +3,8 @@
 In the ordinary case no bundle is read: every verdict is known, and the queue holds as many bundles
 as the manifest counts.  Failures are published again from staging, the journal notes that all is
 done, and a purge acknowledges all bundles together.  Where the counts differ, or not all is known,
-bundles are read, and each is acknowledged after what follows from it is confirmed and noted.
+bundles are read, and each is acknowledged after what follows from it is confirmed and noted.  The
+bundle of a message that cannot be published stays, and the note says which messages those are.
 
 A kill between any two steps loses nothing.  Before the note the bundles are still there, and
 settling begins again: what was published may then exist twice, marked.  After the note the bundles
@@ -19,26 +20,27 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
+from itertools import chain
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action, Verdict
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kit.generation_log import Settled
+from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
-from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, held_of, staged
+from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, held_of
 
 log = logging.getLogger(__name__)
 
@@ -71,48 +73,56 @@ class LeaseSettlement:
         self._unreported = beyond(report_of(self._now.values()), settlement)
         # Bundles that the lease counts; ``None`` if there may be others.
         self._counted = None if lease.state.get("extra", 1) else lease.state.get("bundles")
+        self._outcome = Outcome(settlement, self._now)
 
     def run(self, queue: HoldingQueue, now: datetime) -> SettleReport:
         """Settles what the claimed holding queue holds."""
-        noted = self._journal.log_of(self._lease.generation).settled()
+        generation = self._lease.generation
+        noted = self._journal.log_of(generation).settled()
         if is_swept(noted):
             return self._lapsed_report()
         expects = self._lease.state.get("bundles") and noted is None
         owner = queue.owner(COUNT_TIMEOUT if expects else 0.0)
-        own = owner is not None and owner.generation == self._lease.generation
+        own = owner is not None and owner.generation == generation
         if noted is not None:
             if own:  # killed before the queue was emptied
-                empty(queue, self._journal, self._lease.generation, noted, None)
+                empty(queue, self._journal, generation, noted, None)
             return noted.report
         if own:
-            report = self._settle(queue)
-            return self._lapsed_report() if report is None else report
+            return self._settle(queue)
         if now >= self._lease.deadline:
             return self._lapsed_report()
         if self._settlement.expected is None:
             return self._lost_report(queue.name) + self._unheld_report()
         if not self._settlement.expected:
             return self._unheld_report()
+        self._publish_staged(removed=True)
         note = f"the holding queue {queue.name!r} was emptied or deleted by hand"
-        report = self._publish_staged(self._others(), f"{note}: settled from staging")
-        return self._journal.note_settled(self._lease.generation, report, None).report
+        report = self._report() + SettleReport(errors=(f"{note}: settled from staging",))
+        return self._journal.note_settled(generation, report, None).report
 
-    def _settle(self, queue: HoldingQueue) -> SettleReport | None:
-        """Settles its own queue; ``None`` if the generation was swept meanwhile."""
+    def _settle(self, queue: HoldingQueue) -> SettleReport:
+        """Settles its own queue."""
         queue.fence(self._lease.generation)
         if self._is_known() and queue.count(self._counted, COUNT_TIMEOUT) == self._counted:
-            messages = self._lease.state["messages"] - len(self._now)
-            report = self._publish_staged(messages)
-            noted = self._journal.note_settled(self._lease.generation, report, None)
-            if is_swept(noted):
-                return None
-            # Counts lag: what was put back is not to be purged with the rest.
-            counted = None if self._outbox.remainders else self._counted
-            return empty(queue, self._journal, self._lease.generation, noted, counted)
-        report, covered = self._settle_bundles(queue)
-        noted = self._journal.note_settled(self._lease.generation, report, covered)
+            covered, counted = None, self._counted
+            self._publish_staged(removed=False)
+            report = self._report()
+        else:
+            covered, counted = self._outcome.bundles, None
+            self._settle_bundles(queue)
+            report = self._report()
+            report += SettleReport(errors=tuple(self._removed_by_hand(queue.name, report.lapsed)))
+        failed = self._outbox.guard.refused
+        noted = self._journal.note_settled(self._lease.generation, report, covered, failed)
         if is_swept(noted):
-            return None
+            return self._lapsed_report()
+        if covered is None:
+            counted = None if failed else counted
+            return empty(queue, self._journal, self._lease.generation, noted, counted)
+        for tag, published in self._outcome.tags.items():
+            if failed.keys().isdisjoint(published):
+                queue.getter.keep(tag)
         queue.free()
         return noted.report
 
@@ -153,33 +163,6 @@ class LeaseSettlement:
             and all(map(_has_all, self._settlement.entries()))
         )
 
-    def _publish_staged(self, messages: int, *errors: str) -> SettleReport:
-        """Carries out all verdicts by what staging has; a message that it lacks has lapsed.
-
-        :param messages: How many there are that were not settled immediately.
-        """
-        settlement = self._settlement
-        done: dict[str, Action] = {}
-        lost: set[str] = set()
-        self._publish(settlement.entries(), done, lost)
-        acks = settlement.rest.action is Action.ACK
-        if not acks and settlement.everything is not None:
-            others = (e._replace(verdict=settlement.rest) for e in settlement.everything())
-            self._publish(others, done, lost)
-        failed = self._outbox.finish()
-        actions = Counter(action for key, action in done.items() if key not in failed)
-        if acks:
-            actions[Action.ACK] += messages - len(failed) - len(lost) - actions.total()
-        errors = (*self._outbox.guard.errors(), *errors)
-        report = report_of(actions, lapsed=len(lost), failed=len(failed), errors=errors)
-        done |= dict.fromkeys(failed, Action.RELEASE)
-        if acks:
-            final = {**done, **dict.fromkeys(lost, Action.RELEASE), **self._now}
-            again = ComingAgain(frozenset(key for key, a in final.items() if a in COMES_AGAIN))
-        else:
-            again = ComingAgain.of(self._now | done, whole=False)
-        return replace(report + self._unreported, again=again)
-
     def _others(self) -> int:
         """How many messages of the manifest were not settled immediately."""
         expected = self._settlement.expected or 0
@@ -189,161 +172,183 @@ class LeaseSettlement:
         counts_all = expected == self._lease.state.get("messages")
         return expected - len(self._now) if counts_all else expected
 
-    def _publish(
-        self,
-        entries: Iterator[Entry],
-        done: dict[str, Action],
-        lost: set[str],
-        *,
-        repeated: bool = False,
-    ) -> None:
-        """Publishes what follows from verdicts.
+    def _publish_staged(self, *, removed: bool) -> None:
+        """Carries out verdicts by what staging has, on messages of which no bundle was read.
 
-        :param done: Filled with what was done with each message.
-        :param lost: Filled with the messages of which staging has not what it takes.
+        :param removed: Whether their bundles were removed by hand: these may come back.
         """
+        outcome, settlement = self._outcome, self._settlement
+        outcome.rest_is_acked = settlement.rest.action is Action.ACK and not removed
+        entries = settlement.entries()
+        if settlement.everything is not None and not outcome.rest_is_acked:
+            others = (e._replace(verdict=settlement.rest) for e in settlement.everything())
+            entries = chain(entries, others)
         for entry in entries:
             key, action = entry.message_id, entry.verdict.action
-            if key in self._now or key in done or key in lost:
-                continue
-            if not _has_all(entry):
-                lost.add(key)
+            if key in self._now or key in outcome.became or key in outcome.lost:
                 continue
             if action is not Action.ACK:
-                action = self._outbox.carry_out(held_of(entry), entry.verdict, repeated=repeated)
-            done[key] = action
+                held = held_of(entry)
+                if held is None:
+                    outcome.lost.add(key)
+                    continue
+                action = self._outbox.carry_out(held, entry.verdict, repeated=removed)
+            outcome.became[key] = action
+            if removed:
+                outcome.staged.add(key)
 
     # -- by bundles ----------------------------------------------------------------------------
 
-    def _settle_bundles(self, queue: HoldingQueue) -> tuple[SettleReport, list[str]]:
-        """Settles what the holding queue still has; returns the bundles that this covers, too."""
-        read = _Read(self._settlement, self._now)
+    def _settle_bundles(self, queue: HoldingQueue) -> None:
+        """Settles what the holding queue still has, and by staging what it has not any more."""
+        outcome = self._outcome
         for delivered in queue.bundles(self._lease.state.get("bundles"), COUNT_TIMEOUT):
-            self._settle_bundle(queue, delivered, read)
-        unseen: dict[str, Action] = {}
-        if self._settlement.expected is not None and len(read.became) < self._others():
-            self._publish(self._unseen(read), unseen, set(), repeated=True)
-        for key in self._outbox.finish():
-            unseen.pop(key, None)
-            read.fail(key)
-        return self._report(queue.name, read, unseen), read.bundles
+            try:
+                header, messages = bundles.unpack(delivered.body)
+            except BundleError as error:  # it stays where it is
+                outcome.errors.append(str(error))
+                continue
+            if header.generation != self._lease.generation:
+                continue  # a sweep judges it by its own journal
+            outcome.bundles.append(header.bundle)
+            published = outcome.tags[delivered.tag] = []
+            for message in messages:
+                verdict = outcome.verdict(message)
+                if verdict is not None:
+                    action = verdict.action
+                    if action is not Action.ACK:
+                        action = self._outbox.carry_out(message, verdict)
+                        published.append(message.message_id)
+                    outcome.note(message, action)
+        if self._settlement.expected is not None and len(outcome.became) < self._others():
+            self._publish_staged(removed=True)
 
-    def _settle_bundle(self, queue: HoldingQueue, delivered: Delivered, read: _Read) -> None:
-        try:
-            header, messages = bundles.unpack(delivered.body)
-        except BundleError as error:  # it stays where it is
-            read.errors.append(str(error))
-            return
-        if header.generation != self._lease.generation:
-            return  # a sweep judges it by its own journal
-        if header.remainder:
-            # That of an earlier try, whose bundles are still here; this try's own stays.
-            if header.bundle not in self._outbox.remainders:
-                queue.getter.keep(delivered.tag)
-            return
-        queue.getter.keep(delivered.tag)
-        read.bundles.append(header.bundle)
-        for message in messages:
-            verdict = read.verdict(message)
-            if verdict is not None:
-                action = verdict.action
-                if action is not Action.ACK:
-                    action = self._outbox.carry_out(message, verdict)
-                read.note(message, action)
+    def _removed_by_hand(self, name: str, lapsed: int) -> Iterator[str]:
+        """Describes the bundles that were not there."""
+        staged = len(self._outcome.staged)
+        if self._settlement.expected is not None and (lapsed or staged):
+            counted = self._lease.state.get("bundles", 0)
+            missing = max(0, counted - len(self._outcome.bundles))
+            yield (
+                f"{missing:,} of {many(counted, 'bundle')} {'was' if missing == 1 else 'were'} not"
+                f" in the holding queue {name!r}: removed by hand; of the messages"
+                f" {staged:,} settled from staging, and {lapsed:,} lost there"
+            )
 
-    def _unseen(self, read: _Read) -> Iterator[Entry]:
-        """The decided messages whose bundles were removed by hand."""
-        settlement = self._settlement
-        for entry in settlement.entries():
-            if entry.message_id not in read.became and entry.verdict.action is not Action.RELEASE:
-                yield entry
-        if settlement.everything is not None and settlement.rest.action is not Action.RELEASE:
-            for entry in settlement.everything():
-                if entry.message_id not in read.became and entry.message_id not in read.named:
-                    yield entry._replace(verdict=settlement.rest)
+    def _report(self) -> SettleReport:
+        """Waits until all is published, and returns the report of it.
 
-    def _report(self, name: str, read: _Read, unseen: Mapping[str, Action]) -> SettleReport:
-        """The report of what was read, and of what was not there."""
-        actions = read.actions + Counter(unseen.values())
-        failed = len(self._outbox.guard.refused)
-        published, lapsed = self._settlement.expected is not None, 0
-        if published:
-            short = self._others() - sum(actions.values()) - failed
-            lapsed = max(0, short)
+        :raises ProducerError: If what failed is in no bundle any more: staging alone has it.
+        """
+        outcome, failed = self._outcome, self._outbox.finish()
+        if not outcome.staged.isdisjoint(failed):
+            raise ProducerError(
+                "messages whose bundles were removed by hand cannot be published, so nothing was"
+                f" settled: {'; '.join(self._outbox.guard.errors())}; mend that and clear the task"
+            )
+        for key in failed:
+            outcome.became.pop(key, None)
+        actions = Counter(outcome.became.values()) + outcome.more
+        done = self._now | outcome.became | dict.fromkeys(failed, Action.RELEASE)
+        lapsed, whole = 0, False
+        if self._settlement.expected is not None:
+            short = self._others() - actions.total() - len(failed)
+            if outcome.rest_is_acked:
+                actions[Action.ACK] += short - len(outcome.lost)
+                short = len(outcome.lost)
+            lapsed, whole = max(0, short), short <= 0
             # What is in no manifest is released as well, and in no account: of a bundle whose
             # confirm never came its messages were received again.
             actions[Action.RELEASE] -= min(max(0, -short), actions[Action.RELEASE])
-        errors = [*read.errors, *self._outbox.guard.errors()]
-        if published and (lapsed or unseen):
-            counted = self._lease.state.get("bundles", 0)
-            missing = max(0, counted - len(read.bundles))
-            errors.append(
-                f"{missing:,} of {many(counted, 'bundle')} {'was' if missing == 1 else 'were'} not"
-                f" in the holding queue {name!r}: removed by hand; of the messages"
-                f" {len(unseen):,} settled from staging, and {lapsed:,} lost there"
-            )
-        report = report_of(actions, lapsed=lapsed, failed=failed, errors=errors)
-        done = {**self._now, **unseen, **read.became, **dict.fromkeys(read.failed, Action.RELEASE)}
-        again = ComingAgain.of(done, whole=published and not lapsed)
+        if outcome.rest_is_acked:
+            done |= dict.fromkeys(outcome.lost, Action.RELEASE)
+            again = ComingAgain(frozenset(key for key, a in done.items() if a in COMES_AGAIN))
+        else:
+            again = ComingAgain.of(done, whole=whole)
+        errors = (*outcome.errors, *self._outbox.guard.errors())
+        report = report_of(actions, lapsed=lapsed, failed=len(failed), errors=errors)
         return replace(report, again=again) + self._unreported
 
 
-class _Read:
-    """What one settlement reads of a holding queue, and what becomes of it.
+class Outcome:
+    """What becomes of the messages of one settlement.
 
     :param now: The messages that were settled immediately.
     """
 
-    def __init__(self, settlement: Settlement, now: Mapping[str, Action]) -> None:
-        self.named = {entry.message_id: entry.verdict for entry in settlement.entries()}
-        #: The names of the bundles.
+    def __init__(self, settlement: Settlement, now: Collection[str]) -> None:
+        #: The names of the bundles that were read.
         self.bundles: list[str] = []
+        #: Of each, its delivery tag and the ids of what was published of it.
+        self.tags: dict[int, list[str]] = {}
         #: Message id → what was done with it.
         self.became: dict[str, Action] = {}
-        self.failed: set[str] = set()
+        #: Further messages of these ids.
+        self.more: Counter[Action] = Counter()
+        #: The messages without a bundle that were settled from staging, and all of which it lacks
+        #: something.
+        self.staged: set[str] = set()
+        self.lost: set[str] = set()
+        #: Whether all messages that nothing names are acknowledged.
+        self.rest_is_acked = False
         self.errors: list[str] = []
+        self._settlement = settlement
         self._now = now
-        self._rest = settlement.rest
-        self._published = settlement.expected is not None
-        # The messages of the manifest, where the queue may hold others.
-        self._manifest: set[str] | None = None
-        if settlement.rest.action is not Action.RELEASE and settlement.everything is not None:
-            self._manifest = {entry.message_id for entry in settlement.everything()}
         self._hashes: dict[str, int] = {}
-        self._more: Counter[Action] = Counter()
+
+    @cached_property
+    def _named(self) -> dict[str, Verdict]:
+        return {entry.message_id: entry.verdict for entry in self._settlement.entries()}
+
+    @cached_property
+    def _manifest(self) -> set[str] | None:
+        """The messages of the manifest, where the queue may hold others."""
+        everything = self._settlement.everything
+        if self._settlement.rest.action is Action.RELEASE or everything is None:
+            return None
+        return {entry.message_id for entry in everything()}
 
     def verdict(self, message: Held) -> Verdict | None:
         """What is to be done with a message; ``None`` if it was done before."""
-        key = message.message_id
+        key, named, manifest = message.message_id, self._named, self._manifest
         if key in self._now:
             return None
-        if not self._published:
-            return self.named.get(key, self._rest)
-        if self._hashes.get(key) == _hash_of(message):
-            return None
-        listed = self._manifest is None or key in self._manifest or key in self.named
-        if key in self.became or not listed:
-            return RELEASE  # received, and in no manifest
-        return self.named.get(key, self._rest)
+        if self._settlement.expected is not None:
+            if self._hashes.get(key) == _hash_of(message):
+                return None
+            listed = manifest is None or key in manifest or key in named
+            if key in self.became or not listed:
+                return RELEASE  # received, and in no manifest
+        return named.get(key, self._settlement.rest)
 
     def note(self, message: Held, action: Action) -> None:
         """Note what is done with a message."""
         key = message.message_id
         if key in self.became:  # of a generation without a manifest: all of it is released
-            self._more[action] += 1
+            self.more[action] += 1
             return
         self.became[key] = action
         self._hashes[key] = _hash_of(message)
 
-    def fail(self, message_id: str) -> None:
-        """Note that what was to be done with a message was not."""
-        if self.became.pop(message_id, None) is not None:
-            self.failed.add(message_id)
 
-    @property
-    def actions(self) -> Counter[Action]:
-        """How many messages were done with in which way."""
-        return Counter(self.became.values()) + self._more
+class Progress:
+    """What is done of a generation's messages, by its journal.
+
+    :param settled: How it was settled, if that is known.
+    """
+
+    def __init__(self, log: GenerationLog, settled: Settled | None = None) -> None:
+        self._settled = settled or log.settled()
+        names = log.names()
+        self._done = {**log.now(names), **log.done(names)}
+
+    def left(self, header: Header, messages: Sequence[Held]) -> list[Held]:
+        """The messages of a bundle that are still to be handled."""
+        if self._settled is not None:
+            covered, failed = (self._settled.details[name] for name in ("bundles", "failed"))
+            if covered is None or header.bundle in covered:
+                messages = [message for message in messages if message.message_id in failed]
+        return [message for message in messages if message.message_id not in self._done]
 
 
 def empty(
@@ -353,9 +358,9 @@ def empty(
     noted: Settled,
     expected: int | None,
 ) -> SettleReport:
-    """Remove the bundles that a noted settlement covers, and free the holding queue.
+    """Remove the bundles of which a noted settlement has done all, and free the holding queue.
 
-    :param expected: How many there are, where all are covered and that is known: these are purged.
+    :param expected: How many there are, where all is done and that is known: these are purged.
     :returns: The report; with an error if other bundles came meanwhile.
     """
     report = noted.report
@@ -370,29 +375,22 @@ def empty(
             report += SettleReport(errors=(error,))
             journal.note_settled(generation, report, None, replace=True)
     else:
+        progress = Progress(journal.log_of(generation), noted)
         for delivered in queue.bundles(None, 0.0):
             try:
-                header, _ = bundles.read_header(delivered.body)
+                header, messages = bundles.unpack(delivered.body)
             except BundleError as error:
                 log.error("A message stays in %r: %s.", queue.name, error)
                 continue
-            if header.generation == generation and covers(noted, header):
+            if header.generation == generation and not progress.left(header, messages):
                 queue.getter.keep(delivered.tag)
     queue.free()
     return report
 
 
-def covers(settled: Settled | None, header: Header) -> bool:
-    """Whether a noted settlement has done all that follows from a bundle."""
-    if settled is None or header.remainder:
-        return False
-    names = settled.details["bundles"]
-    return names is None or header.bundle in names
-
-
 def _has_all(entry: Entry) -> bool:
     """Whether a verdict can be carried out without the message's bundle."""
-    return entry.verdict.action is Action.ACK or staged(entry)
+    return entry.verdict.action is Action.ACK or held_of(entry) is not None
 
 
 def _hash_of(message: Held) -> int:
@@ -442,38 +440,38 @@ def _take_over(
     journal, generation = queues.journal, owner.generation
     queue.fence(generation)
     journal.note_swept(generation)
-    now = env.clock.now()
-    outbox = Outbox(connection, queues, env.clock, generation, now, holding_queue=queue.name)
-    released, unreadable = 0, []
-    known: dict[str, tuple[Settled | None, Mapping[str, Action]]] = {}
+    outbox = Outbox(connection, queues, env.clock, generation, env.clock.now())
+    known: dict[str, Progress] = {}
+    errors: list[str] = []
+    # Delivery tag → generation, and the ids of what is released.
+    released: dict[int, tuple[str, list[str]]] = {}
     for delivered in queue.bundles(queue.count(None, 0.0), COUNT_TIMEOUT):
         try:
             header, messages = bundles.unpack(delivered.body)
         except BundleError as error:
-            unreadable.append(str(error))
-            continue
-        if header.bundle in outbox.remainders:
+            errors.append(str(error))
             continue
         if header.generation not in known:
-            known[header.generation] = (
-                journal.log_of(header.generation).settled(),
-                journal.log_of(header.generation).now(),
-            )
-        settled, done = known[header.generation]
-        if not covers(settled, header):
-            for message in messages:
-                if message.message_id not in done:
-                    outbox.carry_out(message._replace(redelivered=True), RELEASE)
-                    released += 1
-        queue.getter.keep(delivered.tag)
-    released -= len(outbox.finish())
+            known[header.generation] = Progress(journal.log_of(header.generation))
+        left = known[header.generation].left(header, messages)
+        for message in left:
+            outbox.carry_out(message._replace(redelivered=True), RELEASE)
+        released[delivered.tag] = header.generation, [message.message_id for message in left]
+    failed = outbox.finish()
+    for tag, (other, ids) in released.items():
+        if failed.keys().isdisjoint(ids):
+            queue.getter.keep(tag)
+        else:  # the bundle stays, for the next sweep
+            done = (key for key in ids if key not in failed)
+            journal.log_of(other).note_done(dict.fromkeys(done, Action.RELEASE))
     queue.free()
-    for text in (*outbox.guard.errors(), *dict.fromkeys(unreadable)):
+    for text in (*outbox.guard.errors(), *dict.fromkeys(errors)):
         log.error("In the holding queue %r: %s.", queue.name, text)
-    if released:
+    count = sum(len(ids) for _, ids in released.values()) - len(failed)
+    if count:
         log.warning(
             "Generation %s has ended and left %s in %r: released into the source queue.",
             generation,
-            many(released, "message"),
+            many(count, "message"),
             queue.name,
         )

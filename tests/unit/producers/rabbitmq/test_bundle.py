@@ -13,11 +13,9 @@ from airflow_broadway.producers.rabbitmq.bundle import (
     BundleError,
     Header,
     Held,
-    grouped,
     pack,
     read_header,
     unpack,
-    weight_of,
 )
 
 SHORT = st.binary(max_size=255).map(lambda text: bytes([len(text)]) + text)
@@ -90,7 +88,6 @@ def test_a_header_of_unknown_fields_is_refused() -> None:
         {"count": "3"},
         {"count": -1},
         {"owner": None},
-        {"remainder": "no"},
         {"until": "tomorrow"},
         {"until": float("inf")},
     ],
@@ -113,16 +110,3 @@ def test_a_header_nested_beyond_reason_is_refused() -> None:
 def test_a_message_without_a_proper_route_is_refused(route: bytes) -> None:
     with pytest.raises(BundleError, match="lacks its id, attempt or route"):
         unpack(pack(header(1), [Held("id", 1, False, route, b"", b"")]))
-
-
-@given(st.lists(HELD, max_size=20), st.integers(1, 20_000))
-def test_portions_hold_all_messages_and_no_more_bytes_than_they_may(
-    messages: list[Held], capacity: int
-) -> None:
-    portions = list(grouped(messages, capacity))
-
-    assert [held for portion in portions for held in portion] == messages
-    for portion in portions:
-        size = len(pack(header(0), portion)) - len(pack(header(0), []))
-        assert size == sum(map(weight_of, portion))
-        assert size <= capacity or len(portion) == 1

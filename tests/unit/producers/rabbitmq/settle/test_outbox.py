@@ -6,11 +6,7 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from airflow_broadway.core.custody.verdicts import Action, Verdict
-from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq import bundle
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Reply
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
@@ -22,7 +18,6 @@ from airflow_broadway.testing.clock import ManualClock
 MIB = 1024 * 1024
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 QUEUES = QueueNames("orders")
-HELD = QUEUES.held(0)
 
 
 class Broker:
@@ -95,9 +90,6 @@ class StandingQueues:
     def ensure_dead(self, connection: Any) -> None:
         pass
 
-    def ensure_held(self, connection: Any, name: str) -> None:
-        pass
-
     def check_place(self, connection: Any, exchange: str, routing_key: str) -> None:
         pass
 
@@ -105,19 +97,12 @@ class StandingQueues:
         return "", QUEUES.dead
 
 
-def outbox(broker: Broker, *, holding_queue: str | None = HELD) -> Outbox:
+def outbox(broker: Broker) -> Outbox:
     clock = ManualClock()
     queues: Any = StandingQueues()
     connection: Any = broker
-    made = Outbox(
-        connection,
-        queues,
-        clock,
-        "g",
-        clock.now(),
-        holding_queue=holding_queue,
-    )
-    made._opened = broker.publisher()
+    made = Outbox(connection, queues, clock, "g", clock.now())
+    made._publisher = broker.publisher()
     return made
 
 
@@ -148,42 +133,15 @@ def test_small_messages_wait_for_their_confirm_by_count() -> None:
     assert 1_000 < broker.peak <= 2_100
 
 
-def test_what_is_refused_goes_back_on_the_way_not_at_the_end() -> None:
-    # Given a queue of dead letters that takes nothing, and large messages
+def test_what_is_refused_fails_alone() -> None:
     broker = Broker(refuses=[QUEUES.dead])
     box = outbox(broker)
 
-    for number in range(60):
-        box.carry_out(held(number, MIB), DEAD)
-        assert sum(len(each.body) for each, _ in box._sent.values()) <= 17 * MIB
-        assert sum(len(each.body) for each in box._refused) <= 17 * MIB
-
-    # Then those refused first are in the holding queue before the last is tried
-    places = [routing_key for routing_key, _ in broker.published]
-    assert 32 <= places.count(HELD) < 60
-    assert box.finish() == dict.fromkeys((f"m{n}" for n in range(60)), Action.DEAD_LETTER)
-    back = [body for routing_key, body in broker.published if routing_key == HELD]
-    given = [each for body in back for each in bundle.unpack(body)[1]]
-    assert [each.message_id for each in given] == [f"m{n}" for n in range(60)]
-
-
-def test_what_is_refused_of_what_a_callback_settles_stays_where_it_is() -> None:
-    broker = Broker(refuses=[QUEUES.dead])
-    box = outbox(broker, holding_queue=None)
-
     box.carry_out(held(1, 10), DEAD)
+    box.carry_out(held(2, 10), RELEASE)
 
-    assert box.finish() == {"m1": Action.DEAD_LETTER}
-    assert [routing_key for routing_key, _ in broker.published] == [QUEUES.dead]
-
-
-def test_nothing_is_settled_if_what_is_refused_cannot_go_back() -> None:
-    box = outbox(Broker(refuses=[QUEUES.dead, HELD]))
-
-    box.carry_out(held(1, 10), DEAD)
-
-    with pytest.raises(ProducerError, match=r"takes nothing .*: nothing was settled"):
-        box.finish()
+    assert list(box.finish()) == ["m1"]
+    assert [routing_key for routing_key, _ in broker.published] == [QUEUES.dead, "orders"]
 
 
 def test_a_message_without_room_for_the_mark_of_a_retry_is_a_dead_letter() -> None:

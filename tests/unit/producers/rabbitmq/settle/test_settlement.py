@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Action
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
-from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement, _Read
+from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement
 from airflow_broadway.testing.clock import ManualClock
 
 
@@ -27,18 +27,12 @@ def report_of(generation: str, settlement: Settlement, read: int) -> SettleRepor
         owner={},
         state={"bundles": 1, "messages": 4, "extra": 1},
     )
-    outbox: Any = SimpleNamespace(guard=MessageGuard())
+    outbox: Any = SimpleNamespace(guard=MessageGuard(), finish=dict)
     work = LeaseSettlement(QueueJournal(None, "counted"), lease, settlement, outbox)
-    return work._report("broadway.held.q.0", released(settlement, read), {})
-
-
-def released(settlement: Settlement, count: int) -> _Read:
-    read = _Read(settlement, {})
-    read.bundles.append("b")
-    for number in range(count):
+    for number in range(read):
         held = Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", b"")
-        read.note(held, Action.RELEASE)
-    return read
+        work._outcome.note(held, Action.RELEASE)
+    return work._report()
 
 
 @pytest.mark.parametrize(
