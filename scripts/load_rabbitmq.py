@@ -26,7 +26,7 @@ def load(address: Address, messages: int | None = None, seed: int | None = None)
         arguments = {"x-queue-type": "quorum"}
         connection.channel().call("queue_declare", queue=QUEUE, durable=True, arguments=arguments)
         publisher = Publisher(connection)
-        properties = encode({"delivery_mode": 2, "content_type": "application/json"})
+        properties = encode(delivery_mode=2, content_type="application/json")
         count = 0
         for count, flight in enumerate(flights(messages, seed), 1):
             publisher.publish("", QUEUE, properties, json.dumps(flight).encode(), key=str(count))

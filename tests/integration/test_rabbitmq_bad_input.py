@@ -218,7 +218,7 @@ def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) ->
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     channel = connection.channel()
     for name, headers in HOSTILE.items():
-        raw = RawProperties(encode({"headers": headers}))
+        raw = RawProperties(encode(headers=headers))
         connection.post(partial(channel.raw.basic_publish, "", place.name, name.encode(), raw))
     channel.flush_and_close()
     connection.close()

@@ -326,7 +326,7 @@ def _death(headers: Mapping[str, Any]) -> Mapping[str, Any]:
     """The last death that was no step of our own delays; empty if there is none."""
     found = headers.get("x-death")
     for death in found if isinstance(found, list) else ():
-        if isinstance(death, Mapping) and not str(death.get("queue", "")).startswith("broadway."):
+        if isinstance(death, Mapping) and marks.is_foreign(death):
             return death
     return {}
 

@@ -254,7 +254,7 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
     # Deaths since it was published again are our own ladder's, or else a queue's of somebody else.
     deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
     if deaths:
-        kept.append(codec.encode_entry("x-death", deaths))
+        kept.append((b"x-death", codec.join_array(deaths)))
     kept += [header for header in original.items() if _harmful(header[0])]
     if kept:
         fields["headers"] = codec.join_entries(kept)
@@ -286,15 +286,15 @@ def _route(route: bytes, original: Mapping[bytes, bytes]) -> bytes:
     return b"".join(bytes([len(part) - 5]) + part[5:] for part in parts)
 
 
-def _deaths(raw: bytes | None) -> list[Any]:
-    """The entries of an ``x-death`` but for those of our own queues."""
+def _deaths(raw: bytes | None) -> list[bytes]:
+    """The entries of an ``x-death`` but for those of our own queues, as the bytes they came in."""
     try:
-        value = codec.decode_entry(raw or b"V")
+        return [death for death in codec.array_of(raw) if is_foreign(codec.decode_entry(death))]
     except ProducerError:
         return []
-    found = value if isinstance(value, list) else []
-    return [
-        death
-        for death in found
-        if not (isinstance(death, Mapping) and str(death.get("queue", "")).startswith("broadway."))
-    ]
+
+
+def is_foreign(death: object) -> bool:
+    """Whether an entry of an ``x-death`` is no step of our own delays."""
+    ours = isinstance(death, Mapping) and str(death.get("queue", "")).startswith("broadway.")
+    return not ours

@@ -41,10 +41,6 @@ _OCTETS = ("delivery_mode", "priority")
 _MAX_DEPTH = 64
 
 
-class Instant(int):
-    """A timestamp in a table that no ``datetime`` holds: senders write milliseconds and more."""
-
-
 def decode(data: bytes) -> dict[str, Any]:
     """Returns the properties by name; ``headers`` with the types of AMQP in Python.
 
@@ -55,15 +51,11 @@ def decode(data: bytes) -> dict[str, Any]:
         return {name: _decode_field(name, raw) for name, raw in fields.items()}
 
 
-def encode(properties: Mapping[str, Any]) -> bytes:
-    """Returns the bytes that :func:`decode` reads."""
-    return join_fields(
-        {
-            name: _encode_field(name, value)
-            for name, value in properties.items()
-            if value is not None
-        }
-    )
+def encode(**properties: Any) -> bytes:
+    """Returns the bytes of properties of our own, as pika has them."""
+    from pika import BasicProperties
+
+    return b"".join(BasicProperties(**properties).encode())
 
 
 def message_id_of(data: bytes) -> str | None:
@@ -130,9 +122,30 @@ def join_entries(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
     return struct.pack(">I", len(inner)) + inner
 
 
+def array_of(raw: bytes | None) -> list[bytes]:
+    """Returns the values of an array, each with its type as the bytes it came in.
+
+    :raises ProducerError: If it cannot be read.
+    """
+    with _translated("a header of a message"):
+        if raw is None or raw[:1] != b"A":
+            return []
+        return [value for _, value in _entries(raw[1:], named=False)]
+
+
+def join_array(values: Iterable[bytes]) -> bytes:
+    """The array that :func:`array_of` reads."""
+    inner = b"".join(values)
+    return b"A" + struct.pack(">I", len(inner)) + inner
+
+
 def encode_entry(name: str, value: object) -> tuple[bytes, bytes]:
-    """Returns an entry of a table."""
-    return _encode_short(name)[1:], _encode_value(value)
+    """Returns an entry of a table, with a value of our own."""
+    from pika.data import encode_value
+
+    pieces: list[bytes] = []
+    encode_value(pieces, value)
+    return name.encode(), b"".join(pieces)
 
 
 def decode_entry(raw: bytes) -> Any:
@@ -290,60 +303,9 @@ def _value(raw: bytes, depth: int) -> Any:
     return parts[0] if parts else None
 
 
-def _instant(seconds: int) -> datetime | Instant:
+def _instant(seconds: int) -> datetime | int:
+    """A timestamp; as a number where no ``datetime`` holds it: senders write milliseconds too."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc)
     except (OSError, OverflowError, ValueError):
-        return Instant(seconds)
-
-
-def _encode_field(name: str, value: Any) -> bytes:
-    if name == "headers":
-        return _encode_table(value)
-    if name in _OCTETS:
-        return bytes([value])
-    return struct.pack(">Q", value) if name == "timestamp" else _encode_short(value)
-
-
-def _encode_short(text: str) -> bytes:
-    raw = str(text).encode("utf-8", "replace")[:255]
-    return bytes([len(raw)]) + raw
-
-
-def _encode_table(table: Mapping[str, Any]) -> bytes:
-    inner = b"".join(_encode_short(key) + _encode_value(item) for key, item in table.items())
-    return struct.pack(">I", len(inner)) + inner
-
-
-def _encode_value(value: object) -> bytes:
-    if value is None:
-        return b"V"
-    if isinstance(value, bool):
-        return b"t" + bytes([value])
-    if isinstance(value, Instant):
-        return b"T" + struct.pack(">Q", value)
-    if isinstance(value, int):
-        if -(2**63) <= value < 2**63:
-            return b"l" + struct.pack(">q", value)
-        return _encode_value(str(value))
-    if isinstance(value, float):
-        return b"d" + struct.pack(">d", value)
-    if isinstance(value, str):
-        raw = value.encode("utf-8", "surrogateescape")
-        return b"S" + struct.pack(">I", len(raw)) + raw
-    if isinstance(value, bytes):
-        return b"x" + struct.pack(">I", len(value)) + value
-    if isinstance(value, datetime):
-        return b"T" + struct.pack(">Q", max(0, int(value.timestamp())))
-    if isinstance(value, Decimal):
-        sign, digits, exponent = value.as_tuple()
-        number = int("".join(map(str, digits))) * (-1 if sign else 1)
-        if isinstance(exponent, int) and -255 <= exponent <= 0 and -(2**31) <= number < 2**31:
-            return b"D" + struct.pack(">Bi", -exponent, number)
-        return _encode_value(str(value))
-    if isinstance(value, Mapping):
-        return b"F" + _encode_table(value)
-    if isinstance(value, (list, tuple)):
-        inner = b"".join(map(_encode_value, value))
-        return b"A" + struct.pack(">I", len(inner)) + inner
-    return _encode_value(str(value))
+        return seconds

@@ -148,7 +148,7 @@ class HoldingQueue:
         self._call("queue_bind", queue=self.name, exchange=EXCHANGE, routing_key=key)
         if owner is None:
             publisher = Publisher(self._connection)
-            properties = encode({"delivery_mode": 2, "message_id": self.name})
+            properties = encode(delivery_mode=2, message_id=self.name)
             publisher.publish(EXCHANGE, key, properties, body, key=self.name)
             for reason in publisher.flush().values():
                 raise ProducerError(f"the holding queue {self.name!r} takes no message: {reason}")

@@ -124,13 +124,8 @@ class Intake:
         self._count += 1
         name = f"{self.ids.prefix}.{self._count:x}"
         body = pack(self._header(name, len(messages)), messages)
-        properties = encode(
-            {
-                "content_type": "application/x-broadway-bundle",
-                "delivery_mode": 2,
-                "message_id": name,
-            }
-        )
+        kind = "application/x-broadway-bundle"
+        properties = encode(content_type=kind, delivery_mode=2, message_id=name)
         channel.publish(EXCHANGE, self._key, properties, body, key=name, tag=tag, load=messages)
 
     def _header(self, bundle: str, count: int) -> Header:

@@ -37,7 +37,7 @@ LADDER = {"queue": "broadway.delay.60.flights", "reason": "expired", "count": 1}
 
 
 def message(properties: bytes | dict[str, Any], body: bytes = b"body") -> Held:
-    raw = properties if isinstance(properties, bytes) else encode(properties)
+    raw = properties if isinstance(properties, bytes) else encode(**properties)
     return Held("id-1", 3, True, ROUTE, raw, body)
 
 
@@ -54,7 +54,7 @@ def with_headers(*entries: tuple[bytes, bytes]) -> bytes:
 
 @given(PROPERTIES)
 def test_fields_and_entries_are_split_and_joined_byte_for_byte(properties: dict[str, Any]) -> None:
-    raw = encode(properties)
+    raw = encode(**properties)
     fields = fields_of(raw)
 
     assert join_fields(fields) == raw
@@ -139,7 +139,7 @@ def test_our_own_ladder_leaves_no_trace_and_other_deaths_stay() -> None:
     later = {"queue": "parked", "reason": "expired", "count": 1}
     made["headers"] |= {"x-death": [LADDER, later], "x-first-death-queue": "broadway.delay.60.q"}
 
-    _, back = restored(b"\x00\x01q", encode(made), trusted=True)
+    _, back = restored(b"\x00\x01q", encode(**made), trusted=True)
 
     assert decode(back)["headers"] == {"x-death": [later, theirs]}
 
@@ -166,7 +166,7 @@ def test_a_mark_is_bound_to_its_message() -> None:
     made = republished(message({"correlation_id": "1", "headers": {"a": 1}}), MARKED)
     mark = mark_of(made)
     assert mark is not None
-    answer = encode({"correlation_id": "2", "headers": decode(made)["headers"]})
+    answer = encode(correlation_id="2", headers=decode(made)["headers"])
 
     assert mark.belongs_to(message(made))
     assert not mark.belongs_to(message(made, b"another body"))
@@ -187,7 +187,7 @@ def test_a_mark_is_bound_to_its_message() -> None:
     ],
 )
 def test_a_mark_that_is_none_of_ours_is_ignored(mark: Any) -> None:
-    assert mark_of(encode({"headers": {MARK: mark}})) is None
+    assert mark_of(encode(headers={MARK: mark})) is None
 
 
 @given(st.binary(max_size=200))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pika import frame, spec
 
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq.amqp.properties import encode
+from airflow_broadway.producers.rabbitmq.amqp.properties import join_fields
 from airflow_broadway.producers.rabbitmq.amqp.wire import (
     Delivered,
     FrameReader,
@@ -99,7 +99,10 @@ def test_deliveries_are_read_however_the_bytes_come(
 def test_a_return_is_read_with_properties_that_pika_cannot_read(
     body: bytes, portion: int, size: int
 ) -> None:
-    properties = encode({"message_id": "id", "headers": {"n": float("inf")}})
+    infinite = b"\x01nd" + struct.pack(">d", float("inf"))
+    properties = join_fields(
+        {"headers": struct.pack(">I", len(infinite)) + infinite, "message_id": b"\x02id"}
+    )
     method = spec.Basic.Return(312, "NO_ROUTE", "exchange", "key")
     data = frame.Method(2, method).marshal()
     head = struct.pack(">HHQ", 60, 0, len(body)) + properties
