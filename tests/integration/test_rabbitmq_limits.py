@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.receive import consumer
@@ -138,30 +139,25 @@ def narrow() -> Iterator[RabbitServer]:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_bundles_are_no_larger_than_the_broker_takes(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bundles_are_no_larger_than_the_broker_takes(place: Place) -> None:
     # Given more bytes than the broker takes in one message, and one too large for any bundle
-    caplog.set_level(logging.WARNING)
     bodies = [b"%03d" % number + b"x" * 10_000 for number in range(60)]
     place.send(*bodies, b"y" * 199_990)
 
-    # When a run drains the queue
-    messages, report = place.settle("g1")
+    # When a run drains the queue that is not told of the limit
+    with (
+        place.source("g0") as source,
+        pytest.raises(ProducerError, match="set the option max_message_bytes"),
+    ):
+        place.take(source)
 
-    # Then it does so, says what it found, and sets aside what fits no bundle, with the way out
+    # And when one is
+    messages, report = place.settle("g1", max_message_bytes=190_000)
+
+    # Then it handles all, and sets aside what fits no bundle, with the way out
     assert sorted(message.data for message in messages) == bodies
     assert (report.acked, report.total) == (60, 60)
     assert "beside those received: 1 (too large)" in report.errors[0]
-    assert "200000 bytes" in caplog.text
     dead = place.first(place.queues.dead)
     assert dead[1] == b"y" * 199_990
-    assert "max_message_size" in dead[0].headers["x-broadway-reason"]
-
-    # And the next run knows
-    caplog.clear()
-    place.send(*bodies)
-    messages, _ = place.settle("g2")
-    assert sorted(message.data for message in messages) == bodies
-    assert not any(message.redelivered for message in messages)
-    assert "200000" not in caplog.text
+    assert "max_message_bytes" in dead[0].headers["x-broadway-reason"]

@@ -168,15 +168,6 @@ class QueueJournal:
         """Note, before anything is published to it, that a queue may be relied on."""
         self._notes.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
 
-    def limit(self) -> int | None:
-        """The broker's ``max_message_size``, where it refused a bundle for it."""
-        value = self._notes.read("limit.json")
-        return None if value is None else int(value["bytes"])
-
-    def note_limit(self, size: int) -> None:
-        """Note that the broker takes no message of more than ``size`` bytes."""
-        self._notes.write("limit.json", {"bytes": size})
-
 
 def is_swept(settled: Settled | None) -> bool:
     """Whether another run takes over what the generation held."""

@@ -223,7 +223,7 @@ class RabbitMQOptions(Producer):
         default=15 * 1024 * 1024,
         rule=rules.POSITIVE,
         doc="A message with a larger body is set aside as a dead letter.  With its bundle around it"
-        " it must pass the broker's max_message_size.",
+        " it must pass the broker's max_message_size; bundles of several hold no more either.",
     )
 
     def _resolve(self) -> None:

@@ -33,12 +33,6 @@ def acknowledged_too_late(error: Refused) -> bool:
     return error.code == 406 and "delivery acknowledgement" in error.text
 
 
-def too_large(error: Refused) -> int | None:
-    """The broker's ``max_message_size``, if that is why it refused a message."""
-    found = re.search(r"message size \d+ is larger than (?:configured )?max size (\d+)", error.text)
-    return int(found[1]) if error.code == 406 and found else None
-
-
 def explained(error: Refused, what: str) -> ProducerError:
     """The refusal, with what to do about it."""
     advice = {
@@ -49,6 +43,8 @@ def explained(error: Refused, what: str) -> ProducerError:
     }.get(error.code)
     if error.code == 403 and "exclusive use" in error.text:
         advice = "another consumer has it for itself: an option `exclusive`, of a run or elsewhere"
+    if error.code == 406 and "message size" in error.text:
+        advice = "set the option max_message_bytes below that: a bundle holds no more"
     return ProducerError(f"{what}: {error.text}" + (f"; {advice}" if advice else ""))
 
 

@@ -128,7 +128,7 @@ class Consumer:
     def _take(self, room: int) -> int:
         """Move ``room`` deliveries into bundles; how many became messages."""
         backlog, bundle, fresh = self.backlog, self._bundle, self._ids.fresh
-        max_bytes, largest = self._max_bytes, self._intake.largest
+        max_bytes = self._max_bytes
         taken = 0
         for _ in range(room):
             delivered = backlog[0]
@@ -139,15 +139,18 @@ class Consumer:
             if mark is not None and not self._may_take(mark):
                 break
             backlog.popleft()
-            weight = len(body) + len(properties) + len(route) + (64 if mark is None else 256)
-            if len(body) > max_bytes or weight > largest:
-                self._quarantine(delivered, "oversized", self._why_oversized(len(body)))
+            if len(body) > max_bytes:
+                reason = (
+                    f"its body has {len(body)} bytes, more than max_message_bytes ({max_bytes})"
+                )
+                self._quarantine(delivered, "oversized", reason)
                 continue
             if body[:4] == MAGIC and (bundle_of := contents(body)):
                 # It was moved here; it is not unpacked: any sender can make one.
                 reason = f"it is {bundle_of}: move it back into its holding queue, as it is"
                 self._quarantine(delivered, "bundle", reason)
                 continue
+            weight = len(body) + len(properties) + len(route) + (64 if mark is None else 256)
             if mark is None:
                 bundle.add(Held(fresh(), 1, redelivered, route, properties, body), weight, tag)
             else:
@@ -192,14 +195,6 @@ class Consumer:
         if message_id is None:
             return None
         return Held(message_id, mark.attempt, True, route, properties, body)
-
-    def _why_oversized(self, size: int) -> str:
-        if size > self._max_bytes:
-            return f"its body has {size} bytes, more than max_message_bytes ({self._max_bytes})"
-        return (
-            f"with {size} bytes it fits no bundle, for which RabbitMQ's max_message_size leaves"
-            f" {self._intake.largest}"
-        )
 
     def _quarantine(self, delivered: Delivered, kind: str, reason: str) -> None:
         """Makes a dead letter of a message that no callback can handle."""

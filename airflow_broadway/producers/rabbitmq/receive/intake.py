@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from datetime import datetime, timedelta
 
 from airflow_broadway.core.custody.producer import ProducerEnv
@@ -13,7 +12,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
-from airflow_broadway.producers.rabbitmq.bundle import MAX_BYTES, MAX_MESSAGES, Header, Held, pack
+from airflow_broadway.producers.rabbitmq.bundle import MAX_BYTES, Header, Held, pack
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, Turns
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
@@ -42,16 +41,11 @@ class Intake:
         #: When the lease lapses, and why it is over, if it is.
         self.deadline = self._fresh_deadline()
         self.lapsed: LeaseLapsed | None = None
-        #: Bytes of messages in a bundle: no more than the broker takes.
-        self.capacity = MAX_BYTES
-        #: Bytes of a message alone, once the broker has refused a larger bundle.
-        self.largest = sys.maxsize
+        #: Bytes of messages in a bundle; one larger message is a bundle of its own.
+        self.capacity = min(MAX_BYTES, options.max_message_bytes)
         self._key = self.queues.names.key(env.generation)
         self._earlier = ""
         self._count = 0
-        limit = self.journal.limit()
-        if limit is not None:
-            self.fit(limit, refused=False)
 
     # -- the lease -----------------------------------------------------------------------------
 
@@ -103,21 +97,6 @@ class Intake:
         return self.env.clock.now() + timedelta(seconds=self.options.lease)
 
     # -- bundles -------------------------------------------------------------------------------
-
-    def fit(self, limit: int, *, refused: bool) -> bool:
-        """Makes bundles for a broker that takes no message of more than ``limit`` bytes.
-
-        :param refused: Whether it has just refused one; else it did so to an earlier run.
-        :returns: Whether that changes anything.
-        """
-        room = limit - len(pack(self._header("x" * 48, MAX_MESSAGES), []))
-        if room <= 0:
-            return False
-        before = self.capacity, self.largest
-        self.capacity = min(MAX_BYTES, room)
-        if refused:
-            self.largest = room
-        return before != (self.capacity, self.largest)
 
     def publish(self, channel: ConfirmChannel, messages: list[Held], tag: int | None) -> None:
         """Secures ``messages``; then ``tag`` may be acknowledged.  For the connection's thread."""

@@ -115,10 +115,6 @@ class Session:
         if isinstance(error, LeaseLapsed):
             self._intake.lapsed = error
         if isinstance(error, errors.Refused):
-            limit = errors.too_large(error)
-            if limit is not None:
-                self._fit(limit)
-                return
             if errors.acknowledged_too_late(error):
                 self._slow = True
                 return
@@ -130,21 +126,6 @@ class Session:
             raise errors.explained(error, f"the queue {self._intake.options.queue!r}") from None
         if isinstance(error, errors.Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
-
-    def _fit(self, limit: int) -> None:
-        """Make bundles that a broker takes that has just refused one.
-
-        :raises ProducerError: If there are none.
-        """
-        known = f"RabbitMQ takes no message of more than {limit} bytes (its max_message_size)"
-        if not self._intake.fit(limit, refused=True):
-            raise ProducerError(f"{known}, which is too few even for one alone: raise it")
-        log.warning(
-            "%s: bundles are made no larger, and a larger message is a dead letter.  To have it"
-            " handled, raise the limit.",
-            known,
-        )
-        self._intake.journal.note_limit(limit)
 
     # -- what the source waits for -------------------------------------------------------------
 

@@ -68,10 +68,10 @@ def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path: Path) -> No
     shared = f"file://{tmp_path}/shared"
     one, other = (QueueJournal(f"file://{tmp_path}/{n}", "q", shared) for n in "ab")
     one.log_of("g").note_now({"m1": Action.ACK})
-    one.note_limit(1000)
+    one.note_type(1000.0)
 
     assert other.log_of("g").now() == {"m1": Action.ACK}
-    assert other.limit() is None
+    assert not other.seen_type(1000.0)
 
 
 def test_a_log_outlives_its_lease_by_a_week(tmp_path: Path) -> None:
