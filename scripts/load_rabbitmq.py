@@ -11,7 +11,7 @@ import json
 import sys
 
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of_uri
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.channels import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from scripts.load_flights import flights

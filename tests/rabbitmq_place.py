@@ -20,7 +20,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal

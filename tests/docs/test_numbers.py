@@ -18,7 +18,8 @@ from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, standing_queues
-from airflow_broadway.producers.rabbitmq.receive import consumer, ids
+from airflow_broadway.producers.rabbitmq.receive import consumer
+from airflow_broadway.producers.rabbitmq.receive import intake as rabbit_intake
 from airflow_broadway.runs.reading import batches, history, message, reasons
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
@@ -71,7 +72,7 @@ MIB = 1024 * 1024
         ("operators.md", "Keep that at {:g} or more", ack.MIN_RESCHEDULE_INTERVAL),
         ("rabbitmq.md", "(at most {} messages or", bundle.MAX_MESSAGES),
         ("rabbitmq.md", "messages or {:g} MiB), each bundle", bundle.MAX_BYTES / MIB),
-        ("rabbitmq.md", "takes back beyond {:,} messages", ids._MAX_REMEMBERED),
+        ("rabbitmq.md", "takes back beyond {:,} messages", rabbit_intake._MAX_REMEMBERED),
         ("rabbitmq.md", "when it is at least {:g} seconds old", standing_queues._RELIABLE_AGE),
         ("rabbitmq.md", "ask for nothing for {:g} seconds", consumer.DEMAND_TIMEOUT),
         ("rabbitmq.md", "it uses the same answer for {:g} s", checks.CHECK_INTERVAL),

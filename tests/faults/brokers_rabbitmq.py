@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import LADDER, QueueNames
 from tests.faults.broker import Dead
 from tests.rabbitmq_server import RabbitServer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import LADDER, QueueNames
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.rabbitmq_fixtures import wanted_server
 

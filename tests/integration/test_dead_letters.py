@@ -13,7 +13,7 @@ import pytest
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq.amqp import get
+from airflow_broadway.producers.rabbitmq.amqp import channels
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, ConnectionThread
 from tests.cli_runs import ran
 from tests.kafka_group import KafkaGroup
@@ -191,7 +191,7 @@ def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_
             counts.append(answer.method.message_count)
         return answer
 
-    monkeypatch.setattr(get, "_BACK_WITHIN", within)
+    monkeypatch.setattr(channels, "_BACK_WITHIN", within)
     with closing(place.producer().dead_letters(place.env())) as letters:
         shown = letters.letters()
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_what_was_acknowledged_at_rabbitmq_is_not_waited_for(
             counts.append(answer.method.message_count)
         return answer
 
-    monkeypatch.setattr(get, "_BACK_WITHIN", 60.0)
+    monkeypatch.setattr(channels, "_BACK_WITHIN", 60.0)
     with closing(place.producer().dead_letters(place.env())) as letters:
         monkeypatch.setattr(Channel, "call", noted)
 

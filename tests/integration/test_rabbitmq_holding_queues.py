@@ -21,8 +21,12 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue, HoldingQueues
-from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, KEEPING
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import (
+    EXCHANGE,
+    KEEPING,
+    HoldingQueue,
+    HoldingQueues,
+)
 from airflow_broadway.producers.rabbitmq.bundle import VERSION, Header, Held, pack, unpack
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import ids, settlement_of

@@ -22,14 +22,14 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.channels import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import join_entries, join_fields
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueue
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.marks import MARK
 from airflow_broadway.producers.rabbitmq.settle import settlement as settling
-from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
+from airflow_broadway.producers.rabbitmq.settle.settlement import Outbox
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.rabbitmq_place import Breaker, Place
 

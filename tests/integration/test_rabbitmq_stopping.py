@@ -21,7 +21,7 @@ from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
 from airflow_broadway.producers.rabbitmq import Qos
-from airflow_broadway.producers.rabbitmq.receive import session
+from airflow_broadway.producers.rabbitmq.receive import source as receiving
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place
 from tests.waiting import eventually
@@ -36,7 +36,7 @@ BASIC_ACK = b"\x00\x3c\x00\x50"
 
 @pytest.fixture
 def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(session, "_CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(receiving, "_CLOSE_TIMEOUT", 0.2)
     place.declare()
     return place
 

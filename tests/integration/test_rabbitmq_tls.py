@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
-from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Blocked
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.testing.contract import settlement_of

@@ -97,7 +97,7 @@ class Bundles:
         "is over": "producers.rabbitmq.journal.QueueJournal.is_over",
         "bind": "producers.rabbitmq.broker.holding_queues.HoldingQueues.open",
         "bundle": "producers.rabbitmq.receive.intake.Intake.publish",
-        "confirmed": "producers.rabbitmq.amqp.confirms.ConfirmChannel",
+        "confirmed": "producers.rabbitmq.amqp.channels.ConfirmChannel",
         "settle": "producers.rabbitmq.journal.QueueJournal.opened",
         "note closed": "producers.rabbitmq.journal.QueueJournal.note_closed",
         "opened": "producers.rabbitmq.journal.QueueJournal.opened",
@@ -107,7 +107,7 @@ class Bundles:
         "get": "producers.rabbitmq.broker.holding_queues.HoldingQueue.bundles",
         "turn": "producers.rabbitmq.journal.QueueJournal.note_turn",
         "turns": "producers.rabbitmq.journal.QueueJournal.note_turn",
-        "carry out": "producers.rabbitmq.settle.outbox.Outbox.carry_out",
+        "carry out": "producers.rabbitmq.settle.settlement.Outbox.carry_out",
         "note": "producers.rabbitmq.journal.QueueJournal.note_settled",
         "free": "producers.rabbitmq.broker.holding_queues.HoldingQueue.free",
     }

@@ -196,7 +196,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "confirm",
-        "producers.rabbitmq.amqp.confirms.ConfirmChannel",
+        "producers.rabbitmq.amqp.channels.ConfirmChannel",
         "acknowledges a delivery only once its bundle is confirmed",
         "no message is lost",
         Bundles,
@@ -220,7 +220,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "covers",
-        "producers.rabbitmq.settle.settlement.covers",
+        "producers.rabbitmq.settle.settlement.Progress.left",
         "releases nothing of a bundle that a noted settlement covers",
         "what is settled comes to no callback again",
         Bundles,

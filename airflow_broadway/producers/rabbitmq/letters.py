@@ -29,12 +29,11 @@ from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.rabbitmq import marks
 from airflow_broadway.producers.rabbitmq.amqp import properties as codec
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.channels import ACKS_AT_ONCE, Getter, Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.get import ACKS_AT_ONCE, Getter
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, join_route, split_route
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.management import delivery_limit
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 

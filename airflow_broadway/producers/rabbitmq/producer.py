@@ -46,12 +46,12 @@ class RabbitMQProducer(RabbitMQOptions):
         return RabbitCustodian(self, env)
 
     def check(self, env: ProducerEnv) -> list[Finding]:
-        from airflow_broadway.producers.rabbitmq.inspect import check
+        from airflow_broadway.producers.rabbitmq.broker.checks import check
 
         return check(self, env)
 
     def depth(self, env: ProducerEnv) -> QueueDepth:
-        from airflow_broadway.producers.rabbitmq.inspect import depth
+        from airflow_broadway.producers.rabbitmq.broker.checks import depth
 
         return depth(self.shards(), env)
 

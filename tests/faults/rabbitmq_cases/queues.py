@@ -11,7 +11,7 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.broker.names import KEEPING
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import KEEPING
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case

@@ -1,4 +1,4 @@
-"""Whether the broker's policies make a run's queues lose messages.
+"""Checks the queues of a producer, above all for policies that lose messages; reports their depth.
 
 The arguments of our own queues are checked by declaring them: the broker refuses others.  Policies
 apply on top of arguments, by a queue's name, and may make any queue lose what it holds.  Only the
@@ -10,31 +10,87 @@ limit, the lower one applies; in all else, the argument: https://www.rabbitmq.co
 
 The management API computes the same for queues that exist, as ``effective_policy_definition``, but
 shows it with its statistics: a policy that was set just now is missing there for up to 10 seconds.
-
-A pattern can be written so that matching it takes for ever.  So all but the plainest patterns are
-matched in a process of its own, which is ended when it takes too long.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import subprocess
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from math import comb
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.findings import Finding, Level, enforce
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq.amqp.address import Address
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import (
+    KEEPING,
+    LADDER,
+    HoldingQueues,
+    QueueNames,
+)
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
-from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, LADDER, QueueNames
+from airflow_broadway.producers.rabbitmq.bundle import BundleError
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
+
+
+def check(options: RabbitMQOptions, env: ProducerEnv) -> list[Finding]:
+    """Checks the broker's version, the source queue, and the policies of every queue of a run."""
+    address = address_for(options, env)
+    with closing(ConnectionThread.to(address)) as connection:
+        findings = check_version(connection)
+        exists = connection.depth(options.queue) is not None
+        if exists or options.declare is not None:
+            return findings + check_queues(connection, options, exists=exists)
+    text = (
+        f"RabbitMQ at {address.shown} has no queue {options.queue!r} in the virtual host"
+        f" {address.virtual_host!r}: create it, or correct the name"
+    )
+    return [*findings, Finding("error", text)]
+
+
+def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
+    """Counts the queues together.
+
+    A bundle that the next run takes over counts as one ready message: it releases the up to 500
+    messages in it.
+    """
+    ready = delayed = dead = 0
+    for options in all_options:
+        names = QueueNames(options.queue)
+        place: Any = options.dead_letter
+        with closing(ConnectionThread.to(address_for(options, env))) as connection:
+            ready += connection.depth(names.source) or 0
+            ready += _lapsed(connection, options, env)
+            delayed += sum(connection.depth(names.delay(step)) or 0 for step in LADDER)
+            dead += connection.depth(place if isinstance(place, str) else names.dead) or 0
+    return QueueDepth(ready=ready, delayed=delayed, leased=0, dead=dead, oldest_age=None)
+
+
+def _lapsed(connection: ConnectionThread, options: RabbitMQOptions, env: ProducerEnv) -> int:
+    """Counts the bundles that the next run takes over."""
+    holding = HoldingQueues(QueueNames(options.queue))
+    journal = QueueJournal(env.staging, options.queue, env.shared)
+    total, now = 0, env.clock.now().timestamp()
+    for name, ready in holding.present(connection):
+        if not ready:
+            continue
+        with holding.claim(connection, name) as queue:
+            try:
+                owner = None if queue is None else queue.owner()
+            except BundleError:
+                continue
+            if owner is not None and (owner.until <= now or journal.is_over(owner.generation)):
+                total += ready - (owner.count == 0)
+    return total
+
 
 #: The first release whose quorum queues dead-letter without loss, and the first in which no feature
 #: flag is needed for that.
@@ -97,25 +153,17 @@ class Setting(NamedTuple):
 
 
 class Policies:
-    """The policies of a virtual host, as they apply to some queues.
-
-    A pattern that Python cannot read (Erlang's dialect knows more) or that takes too long counts as
-    matching all: rather too many than too few.
+    """The policies of a virtual host.
 
     :param policies: What they are called, for people → those, as the management API shows them.
-    :param queues: The names of the queues.
     """
 
-    def __init__(
-        self, policies: Mapping[str, Iterable[Mapping[str, Any]]], queues: Sequence[str]
-    ) -> None:
+    def __init__(self, policies: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
         # The highest priority first.
         self._policies = {
             kind: sorted(shown, key=lambda policy: -policy["priority"])
             for kind, shown in policies.items()
         }
-        patterns = [policy["pattern"] for shown in self._policies.values() for policy in shown]
-        self._matching = _matching(patterns, queues)
 
     def effective(self, queue: str, kind: str, arguments: Mapping[str, Any]) -> dict[str, Setting]:
         """Returns what counts for a queue: name without ``x-`` → value and what sets it.
@@ -140,7 +188,7 @@ class Policies:
         apply_to = policy["apply-to"]
         if apply_to not in ("all", "queues") and _TYPES.get(apply_to) != kind:
             return False
-        return queue in self._matching[policy["pattern"]]
+        return _matches(policy["pattern"], queue)
 
 
 def _is_less(value: Any, other: Any) -> bool:
@@ -148,59 +196,25 @@ def _is_less(value: Any, other: Any) -> bool:
     return bool(numbers and value < other)
 
 
-# -- patterns --------------------------------------------------------------------------------------
+#: Steps that matching a pattern may take: a tenth of a second.
+_MAX_STEPS = 2_000_000
 
-#: A pattern that takes no time: literal characters, and ``.*`` at its end.
-_PLAIN = re.compile(r"\^?(?:[\w<>/:%=-]|\\[.-]|\.(?![*+?{]))*(?:\.\*)?\$?")
-#: Seconds that matching may take; patterns that may take longer, before all others are given up.
-_MATCH_TIMEOUT, _MAX_SLOW = 2.0, 3
-#: Reads patterns and names, writes the names that each pattern matches, a line each.
-_MATCH = """
-import json, re, sys
-patterns, names = json.load(sys.stdin)
-for pattern in patterns:
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches, as far as Python can tell in time.
+
+    A repeated group may take for ever, and each repetition tries each place in the name.  What may
+    take too long, or Python cannot read (Erlang's dialect knows more), counts as matching: rather
+    too many than too few.
+    """
+    bare = re.sub(r"\\\D|\(\?", "", pattern)
+    repetitions = 1 + len(re.findall(r"[*+?{]", bare))
+    if re.search(r"\)[*+{]|\\\d", bare) or comb(len(name) + repetitions, repetitions) > _MAX_STEPS:
+        return True
     try:
-        matching = [name for name in names if re.search(pattern, name)]
+        return re.search(pattern, name) is not None
     except (re.error, OverflowError, RecursionError):
-        matching = names
-    print(json.dumps(matching), flush=True)
-"""
-
-
-def _matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, Collection[str]]:
-    """Returns the names that each pattern matches; all names where that takes too long."""
-    matching: dict[str, Collection[str]] = {}
-    hard = []
-    for pattern in dict.fromkeys(patterns):
-        if _PLAIN.fullmatch(pattern):
-            matching[pattern] = [name for name in names if re.search(pattern, name)]
-        else:
-            hard.append(pattern)
-    slow = 0
-    while hard and slow < _MAX_SLOW:
-        answers = _match_apart(hard, names)
-        matching.update(zip(hard, answers, strict=False))
-        hard = hard[len(answers) :]
-        if hard:
-            matching[hard.pop(0)] = names
-            slow += 1
-    return {**matching, **dict.fromkeys(hard, names)}
-
-
-def _match_apart(patterns: list[str], names: Sequence[str]) -> list[list[str]]:
-    """Returns the names that the first patterns match: of all that were matched in time."""
-    try:
-        lines = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _MATCH],
-            input=json.dumps([patterns, list(names)]).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_MATCH_TIMEOUT,
-            check=False,
-        ).stdout
-    except subprocess.TimeoutExpired as late:
-        lines = late.stdout or b""
-    return [json.loads(line) for line in lines.splitlines(keepends=True) if line[-1:] == b"\n"]
+        return True
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -297,7 +311,7 @@ def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
     """
     roles = [role for role in roles_of(options) if role.arguments is not None]
     try:
-        policies = Policies(Management(address).policies(), [role.queue for role in roles])
+        policies = Policies(Management(address).policies())
     except Unseen as error:  # each run's source warns of it
         log.debug("Policies could not be checked: %s", error)
         return {}
@@ -363,7 +377,7 @@ def _check_each(
     version: tuple[int, ...],
     declare: Mapping[str, Any] | None,
 ) -> Iterator[Finding]:
-    policies = Policies(management.policies(), [role.queue for role in roles])
+    policies = Policies(management.policies())
     for role in roles:
         kind, arguments = "quorum", role.arguments
         if arguments is None:

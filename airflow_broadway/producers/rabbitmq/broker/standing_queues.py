@@ -11,13 +11,15 @@ import time
 from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.errors import MISSING
-from airflow_broadway.producers.rabbitmq.amqp.get import Getter
+from airflow_broadway.producers.rabbitmq.amqp.channels import Getter
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import MISSING, ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.broker.checks import CHECK_INTERVAL, losses
-from airflow_broadway.producers.rabbitmq.broker.holding_queues import HoldingQueues
-from airflow_broadway.producers.rabbitmq.broker.names import KEEPING, QueueNames
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import (
+    KEEPING,
+    HoldingQueues,
+    QueueNames,
+)
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 

@@ -16,12 +16,11 @@ from typing import Any
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq import marks
-from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
+from airflow_broadway.producers.rabbitmq.amqp.channels import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
-from airflow_broadway.producers.rabbitmq.receive.buffer import Aside
-from airflow_broadway.producers.rabbitmq.receive.intake import Intake
+from airflow_broadway.producers.rabbitmq.receive.intake import Aside, Intake
 
 log = logging.getLogger(__name__)
 

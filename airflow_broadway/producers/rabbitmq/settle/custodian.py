@@ -17,13 +17,17 @@ from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import about_set_aside, report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Blocked, ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
-from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of
-from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement, unheld_report
+from airflow_broadway.producers.rabbitmq.settle.settlement import (
+    LeaseSettlement,
+    Outbox,
+    Turn,
+    held_of,
+    unheld_report,
+)
 
 log = logging.getLogger(__name__)
 

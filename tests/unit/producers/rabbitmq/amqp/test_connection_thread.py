@@ -14,9 +14,9 @@ from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Channel,
     ConnectionThread,
+    Refused,
     Reply,
 )
-from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
 
 NOBODY = Address(host="127.0.0.1", port=1)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, rung
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import LADDER, QueueNames, rung
 
 
 def test_names_of_queues_stay_within_the_limit() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.receive.buffer import Aside, Buffer
+from airflow_broadway.producers.rabbitmq.receive.intake import Aside, Buffer
 
 
 def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(

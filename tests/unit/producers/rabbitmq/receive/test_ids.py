@@ -10,8 +10,8 @@ import pytest
 from airflow_broadway.producers.rabbitmq import journal as journal_module
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, Turns
-from airflow_broadway.producers.rabbitmq.receive import ids as ids_module
-from airflow_broadway.producers.rabbitmq.receive.ids import Ids
+from airflow_broadway.producers.rabbitmq.receive import intake
+from airflow_broadway.producers.rabbitmq.receive.intake import Ids
 
 
 def load(*message_ids: str) -> list[Held]:
@@ -48,7 +48,7 @@ def test_what_was_not_secured_comes_again_under_its_id() -> None:
 
 
 def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_module, "_MAX_REMEMBERED", 100)
+    monkeypatch.setattr(intake, "_MAX_REMEMBERED", 100)
     ids = Ids("own")
     tracemalloc.start()
     try:

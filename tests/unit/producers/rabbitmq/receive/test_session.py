@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.receive.session import confirm_timeout
+from airflow_broadway.producers.rabbitmq.receive.source import confirm_timeout
 from airflow_broadway.testing.clock import ManualClock
 
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 from airflow_broadway.testing import ManualClock
 
 

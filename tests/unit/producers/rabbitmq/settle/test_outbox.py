@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.channels import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Reply
-from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
+from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
-from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
+from airflow_broadway.producers.rabbitmq.settle.settlement import Outbox
 from airflow_broadway.testing.clock import ManualClock
 
 MIB = 1024 * 1024

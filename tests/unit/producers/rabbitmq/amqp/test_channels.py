@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmWindow
+from airflow_broadway.producers.rabbitmq.amqp.channels import ConfirmWindow
 
 
 def window(count: int) -> ConfirmWindow:
