@@ -200,7 +200,7 @@ def lost_channel(case: Case) -> None:
         with place.source("g1", **options) as source, logged("airflow_broadway") as told:
             [first] = source.secure(source.receive(1, timeout=5.0))
             # Answered after the acknowledgement of the first, which is not to be what breaks.
-            cast(Any, source)._session.consumer.channel.call("basic_qos", prefetch_count=1)
+            cast(Any, source)._consumer.channel.call("basic_qos", prefetch_count=1)
             breaker.arm()
             place.send(*[b"%d" % number for number in numbers])
             messages: list[Message] = []

@@ -76,7 +76,7 @@ def test_messages_keep_ids_of_their_own_when_the_connection_breaks_between_them(
 
 def synchronise(source: Any) -> None:
     """Wait until the broker has all that the source said so far."""
-    source._session.consumer.channel.call("basic_qos", prefetch_count=1)
+    source._consumer.channel.call("basic_qos", prefetch_count=1)
 
 
 def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(
@@ -259,7 +259,7 @@ def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place: Pl
         synchronise(source)
 
         # When its connection is closed at the broker, in words: 320, CONNECTION_FORCED
-        connection = source._session.connection  # type: ignore[attr-defined]
+        connection = source._connection  # type: ignore[attr-defined]
 
         def closed() -> bool:
             for each in manage(place.server, "GET", "connections"):
@@ -459,7 +459,7 @@ def test_a_small_frame_few_channels_and_properties_of_the_client_are_as_the_conn
 
     source: Any = producer.source(env)
     messages = place.take(source)
-    parameters = source._session.connection.raw.params
+    parameters = source._connection.raw.params
     report = producer.custodian(env).settle(source.lease, settlement_of(messages))
     source.close()
 

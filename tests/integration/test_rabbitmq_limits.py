@@ -108,8 +108,8 @@ def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_u
         try:
             # When it stops with messages under way, and there is room only after that second
             inner._buffer.demand(5)
-            inner._session.connection.post(lambda: inner._session.consumer.want(5))
-            eventually(lambda: inner._session.connection.blocked)
+            inner._connection.post(lambda: inner._consumer.want(5))
+            eventually(lambda: inner._connection.blocked)
             room = threading.Timer(
                 2.5, place.server.control, ("set_vm_memory_high_watermark", "absolute", "3GB")
             )

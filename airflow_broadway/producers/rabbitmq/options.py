@@ -18,27 +18,29 @@ DEFAULT_CONNECTION = "rabbitmq_default"
 BACKOFF_TYPES = ("rand_exp", "exp", "rand", "stop")
 #: The shortest and the longest delay, in seconds, where neither is given.
 _BACKOFF_MIN, _BACKOFF_MAX = 1.0, 30.0
-#: What the option ``metadata`` may name.  Broadway has ``delivery_tag`` too: it means nothing once
-#: a delivery is secured.
-METADATA_FIELDS = (
-    "redelivered",
-    "exchange",
-    "routing_key",
+#: The properties of an AMQP message by their bit, from the highest.
+FIELDS = (
     "content_type",
     "content_encoding",
     "headers",
-    "persistent",
+    "delivery_mode",
     "priority",
     "correlation_id",
+    "reply_to",
+    "expiration",
     "message_id",
     "timestamp",
     "type",
     "user_id",
     "app_id",
     "cluster_id",
-    "reply_to",
 )
-
+#: What the option ``metadata`` may name.  Broadway has ``delivery_tag`` too: it means nothing once
+#: a delivery is secured.
+METADATA_FIELDS = (
+    *("redelivered", "exchange", "routing_key", "persistent"),
+    *(name for name in FIELDS if name not in ("delivery_mode", "expiration")),
+)
 
 #: Options that no producer has alone: tasks and verdicts go by what is declared.
 _FOR_ALL = {"concurrency", "merge_options", "rate_limiting", "retry", "transformer"}

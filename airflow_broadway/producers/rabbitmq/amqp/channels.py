@@ -257,35 +257,40 @@ class ConfirmWindow:
         return refused
 
 
-def _select_confirms(
-    channel: Channel,
-    on_confirm: Callable[[int, bool, bool], None],
-    on_return: Callable[[str | None, str], None],
-    key_of: KeyOf,
-) -> None:
-    """Switches a channel to confirms.
+class _ConfirmedChannel:
+    """A channel whose publications are mandatory and confirmed.
 
-    :param on_confirm: Called in the connection's thread with number, multiple, refused.
-    :param on_return: Called in the connection's thread with key and reason; before the confirm.
+    :param key_of: See :data:`KeyOf`.
     """
 
-    def answered(frame: Any) -> None:
-        refused = frame.method.NAME == "Basic.Nack"
-        on_confirm(frame.method.delivery_tag, frame.method.multiple, refused)
+    def __init__(self, channel: Channel, key_of: KeyOf) -> None:
+        self.channel = channel
+        self.window = ConfirmWindow()
+        self._key_of = key_of
+        connection, number = channel.connection, channel.number
+        connection.post(lambda: connection.raw.frames.on_return(number, self._returned))
+        channel.call("confirm_delivery", ack_nack_callback=self._answered)
 
-    def returned(code: int, text: str, properties: bytes) -> None:
-        on_return(key_of(properties), f"{text} ({code})")
+    def _send(self, exchange: str, key: str, properties: bytes, body: bytes) -> None:
+        self.channel.raw.basic_publish(
+            exchange, key, body, RawProperties(properties), mandatory=True
+        )
 
-    connection, number = channel.connection, channel.number
-    connection.post(lambda: connection.raw.frames.on_return(number, returned))
-    channel.call("confirm_delivery", ack_nack_callback=answered)
+    def _returned(self, code: int, text: str, properties: bytes) -> None:
+        self.window.returned(self._key_of(properties), f"{text} ({code})")
+
+    def _answered(self, frame: Any) -> None:
+        method = frame.method
+        refused = method.NAME == "Basic.Nack"
+        self.window.confirmed(method.delivery_tag, method.multiple, refused=refused)
+        self._confirmed()
+
+    def _confirmed(self) -> None:
+        """Called when the window has changed."""
+        raise NotImplementedError
 
 
-def _publish(channel: Channel, exchange: str, key: str, properties: bytes, body: bytes) -> None:
-    channel.raw.basic_publish(exchange, key, body, RawProperties(properties), mandatory=True)
-
-
-class ConfirmChannel:
+class ConfirmChannel(_ConfirmedChannel):
     """Publishes what is made of deliveries, and acknowledges these once that is confirmed.
 
     All but the constructor is for the connection's thread.
@@ -306,15 +311,13 @@ class ConfirmChannel:
         what: str,
         key_of: KeyOf = message_id_of,
     ) -> None:
-        self.channel = channel
-        self.window = ConfirmWindow()
         self.failure: errors.BroadwayError | None = None
         self._secured = secured
         self._failed = failed
         self._what = what
         self._elsewhere: dict[str, str] = {}
         channel.on_lost(self.fail)
-        _select_confirms(channel, self._confirmed, self.window.returned, key_of)
+        super().__init__(channel, key_of)
 
     @property
     def is_open(self) -> bool:
@@ -344,7 +347,7 @@ class ConfirmChannel:
         if elsewhere:
             self._elsewhere[key] = routing_key or exchange
         self.window.publish(key, tag, load)
-        _publish(self.channel, exchange, routing_key, properties, body)
+        self._send(exchange, routing_key, properties, body)
 
     def requeue(self, tags: Iterable[int]) -> None:
         """Lets the broker deliver these again."""
@@ -370,8 +373,7 @@ class ConfirmChannel:
             self.failure = error
             self._failed(error)
 
-    def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
-        self.window.confirmed(number, multiple, refused=refused)
+    def _confirmed(self) -> None:
         if self.is_open and (certain := self.window.relied_on()):
             self._secured([load for _, load in certain])
             tags = [tag for tag, _ in certain if tag is not None]
@@ -393,7 +395,7 @@ class ConfirmChannel:
         )
 
 
-class Publisher:
+class Publisher(_ConfirmedChannel):
     """A channel for publishing alone; every message is mandatory and confirmed.
 
     Messages are published in portions, each after the one before is confirmed.
@@ -402,13 +404,11 @@ class Publisher:
     """
 
     def __init__(self, connection: ConnectionThread, key_of: KeyOf = message_id_of) -> None:
-        self._channel = connection.channel()
-        self._window = ConfirmWindow()
         self._reply = Reply()
         self._items: list[tuple[str, str, bytes, bytes, str]] = []
         self._bytes = 0
         self._refused: dict[str, str] = {}
-        _select_confirms(self._channel, self._confirmed, self._window.returned, key_of)
+        super().__init__(connection.channel(), key_of)
 
     def publish(
         self, exchange: str, routing_key: str, properties: bytes, body: bytes, *, key: str
@@ -420,37 +420,36 @@ class Publisher:
         self._items.append((exchange, routing_key, properties, body, key))
         self._bytes += len(body)
         if len(self._items) >= _PORTION or self._bytes >= _PORTION_BYTES:
-            self._send()
+            self._send_all()
 
     def flush(self) -> dict[str, str]:
         """Waits until everything is confirmed; returns what was refused meanwhile: key → why.
 
         :raises ProducerError: If the channel is lost.
         """
-        self._send()
+        self._send_all()
         refused, self._refused = self._refused, {}
         return refused
 
     def close(self) -> None:
         """Closes the channel."""
-        self._channel.close()
+        self.channel.close()
 
-    def _send(self) -> None:
+    def _send_all(self) -> None:
         items, self._items, self._bytes = self._items, [], 0
         if not items:
             return
 
         def run(reply: Reply) -> None:
-            self._channel.await_reply(reply)
+            self.channel.await_reply(reply)
             self._reply = reply
             for exchange, routing_key, properties, body, key in items:
-                self._window.publish(key)
-                _publish(self._channel, exchange, routing_key, properties, body)
+                self.window.publish(key)
+                self._send(exchange, routing_key, properties, body)
 
-        self._channel.connection.ask(run)
-        self._refused |= self._window.forget()
+        self.channel.connection.ask(run)
+        self._refused |= self.window.forget()
 
-    def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
-        self._window.confirmed(number, multiple, refused=refused)
-        if not len(self._window):
+    def _confirmed(self) -> None:
+        if not len(self.window):
             self._reply.give()

@@ -16,24 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
-
-#: Names of properties by their bit, from the highest.
-FIELDS = (
-    "content_type",
-    "content_encoding",
-    "headers",
-    "delivery_mode",
-    "priority",
-    "correlation_id",
-    "reply_to",
-    "expiration",
-    "message_id",
-    "timestamp",
-    "type",
-    "user_id",
-    "app_id",
-    "cluster_id",
-)
+from airflow_broadway.producers.rabbitmq.options import FIELDS
 
 #: The properties of one byte.
 _OCTETS = ("delivery_mode", "priority")

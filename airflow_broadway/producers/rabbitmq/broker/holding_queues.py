@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from typing import Any, TypeVar
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
@@ -139,8 +139,6 @@ _MAX_QUEUES = 1_000
 _MAX_GAP = 3
 #: Seconds to wait for the claim of an empty holding queue: a look at it takes milliseconds.
 _OPEN_TIMEOUT = 1.0
-#: Seconds for the connection that lost a claim to be noticed by the broker.
-REOPEN_TIMEOUT = 5.0
 #: Seconds between two attempts to claim, and between two counts.
 _CLAIM_INTERVAL, _COUNT_INTERVAL = 0.05, 0.02
 
@@ -332,20 +330,16 @@ class HoldingQueues:
         :raises ProducerUnavailable: If the broker dies meanwhile.
         :raises ProducerError: If the broker refuses.
         """
-        numbered = map(self._names.held, range(_MAX_QUEUES))
-        wait = REOPEN_TIMEOUT if earlier else _OPEN_TIMEOUT
-        for name in chain([earlier] if earlier else [], numbered):
-            if wait == _OPEN_TIMEOUT and connection.depth(name):
+        if earlier:  # what is published would be in both, if it is bound there
+            HoldingQueue(connection, self._names, earlier).fence(generation)
+        for name in map(self._names.held, range(_MAX_QUEUES)):
+            if connection.depth(name):
                 continue
-            with self.claim(connection, name, wait) as queue:
+            with self.claim(connection, name, _OPEN_TIMEOUT) as queue:
                 if queue is not None:
                     declare(connection, name)
                     if queue.open(generation, body, note):
                         return name
-            if wait == REOPEN_TIMEOUT:
-                # It may be bound there, and what it publishes would be in another's queue too.
-                HoldingQueue(connection, self._names, name).fence(generation)
-                wait = _OPEN_TIMEOUT
         raise ProducerError(
             f"all {_MAX_QUEUES:,} holding queues of {self._names.source!r} hold messages: settle"
             " the runs that hold them, or let their leases lapse"

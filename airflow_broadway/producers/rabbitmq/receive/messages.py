@@ -16,6 +16,7 @@ from airflow_broadway.producers.rabbitmq.amqp import properties as codec
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
+from airflow_broadway.producers.rabbitmq.options import FIELDS
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -38,7 +39,7 @@ class MessageMaker:
         self._generation = generation
         self._actions = dict(actions)
         self._names = tuple(metadata)
-        self._decodes = any(name in codec.FIELDS or name == "persistent" for name in metadata)
+        self._decodes = any(name in FIELDS or name == "persistent" for name in metadata)
         self._clock = clock
         self._position = 0
         #: Messages of one publisher have the same properties.

@@ -4,9 +4,7 @@
 much as was demanded; so ``secure`` has nothing left to do, and ``stop`` brings in what is still on
 its way.
 
-Three parts have a state of their own: the session is the connection and who reads on it, the lease
-says where the generation's messages are held and until when, and here is what was handed out.
-Between them is one buffer.
+The consumer works in the connection's thread, the source in the run's.  Between them is one buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import (
@@ -52,47 +49,102 @@ log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT = 5.0
 
 
-class Session:
-    """The connection of one generation's source, with who reads on it; for the run's thread.
+#: Seconds that the first message of a queue that is not empty may take, and those that follow.
+_FIRST_TIMEOUT, _NEXT_TIMEOUT = 3.0, 0.2
+#: Seconds after which a queue counts as quiet, even if it says that it holds messages.
+_QUIET_TIMEOUT = 20.0
+
+
+class RabbitSource:
+    """Receives for one generation.
 
     It connects when it is made, by the back-off's delays, for as long as the options allow.
 
+    :param sweep: Releases what dead generations hold, before anything is received.
     :raises ProducerUnavailable: If the broker cannot be reached for so long.
     :raises ProducerError: If it refuses.
     """
 
-    connection: ConnectionThread
-    consumer: Consumer
+    _connection: ConnectionThread
+    _consumer: Consumer
 
-    def __init__(self, intake: Intake) -> None:
-        options, env = intake.options, intake.env
-        self.address = address_for(options, env)
-        #: How often the holding queue was left with bundles that may be there, and are not secured.
-        self.uncertain_bundles = 0
-        #: Whether the source queue held messages when this connection was made.
-        self.found_messages = False
+    def __init__(
+        self,
+        options: RabbitMQOptions,
+        env: ProducerEnv,
+        sweep: Callable[[ConnectionThread, StandingQueues, ProducerEnv], None],
+    ) -> None:
+        self._options = options
+        self._env = env
+        self._clock = env.clock
+        self._intake = Intake(options, env)
+        self._buffer = self._intake.buffer
+        self._make = MessageMaker(
+            env.generation, options.metadata, env.clock, options.actions_of_messages
+        )
+        self._address = address_for(options, env)
         #: One stretch of failures; it ends when the connection proves good.
-        self.attempts = Attempts.of(options, env.clock, env.stopping)
-        self._intake = intake
+        self._attempts = Attempts.of(options, env.clock, env.stopping)
+        #: Whether the source queue held messages when this connection was made.
+        self._found_messages = False
+        #: Whether callbacks take so long that nothing may wait here.
         self._slow = False
+        #: How often the holding queue was left with bundles that may be there, and are not secured.
+        self._uncertain_bundles = 0
+        self._handed = 0
+        self._stopped = False
+        self._closed = False
         self._connect_in_time()
+        try:
+            # First, of an empty run too: the sweep moves what a dead run holds.
+            refuse_losses(self._connection, options)
+            sweep(self._connection, self._intake.queues, env)
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
+            self._connection.close()
+            raise
+
+    @property
+    def lease(self) -> Lease:
+        """The lease as of now; its state counts what was handed out."""
+        buffer, intake = self._buffer, self._intake
+        with buffer.changed:
+            state = {
+                "queue": self._options.queue,
+                "index": self._env.index,
+                "holding_queue": intake.holding_queue,
+                "virtual_host": self._address.virtual_host,
+                "bundles": buffer.bundles,
+                "messages": self._handed,
+                # Bundles that may be there beside those counted, and messages never handed out.
+                "extra": self._uncertain_bundles + buffer.under_way,
+            }
+            if buffer.set_aside:
+                state["set_aside"] = dict(buffer.set_aside)
+        return Lease(
+            kind=self._options.kind,
+            generation=self._env.generation,
+            seconds=self._options.lease,
+            deadline=intake.deadline,
+            owner=dict(self._env.owner),
+            state=state,
+        )
 
     # -- connecting ----------------------------------------------------------------------------
 
-    def ensure(self) -> bool:
+    def _ensure(self) -> bool:
         """Goes on after a lost connection; nothing happens if there is none lost.
 
         :returns: Whether there is a connection: if none can be made, and the run was told to stop,
             what was received is still to be published.
         :raises BroadwayError: If another connection would not mend it, or none can be made.
         """
-        error = self._intake.buffer.error
+        error = self._buffer.error
         if error is None:
             return True
         try:
             self._reconnect(error)
         except ProducerUnavailable:
-            if self._intake.env.stopping():
+            if self._env.stopping():
                 return False
             raise
         return True
@@ -101,29 +153,29 @@ class Session:
         self._prepare_to_go_on(error)
         log.warning("%s: what is not secured yet is received again.", error)
         self._end_channel()
-        self.connection.close()
-        self._intake.buffer.forget_unsecured()
+        self._connection.close()
+        self._buffer.forget_unsecured()
         self._intake.ids.reconnect()
-        self.attempts.again(error)
+        self._attempts.again(error)
         self._intake.check_deadline()
         self._connect_in_time()
         log.info("Connected to RabbitMQ again.")
 
     def _connect_in_time(self) -> None:
         try:
-            keep_trying(self._connect, self.attempts)
+            keep_trying(self._connect, self._attempts)
         except BroadwayError as error:
-            self._intake.buffer.fail(error)
+            self._buffer.fail(error)
             raise
 
     def _connect(self) -> None:
-        self._intake.buffer.begin()
-        connection = ConnectionThread.to(self.address, on_lost=self._intake.buffer.fail)
+        self._buffer.begin()
+        connection = ConnectionThread.to(self._address, on_lost=self._buffer.fail)
         try:
             channel = connection.channel()
-            self.found_messages = _prepare(self._intake.options, connection, channel) > 0
-            self.consumer = Consumer(channel, self._intake, slow=self._slow)
-            self.connection = connection
+            self._found_messages = _prepare(self._options, connection, channel) > 0
+            self._consumer = Consumer(channel, self._intake, slow=self._slow)
+            self._connection = connection
         except BaseException:  # a kill too; raised again
             connection.close()
             raise
@@ -144,33 +196,184 @@ class Session:
                     f"the exchange {EXCHANGE!r} was deleted while this run received: what is not"
                     " secured stays in its queue; clear the task, which declares it again"
                 ) from None
-            raise explained(error, f"the queue {self._intake.options.queue!r}") from None
+            raise explained(error, f"the queue {self._options.queue!r}") from None
         if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
 
-    # -- what the source waits for -------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------
 
-    def confirm_timeout(self, end: float) -> float:
-        """See :func:`confirm_timeout`."""
-        return confirm_timeout(self.connection, end, self._intake.env.clock)
+    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
+        if self._intake.lapsed is not None:
+            raise self._intake.lapsed
+        if demand < 1 or self._stopped:
+            return []
+        end = self._clock.monotonic() + max(timeout, self._least_timeout)
+        last = end + _QUIET_TIMEOUT
+        self._intake.check_deadline()
+        while self._ensure():
+            self._ask_for(demand)
+            held, quiet = self._wait(demand, end)
+            if held:
+                self._attempts.worked()
+                return self._messages(held)
+            if quiet:
+                if self._clock.monotonic() > last or not self._more_to_come():
+                    self._see_why_nothing_came()
+                    return []
+                end = self._clock.monotonic() + _NEXT_TIMEOUT
+            if self._buffer.error is None and self._wants_to_open:
+                with self._unless_lost():
+                    self._open()
+        return []
+
+    @property
+    def _least_timeout(self) -> float:
+        """Seconds to wait at least: what lies in the queue takes a moment to come.
+
+        A shorter timeout would call it quiet.
+        """
+        if self._handed:
+            return _NEXT_TIMEOUT
+        return _FIRST_TIMEOUT if self._found_messages else 0.0
+
+    def _ask_for(self, demand: int) -> None:
+        """Have up to ``demand`` messages secured."""
+        consumer = self._consumer
+        if consumer.wants_journal:
+            self._intake.turns.read(consumer.wants_journal)
+            consumer.journal_read()
+        self._buffer.demand(demand)
+        self._connection.post(lambda: consumer.want(demand))
+
+    def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
+        """Wait until there is something to do; what is secured, and whether nothing happened."""
+        buffer = self._buffer
+        with buffer.changed:
+            while not self._has_work():
+                left = end - self._clock.monotonic()
+                if left <= 0 and buffer.under_way:  # arrived in time: its confirm is awaited
+                    left = self._confirm_timeout(end)
+                if left <= 0:
+                    return buffer.take(demand), True
+                buffer.changed.wait(left)
+            return buffer.take(demand), False
+
+    def _has_work(self) -> bool:
+        """Whether the run's thread has something to do."""
+        buffer = self._buffer
+        return bool(
+            not buffer.empty
+            or buffer.error is not None
+            or self._consumer.wants_journal
+            or self._wants_to_open
+        )
+
+    @property
+    def _wants_to_open(self) -> bool:
+        """Whether deliveries wait for a holding queue."""
+        return bool(self._consumer.backlog) and not self._intake.holding_queue
+
+    def _more_to_come(self) -> bool:
+        """Whether messages are in the queue, or on their way, that only take their time to come."""
+        consumer = self._consumer
+        if consumer.stopped:
+            return False
+        # Twice: deliveries that were under way during the first are here after the second.
+        for _ in range(2):
+            try:
+                declared = consumer.channel.call(
+                    "queue_declare", queue=self._options.queue, passive=True
+                )
+            except ProducerError:  # raised at the next receive
+                return False
+            if declared.method.message_count:
+                return True
+        return bool(consumer.backlog or self._buffer.under_way or not self._buffer.empty)
+
+    def _see_why_nothing_came(self) -> None:
+        """Refuse a stream, which looks like an empty queue: asked once a day.
+
+        :raises ProducerError: If the queue is one.
+        """
+        now = self._clock.now().timestamp()
+        if not self._handed and not self._intake.journal.seen_type(now):
+            with self._unless_lost():
+                refuse_stream(self._connection, self._options.queue)
+                self._intake.journal.note_type(now)
+        if self._buffer.error is None:
+            self._attempts.worked()
+
+    def _open(self) -> None:
+        """Open a holding queue: at the first message, so that an empty run declares nothing."""
+        if self._intake.holding_queue:
+            return
+        connection, consumer = self._connection, self._consumer
+        if consumer.may_be_stream:
+            refuse_stream(connection, self._options.queue)
+        self._intake.open(connection)
+        connection.post(consumer.open)
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Let errors pass of a connection that is lost: connecting again mends them."""
+        try:
+            yield
+        except ProducerError:
+            if self._buffer.error is None and self._connection.lost is None:
+                raise
+
+    def _messages(self, held: list[Held]) -> list[Message]:
+        made = self._make(held)
+        self._handed += len(made)
+        return made
+
+    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages
 
     # -- the end -------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """Takes nothing more; what is under way is secured, or goes back."""
-        self._in_thread(self.consumer.stop)
+    def stop(self) -> Sequence[Message]:
+        if self._stopped:
+            return []
+        self._stopped = True
+        self._buffer.demand(0)
+        self._in_thread(self._consumer.stop)
         self._await_confirms()
         self._end_channel()
+        held = self._buffer.take_all()
+        return self._messages(held) if held else []
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.stop()
+        except BroadwayError as error:  # what it does not confirm is not acknowledged either
+            log.warning("The source could not be stopped: %s", error)
+        self._connection.close()
+
+    def _confirm_timeout(self, end: float) -> float:
+        """Returns the seconds to wait for confirms that were due at ``end``.
+
+        :raises ProducerUnavailable: If they take too long, and nothing explains it.
+        """
+        left = end + self._address.timeout - self._clock.monotonic()
+        if left > 0:
+            return left
+        if self._connection.blocked:  # for how long it may be is the connection's to say
+            return 1.0
+        raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
 
     def _await_confirms(self) -> None:
         """Waits until all that was taken is secured, as long as that may still be."""
-        clock, buffer = self._intake.env.clock, self._intake.buffer
-        window = self.consumer.confirm_channel.window
+        clock, buffer = self._clock, self._buffer
+        window = self._consumer.confirm_channel.window
         end = clock.monotonic()
         with buffer.changed:
-            while not (window.idle or buffer.error or self.connection.lost):
+            while not (window.idle or buffer.error or self._connection.lost):
                 try:
-                    left = self.confirm_timeout(end)
+                    left = self._confirm_timeout(end)
                 except ProducerUnavailable as error:
                     log.warning("%s: what is not secured goes back to its queue.", error)
                     return
@@ -179,11 +382,11 @@ class Session:
 
     def _end_channel(self) -> None:
         """Sees to it that no confirm is heeded, and nothing acknowledged, from now on."""
-        channel = self.consumer.confirm_channel
+        channel = self._consumer.confirm_channel
         self._in_thread(channel.end)
-        if self.connection.lost is None:
+        if self._connection.lost is None:
             channel.channel.await_closed(_CLOSE_TIMEOUT)
-        self.uncertain_bundles += channel.window.uncertain
+        self._uncertain_bundles += channel.window.uncertain
 
     def _in_thread(self, function: Callable[[], None]) -> None:
         """Has ``function`` called in the connection's thread, and waits for it.
@@ -191,22 +394,9 @@ class Session:
         A connection that is lost has no thread any more that could do anything.
         """
         try:
-            self.connection.run(function)
+            self._connection.run(function)
         except ProducerError:
-            self.connection.close()
-
-
-def confirm_timeout(connection: ConnectionThread, end: float, clock: Clock) -> float:
-    """Returns the seconds to wait for confirms that were due at ``end``.
-
-    :raises ProducerUnavailable: If they take too long, and nothing explains it.
-    """
-    left = end + connection.address.timeout - clock.monotonic()
-    if left > 0:
-        return left
-    if connection.blocked:  # for how long it may be is the connection's to say
-        return 1.0
-    raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
+            self._connection.close()
 
 
 # -- the source queue: a user's own, so little is done to it ---------------------------------------
@@ -263,221 +453,3 @@ def refuse_stream(connection: ConnectionThread, queue: str) -> None:
         f"{queue!r} is a stream: reading removes nothing from it, so there is nothing to"
         " settle; use a classic or quorum queue, fed by the same exchange"
     )
-
-
-#: Seconds that the first message of a queue that is not empty may take, and those that follow.
-_FIRST_TIMEOUT, _NEXT_TIMEOUT = 3.0, 0.2
-#: Seconds after which a queue counts as quiet, even if it says that it holds messages.
-_QUIET_TIMEOUT = 20.0
-
-
-class RabbitSource:
-    """Receives for one generation.
-
-    :param sweep: Releases what dead generations hold, before anything is received.
-    """
-
-    def __init__(
-        self,
-        options: RabbitMQOptions,
-        env: ProducerEnv,
-        sweep: Callable[[ConnectionThread, StandingQueues, ProducerEnv], None],
-    ) -> None:
-        self._options = options
-        self._env = env
-        self._clock = env.clock
-        intake = Intake(options, env)
-        self._buffer = intake.buffer
-        self._intake = intake
-        self._make = MessageMaker(
-            env.generation, options.metadata, env.clock, options.actions_of_messages
-        )
-        self._handed = 0
-        self._stopped = False
-        self._closed = False
-        self._session = Session(intake)
-        connection = self._session.connection
-        try:
-            # First, of an empty run too: the sweep moves what a dead run holds.
-            refuse_losses(connection, options)
-            sweep(connection, intake.queues, env)
-        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
-            connection.close()
-            raise
-
-    @property
-    def lease(self) -> Lease:
-        """The lease as of now; its state counts what was handed out."""
-        buffer, intake = self._buffer, self._intake
-        with buffer.changed:
-            state = {
-                "queue": self._options.queue,
-                "index": self._env.index,
-                "holding_queue": intake.holding_queue,
-                "virtual_host": self._session.address.virtual_host,
-                "bundles": buffer.bundles,
-                "messages": self._handed,
-                # Bundles that may be there beside those counted, and messages never handed out.
-                "extra": self._session.uncertain_bundles + buffer.under_way,
-            }
-            if buffer.set_aside:
-                state["set_aside"] = dict(buffer.set_aside)
-        return Lease(
-            kind=self._options.kind,
-            generation=self._env.generation,
-            seconds=self._options.lease,
-            deadline=intake.deadline,
-            owner=dict(self._env.owner),
-            state=state,
-        )
-
-    # -- receiving -----------------------------------------------------------------------------
-
-    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        if self._intake.lapsed is not None:
-            raise self._intake.lapsed
-        if demand < 1 or self._stopped:
-            return []
-        end = self._clock.monotonic() + max(timeout, self._least_timeout)
-        last = end + _QUIET_TIMEOUT
-        self._intake.check_deadline()
-        while self._session.ensure():
-            self._ask_for(demand)
-            held, quiet = self._wait(demand, end)
-            if held:
-                self._session.attempts.worked()
-                return self._messages(held)
-            if quiet:
-                if self._clock.monotonic() > last or not self._more_to_come():
-                    self._see_why_nothing_came()
-                    return []
-                end = self._clock.monotonic() + _NEXT_TIMEOUT
-            if self._buffer.error is None and self._wants_to_open:
-                with self._unless_lost():
-                    self._open()
-        return []
-
-    @property
-    def _least_timeout(self) -> float:
-        """Seconds to wait at least: what lies in the queue takes a moment to come.
-
-        A shorter timeout would call it quiet.
-        """
-        if self._handed:
-            return _NEXT_TIMEOUT
-        return _FIRST_TIMEOUT if self._session.found_messages else 0.0
-
-    def _ask_for(self, demand: int) -> None:
-        """Have up to ``demand`` messages secured."""
-        consumer = self._session.consumer
-        if consumer.wants_journal:
-            self._intake.turns.read(consumer.wants_journal)
-            consumer.journal_read()
-        self._buffer.demand(demand)
-        self._session.connection.post(lambda: consumer.want(demand))
-
-    def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
-        """Wait until there is something to do; what is secured, and whether nothing happened."""
-        buffer = self._buffer
-        with buffer.changed:
-            while not self._has_work():
-                left = end - self._clock.monotonic()
-                if left <= 0 and buffer.under_way:  # arrived in time: its confirm is awaited
-                    left = self._session.confirm_timeout(end)
-                if left <= 0:
-                    return buffer.take(demand), True
-                buffer.changed.wait(left)
-            return buffer.take(demand), False
-
-    def _has_work(self) -> bool:
-        """Whether the run's thread has something to do."""
-        buffer, session = self._buffer, self._session
-        return bool(
-            not buffer.empty
-            or buffer.error is not None
-            or session.consumer.wants_journal
-            or self._wants_to_open
-        )
-
-    @property
-    def _wants_to_open(self) -> bool:
-        """Whether deliveries wait for a holding queue."""
-        return bool(self._session.consumer.backlog) and not self._intake.holding_queue
-
-    def _more_to_come(self) -> bool:
-        """Whether messages are in the queue, or on their way, that only take their time to come."""
-        consumer = self._session.consumer
-        if consumer.stopped:
-            return False
-        # Twice: deliveries that were under way during the first are here after the second.
-        for _ in range(2):
-            try:
-                declared = consumer.channel.call(
-                    "queue_declare", queue=self._options.queue, passive=True
-                )
-            except ProducerError:  # raised at the next receive
-                return False
-            if declared.method.message_count:
-                return True
-        return bool(consumer.backlog or self._buffer.under_way or not self._buffer.empty)
-
-    def _see_why_nothing_came(self) -> None:
-        """Refuse a stream, which looks like an empty queue: asked once a day.
-
-        :raises ProducerError: If the queue is one.
-        """
-        now = self._clock.now().timestamp()
-        if not self._handed and not self._intake.journal.seen_type(now):
-            with self._unless_lost():
-                refuse_stream(self._session.connection, self._options.queue)
-                self._intake.journal.note_type(now)
-        if self._buffer.error is None:
-            self._session.attempts.worked()
-
-    def _open(self) -> None:
-        """Open a holding queue: at the first message, so that an empty run declares nothing."""
-        if self._intake.holding_queue:
-            return
-        connection, consumer = self._session.connection, self._session.consumer
-        if consumer.may_be_stream:
-            refuse_stream(connection, self._options.queue)
-        self._intake.open(connection)
-        connection.post(consumer.open)
-
-    @contextmanager
-    def _unless_lost(self) -> Iterator[None]:
-        """Let errors pass of a connection that is lost: connecting again mends them."""
-        try:
-            yield
-        except ProducerError:
-            if self._buffer.error is None and self._session.connection.lost is None:
-                raise
-
-    def _messages(self, held: list[Held]) -> list[Message]:
-        made = self._make(held)
-        self._handed += len(made)
-        return made
-
-    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages
-
-    # -- the end -------------------------------------------------------------------------------
-
-    def stop(self) -> Sequence[Message]:
-        if self._stopped:
-            return []
-        self._stopped = True
-        self._buffer.demand(0)
-        self._session.stop()
-        held = self._buffer.take_all()
-        return self._messages(held) if held else []
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self.stop()
-        except BroadwayError as error:  # what it does not confirm is not acknowledged either
-            log.warning("The source could not be stopped: %s", error)
-        self._session.connection.close()

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.receive.source import confirm_timeout
+from airflow_broadway.producers.rabbitmq.receive.source import RabbitSource
 from airflow_broadway.testing.clock import ManualClock
 
 
 def waited(*, blocked: bool = False) -> float:
     """Wait for confirms that have been waited for as long as a connection may take: 30 s."""
-    connection: Any = SimpleNamespace(address=SimpleNamespace(timeout=30.0), blocked=blocked)
-    clock = ManualClock()
-    clock.advance(31.0)
-    return confirm_timeout(connection, 1.0, clock)
+    source: Any = object.__new__(RabbitSource)
+    source._address = SimpleNamespace(timeout=30.0)
+    source._connection = SimpleNamespace(blocked=blocked)
+    source._clock = ManualClock()
+    source._clock.advance(31.0)
+    return float(source._confirm_timeout(1.0))
 
 
 def test_a_broker_that_does_not_confirm_is_named() -> None:
