@@ -126,7 +126,7 @@ FOUND = {
     "a bundle at RabbitMQ is confirmed when nobody waits for it any more": (
         "rabbitmq",
         "one task",
-        "one/run/1 basic.publish queue.<2> #1: timed out",
+        "one/run/1 basic.publish queue.<1> #1: timed out",
     ),
     "a new holding queue of RabbitMQ does not answer": (
         "rabbitmq",
