@@ -10,7 +10,7 @@ PYTEST = $(RUN) --rabbitmq --kafka --quick-spark --in-memory --airflow airflow-t
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all test-browser lint bench faults lock clean distclean
+.PHONY: help setup demo up test test-all test-browser lint bench faults mutants lock clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,8 +27,8 @@ up: ## A local Airflow with its UI, on loopback, until Ctrl-C
 test: ## The tests, but for slow ones and those in a browser; ARGS="-k word" for some of them
 	@$(PYTEST) -m "not slow and not browser" $(ARGS)
 
-test-all: ## All tests, the slow ones too, but for those in a browser
-	@$(PYTEST) -m "not browser" $(ARGS)
+test-all: ## All tests, the slow ones too, but for those in a browser; and the lines that they cover
+	@$(PYTEST) -m "not browser" --cov airflow_broadway --cov-report term:skip-covered $(ARGS)
 
 test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens has a picture of each
 	@$(RUN) --browser --rabbitmq --quick-spark --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
@@ -45,6 +45,9 @@ bench: ## Messages per second of each stage and of the whole; build/bench.json
 
 faults: ## Kill tasks at random instants and count every message; build/faults.json
 	@$(RUN) --rabbitmq --kafka --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
+
+mutants: ## Break custody, settlement, staging and stages in 260 places, one at a time, and see the tests fail
+	@$(RUN) --airflow airflow-mutants python -m tests.mutants $(ARGS)
 
 lock: ## Compile requirements*.in to requirements*.lock anew; needs uv
 	@for name in requirements-build requirements; do \
