@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
@@ -204,12 +203,17 @@ class ProcessorStage:
             prepared = self._prepare(entered, context, failed, scope)
         if len(entered) != len(chunk):
             prepared = self._with_entry_failures(chunk, prepared, failed)
-        each = self._handle_each
-        if unconverted is not None or (heard and telemetry.handlers(*_MESSAGE)):
-            each = partial(self._handle_each_with_events, unconverted=unconverted)
-        given = self._in_order(prepared, failed) if self._keeps_order else prepared
+        admitted = self._in_order(prepared, failed) if self._keeps_order else prepared
         with log_ids(message_id=None):
-            each(given, context, successful, failed, scope)
+            self._handle_each(
+                admitted,
+                context,
+                successful,
+                failed,
+                scope,
+                unconverted=unconverted,
+                heard=heard,
+            )
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
         if not self._known:
@@ -293,38 +297,54 @@ class ProcessorStage:
         successful: list[Message],
         failed: list[Message],
         scope: Scope,
+        *,
+        unconverted: list[Message] | None,
+        heard: bool,
     ) -> None:
-        # The loop that every message goes through: _check inlined, no telemetry.
+        # The loop that every message goes through: what _check asks is asked here first.
         handle, key, known = self.pipeline.handle_message, self._key, self._known
         convert, stop, now = self._convert, self._run_stop, self._run_stop.now
-        succeed = successful.append
+        succeed, span = successful.append, None
+        about = self._about(context) if heard and telemetry.handlers(*_MESSAGE) else None
         for message in messages:
             if now() >= stop.look_at and stop.enough():
                 return
             speak_of(message.message_id)
+            if about is not None:
+                span = telemetry.Span("processor.message", {**about, "message": message})
             try:
-                result = handle(key, message, context)
-                if (
+                result = handled = handle(key, message, context)
+                if not (
                     type(result) is Message
                     and result.status.kind == "ok"
                     and (not known or result.batcher in known)
                     and result.message_id == message.message_id
                     and result.acknowledger is message.acknowledger
                 ):
-                    succeed(result if convert is None else convert(result))
-                    continue
-                self._check(result, message, scope)
-                if result.ok and convert is not None:
+                    self._check(result, message, scope)
+                if convert is not None and result.status.kind == "ok":
                     result = convert(result)
             except protected() as error:
                 log_failure("handle_message", self.pipeline, error, [message])
-                if not self._traces:
+                if not self._traces and span is None:
                     forget_trace(error)
                 failed.append(scope.restored(message).with_status(status_of(error)))
-            except self._interrupts as error:
+                end_span(span, error)
+                continue
+            except BaseException as error:
+                end_span(span, error)
+                if not isinstance(error, self._interrupts):
+                    raise
                 self._interrupted(message, error)
+                continue
+            if handled.status.kind == "ok":
+                succeed(result)
+                if unconverted is not None:
+                    unconverted.append(handled)
             else:
-                (successful if result.ok else failed).append(result)
+                failed.append(result)
+            if span is not None and about is not None:
+                span.stop({**about, "message": handled})
 
     def _interrupted(self, message: Message, error: BaseException) -> None:
         """Let what is done stand, and the message at work go back."""
@@ -335,42 +355,6 @@ class ProcessorStage:
             message.message_id,
         )
         self._run_stop.request("interrupted", at_once=True)
-
-    def _handle_each_with_events(
-        self,
-        messages: Iterable[Message],
-        context: Any,
-        successful: list[Message],
-        failed: list[Message],
-        scope: Scope,
-        unconverted: list[Message] | None,
-    ) -> None:
-        about = self._about(context)
-        for message in messages:
-            if self._run_stop.enough():
-                return
-            speak_of(message.message_id)
-            span = telemetry.Span("processor.message", {**about, "message": message})
-            try:
-                result = self.pipeline.handle_message(self._key, message, context)
-                self._check(result, message, scope)
-                given = result
-                if result.ok and self._convert is not None:
-                    result = self._convert(result)
-            except protected() as error:
-                log_failure("handle_message", self.pipeline, error, [message])
-                failed.append(scope.restored(message).with_status(status_of(error)))
-                end_span(span, error)
-            except BaseException as error:
-                end_span(span, error)
-                if not isinstance(error, self._interrupts):
-                    raise
-                self._interrupted(message, error)
-            else:
-                (successful if result.ok else failed).append(result)
-                if result.ok and unconverted is not None:
-                    unconverted.append(given)
-                span.stop({**about, "message": given})
 
     def _check(self, result: Any, message: Message, scope: Scope) -> None:
         """Raise unless ``result`` is ``message``, and may go on; one that failed always may."""
