@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_broadway.core.custody.verdicts import Verdict
-from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import KafkaProducer
 from tests.faults.rabbitmq_worker import AGAIN, Worker, verdict_on
@@ -92,17 +91,7 @@ class KafkaWorker(Worker):
 
 def main() -> int:
     folder, bootstrap, topic, order, most = sys.argv[1:]
-    worker = KafkaWorker(Path(folder), bootstrap, topic, order, int(most))
-    print("at work", flush=True)
-    quiet = 0
-    while quiet < 2:
-        try:
-            worker.recover()
-            quiet = 0 if worker.run() else quiet + 1
-        except BroadwayError as error:
-            print(type(error).__name__, error, flush=True)
-            time.sleep(0.3)
-    return 0
+    return KafkaWorker(Path(folder), bootstrap, topic, order, int(most)).drain()
 
 
 if __name__ == "__main__":

@@ -97,6 +97,19 @@ class Worker:
         self.settle(place)
         return len(messages)
 
+    def drain(self) -> int:
+        """Run until two runs in a row have received nothing; returns 0."""
+        print("at work", flush=True)
+        quiet = 0
+        while quiet < 2:
+            try:
+                self.recover()
+                quiet = 0 if self.run() else quiet + 1
+            except BroadwayError as error:
+                print(type(error).__name__, error, flush=True)
+                time.sleep(0.3)
+        return 0
+
     def take(self, place: Path, messages: Sequence[Message]) -> None:
         """What callbacks would do with messages, before any manifest names them."""
 
@@ -153,16 +166,7 @@ def main() -> int:
     if YOUNG_QUEUES in os.environ:
         standing_queues._RELIABLE_AGE = 0.0
     worker = Worker(Path(folder), uri, queue, float(lease), int(most))
-    print("at work", flush=True)
-    quiet = 0
-    while quiet < 2:
-        try:
-            worker.recover()
-            quiet = 0 if worker.run() else quiet + 1
-        except BroadwayError as error:
-            print(type(error).__name__, error, flush=True)
-            time.sleep(0.3)
-    return 0
+    return worker.drain()
 
 
 if __name__ == "__main__":

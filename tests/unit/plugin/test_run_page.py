@@ -216,22 +216,27 @@ def test_a_task_that_died_before_it_published_is_said_so(
     assert "0 received" in text
 
 
+def counts(run: Run, *, received: int, failed: int, staged: int) -> None:
+    """Write what a task counts while it receives."""
+    [record] = run.staged.generations()
+    now = datetime.now(UTC)
+    live = {
+        "at": now.isoformat(),
+        "received": received,
+        "received_bytes": 9 * received,
+        "failed": failed,
+        "batchers": {"default": staged},
+        "deadline": (now + timedelta(minutes=30)).isoformat(),
+        "version": VERSION,
+    }
+    run.staged.files.replace(f"{record.generation}/live.json", json.dumps(live))
+
+
 def test_what_a_task_received_so_far_is_shown_before_it_publishes(
     site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies(run.process, BEFORE_PUBLISHING)
-    [record] = run.staged.generations()
-    now = datetime.now(UTC)
-    said = {
-        "at": now.isoformat(),
-        "received": 4200,
-        "received_bytes": 9000,
-        "failed": 7,
-        "batchers": {"default": 4000},
-        "deadline": (now + timedelta(minutes=30)).isoformat(),
-        "version": VERSION,
-    }
-    run.staged.files.replace(f"{record.generation}/live.json", json.dumps(said))
+    counts(run, received=4200, failed=7, staged=4000)
     airflow(monkeypatch, "running", process=["running"], batch_default="none", ack="deferred")
 
     text = shown(site)
@@ -537,18 +542,7 @@ def test_what_has_failed_while_a_task_receives_is_not_none(
     site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies(run.process, BEFORE_PUBLISHING)
-    [record] = run.staged.generations()
-    now = datetime.now(UTC)
-    said = {
-        "at": now.isoformat(),
-        "received": 100,
-        "received_bytes": 900,
-        "failed": 29,
-        "batchers": {"default": 71},
-        "deadline": (now + timedelta(minutes=30)).isoformat(),
-        "version": VERSION,
-    }
-    run.staged.files.replace(f"{record.generation}/live.json", json.dumps(said))
+    counts(run, received=100, failed=29, staged=71)
     airflow(monkeypatch, "running", process=["running"], batch_default="none", ack="deferred")
 
     answer = site.browser("VIEWER").get(PAGE)
