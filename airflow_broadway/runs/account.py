@@ -23,7 +23,7 @@ from airflow_broadway.staging.errors import SETTING
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement_journal import settled_journal
+from airflow_broadway.staging.settling.journal import settled_journal
 from airflow_broadway.staging.store import host_name
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement_journal import settled_journal
+from airflow_broadway.staging.settling.journal import settled_journal
 
 log = logging.getLogger(__name__)
 

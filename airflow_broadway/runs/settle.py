@@ -1,7 +1,7 @@
 """The one door by which a generation is settled: each message at its broker, by what became of it.
 
 The sensor, a process task, a sweep and whoever stands in for the sensor all come through it.  What
-is decided about a message, :mod:`airflow_broadway.staging.settlement` says.
+is decided about a message, :mod:`airflow_broadway.staging.settling.settlement` says.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from airflow_broadway.staging.crash_records import record_crash
 from airflow_broadway.staging.isolation import in_hand_at_interruptions
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement import build_settlement, settle_generation
-from airflow_broadway.staging.settlement_journal import Progress
+from airflow_broadway.staging.settling.journal import Progress
+from airflow_broadway.staging.settling.settlement import build_settlement, settle_generation
 
 log = logging.getLogger(__name__)
 

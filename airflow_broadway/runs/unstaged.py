@@ -34,7 +34,7 @@ from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.runs.tasks import send_depth
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement_journal import Progress, record_settled
+from airflow_broadway.staging.settling.journal import Progress, record_settled
 from airflow_broadway.staging.store import host_name
 
 log = logging.getLogger(__name__)

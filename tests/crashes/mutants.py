@@ -37,7 +37,7 @@ def a_message_that_comes_again_does_not_say_so() -> None:
 
 def what_has_no_outcome_is_acknowledged() -> None:
     from airflow_broadway.core.custody.verdicts import ACK
-    from airflow_broadway.staging import settlement
+    from airflow_broadway.staging.settling import settlement
 
     mutant: Any = settlement
     mutant.RELEASE = ACK

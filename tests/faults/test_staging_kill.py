@@ -26,7 +26,7 @@ from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.settling.settlement import build_settlement, settle_generation
 from tests.unit.staging.kit import FakeCustodian, batches_of, open_run, pipeline_of, record_outcome
 
 pytestmark = pytest.mark.faults

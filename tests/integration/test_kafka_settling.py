@@ -23,7 +23,7 @@ from airflow_broadway.producers.kit.generation_log import GenerationLog
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement_journal import settled_journal
+from airflow_broadway.staging.settling.journal import settled_journal
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.harness import settlement_of
 from tests.kafka_fixtures import on_apache_kafka

@@ -20,7 +20,7 @@ from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.retention import mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.settling.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.store import Folder, Store
 from airflow_broadway.testing import ManualClock
 from tests.s3_server import S3Server, s3_server

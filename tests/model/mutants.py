@@ -116,7 +116,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "rest",
-        "staging.settlement.build_settlement",
+        "staging.settling.settlement.build_settlement",
         "acknowledges the rest only when every message has an outcome",
         "nothing is acknowledged without a recorded success",
         Rows,
@@ -124,7 +124,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "manifest",
-        "staging.settlement.build_settlement",
+        "staging.settling.settlement.build_settlement",
         "releases all of a generation that has published no manifest",
         "an incomplete generation is never acknowledged",
         Rows,
@@ -132,7 +132,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "outcomes",
-        "staging.settlement.build_settlement",
+        "staging.settling.settlement.build_settlement",
         "looks at the manifest and the outcomes before anything is released",
         "no outcome is contradicted",
         Rows,
@@ -140,7 +140,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "intent",
-        "staging.settlement.settle_generation",
+        "staging.settling.settlement.settle_generation",
         "creates the intent before the custodian settles",
         "what a run no longer holds reaches no handle_batch",
         Rows,
@@ -148,7 +148,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "forget",
-        "staging.settlement_journal.record_settled",
+        "staging.settling.journal.record_settled",
         "takes a generation from the list of unsettled ones after its report is written",
         "a sweep finds what is unsettled",
         Rows,

@@ -52,10 +52,10 @@ CODE: Final = {
     "stand in": "runs.stand_in.StandIn.finish",
     "ack": "runs.watch.RunWatcher.settle",
     "report": "runs.account.keep_report",
-    "decide": "staging.settlement.build_settlement",
-    "intent": "staging.settlement.settle_generation",
+    "decide": "staging.settling.settlement.build_settlement",
+    "intent": "staging.settling.settlement.settle_generation",
     "settle": "core.custody.protocol.Custodian.settle",
-    "journal": "staging.settlement_journal.record_settled",
+    "journal": "staging.settling.journal.record_settled",
     "forget": "staging.run_folder.StagedRun.forget_open",
 }
 

@@ -53,7 +53,7 @@ TARGETS = [
     Target("formats", ["core/formats/*.py"], 30, ["tests/unit/core/formats", "tests/unit/staging"]),
     Target(
         "settlement",
-        ["staging/settle*.py", "staging/held_messages.py", "runs/settle.py", "runs/sweep.py"],
+        ["staging/settling/*.py", "runs/settle.py", "runs/sweep.py"],
         40,
         ["tests/unit/staging/test_settlement.py", *RUN_TESTS, "tests/unit/staging/test_damage.py"],
     ),

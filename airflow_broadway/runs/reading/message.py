@@ -21,7 +21,7 @@ from airflow_broadway.runs.reading.payload import Payload, payload_of
 from airflow_broadway.runs.reading.runs import iter_runs
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement_journal import settled_journal
+from airflow_broadway.staging.settling.journal import settled_journal
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.tables import ParquetFile
 

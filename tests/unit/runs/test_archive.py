@@ -913,7 +913,7 @@ def test_a_run_that_goes_on_with_the_rest_of_a_log_keeps_what_it_wrote(tmp_path:
         "airflow_broadway.staging.archive.publication._place",
         "airflow_broadway.staging.archive.publication._begin",
         "airflow_broadway.staging.archive.publication._index",
-        "airflow_broadway.staging.settlement.record_settled",
+        "airflow_broadway.staging.settling.settlement.record_settled",
     ],
 )
 @pytest.mark.parametrize("after", [False, True])
@@ -959,7 +959,7 @@ def test_a_settlement_killed_while_it_archives_is_gone_on_with(
         "airflow_broadway.runs.process.Process._publish",
         "airflow_broadway.runs.python_batches.PythonBatches._handle",
         "airflow_broadway.runs.sources.archived.put_failed",
-        "airflow_broadway.staging.settlement.record_settled",
+        "airflow_broadway.staging.settling.settlement.record_settled",
     ],
 )
 def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(

@@ -33,8 +33,8 @@ from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.settlement import build_settlement
-from airflow_broadway.staging.settlement_journal import record_settled
+from airflow_broadway.staging.settling.journal import record_settled
+from airflow_broadway.staging.settling.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import ManualClock
 from tests.unit.runs.steps import Point, Run, Sums, dies
@@ -476,7 +476,7 @@ def test_clearing_a_process_task_does_not_undo_a_settlement_that_was_begun(tmp_p
     run = filled(Run(tmp_path, context={"now": 3}))
     run.batch(run.process())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("airflow_broadway.staging.settlement.record_settled", interrupted)
+        patch.setattr("airflow_broadway.staging.settling.settlement.record_settled", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.ack()
 

@@ -18,7 +18,7 @@ from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement import build_settlement
+from airflow_broadway.staging.settling.settlement import build_settlement
 from tests.unit.staging.kit import (
     Silent,
     batches_of,

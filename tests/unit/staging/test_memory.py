@@ -18,7 +18,7 @@ from airflow_broadway.staging import plan_data_files, tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement import build_settlement
+from airflow_broadway.staging.settling.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from tests.unit.staging.kit import (
     batches_of,

@@ -14,7 +14,7 @@ from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging import planner as planner_module
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement_journal import record_settled
+from airflow_broadway.staging.settling.journal import record_settled
 from tests.unit.staging.kit import (
     message,
     open_generation,

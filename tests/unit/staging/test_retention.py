@@ -10,7 +10,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement_journal import record_settled
+from airflow_broadway.staging.settling.journal import record_settled
 from airflow_broadway.testing import ManualClock
 from tests.unit.staging.kit import open_generation, open_run
 

@@ -13,8 +13,8 @@ from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.runs.account import keep_report
 from airflow_broadway.staging.run_folder import iter_open, iter_unsettled
-from airflow_broadway.staging.settlement import settle_generation
-from airflow_broadway.staging.settlement_journal import record_settled
+from airflow_broadway.staging.settling.journal import record_settled
+from airflow_broadway.staging.settling.settlement import settle_generation
 from airflow_broadway.testing import ManualClock
 from tests.unit.staging.kit import FakeCustodian, lease_of, manifest_of, open_generation, open_run
 

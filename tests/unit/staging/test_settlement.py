@@ -14,12 +14,12 @@ from airflow_broadway.core.formats.parts import part_id, record_split
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.acks import NO_ACK
 from airflow_broadway.core.model.pipeline_options import Batcher
-from airflow_broadway.staging.held_messages import HeldMessages
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import build_settlement, settle_generation
-from airflow_broadway.staging.settlement_journal import settled_journal
+from airflow_broadway.staging.settling.held_messages import HeldMessages
+from airflow_broadway.staging.settling.journal import settled_journal
+from airflow_broadway.staging.settling.settlement import build_settlement, settle_generation
 from tests.unit.staging.kit import (
     FakeCustodian,
     Republishing,

@@ -18,7 +18,7 @@ from airflow_broadway.core.formats.files import TEMPORARY, LocalFiles
 from airflow_broadway.runs.poison.apart import Apart
 from airflow_broadway.staging.errors import cannot
 from airflow_broadway.staging.run_folder import iter_unsettled
-from airflow_broadway.staging.settlement_journal import record_settled
+from airflow_broadway.staging.settling.journal import record_settled
 from airflow_broadway.staging.store import Folder, Store
 from tests.unit.staging.kit import open_generation, open_run
 

@@ -16,8 +16,8 @@ from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import build_settlement
-from airflow_broadway.staging.settlement_journal import record_settled
+from airflow_broadway.staging.settling.journal import record_settled
+from airflow_broadway.staging.settling.settlement import build_settlement
 from airflow_broadway.testing import ManualClock
 from tests.unit.staging.kit import (
     batches_of,

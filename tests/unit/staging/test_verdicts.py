@@ -17,7 +17,7 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.settlement import build_settlement
+from airflow_broadway.staging.settling.settlement import build_settlement
 from tests.unit.staging.kit import (
     batches_of,
     message,

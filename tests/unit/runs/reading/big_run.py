@@ -17,7 +17,7 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.runs.account import batchers_of, keep_report
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement_journal import Progress, record_settled
+from airflow_broadway.staging.settling.journal import Progress, record_settled
 from airflow_broadway.staging.store import Store
 
 BATCHER = "default"

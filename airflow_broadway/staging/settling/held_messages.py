@@ -18,7 +18,7 @@ from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.settlement_journal import Progress
+from airflow_broadway.staging.settling.journal import Progress
 from airflow_broadway.staging.tables import ParquetFile, holds
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.core.version import __version__
-from airflow_broadway.staging.held_messages import HeldMessages
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement_journal import Progress, record_settled, settled_journal
+from airflow_broadway.staging.settling.held_messages import HeldMessages
+from airflow_broadway.staging.settling.journal import Progress, record_settled, settled_journal
 from airflow_broadway.staging.store import host_name
 
 log = logging.getLogger(__name__)
