@@ -5,6 +5,7 @@ AWS's own text is left out where it may quote what was signed.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
@@ -17,37 +18,15 @@ MISSING_QUEUE = frozenset(
 )
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
-_UNKNOWN = frozenset(
-    {
-        "AuthFailure",
-        "IncompleteSignature",
-        "InvalidAccessKeyId",
-        "InvalidClientTokenId",
-        "InvalidSignatureException",
-        "MissingAuthenticationToken",
-        "MissingAuthenticationTokenException",
-        "NotAuthorized",
-        "OptInRequired",
-        "SignatureDoesNotMatch",
-        "UnrecognizedClientException",
-    }
+#: What codes have in them of credentials that AWS does not know.
+_UNKNOWN = re.compile(
+    "Signature|AccessKey|ClientToken|AuthenticationToken|AuthFailure|NotAuthorized|OptInRequired"
+    "|UnrecognizedClient"
 )
 _SKEWED = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
 _SKEW_TEXTS = ("signature expired", "not yet current", "signature not yet")
-_THROTTLED = frozenset(
-    {
-        "RequestLimitExceeded",
-        "RequestThrottled",
-        "RequestThrottledException",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "TooManyRequestsException",
-        "AWS.SimpleQueueService.RequestThrottled",
-        "KmsThrottled",
-        "KMS.ThrottlingException",
-    }
-)
+#: What codes have in them of too many requests, to SQS or to KMS.
+_THROTTLED = re.compile("Throttl|RequestLimitExceeded|SlowDown|TooManyRequests")
 _OVER_LIMIT = frozenset({"OverLimit", "AWS.SimpleQueueService.OverLimit"})
 _TRANSIENT = frozenset(
     {"InternalError", "InternalFailure", "InternalServerError", "ServiceUnavailable"}
@@ -60,7 +39,7 @@ class InFlightLimit(ProducerError):
 
 def throttled(code: str) -> bool:
     """Whether AWS had too many requests to look at this one."""
-    return code in _THROTTLED
+    return _THROTTLED.search(code) is not None
 
 
 def retryable(code: str, sender_fault: bool) -> bool:
@@ -119,7 +98,7 @@ def _of_access(
             f"AWS refuses {action} on {queue!r}: this machine's clock differs from AWS's by more"
             " than it allows; set the clock (NTP) and run again"
         )
-    if code in _UNKNOWN:
+    if _UNKNOWN.search(code):
         return ProducerError(
             f"AWS refuses {action} on {queue!r}: it does not accept the credentials ({code}); check"
             " access key, secret key and session token of the connection"

@@ -24,8 +24,7 @@ from airflow_broadway.core.errors import (
 from airflow_broadway.producers.engine.port import Denied, Expired
 from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.pubsub import PubSubProducer
-from airflow_broadway.producers.pubsub.client import open_client
-from airflow_broadway.producers.pubsub.credentials import credentials_of
+from airflow_broadway.producers.pubsub.client import credentials_of, open_client
 from airflow_broadway.producers.pubsub.errors import translated
 from tests.pubsub_server import PROJECT
 from tests.pubsub_stub.errors import Refused
