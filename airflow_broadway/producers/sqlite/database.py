@@ -183,7 +183,18 @@ class Database:
             if not create:
                 return None
             self._make_file()
-        connection = self._connect()
+        if self.path.is_dir():
+            raise ProducerError(
+                f"the queue file {self.path} is a folder: name a file in it, such as"
+                f" {self.path / 'queue.db'}"
+            )
+        connection = sqlite3.connect(
+            f"file:{quote(str(self.path))}?mode=rw",
+            uri=True,
+            timeout=self.busy_timeout,
+            isolation_level=None,  # transactions are written out
+            check_same_thread=False,  # close() is called from any thread
+        )
         try:
             self._prepare(connection)
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
@@ -216,20 +227,6 @@ class Database:
             code, f"the queue file {{path}} refused: {type(error).__name__}: {{error}}"
         )
         return kind(text.format(path=self.path, error=error, seconds=self.busy_timeout))
-
-    def _connect(self) -> sqlite3.Connection:
-        if self.path.is_dir():
-            raise ProducerError(
-                f"the queue file {self.path} is a folder: name a file in it, such as"
-                f" {self.path / 'queue.db'}"
-            )
-        return sqlite3.connect(
-            f"file:{quote(str(self.path))}?mode=rw",
-            uri=True,
-            timeout=self.busy_timeout,
-            isolation_level=None,  # transactions are written out
-            check_same_thread=False,  # close() is called from any thread
-        )
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         # The id is read last: it tells of another who makes the tables meanwhile.

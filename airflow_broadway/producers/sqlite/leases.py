@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _STRANGER = "its id is not of this queue; a transformer must keep the message_id"
 
+#: Seconds for which the report of an ended lease is kept.
+RETENTION: Final = 7 * 86_400.0
 #: The longest delay, in seconds: some 300 years.
 MAX_DELAY = 1e10
 
@@ -332,7 +334,12 @@ def new_lease(
 
 
 def _end(queue: OpenQueue, lease: int, state: str, now: int, report: SettleReport) -> None:
+    """Ends a lease, and forgets those that ended long ago."""
     queue.db.execute(
         "UPDATE leases SET state = ?, ended_at = ?, report = ? WHERE id = ?",
         (state, now, json.dumps(report.to_json()), lease),
     )
+    old = (now - micros_of(RETENTION),)
+    settled = "DELETE FROM settled WHERE lease IN (SELECT id FROM leases WHERE ended_at < ?)"
+    queue.db.execute(settled, old)
+    queue.db.execute("DELETE FROM leases WHERE ended_at < ?", old)

@@ -39,8 +39,6 @@ from airflow_broadway.producers.sqlite.database import (
 if TYPE_CHECKING:
     from typing import Self
 
-#: Seconds for which the report of an ended lease is kept.
-RETENTION: Final = 7 * 86_400.0
 #: The kind of its leases.
 KIND: Final = "sqlite"
 #: Ids that may be given in a second before they are ahead of the clock.
@@ -305,9 +303,7 @@ class SqliteQueue:
             if queue is None:
                 named = sum(1 for _ in settlement.entries())
                 return SettleReport(lapsed=max(named, settlement.expected or 0))
-            report = leases.settle(queue, generation, settlement, now, state=state)
-            self._clean(queue.db, now)
-        return report
+            return leases.settle(queue, generation, settlement, now, state=state)
 
     def settle_now(self, generation: str, entries: Iterable[Entry]) -> SettleReport:
         """Carries out ``entries`` and keeps the lease for the other messages; idempotent."""
@@ -320,15 +316,6 @@ class SqliteQueue:
     def release(self, generation: str) -> SettleReport:
         """Releases everything the generation holds immediately, and ends its lease."""
         return self.settle(generation, Settlement(rest=RELEASE), state="released")
-
-    def _clean(self, db: sqlite3.Connection, now: int) -> None:
-        """Deletes the reports of leases that ended long ago."""
-        before = now - leases.micros_of(RETENTION)
-        old = db.execute("SELECT id FROM leases WHERE ended_at < ?", (before,)).fetchall()
-        if old:
-            with transaction(db):
-                db.executemany("DELETE FROM settled WHERE lease = ?", old)
-                db.executemany("DELETE FROM leases WHERE id = ?", old)
 
     # --------------------------------------------------------------------------------- looking
 

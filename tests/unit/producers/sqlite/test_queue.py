@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
-from airflow_broadway.producers.sqlite import SqliteQueue, database, queue
+from airflow_broadway.producers.sqlite import SqliteQueue, database, leases, queue
 from airflow_broadway.testing.clock import ManualClock
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "too old", "process")
@@ -340,7 +340,7 @@ def test_reports_are_forgotten_after_their_retention(path: Path, clock: ManualCl
         kept.receive("old", 1)
         kept.settle_now("old", [Entry(keys[0], "", ACK)])
         kept.release("old")
-        clock.advance(queue.RETENTION + 1.0)
+        clock.advance(leases.RETENTION + 1.0)
         kept.receive("new", 1)
         kept.release("new")
 
