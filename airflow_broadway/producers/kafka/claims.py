@@ -130,6 +130,8 @@ class Claims:
     def __init__(self, files: StateFiles, folder: str = "claims") -> None:
         self._files = files
         self._folder = folder
+        #: Version and claim as last read or written here.
+        self._known: dict[Place, tuple[int, Claim | None]] = {}
 
     @property
     def durable(self) -> bool:
@@ -169,23 +171,35 @@ class Claims:
         for _ in range(10):
             names = self._versions(folder)
             if not names:
-                return 0, None
+                self._known[place] = 0, None
+                return self._known[place]
             if len(names) > _MOST_VERSIONS:
                 self._files.discard(f"{folder}/{name}" for name in names[:-_KEPT_VERSIONS])
             value = self._files.read(f"{folder}/{names[-1]}")
             if value is not None:  # else it was superseded, and removed
-                return int(names[-1][:-5]), _parsed(place, value)
+                self._known[place] = int(names[-1][:-5]), _parsed(place, value)
+                return self._known[place]
         raise StagingError(f"{folder} cannot be read: its files vanish while they are read")
 
     def replace(self, place: Place, known: Claim | None, claim: Claim) -> bool:
-        """Creates the next version, unless another process has changed the claim.
+        """Creates the next version of what was last read or written here.
 
-        :param known: The claim that was read, or written, here.
-        :returns: Whether it is the newest now.
+        :param known: The claim that was read, or written.
+        :returns: Whether it is the newest now; if not, another process was faster.
         """
-        # None, too, where the folder was lost: who held the partition goes on.
-        made = self.change(place, lambda newest: claim if newest in (known, None) else None)
-        return made is not None
+        number, newest = self._known.get(place) or self._newest(place)
+        return newest == known and self._created(place, number + 1, claim)
+
+    def _created(self, place: Place, number: int, claim: Claim) -> bool:
+        name, folder = f"{number:012d}.json", self._path(place)
+        # The newest is never removed: a process that slept may create an old version once more, and
+        # finds a newer one.
+        created = self._files.create(f"{folder}/{name}", claim.to_json())
+        if created and self._versions(folder)[-1:] == [name]:
+            self._known[place] = number, claim
+            return True
+        del self._known[place]
+        return False
 
     def change(self, place: Place, compute: Callable[[Claim | None], Claim | None]) -> Claim | None:
         """Creates the next version, also while other processes do so.
@@ -194,17 +208,10 @@ class Claims:
             was faster.  ``None``: nothing is written.
         :returns: The result of ``compute``.
         """
-        folder = self._path(place)
         for _ in range(_MOST_CONFLICTS):
             number, known = self._newest(place)
             claim = compute(known)
-            if claim is None or claim == known:
-                return claim
-            name = f"{number + 1:012d}.json"
-            # The newest is never removed: a process that slept may create an old version once more,
-            # and finds a newer one.
-            created = self._files.create(f"{folder}/{name}", claim.to_json())
-            if created and self._versions(folder)[-1:] == [name]:
+            if claim is None or claim == known or self._created(place, number + 1, claim):
                 return claim
         raise StagingError(
             f"the claim of {name_of(place)} could not be written: {_MOST_CONFLICTS} times"
