@@ -29,7 +29,7 @@ from airflow_broadway.core.errors import OptionsError, ProducerUnavailable
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Backoff
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.options import backoff_bounds
 from airflow_broadway.testing.contract import settlement_of

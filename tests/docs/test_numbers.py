@@ -17,7 +17,7 @@ from airflow_broadway.plugin import children, depths, reading, standings
 from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.broker import checks, management, standing_queues
+from airflow_broadway.producers.rabbitmq.broker import checks, standing_queues
 from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.producers.rabbitmq.receive import intake as rabbit_intake
 from airflow_broadway.runs.reading import batches, history, message, reasons
@@ -76,7 +76,7 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "when it is at least {:g} seconds old", standing_queues._RELIABLE_AGE),
         ("rabbitmq.md", "ask for nothing for {:g} seconds", consumer.DEMAND_TIMEOUT),
         ("rabbitmq.md", "it uses the same answer for {:g} s", checks.CHECK_INTERVAL),
-        ("rabbitmq.md", "{:g} s per request at most", management.ANSWER_TIMEOUT),
+        ("rabbitmq.md", "{:g} s per request at most", checks.ANSWER_TIMEOUT),
         ("staging.md", "`version`, now {}", layout.VERSION),
         ("staging.md", "hold up to {:g} KiB of entries", recording.INLINE_BYTES / 1024),
         ("staging.md", "up to {:,} in a file", recording.GATHERED),

@@ -21,8 +21,7 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker import checks
-from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
-from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
+from airflow_broadway.producers.rabbitmq.broker.checks import Management, Unseen, check_queues
 from airflow_broadway.testing.harness import settlement_of
 from tests.cli_runs import ran
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted

@@ -25,7 +25,7 @@ REACHED = {
     "producers/kafka/": 2_850,
     "producers/kit/": 500,
     "producers/pubsub/": 1_150,
-    "producers/rabbitmq/": 4_450,
+    "producers/rabbitmq/": 4_400,
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,

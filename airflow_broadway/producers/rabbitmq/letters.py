@@ -32,8 +32,8 @@ from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_fo
 from airflow_broadway.producers.rabbitmq.amqp.channels import ACKS_AT_ONCE, Getter, Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, join_route, split_route
+from airflow_broadway.producers.rabbitmq.broker.checks import delivery_limit
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
-from airflow_broadway.producers.rabbitmq.broker.management import delivery_limit
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 

@@ -89,21 +89,20 @@ class Address:
         import pika
         from pika.credentials import ExternalCredentials
 
+        credentials = pika.PlainCredentials(self.login, self.password)
+        context = self.ssl_context()
+        server_name = (self.tls or {}).get("server_name") or self.host
         return pika.ConnectionParameters(
             host=self.host,
             port=self.port,
             virtual_host=self.virtual_host,
-            credentials=(
-                ExternalCredentials()
-                if self.external
-                else pika.PlainCredentials(self.login, self.password)
-            ),
+            credentials=ExternalCredentials() if self.external else credentials,
             heartbeat=self.heartbeat,
             blocked_connection_timeout=self.blocked_connection_timeout,
             socket_timeout=self.timeout,
             stack_timeout=self.timeout,
             connection_attempts=1,
-            ssl_options=self._ssl(),
+            ssl_options=None if context is None else pika.SSLOptions(context, server_name),
             client_properties={"connection_name": self.name, **self.client_properties},
             frame_max=self.frame_max,
             channel_max=self.channel_max,
@@ -129,14 +128,6 @@ class Address:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         return context
-
-    def _ssl(self) -> Any:
-        context = self.ssl_context()
-        if context is None:
-            return None
-        import pika
-
-        return pika.SSLOptions(context, (self.tls or {}).get("server_name") or self.host)
 
 
 def address_for(options: RabbitMQOptions, env: ProducerEnv) -> Address:

@@ -10,21 +10,29 @@ limit, the lower one applies; in all else, the argument: https://www.rabbitmq.co
 
 The management API computes the same for queues that exist, as ``effective_policy_definition``, but
 shows it with its statistics: a policy that was set just now is missing there for up to 10 seconds.
+
+The management API is a server of its own, on another port, often out of reach or forbidden to the
+user.  So a check must do without an answer too: :class:`Unseen` says that there is none.  No redirect
+is followed and no proxy used: the password goes to no host but the one that the connection names.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import ssl
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from math import comb
 from typing import Any, Final, NamedTuple
+from urllib.parse import quote, urlsplit
 
 from airflow_broadway.core.custody.findings import Finding, Level, enforce
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError
+from airflow_broadway.producers.kit.checks import is_loopback, warn_of_plain_http
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import (
@@ -33,12 +41,181 @@ from airflow_broadway.producers.rabbitmq.broker.holding_queues import (
     HoldingQueues,
     QueueNames,
 )
-from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.bundle import BundleError
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
+
+#: Seconds that one answer may take.
+ANSWER_TIMEOUT = 2.0
+#: Bytes of an answer at most: that of a broker with very many policies.
+_MAX_ANSWER_BYTES = 16 * 1024 * 1024
+#: The delivery limit of a quorum queue of RabbitMQ 4 where nothing sets one.
+_DEFAULT_LIMIT = 20
+#: What the API shows of each policy, at least.
+_POLICY = {"name", "pattern", "apply-to", "priority", "definition"}
+#: The ports of the management plugin without and with TLS.
+_PORT, _TLS_PORT = 15672, 15671
+
+
+class Unseen(Exception):
+    """The management API does not answer; the text says why, in a phrase."""
+
+
+class Management:
+    """What the management API knows of one virtual host.
+
+    Without an address of its own it is asked at its usual port of the broker's host, but the
+    password goes there only by TLS or on this machine: anybody may listen on that port.
+
+    :raises Unseen: If the connection says that there is none, or names no address of one.
+    """
+
+    def __init__(self, address: Address) -> None:
+        given, secure = address.management_url, address.tls is not None
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        usual = f"https://{host}:{_TLS_PORT}" if secure else f"http://{host}:{_PORT}"
+        if given == "":
+            raise Unseen("the connection's extra 'management_url' is false")
+        if given is None and not secure and not is_loopback(address.host):
+            raise Unseen(
+                "without TLS the password is sent to no port but the broker's; set the connection's"
+                f" extra 'management_url' to {usual!r}, or false"
+            )
+        url = given or usual
+        try:
+            parts = urlsplit(url)
+            named = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            parts, named = urlsplit(""), False
+        if parts.scheme not in ("http", "https") or not named or parts.username:
+            raise Unseen(
+                "the connection's extra 'management_url' must be http(s)://host:port, without a"
+                " password"
+            )
+        if not address.login:
+            raise Unseen(
+                "the connection names no user and password, which the management API needs beside"
+                " the certificate"
+            )
+        self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
+        warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
+        self._address = address
+        self._virtual_host = quote(address.virtual_host, safe="")
+
+    def queue(self, name: str) -> dict[str, Any] | None:
+        """What is known of a queue; ``None`` if there is none of that name.
+
+        Right after a queue was declared, nothing is known yet but how.
+
+        :raises Unseen: If it does not answer.
+        """
+        found = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
+        return dict(found) if isinstance(found, dict) else None
+
+    def policies(self) -> dict[str, list[dict[str, Any]]]:
+        """The policies of the virtual host: what they are called, for people → those.
+
+        :raises Unseen: If it does not answer.
+        """
+        policies = {}
+        for kind, path in (("policy", "policies"), ("operator policy", "operator-policies")):
+            found = self._get(f"{path}/{self._virtual_host}")
+            if not isinstance(found, list) or not all(policy.keys() >= _POLICY for policy in found):
+                raise Unseen(f"the management API at {self.shown} knows no {path}")
+            policies[kind] = found
+        return policies
+
+    def feature_flags(self) -> dict[str, str]:
+        """The state of each feature flag; administrators only.
+
+        :raises Unseen: If it does not answer.
+        """
+        found = self._get("feature-flags")
+        flags = found if isinstance(found, list) else []
+        return {str(flag.get("name")): str(flag.get("state")) for flag in flags}
+
+    def _get(self, path: str) -> Any:
+        """The answer to one request; ``None`` for what is not there.
+
+        :raises Unseen: If there is none that can be used.
+        """
+        import httpx
+
+        try:
+            context: ssl.SSLContext | bool = False  # of no effect without TLS
+            if self.shown.startswith("https:"):
+                context = self._address.ssl_context() or ssl.create_default_context()
+            # No proxy and no netrc of the environment: the password is for one host alone.
+            with (
+                httpx.Client(verify=context, timeout=ANSWER_TIMEOUT, trust_env=False) as client,
+                client.stream(
+                    "GET",
+                    f"{self.shown}/api/{path}",
+                    auth=(self._address.login, self._address.password),
+                    headers={"Accept": "application/json"},
+                ) as answer,
+            ):
+                if answer.status_code == 404:
+                    return None
+                if answer.status_code in (401, 403):
+                    raise Unseen(
+                        f"the management API at {self.shown} refuses user {self._address.login!r},"
+                        " who needs the tag 'management'"
+                    )
+                if answer.status_code != 200:
+                    raise Unseen(
+                        f"the management API at {self.shown} answers with status"
+                        f" {answer.status_code}"
+                    )
+                body = b""
+                for part in answer.iter_bytes():
+                    body += part
+                    if len(body) > _MAX_ANSWER_BYTES:
+                        raise Unseen(f"the answer of {self.shown} is too long")
+            return json.loads(body)
+        except ConnectionMissing as error:
+            raise Unseen(str(error)) from None
+        except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            raise Unseen(f"the management API at {self.shown} cannot be reached: {why}") from None
+        except ValueError:
+            raise Unseen(f"what answers at {self.shown} is no management API") from None
+
+
+def delivery_limit(address: Address, queue: str, version: str) -> int | None:
+    """Returns how often a queue may get a message back; ``None``: there is no limit.
+
+    A quorum queue drops or dead-letters a message that was returned to it more often.  The limit is
+    an argument of the queue or of a policy, and since RabbitMQ 4 there is a default.
+    See https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling.
+
+    :param version: The broker's version, as the broker reports it.
+    :raises ProducerError: If the management API does not show it.
+    """
+    try:
+        known = Management(address).queue(queue)
+        if known is None:
+            raise Unseen("the management API knows no such queue")
+        if "effective_policy_definition" not in known and known.get("policy"):
+            raise Unseen("the management API does not show the definition of its policy yet")
+    except Unseen as error:
+        raise ProducerError(
+            f"the dead letters in the queue {queue!r} cannot be listed: each look counts as a"
+            f" delivery, and whether the queue has a delivery limit is not known ({error}); set the"
+            " connection's extra 'management_url', or send back or delete all of them (--all)"
+        ) from None
+    if known.get("type", "classic") != "quorum":
+        return None
+    declared = (known.get("arguments") or {}).get("x-delivery-limit")
+    policy = (known.get("effective_policy_definition") or {}).get("delivery-limit")
+    limits = [limit for limit in (declared, policy) if isinstance(limit, int)]
+    if version.partition(".")[0] in ("", "3"):
+        # -1 is a limit here: the first return is one too many.
+        return min(limits, default=None)
+    finite = [limit for limit in limits if limit >= 0]
+    return min(finite) if finite else None if limits else _DEFAULT_LIMIT
 
 
 def check(options: RabbitMQOptions, env: ProducerEnv) -> list[Finding]:
@@ -138,8 +315,8 @@ def roles_of(options: RabbitMQOptions, held: Iterable[str] = ()) -> list[Role]:
 
 #: The limits, of which the lower one counts: milliseconds, returns, messages, bytes.
 LIMITS = ("expires", "message-ttl", "delivery-limit", "max-length", "max-length-bytes")
-#: The types of queues that a policy may be for, beside all.
-_TYPES = {"classic_queues": "classic", "quorum_queues": "quorum", "streams": "stream"}
+#: Type of a queue → what a policy for it alone is applied to.
+_APPLY_TO = {"classic": "classic_queues", "quorum": "quorum_queues", "stream": "streams"}
 
 
 class Setting(NamedTuple):
@@ -152,43 +329,37 @@ class Setting(NamedTuple):
     by: str
 
 
-class Policies:
-    """The policies of a virtual host.
+def effective(
+    policies: Mapping[str, Iterable[Mapping[str, Any]]],
+    queue: str,
+    kind: str,
+    arguments: Mapping[str, Any],
+) -> dict[str, Setting]:
+    """Returns what counts for a queue: name without ``x-`` → value and what sets it.
 
-    :param policies: What they are called, for people → those, as the management API shows them.
+    :param policies: Of the virtual host: what they are called, for people → those, as the
+        management API shows them.
+    :param kind: ``classic``, ``quorum`` or ``stream``.
+    :param arguments: With which the queue is declared.
     """
-
-    def __init__(self, policies: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-        # The highest priority first.
-        self._policies = {
-            kind: sorted(shown, key=lambda policy: -policy["priority"])
-            for kind, shown in policies.items()
-        }
-
-    def effective(self, queue: str, kind: str, arguments: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns what counts for a queue: name without ``x-`` → value and what sets it.
-
-        :param kind: ``classic``, ``quorum`` or ``stream``.
-        :param arguments: With which the queue is declared.
-        """
-        settings = {
-            name.removeprefix("x-"): Setting(value, "its declaration")
-            for name, value in arguments.items()
-        }
-        for policy_kind, policies in self._policies.items():
-            fitting = [policy for policy in policies if self._applies(policy, queue, kind)]
-            for policy in fitting[:1]:
-                for name, value in policy["definition"].items():
-                    before = settings.get(name)
-                    if before is None or (name in LIMITS and _is_less(value, before.value)):
-                        settings[name] = Setting(value, f"the {policy_kind} {policy['name']!r}")
-        return settings
-
-    def _applies(self, policy: Mapping[str, Any], queue: str, kind: str) -> bool:
-        apply_to = policy["apply-to"]
-        if apply_to not in ("all", "queues") and _TYPES.get(apply_to) != kind:
-            return False
-        return _matches(policy["pattern"], queue)
+    settings = {
+        name.removeprefix("x-"): Setting(value, "its declaration")
+        for name, value in arguments.items()
+    }
+    for policy_kind, shown in policies.items():
+        fitting = [
+            policy
+            for policy in shown
+            if policy["apply-to"] in ("all", "queues", _APPLY_TO.get(kind))
+            and _matches(policy["pattern"], queue)
+        ]
+        if fitting:
+            policy = max(fitting, key=lambda policy: int(policy["priority"]))
+            for name, value in policy["definition"].items():
+                before = settings.get(name)
+                if before is None or (name in LIMITS and _is_less(value, before.value)):
+                    settings[name] = Setting(value, f"the {policy_kind} {policy['name']!r}")
+    return settings
 
 
 def _is_less(value: Any, other: Any) -> bool:
@@ -257,7 +428,7 @@ def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Findin
     """Returns what the settings of one queue mean for what it holds.
 
     :param kind: ``classic``, ``quorum`` or ``stream``.
-    :param settings: As :meth:`.Policies.effective` returns them.
+    :param settings: As :func:`effective` returns them.
     """
     if role.name == "source" and kind == "stream":
         text = "reading a stream removes nothing from it, so there is nothing to settle"
@@ -311,7 +482,7 @@ def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
     """
     roles = [role for role in roles_of(options) if role.arguments is not None]
     try:
-        policies = Policies(Management(address).policies())
+        policies = Management(address).policies()
     except Unseen as error:  # each run's source warns of it
         log.debug("Policies could not be checked: %s", error)
         return {}
@@ -319,7 +490,7 @@ def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
         role.queue: f"RabbitMQ would lose what is in {finding.text}"
         for role in roles
         for finding in judge(
-            role, "quorum", policies.effective(role.queue, "quorum", role.arguments or {})
+            role, "quorum", effective(policies, role.queue, "quorum", role.arguments or {})
         )
         if finding.level == "error"
     }
@@ -377,7 +548,7 @@ def _check_each(
     version: tuple[int, ...],
     declare: Mapping[str, Any] | None,
 ) -> Iterator[Finding]:
-    policies = Policies(management.policies())
+    policies = management.policies()
     for role in roles:
         kind, arguments = "quorum", role.arguments
         if arguments is None:
@@ -398,7 +569,7 @@ def _check_each(
             if not known.get("durable", True):
                 text = "is not durable: it and its messages end with the broker"
                 yield _finding("warning", role, text)
-        settings = policies.effective(role.queue, kind, arguments)
+        settings = effective(policies, role.queue, kind, arguments)
         yield from judge(role, kind, settings)
         limited = role.name == "source" and kind == "quorum" and version >= _LIMITED
         if limited and not {"delivery-limit", "dead-letter-exchange"} & settings.keys():

@@ -88,7 +88,9 @@ class Consumer:
     def want(self, demand: int) -> None:
         """See to it that deliveries come and are taken, as far as the buffer has credit."""
         if not self.stopped and self.confirm_channel.failure is None:
-            self._subscription.want(demand, self._missing)
+            buffer = self._buffer
+            missing = buffer.credit - buffer.under_way - len(self.backlog)
+            self._subscription.want(demand, missing)
             self._pump()
 
     def stop(self) -> None:
@@ -97,11 +99,6 @@ class Consumer:
         self._subscription.cancel()
         if self.confirm_channel.failure is None and self._open:
             self._bundle.publish()
-
-    def _missing(self) -> int:
-        """Deliveries that are to come yet."""
-        buffer = self._buffer
-        return buffer.credit - buffer.under_way - len(self.backlog)
 
     def _pump(self) -> None:
         """Take what may be taken.  Called after every portion of data, and when demand rises."""
@@ -310,7 +307,7 @@ class Subscription:
         frames.after_data = after_data
         self._channel.raw.add_on_cancel_callback(self._on_cancelled)
 
-    def want(self, demand: int, missing: Callable[[], int]) -> None:
+    def want(self, demand: int, missing: int) -> None:
         """See to it that deliveries come: a stream of them, or for a small demand just so many.
 
         Only a stream can leave deliveries unused; they go back to the queue in the end.
@@ -324,12 +321,11 @@ class Subscription:
             ioloop.remove_timeout(self._idle_timer)
         self._idle_timer = ioloop.call_later(DEMAND_TIMEOUT, self._not_wanted)
         stream = demand >= self._prefetch and not self._slow
-        wanted = missing()
-        if self._tag is not None and not stream and self._bound > max(0, wanted):
+        if self._tag is not None and not stream and self._bound > max(0, missing):
             self.cancel()
-        if self._tag is None and wanted > 0:
+        if self._tag is None and missing > 0:
             self._exact = not stream
-            self._consume(self._prefetch if stream else wanted)
+            self._consume(self._prefetch if stream else missing)
 
     def _consume(self, bound: int) -> None:
         self._bound = bound

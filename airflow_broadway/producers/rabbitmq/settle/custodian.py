@@ -16,8 +16,11 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import about_set_aside, report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Blocked, ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+    Attempts,
+    Blocked,
+    ConnectionThread,
+)
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions

@@ -9,7 +9,11 @@ import pytest
 from airflow_broadway.core.errors import (
     ProducerUnavailable,
 )
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+    Attempts,
+    Backoff,
+    keep_trying,
+)
 from airflow_broadway.producers.rabbitmq.options import backoff_bounds
 from airflow_broadway.testing import ManualClock
 

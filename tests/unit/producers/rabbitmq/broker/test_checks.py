@@ -14,9 +14,9 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker import checks
 from airflow_broadway.producers.rabbitmq.broker.checks import (
-    Policies,
     Role,
     Setting,
+    Unseen,
     _matches,
     check_queues,
     check_version,
@@ -24,7 +24,6 @@ from airflow_broadway.producers.rabbitmq.broker.checks import (
     refuse_losses,
     roles_of,
 )
-from airflow_broadway.producers.rabbitmq.broker.management import Unseen
 
 ORDERS = RabbitMQProducer(queue="orders")
 
@@ -61,7 +60,7 @@ def effective(
     operators: Iterable[dict[str, Any]] = (),
 ) -> dict[str, Setting]:
     shown = {"policy": policies, "operator policy": operators}
-    return Policies(shown).effective(queue, kind, arguments)
+    return checks.effective(shown, queue, kind, arguments)
 
 
 def role(name: str) -> Role:
