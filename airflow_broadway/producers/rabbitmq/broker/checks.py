@@ -12,8 +12,9 @@ The management API computes the same for queues that exist, as ``effective_polic
 shows it with its statistics: a policy that was set just now is missing there for up to 10 seconds.
 
 The management API is a server of its own, on another port, often out of reach or forbidden to the
-user.  So a check must do without an answer too: :class:`Unseen` says that there is none.  No redirect
-is followed and no proxy used: the password goes to no host but the one that the connection names.
+user.  So a check must do without an answer too: :class:`Unseen` says that there is none.  No
+redirect is followed and no proxy used: the password goes to no host but the one that the connection
+names.
 """
 
 from __future__ import annotations
