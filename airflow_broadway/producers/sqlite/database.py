@@ -97,29 +97,31 @@ CREATE INDEX dead_letters ON dead (queue, died_at);
 #: are kept from the garbage collector.
 _INHERITED: list[object] = []
 
-#: SQLite's codes of errors → what they mean for the queue file.
+#: SQLite's codes of errors (https://sqlite.org/rescode.html), which Python names from 3.11 on.
+_PERM, _BUSY, _LOCKED, _READONLY, _IOERR = 3, 5, 6, 8, 10
+_CORRUPT, _FULL, _CANTOPEN, _NOTADB = 11, 13, 14, 26
+
+#: Code → what it means for the queue file.
 _TEXTS: Final = {
-    sqlite3.SQLITE_BUSY: "the queue file {path} has been locked by another process for"
+    _BUSY: "the queue file {path} has been locked by another process for"
     " {seconds:g} s: try again, or end the process that holds it",
-    sqlite3.SQLITE_FULL: "no room is left on the disk of the queue file {path}: free some; the"
+    _FULL: "no room is left on the disk of the queue file {path}: free some; the"
     " queue is unchanged",
-    sqlite3.SQLITE_IOERR: "the disk of the queue file {path} fails: {error}; the queue is"
-    " unchanged",
-    sqlite3.SQLITE_CANTOPEN: "the queue file {path} cannot be written ({error}): let this user"
+    _IOERR: "the disk of the queue file {path} fails: {error}; the queue is unchanged",
+    _CANTOPEN: "the queue file {path} cannot be written ({error}): let this user"
     " write both the file and its folder {path.parent}",
-    sqlite3.SQLITE_NOTADB: "the file {path} is not a database: correct the path, or move the file"
-    " away",
-    sqlite3.SQLITE_CORRUPT: "the queue file {path} is damaged ({error}): save a copy, then recover"
+    _NOTADB: "the file {path} is not a database: correct the path, or move the file away",
+    _CORRUPT: "the queue file {path} is damaged ({error}): save a copy, then recover"
     " it with the `.recover` command of the sqlite3 program",
 }
 #: Codes that mean the same as others.
 _SAME: Final = {
-    sqlite3.SQLITE_LOCKED: sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_READONLY: sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PERM: sqlite3.SQLITE_CANTOPEN,
+    _LOCKED: _BUSY,
+    _READONLY: _CANTOPEN,
+    _PERM: _CANTOPEN,
 }
 #: Codes after which trying again may help.
-_PASSING: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_PASSING: Final = (_BUSY, _FULL, _IOERR)
 
 
 class Database:
@@ -217,7 +219,7 @@ class Database:
             pass
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            code = sqlite3.SQLITE_FULL if full else sqlite3.SQLITE_CANTOPEN
+            code = _FULL if full else _CANTOPEN
             raise self._translated(error, code) from error
 
     def _translated(self, error: Exception, code: int) -> ProducerError:
@@ -257,7 +259,7 @@ class Database:
                 mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
                 break
             except sqlite3.OperationalError as error:
-                if _primary(error) != sqlite3.SQLITE_BUSY or time.monotonic() > limit:
+                if _primary(error) != _BUSY or time.monotonic() > limit:
                     raise
                 time.sleep(0.01)
         if mode != "wal":
