@@ -1,8 +1,7 @@
-"""The command ``airflow-broadway``: looks at staged runs, dead letters, archives and brokers.
+"""The command ``airflow-broadway``: inspects staged runs, dead letters, archives and brokers.
 
-``app`` and ``arguments`` declare the commands, each of which is a module; ``opening`` finds what a
-command names, ``output`` prints.
-``docs/cli.md`` is its guide.
+``app`` and ``arguments`` declare the commands; each command is a module.  ``opening`` loads
+pipelines and producers, ``output`` prints.  ``docs/cli.md`` is the guide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``airflow-broadway archive``: what a pipeline has kept of the messages that it received."""
+"""``airflow-broadway archive``: inspects, imports, exports and purges archived messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.adapters.staging import open_existing_store, open_store
-from airflow_broadway.cli.output import CommandError, cut, say, say_json
+from airflow_broadway.cli.output import CommandError, cut, print_json, print_lines
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.run_source import Interval
@@ -23,148 +23,140 @@ from airflow_broadway.staging.archive.removal import purge
 from airflow_broadway.staging.store import Folder
 
 
-def archive(given: argparse.Namespace) -> int:
-    """Carry out one of the commands."""
-    if given.action == "import":
-        store = open_store(given.staging)
+def archive(args: argparse.Namespace) -> int:
+    """Runs one action of the command."""
+    if args.action == "import":
+        store = open_store(args.staging)
     else:
-        store = open_existing_store(given.staging)
-        check_pipeline(store, given.pipeline_name)
-    folder = archive_folder(store, given.pipeline_name)
-    code: int = _ACTIONS[given.action](folder, given)
+        store = open_existing_store(args.staging)
+        check_pipeline(store, args.pipeline_name)
+    folder = archive_folder(store, args.pipeline_name)
+    code: int = _ACTIONS[args.action](folder, args)
     return code
 
 
-def _interval(given: argparse.Namespace, *, needed: bool = True) -> Interval | None:
-    """The interval of the arguments; instants without a time zone are in UTC.
+def _interval(args: argparse.Namespace, *, required: bool = True) -> Interval | None:
+    """Returns the interval of the arguments; timestamps without a time zone are in UTC.
 
-    :raises CommandError: If it is none.
+    :raises CommandError: If one end is missing, or the interval is empty.
     """
-    if given.start is None and given.end is None and not needed:
+    if args.start is None and args.end is None and not required:
         return None
-    if given.start is None or given.end is None:
-        raise CommandError("give both --start and --end")
-    start, end = (_instant(name, getattr(given, name)) for name in ("start", "end"))
+    if args.start is None or args.end is None:
+        raise CommandError("use both --start and --end")
+    start, end = (_parse_timestamp(name, getattr(args, name)) for name in ("start", "end"))
     if start >= end:
         raise CommandError(f"--start ({start.isoformat()}) is to be before --end")
     return Interval(start, end)
 
 
-def _instant(name: str, text: str) -> datetime:
+def _parse_timestamp(name: str, text: str) -> datetime:
     try:
-        found = datetime.fromisoformat(text)
+        at = datetime.fromisoformat(text)
     except ValueError:
         raise CommandError(
-            f"--{name} is no instant in ISO 8601, such as 2013-01-01T00:00:00Z: {text!r}"
+            f"--{name} is no timestamp in ISO 8601, such as 2013-01-01T00:00:00Z: {text!r}"
         ) from None
-    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
 
 
-def _list(folder: Folder, given: argparse.Namespace) -> int:
-    found = look(folder, _interval(given, needed=False))
-    counted: dict[str, list[int]] = {}
-    for hour, files in sorted(found.hours.items()):
-        shown = start_of(hour).strftime("%Y-%m-%dT%H:00Z" if given.hours else "%Y-%m-%d")
-        day = counted.setdefault(shown, [0, 0, 0])
-        for index, more in enumerate((1, len(files), sum(files.values()))):
-            day[index] += more
-    if given.json:
+def _list(folder: Folder, args: argparse.Namespace) -> int:
+    selection = look(folder, _interval(args, required=False))
+    counts: dict[str, list[int]] = {}
+    for hour, files in sorted(selection.hours.items()):
+        start = start_of(hour).strftime("%Y-%m-%dT%H:00Z" if args.hours else "%Y-%m-%d")
+        totals = counts.setdefault(start, [0, 0, 0])
+        for index, number in enumerate((1, len(files), sum(files.values()))):
+            totals[index] += number
+    if args.json:
         names = ("hours", "files", "messages")
-        say_json([{"time": at, **dict(zip(names, n, strict=True))} for at, n in counted.items()])
-    elif not counted:
-        say(f"Nothing is archived there: {redacted(folder.store.uri)}/{folder.path}.")
+        print_json([{"time": at, **dict(zip(names, n, strict=True))} for at, n in counts.items()])
+    elif not counts:
+        print_lines(f"Nothing is archived in {redacted(folder.store.uri)}/{folder.path}.")
     else:
-        say(*table(("time", "hours", "files", "messages"), [(at, *n) for at, n in counted.items()]))
+        rows = [(at, *n) for at, n in counts.items()]
+        print_lines(*table(("time", "hours", "files", "messages"), rows))
     return 0
 
 
-def _show(folder: Folder, given: argparse.Namespace) -> int:
-    interval = _needed(given)
+def _show(folder: Folder, args: argparse.Namespace) -> int:
+    interval = _required_interval(args)
     rows = (
         line_of(row)
-        for each in tables(folder, look(folder, interval), interval)
-        for row in each.to_pylist()
+        for batch in tables(folder, look(folder, interval), interval)
+        for row in batch.to_pylist()
     )
-    shown = list(islice(rows, given.limit))
+    messages = list(islice(rows, args.limit))
     more = next(rows, None) is not None
-    if given.json:
-        say_json(shown)
+    if args.json:
+        print_json(messages)
         return 0
-    say(
-        *table(
-            ("time", "message", "size", "payload"),
-            [
-                (
-                    each["time"],
-                    each["message_id"],
-                    each["size"],
-                    cut(each.get("payload", "(no text)"), 80),
-                )
-                for each in shown
-            ],
-        )
+    lines = (
+        (line["time"], line["message_id"], line["size"], cut(line.get("payload", "(no text)"), 80))
+        for line in messages
     )
+    print_lines(*table(("time", "message", "size", "payload"), lines))
     if more:
-        say(f"These are the first {len(shown)}: --limit shows more.")
+        print_lines(f"These are the first {len(messages)}: --limit shows more.")
     return 0
 
 
-def _failed(folder: Folder, given: argparse.Namespace) -> int:
-    found = list(failures(folder))
-    if given.json:
-        say_json([dict(each) for each in found])
+def _failed(folder: Folder, args: argparse.Namespace) -> int:
+    records = list(failures(folder))
+    if args.json:
+        print_json([dict(record) for record in records])
         return 0
-    if not found:
-        say("Nothing is kept there of what failed in runs of the archive, or of past runs.")
+    if not records:
+        print_lines("No failures of archive runs or replays are recorded.")
         return 0
     rows = (
-        (each["at"][:19], each["run_id"], each["message_id"], each["stage"], cut(each["reason"]))
-        for each in found
+        (row["at"][:19], row["run_id"], row["message_id"], row["stage"], cut(row["reason"]))
+        for row in records
     )
-    say(*table(("failed at", "run", "message", "stage", "reason"), rows))
+    print_lines(*table(("failed at", "run", "message", "stage", "reason"), rows))
     return 0
 
 
-def _import(folder: Folder, given: argparse.Namespace) -> int:
-    chosen = Chosen(time=given.time, payload=given.payload, id=given.id)
-    done = import_file(folder, Path(given.file), chosen, SystemClock().now(), given.format or "")
-    if given.json:
-        say_json(done._asdict())
-    elif done.before:
-        say(f"{given.file} was imported before: nothing was changed.")
+def _import(folder: Folder, args: argparse.Namespace) -> int:
+    columns = Chosen(time=args.time, payload=args.payload, id=args.id)
+    result = import_file(folder, Path(args.file), columns, SystemClock().now(), args.format or "")
+    if args.json:
+        print_json(result._asdict())
+    elif result.before:
+        print_lines(f"{args.file} was imported before: nothing was changed.")
     else:
-        say(f"Imported {many(done.messages, 'message')} of {given.file}.")
+        print_lines(f"Imported {many(result.messages, 'message')} of {args.file}.")
     return 0
 
 
-def _export(folder: Folder, given: argparse.Namespace) -> int:
-    count = export(folder, _needed(given), Path(given.file))
-    if given.json:
-        say_json({"file": given.file, "messages": count})
+def _export(folder: Folder, args: argparse.Namespace) -> int:
+    count = export(folder, _required_interval(args), Path(args.file))
+    if args.json:
+        print_json({"file": args.file, "messages": count})
     else:
-        say(f"Wrote {many(count, 'message')} to {given.file}.")
+        print_lines(f"Wrote {many(count, 'message')} to {args.file}.")
     return 0
 
 
-def _purge(folder: Folder, given: argparse.Namespace) -> int:
-    interval = _needed(given)
-    if not given.yes:
+def _purge(folder: Folder, args: argparse.Namespace) -> int:
+    interval = _required_interval(args)
+    if not args.yes:
         raise CommandError(
-            f"nothing was removed: give --yes to remove {interval} for good (now"
+            f"nothing was removed: use --yes to remove {interval} for good (now"
             f" {many(look(folder, interval).messages, 'message')})"
         )
-    done = purge(folder, interval, SystemClock().now())
-    if given.json:
-        say_json(done._asdict())
+    result = purge(folder, interval, SystemClock().now())
+    if args.json:
+        print_json(result._asdict())
     else:
-        say(f"Removed {many(done.messages, 'message')} of {many(done.hours, 'hour')}.")
+        print_lines(f"Removed {many(result.messages, 'message')} of {many(result.hours, 'hour')}.")
     return 0
 
 
-def _needed(given: argparse.Namespace) -> Interval:
-    found = _interval(given)
-    assert found is not None
-    return found
+def _required_interval(args: argparse.Namespace) -> Interval:
+    interval = _interval(args)
+    assert interval is not None
+    return interval
 
 
 _ACTIONS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""``airflow-broadway check``: what the next run of a pipeline would refuse or warn of."""
+"""``airflow-broadway check``: reports what a pipeline's next run would refuse or warn of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.cli.opening import connected, pipeline_of, producer_env
-from airflow_broadway.cli.output import say, say_json
+from airflow_broadway.cli.output import print_json, print_lines
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
@@ -15,28 +15,28 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 _ORDER: Final = ("error", "warning", "note")
 
 
-def check(given: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     """Prints the findings, errors first; returns 1 if there is an error.
 
     :raises ProducerUnavailable: If the broker cannot be reached.
     """
-    pipeline = pipeline_of(given.reference)
-    producer = connected(pipeline.producer, given.reference, given.conn_id)
-    env = producer_env(pipeline.name, staging_root(given.staging))
+    pipeline = pipeline_of(args.reference)
+    producer = connected(pipeline.producer, args.reference, args.conn_id)
+    env = producer_env(pipeline.name, staging_root(args.staging))
     findings = sorted(
-        dict.fromkeys(found for shard in producer.shards() for found in _checked(shard, env)),
+        dict.fromkeys(finding for shard in producer.shards() for finding in _findings(shard, env)),
         key=lambda finding: _ORDER.index(finding.level),
     )
     failed = any(finding.level == "error" for finding in findings)
-    if given.json:
-        say_json([finding._asdict() for finding in findings])
+    if args.json:
+        print_json([finding._asdict() for finding in findings])
         return int(failed)
     lines = [f"{finding.level}: {finding.text}" for finding in findings]
-    say(*lines, *([] if failed else [f"A run of {pipeline.name} can begin."]))
+    print_lines(*lines, *([] if failed else [f"A run of {pipeline.name} can begin."]))
     return int(failed)
 
 
-def _checked(producer: Producer, env: ProducerEnv) -> list[Finding]:
+def _findings(producer: Producer, env: ProducerEnv) -> list[Finding]:
     try:
         return producer.check(env)
     except ProducerUnavailable:

@@ -1,4 +1,4 @@
-"""``airflow-broadway crash-test``: a pipeline and its sink, struck at every point."""
+"""``airflow-broadway crash-test``: injects crashes and faults into a pipeline's external calls."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import time
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.cli.output import CommandError, complain, one_line, say, say_json
+from airflow_broadway.cli.output import CommandError, one_line, print_error, print_json, print_lines
 from airflow_broadway.core.text import many
 from airflow_broadway.testing.crashes import Case, Family, Result, Sums, UnsoundPipeline
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest, function_of, pipeline_of
 
-#: Seconds between two lines of progress; on a terminal it is one line that changes.
-_PAUSE, _PAUSE_ON_TERMINAL = 10.0, 0.2
+#: Seconds between two lines of progress; on a terminal one line is updated.
+_INTERVAL, _INTERVAL_ON_TERMINAL = 10.0, 0.2
 
 
-def crash_test(given: argparse.Namespace) -> int:
-    """Put a pipeline to the test; 1 if a case failed."""
-    # Tasks have folders of their own, and import from here all the same.
-    sys.path[:] = [os.path.abspath(each) for each in ["", *sys.path]]
+def crash_test(args: argparse.Namespace) -> int:
+    """Runs the crash test of a pipeline; returns 1 if a case failed."""
+    # Tasks change their working folder: relative entries must still resolve.
+    sys.path[:] = [os.path.abspath(path) for path in ["", *sys.path]]
     test = CrashTest(
-        pipeline=pipeline_of(given.pipeline),
-        messages=_messages(given),
-        sink=function_of(given.sink) if given.sink else None,
-        prepare=function_of(given.prepare) if given.prepare else None,
-        families=_families(given.families),
-        share=given.share,
-        pairs=given.pairs,
-        seed=given.seed,
-        jobs=given.jobs,
-        only=given.only,
-        keep=given.keep,
+        pipeline=pipeline_of(args.pipeline),
+        messages=_messages(args),
+        sink=function_of(args.sink) if args.sink else None,
+        prepare=function_of(args.prepare) if args.prepare else None,
+        families=_families(args.families),
+        share=args.share,
+        pairs=args.pairs,
+        seed=args.seed,
+        jobs=args.jobs,
+        only=args.only,
+        keep=args.keep,
     )
     progress = _Progress()
     try:
@@ -43,28 +43,28 @@ def crash_test(given: argparse.Namespace) -> int:
     except UnsoundPipeline as error:
         for line in error.tail:
             sys.stderr.write(f"  {one_line(line)}\n")
-        complain(error)
+        print_error(error)
         return 2
     finally:
         progress.end()
-    if given.json:
-        say_json(_json(sums, given))
+    if args.json:
+        print_json(_to_json(sums, args))
     else:
-        say(*report(sums, lambda case: _command(given, case)))
-        if given.keep and sums.failures:
-            folders = {str(Path(each.folder).parent) for each in sums.failures}
-            say(f"The files of what failed are in {', '.join(folders)}.")
+        print_lines(*report(sums, lambda case: _repeat_command(args, case)))
+        if args.keep and sums.failures:
+            folders = {str(Path(failure.folder).parent) for failure in sums.failures}
+            print_lines(f"The files of failed cases are in {', '.join(folders)}.")
     return int(not sums.good)
 
 
-def _messages(given: argparse.Namespace) -> list[bytes]:
-    if given.messages is None:
-        return [b"%d" % number for number in range(given.count)]
-    lines = Path(given.messages).read_bytes().splitlines()
-    found = [line for line in lines if line.strip()]
-    if not found:
-        raise CommandError(f"{given.messages} has no line that is not empty")
-    return found
+def _messages(args: argparse.Namespace) -> list[bytes]:
+    if args.messages is None:
+        return [b"%d" % number for number in range(args.count)]
+    lines = Path(args.messages).read_bytes().splitlines()
+    messages = [line for line in lines if line.strip()]
+    if not messages:
+        raise CommandError(f"{args.messages} has no line that is not empty")
+    return messages
 
 
 def _families(text: str) -> list[Family]:
@@ -75,18 +75,18 @@ def _families(text: str) -> list[Family]:
     return [Family(name) for name in dict.fromkeys(names)]
 
 
-def _command(given: argparse.Namespace, case: Case) -> str:
-    """What runs just one case again."""
-    words = ["airflow-broadway", "crash-test", "--pipeline", given.pipeline]
+def _repeat_command(args: argparse.Namespace, case: Case) -> str:
+    """Returns the command line that repeats one case."""
+    words = ["airflow-broadway", "crash-test", "--pipeline", args.pipeline]
     for name in ("sink", "prepare", "messages"):
-        if getattr(given, name):
-            words += [f"--{name}", getattr(given, name)]
-    if given.messages is None and given.count != 12:
-        words += ["--count", str(given.count)]
+        if getattr(args, name):
+            words += [f"--{name}", getattr(args, name)]
+    if args.messages is None and args.count != 12:
+        words += ["--count", str(args.count)]
     return shlex.join([*words, "--only", str(case)])
 
 
-def _json(sums: Sums, given: argparse.Namespace) -> dict[str, Any]:
+def _to_json(sums: Sums, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "points": len(sums.points),
         "cases": sums.cases,
@@ -97,46 +97,46 @@ def _json(sums: Sums, given: argparse.Namespace) -> dict[str, Any]:
         "unmarked": sums.unmarked,
         "left": sums.left,
         "mistakes": sums.mistakes,
-        "unsteady": [str(each) for each in sums.unsteady],
+        "unsteady": [str(case) for case in sums.unsteady],
         "parts": [
             {"stage": stage, "call": kind, **part} for (stage, kind), part in sums.parts.items()
         ],
         "failures": [
             {
-                "case": str(each.case),
-                "wrong": {kind.value: told for kind, told in each.wrong.items()},
-                "again": _command(given, each.case),
-                "folder": each.folder if given.keep else None,
+                "case": str(failure.case),
+                "wrong": {kind.value: details for kind, details in failure.wrong.items()},
+                "again": _repeat_command(args, failure.case),
+                "folder": failure.folder if args.keep else None,
             }
-            for each in sums.failures
+            for failure in sums.failures
         ],
     }
 
 
 class _Progress:
-    """Says on standard error how far it is."""
+    """Reports progress on standard error."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._cases = self._done = self._failed = 0
-        self._said = time.monotonic()
+        self._reported_at = time.monotonic()
 
     def begin(self, cases: int) -> None:
         self._cases = cases
-        self._say(f"{many(cases, 'case')} to run")
+        self._print(f"{many(cases, 'case')} to run")
 
     def add(self, result: Result) -> None:
         self._done += 1
         self._failed += not result.good
         now = time.monotonic()
-        if now - self._said >= (_PAUSE_ON_TERMINAL if self._terminal else _PAUSE):
-            self._said = now
-            self._say(f"{self._done:,} of {many(self._cases, 'case')}, {self._failed:,} failed")
+        if now - self._reported_at >= (_INTERVAL_ON_TERMINAL if self._terminal else _INTERVAL):
+            self._reported_at = now
+            self._print(f"{self._done:,} of {many(self._cases, 'case')}, {self._failed:,} failed")
 
     def end(self) -> None:
         if self._terminal:
             sys.stderr.write("\r\033[K")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         sys.stderr.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
         sys.stderr.flush()

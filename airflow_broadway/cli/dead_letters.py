@@ -1,4 +1,4 @@
-"""``airflow-broadway dead-letters``: the messages that a pipeline's broker has set aside."""
+"""``airflow-broadway dead-letters``: inspects and moves a pipeline's dead letters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.staging import open_store
 from airflow_broadway.cli.opening import connected, named_pipeline
-from airflow_broadway.cli.output import CommandError, cut, say, say_json
+from airflow_broadway.cli.output import CommandError, cut, print_json, print_lines
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.dead_letters import (
     EVERY,
@@ -34,63 +34,63 @@ from airflow_broadway.runs.reading.payload import hex_lines
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.letters import ArchiveLetters
 
-#: Bytes of a payload that people are shown unless they ask for more.
+#: Bytes of a payload that are printed without --bytes.
 _BYTES = 2_000
-#: What may be a long text of its sender.
-_TEXTS = ("reason", "stage", "generation", "origin", "original_id")
-#: Characters of a reason by which letters are counted together, as in a run's report.
+#: Fields whose text comes from the sender and may be long.
+_SENDER_FIELDS = ("reason", "stage", "generation", "origin", "original_id")
+#: Characters of a reason by which dead letters are grouped, as in a run's report.
 _REASON = 200
 
 
-def dead_letters(given: argparse.Namespace) -> int:
-    """Carry out one of the commands; 1 if there is something to look at."""
-    with _opened(given) as place:
-        code: int = _ACTIONS[given.action](place, given)
+def dead_letters(args: argparse.Namespace) -> int:
+    """Runs one action of the command; returns 1 if there are findings."""
+    with _open_dead_letters(args) as dlq:
+        code: int = _ACTIONS[args.action](dlq, args)
         return code
 
 
 # -- the commands ----------------------------------------------------------------------------------
 
 
-def _list(place: DeadLetters, given: argparse.Namespace) -> int:
-    # First: a broker may not count what is being looked at.
-    total = place.count() if given.by_reason else None
-    looked = _look(
-        place,
-        _choice(given),
-        limit=given.limit,
-        offset=given.offset,
-        seconds=given.seconds,
-        by_reason=given.by_reason,
+def _list(dlq: DeadLetters, args: argparse.Namespace) -> int:
+    # Counted first: brokers may exclude messages that are being read.
+    total = dlq.count() if args.by_reason else None
+    listing = _collect(
+        dlq,
+        _choice(args),
+        limit=args.limit,
+        offset=args.offset,
+        seconds=args.seconds,
+        by_reason=args.by_reason,
     )
-    if given.json:
-        letters = [_row(each) for each in looked.letters]
-        say_json(letters if total is None else looked.to_json(place, total))
-    elif not looked.matching:
-        say(f"No dead letters in {place.place}.")
+    if args.json:
+        letters = [_row(letter) for letter in listing.letters]
+        print_json(letters if total is None else listing.to_json(dlq, total))
+    elif not listing.matching:
+        print_lines(f"No dead letters in {dlq.place}.")
     else:
-        _say_list(place, looked, total)
+        _print_listing(dlq, listing, total)
     return 0
 
 
 def listed_letters(
-    place: DeadLetters, choice: Choice, *, limit: int, offset: int, seconds: float
+    dlq: DeadLetters, choice: Choice, *, limit: int, offset: int, seconds: float
 ) -> dict[str, Any]:
-    """Some letters, and how many there are of each reason, as JSON."""
-    total = place.count()
-    return _look(
-        place, choice, limit=limit, offset=offset, seconds=seconds, by_reason=True
-    ).to_json(place, total)
+    """Returns a page of dead letters, and the count of each reason, as JSON."""
+    total = dlq.count()
+    return _collect(
+        dlq, choice, limit=limit, offset=offset, seconds=seconds, by_reason=True
+    ).to_json(dlq, total)
 
 
 @dataclass(slots=True)
-class _Looked:
-    """What was found while looking.
+class _Listing:
+    """A page of dead letters, and totals.
 
-    :param letters: Those that are asked for.
-    :param matching: All that were met, of those that are chosen.
-    :param whole: Whether there are no more than these.
-    :param reasons: How many of each stage and reason.
+    :param letters: The page.
+    :param matching: Dead letters read so far that match the filters.
+    :param whole: Whether all dead letters were read.
+    :param reasons: Counts by stage and reason.
     """
 
     letters: list[DeadLetter]
@@ -98,174 +98,174 @@ class _Looked:
     whole: bool = True
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def to_json(self, place: DeadLetters, total: int) -> dict[str, Any]:
-        shown = self.reasons.most_common(SHOWN_REASONS)
+    def to_json(self, dlq: DeadLetters, total: int) -> dict[str, Any]:
+        counts = self.reasons.most_common(SHOWN_REASONS)
         return {
-            "place": place.place,
+            "place": dlq.place,
             "total": total,
             "matching": self.matching,
             "whole": self.whole,
-            "reasons": [{"count": n, "stage": s, "reason": r} for (s, r), n in shown],
-            "other_reasons": self.matching - sum(n for _, n in shown),
-            "letters": [_row(each) for each in self.letters],
+            "reasons": [{"count": n, "stage": s, "reason": r} for (s, r), n in counts],
+            "other_reasons": self.matching - sum(n for _, n in counts),
+            "letters": [_row(letter) for letter in self.letters],
         }
 
 
-def _look(
-    place: DeadLetters,
+def _collect(
+    dlq: DeadLetters,
     choice: Choice,
     *,
     limit: int,
     offset: int,
     seconds: float | None,
     by_reason: bool,
-) -> _Looked:
-    """Look as far as is asked: to the last letter shown, or to the end; and not for too long."""
-    looked, clock = _Looked([]), SystemClock()
-    until = math.inf if seconds is None else clock.monotonic() + seconds
-    # Where time counts, letters that are not chosen count as well.
-    with _walk(place, choice if seconds is None else EVERY) as letters:
+) -> _Listing:
+    """Reads dead letters to the end of the page, or all with ``by_reason``, within ``seconds``."""
+    listing, clock = _Listing([]), SystemClock()
+    deadline = math.inf if seconds is None else clock.monotonic() + seconds
+    # With a time limit, non-matching dead letters must return here as well.
+    with _iterate(dlq, choice if seconds is None else EVERY) as letters:
         for letter in letters:
             if choice.takes(letter):
-                enough = looked.matching >= offset + limit
-                if enough and not by_reason:
-                    looked.whole = False
+                page_full = listing.matching >= offset + limit
+                if page_full and not by_reason:
+                    listing.whole = False
                     break
-                if looked.matching >= offset and not enough:
-                    looked.letters.append(letter)
-                looked.matching += 1
-                looked.reasons[letter.stage, letter.reason[:_REASON]] += 1
-            if clock.monotonic() >= until:
-                looked.whole = False
+                if listing.matching >= offset and not page_full:
+                    listing.letters.append(letter)
+                listing.matching += 1
+                listing.reasons[letter.stage, letter.reason[:_REASON]] += 1
+            if clock.monotonic() >= deadline:
+                listing.whole = False
                 break
-    return looked
+    return listing
 
 
-def _say_list(place: DeadLetters, looked: _Looked, total: int | None) -> None:
+def _print_listing(dlq: DeadLetters, listing: _Listing, total: int | None) -> None:
     if total is not None:
-        found = looked.to_json(place, total)
+        report = listing.to_json(dlq, total)
         counts = [
-            (each["count"], each["stage"] or None, cut(each["reason"]) or None)
-            for each in found["reasons"]
+            (reason["count"], reason["stage"] or None, cut(reason["reason"]) or None)
+            for reason in report["reasons"]
         ]
-        if found["other_reasons"]:
-            counts.append((found["other_reasons"], None, "other reasons"))
-        say(*table(("letters", "stage", "reason"), counts), "")
+        if report["other_reasons"]:
+            counts.append((report["other_reasons"], None, "other reasons"))
+        print_lines(*table(("letters", "stage", "reason"), counts), "")
     rows = (
         (
-            each.message_id,
-            each.attempt,
-            each.stage or None,
-            None if each.died_at is None else each.died_at.isoformat(timespec="seconds"),
-            len(each.body),
-            cut(each.reason) or None,
+            letter.message_id,
+            letter.attempt,
+            letter.stage or None,
+            None if letter.died_at is None else letter.died_at.isoformat(timespec="seconds"),
+            len(letter.body),
+            cut(letter.reason) or None,
         )
-        for each in looked.letters
+        for letter in listing.letters
     )
     heads = ("message id", "attempt", "stage", "died at", "bytes", "reason")
-    say(f"In {place.place}:", "", *table(heads, rows))
-    if total is not None and not looked.whole:
-        say("", "There was no time to look at all of them: --seconds gives more.")
-    elif not looked.whole:
-        say("", f"These are the first {len(looked.letters)}: --limit shows more.")
+    print_lines(f"In {dlq.place}:", "", *table(heads, rows))
+    if total is not None and not listing.whole:
+        print_lines("", "There was no time to look at all of them: --seconds gives more.")
+    elif not listing.whole:
+        print_lines("", f"These are the first {len(listing.letters)}: --limit shows more.")
 
 
-def _show(place: DeadLetters, given: argparse.Namespace) -> int:
-    """1 if one of the ids is none of theirs."""
-    found: dict[str, DeadLetter] = {}
-    wanted = dict.fromkeys([*given.named_ids, *given.message_id])
+def _show(dlq: DeadLetters, args: argparse.Namespace) -> int:
+    """Prints the dead letters with these ids; returns 1 if an id is unknown."""
+    by_id: dict[str, DeadLetter] = {}
+    wanted = dict.fromkeys([*args.named_ids, *args.message_id])
     if not wanted:
-        raise CommandError("which letters? Give their ids")
-    claimed: dict[str, DeadLetter] = {}
-    with _walk(place, Choice(ids=frozenset(wanted))) as letters:
-        for each in letters:
-            if each.message_id in wanted:
-                found[each.message_id] = each
+        raise CommandError("no message ids: name at least one dead letter")
+    by_original_id: dict[str, DeadLetter] = {}
+    with _iterate(dlq, Choice(ids=frozenset(wanted))) as letters:
+        for letter in letters:
+            if letter.message_id in wanted:
+                by_id[letter.message_id] = letter
             else:
-                claimed.setdefault(each.original_id, each)
-            if len(found) == len(wanted):
+                by_original_id.setdefault(letter.original_id, letter)
+            if len(by_id) == len(wanted):
                 break
-    found = claimed | found
-    unknown = [each for each in wanted if each not in found]
-    if given.json:
-        limit = given.bytes
-        say_json([export_letter(found[each], limit) for each in wanted if each in found])
+    by_id = by_original_id | by_id
+    unknown = [message_id for message_id in wanted if message_id not in by_id]
+    known = [by_id[message_id] for message_id in wanted if message_id in by_id]
+    if args.json:
+        print_json([export_letter(letter, args.bytes) for letter in known])
     else:
-        for number, key in enumerate(each for each in wanted if each in found):
-            say(*([""] if number else []), *_shown(found[key], given))
-    if unknown and not given.json:
-        say(_UNKNOWN.format(place.place, ", ".join(unknown)))
+        for number, letter in enumerate(known):
+            print_lines(*([""] if number else []), *_format_letter(letter, args))
+    if unknown and not args.json:
+        print_lines(_UNKNOWN.format(dlq.place, ", ".join(unknown)))
     return int(bool(unknown))
 
 
 _UNKNOWN = "No dead letters of {}, or no more: {}."
 
 
-def _requeue(place: DeadLetters, given: argparse.Namespace) -> int:
-    moved = place.requeue(_chosen(given), to=given.to)
-    return _say_moved(given, moved, place, "requeued", "Sent {} back from {}.")
+def _requeue(dlq: DeadLetters, args: argparse.Namespace) -> int:
+    moved = dlq.requeue(_required_choice(args), to=args.to)
+    return _print_moved(args, moved, dlq, "requeued", "Requeued {} from {}.")
 
 
-def _delete(place: DeadLetters, given: argparse.Namespace) -> int:
-    moved = place.delete(_chosen(given))
-    return _say_moved(given, moved, place, "deleted", "Deleted {} of {}.")
+def _delete(dlq: DeadLetters, args: argparse.Namespace) -> int:
+    moved = dlq.delete(_required_choice(args))
+    return _print_moved(args, moved, dlq, "deleted", "Deleted {} of {}.")
 
 
-def _say_moved(
-    given: argparse.Namespace, moved: Moved, place: DeadLetters, word: str, text: str
+def _print_moved(
+    args: argparse.Namespace, moved: Moved, dlq: DeadLetters, word: str, text: str
 ) -> int:
-    """Print what was done; 1 if letters that were named are not there, or some had to stay."""
-    if given.json:
-        say_json({word: moved.count, "unknown": moved.unknown, "refused": dict(moved.refused)})
+    """Prints the result; returns 1 if ids are unknown or dead letters were refused."""
+    if args.json:
+        print_json({word: moved.count, "unknown": moved.unknown, "refused": dict(moved.refused)})
     else:
-        say(text.format(many(moved.count, "dead letter"), place.place))
+        print_lines(text.format(many(moved.count, "dead letter"), dlq.place))
         if moved.unknown:
-            say(_UNKNOWN.format("it", ", ".join(moved.unknown)))
-        for key, why in moved.refused.items():
-            say(f"{key} stays: {cut(why, 300)}")
+            print_lines(_UNKNOWN.format("it", ", ".join(moved.unknown)))
+        for key, reason in moved.refused.items():
+            print_lines(f"{key} stays: {cut(reason, 300)}")
     return int(bool(moved.unknown or moved.refused))
 
 
-# -- which letters ---------------------------------------------------------------------------------
+# -- filters ---------------------------------------------------------------------------------------
 
 
-def _choice(given: argparse.Namespace) -> Choice:
+def _choice(args: argparse.Namespace) -> Choice:
     return Choice(
-        ids=frozenset(given.message_id) if given.message_id else None,
-        reason=given.reason,
-        stage=given.stage,
-        since=given.since,
-        until=given.until,
+        ids=frozenset(args.message_id) if args.message_id else None,
+        reason=args.reason,
+        stage=args.stage,
+        since=args.since,
+        until=args.until,
     )
 
 
-def _chosen(given: argparse.Namespace) -> Choice:
-    """Which ones are to be moved.
+def _required_choice(args: argparse.Namespace) -> Choice:
+    """Returns the choice of dead letters to move.
 
-    :raises CommandError: If nothing is chosen, and ``--all`` not said; or both.
+    :raises CommandError: If neither filters nor ``--all`` are given, or both.
     """
-    choice = _choice(given)
-    if given.all == (choice != Choice()):
+    choice = _choice(args)
+    if args.all == (choice != Choice()):
         raise CommandError(
-            "--all takes every dead letter, and --message-id, --reason, --stage, --since and"
-            " --until choose some: give the one or the other"
+            "use either --all or filters (--message-id, --reason, --stage, --since, --until),"
+            " not both"
         )
     return choice
 
 
 @contextmanager
-def _walk(place: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
-    """The chosen letters; those that are not read are others' again when it ends."""
-    letters: Any = place.letters(choice)
+def _iterate(dlq: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
+    """Iterates over the matching dead letters; releases unread ones on exit."""
+    letters: Any = dlq.letters(choice)
     with closing(letters):
         yield letters
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------
 
 
-def _shown(letter: DeadLetter, given: argparse.Namespace) -> list[str]:
-    about = {
+def _format_letter(letter: DeadLetter, args: argparse.Namespace) -> list[str]:
+    fields = {
         "message id": letter.message_id,
         "of message": letter.original_id if letter.original_id != letter.message_id else "",
         "from": letter.origin,
@@ -277,12 +277,14 @@ def _shown(letter: DeadLetter, given: argparse.Namespace) -> list[str]:
         "generation": letter.generation,
         "properties": json.dumps(letter.properties, ensure_ascii=False, default=str),
     }
-    lines = [f"{name + ':':<12}{value}" for name, value in about.items() if value not in ("", None)]
-    body = letter.body[: given.bytes or _BYTES]
+    lines = [
+        f"{name + ':':<12}{value}" for name, value in fields.items() if value not in ("", None)
+    ]
+    body = letter.body[: args.bytes or _BYTES]
     lines.append(f"{'payload:':<12}{many(len(letter.body), 'byte')}")
     if len(body) < len(letter.body):
         lines[-1] += f", of which these are the first {len(body):,} (--bytes shows more)"
-    return [*lines, *_payload(body, letter.body, given.format)]
+    return [*lines, *_payload(body, letter.body, args.format)]
 
 
 def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
@@ -300,16 +302,16 @@ def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
 
 
 def _row(letter: DeadLetter) -> dict[str, Any]:
-    """What a list has of a letter: no body, no properties, and no long text of its sender."""
+    """Returns a dead letter without body and properties, with the sender's texts truncated."""
     value = letter._asdict()
     del value["properties"]
     value["bytes"] = len(value.pop("body"))
-    short = {name: cut_bytes(value[name], MAX_REASON) for name in _TEXTS}
+    short = {name: cut_bytes(value[name], MAX_REASON) for name in _SENDER_FIELDS}
     return value | short
 
 
 def export_letter(letter: DeadLetter, limit: int | None) -> dict[str, Any]:
-    """A letter with its payload as JSON, of which ``limit`` bytes at most."""
+    """Returns a dead letter as JSON, with at most ``limit`` bytes of its payload."""
     value = letter._asdict()
     raw: bytes = value.pop("body")
     value["bytes"] = len(raw)
@@ -321,28 +323,28 @@ def export_letter(letter: DeadLetter, limit: int | None) -> dict[str, Any]:
     return value
 
 
-# -- what is looked at -----------------------------------------------------------------------------
+# -- access ---------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _opened(given: argparse.Namespace) -> Iterator[DeadLetters]:
-    """The place that the arguments name."""
-    reference, pipeline = named_pipeline(given.pipeline, given.named)
-    if given.archive:
-        if given.place is not None or given.conn_id is not None:
+def _open_dead_letters(args: argparse.Namespace) -> Iterator[DeadLetters]:
+    """Opens the dead letters that the arguments name."""
+    reference, pipeline = named_pipeline(args.pipeline, args.named)
+    if args.archive:
+        if args.place is not None or args.conn_id is not None:
             raise CommandError("--archive asks no broker: leave --place and --conn-id out")
-        folder = archive_folder(open_store(given.staging), pipeline.name)
+        folder = archive_folder(open_store(args.staging), pipeline.name)
         yield ArchiveLetters(folder)
         return
-    producer = connected(pipeline.producer, reference, given.conn_id)
-    store = open_store(given.staging)
+    producer = connected(pipeline.producer, reference, args.conn_id)
+    store = open_store(args.staging)
     env = ProducerEnv(
         pipeline=pipeline.name,
         connections=AirflowConnections(),
         staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
         shared=f"{store.uri.rstrip('/')}/{SHARED}",
     )
-    with closing(producer.dead_letters(env, place=given.place)) as letters:
+    with closing(producer.dead_letters(env, place=args.place)) as letters:
         yield letters
 
 

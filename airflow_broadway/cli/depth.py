@@ -1,6 +1,6 @@
-"""``airflow-broadway depth``: how full the queues of pipelines are, and how old the oldest message.
+"""``airflow-broadway depth``: reports queue depths and the age of the oldest message.
 
-No message is received.  All brokers are asked concurrently: a silent one does not delay the others.
+No message is received.  All brokers are queried concurrently: a slow one does not delay the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from airflow_broadway.adapters.backlog import look_at
 from airflow_broadway.cli.opening import connected, pipeline_of
-from airflow_broadway.cli.output import one_line, say, say_json
+from airflow_broadway.cli.output import one_line, print_json, print_lines
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import BroadwayError
@@ -24,8 +24,8 @@ from airflow_broadway.runs.backlog.queues import WatchedQueues
 
 T = TypeVar("T")
 
-#: What is known where the broker itself does not say.
-_SILENT: Final = "the broker does not say how full the queue is"
+#: The reason where the broker does not report depths.
+_UNREPORTED: Final = "the broker does not report the depth of the queue"
 
 
 @dataclass(slots=True)
@@ -53,74 +53,74 @@ class DepthQuery:
             "unknown": self.unknown,
         }
 
-    def ask(self, look: Callable[[], QueueDepth | None]) -> None:
-        """Read the depth; a failure is this pipeline's alone."""
+    def run(self, look: Callable[[], QueueDepth | None]) -> None:
+        """Reads the depth; a failure affects this pipeline only."""
         self.depth = self.guarded(look)
         if self.depth is None:
-            self.unknown = self.unknown or _SILENT
+            self.unknown = self.unknown or _UNREPORTED
         self.done.set()
 
     def guarded(self, call: Callable[[], T]) -> T | None:
-        """Return the result of ``call``; ``None`` and a reason in :attr:`unknown` if it fails."""
+        """Returns the result of ``call``; ``None`` and a reason in :attr:`unknown` if it fails."""
         try:
             return call()
         except (BroadwayError, OSError) as error:
             self.unknown = redacted(one_line(error))
         except (Exception, SystemExit) as error:
-            # Users' code raised it: its text may say anything.
-            self.unknown = f"{type(error).__name__} was raised; a worker's log may say more"
+            # Raised by user code: its text may contain secrets.
+            self.unknown = f"{type(error).__name__} was raised; a worker's log may have more"
         return None
 
     @staticmethod
     def wait(queries: Sequence[DepthQuery], seconds: float, clock: Clock) -> None:
-        """Wait for the results of all queries, for so many seconds in all."""
+        """Waits for the results of all queries, for ``seconds`` in total."""
         end = clock.monotonic() + seconds
         for query in queries:
             if not query.done.wait(max(0.0, end - clock.monotonic())):
                 query.unknown = f"the broker did not answer within {seconds:g} s"
 
 
-def depth(given: argparse.Namespace) -> int:
-    """Print the depth of each pipeline's queues; return 1 if one of them is unknown."""
-    queries = [DepthQuery(reference) for reference in given.pipeline]
+def depth(args: argparse.Namespace) -> int:
+    """Prints the depth of each pipeline's queues; returns 1 if a depth is unknown."""
+    queries = [DepthQuery(reference) for reference in args.pipeline]
     for query in queries:
-        # One after another, in the main thread: users' modules are loaded here.
-        look = query.guarded(partial(_prepare, query, given))
+        # Sequentially, in the main thread: user modules are imported here.
+        look = query.guarded(partial(_prepare, query, args))
         if look is None:
             query.done.set()
             continue
-        threading.Thread(target=query.ask, args=(look,), daemon=True).start()
-    DepthQuery.wait(queries, given.timeout, SystemClock())
+        threading.Thread(target=query.run, args=(look,), daemon=True).start()
+    DepthQuery.wait(queries, args.timeout, SystemClock())
     results = [query.to_json() for query in queries]
-    if given.json:
-        say_json(results)
+    if args.json:
+        print_json(results)
     else:
-        _print(results)
+        _print_depths(results)
     return int(any(result["unknown"] for result in results))
 
 
-def _prepare(query: DepthQuery, given: argparse.Namespace) -> Callable[[], QueueDepth | None]:
-    """Load a pipeline, and return a function that reads the depth of its queues."""
+def _prepare(query: DepthQuery, args: argparse.Namespace) -> Callable[[], QueueDepth | None]:
+    """Loads a pipeline, and returns a function that reads the depth of its queues."""
     pipeline = pipeline_of(query.reference)
     query.pipeline = pipeline.name
     query.broker = pipeline.producer.kind or type(pipeline.producer).__name__
-    producer = connected(pipeline.producer, query.reference, given.conn_id)
+    producer = connected(pipeline.producer, query.reference, args.conn_id)
     queues = WatchedQueues(pipeline.name, producer.shards())
-    return lambda: look_at(queues, given.staging)
+    return lambda: look_at(queues, args.staging)
 
 
-def _print(found: list[dict[str, Any]]) -> None:
+def _print_depths(results: list[dict[str, Any]]) -> None:
     rows = [
         (
-            each["pipeline"] or each["reference"],
-            each["broker"],
-            *(each[name] for name in ("ready", "delayed", "leased", "dead")),
-            None if each["oldest_age"] is None else round(each["oldest_age"]),
+            row["pipeline"] or row["reference"],
+            row["broker"],
+            *(row[name] for name in ("ready", "delayed", "leased", "dead")),
+            None if row["oldest_age"] is None else round(row["oldest_age"]),
         )
-        for each in found
+        for row in results
     ]
     heads = ("pipeline", "broker", "ready", "delayed", "leased", "dead", "oldest (s)")
-    say(*table(heads, rows))
-    for each in found:
-        if each["unknown"]:
-            say(f"{each['pipeline'] or each['reference']} is not known: {each['unknown']}")
+    print_lines(*table(heads, rows))
+    for row in results:
+        if row["unknown"]:
+            print_lines(f"{row['pipeline'] or row['reference']} is not known: {row['unknown']}")

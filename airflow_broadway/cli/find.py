@@ -1,4 +1,4 @@
-"""``airflow-broadway where``: from a message's id to what became of it."""
+"""``airflow-broadway where``: traces a message by its id."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from airflow_broadway.adapters.staging import open_existing_store
-from airflow_broadway.cli.output import cut, say, say_json
+from airflow_broadway.cli.output import cut, print_json, print_lines
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.runs.reading.message import MessagePlace, find_message
 from airflow_broadway.runs.reading.runs import iter_runs
 
 
-def where(given: argparse.Namespace) -> int:
-    """Find a message in all staged runs; 1 if none has it."""
-    store = open_existing_store(given.staging)
-    runs = iter_runs(store, dag_id=given.dag_id, pipeline=given.pipeline_name)
-    places = [story.place for story in find_message(runs, given.message_id)]
-    if given.json:
-        say_json([asdict(place) for place in places])
+def where(args: argparse.Namespace) -> int:
+    """Finds a message in all staged runs; returns 1 if no run received it."""
+    store = open_existing_store(args.staging)
+    runs = iter_runs(store, dag_id=args.dag_id, pipeline=args.pipeline_name)
+    places = [story.place for story in find_message(runs, args.message_id)]
+    if args.json:
+        print_json([asdict(place) for place in places])
     elif not places:
-        say(
+        print_lines(
             f"No staged run under {redacted(store.uri)} has received"
-            f" {given.message_id!r}: it still waits in its queue, or retention removed its run."
+            f" {args.message_id!r}: it still waits in its queue, or retention removed its run."
         )
     else:
-        say(*_text(places))
+        print_lines(*_format_places(places))
     return 0 if places else 1
 
 
-def _text(places: Sequence[MessagePlace]) -> list[str]:
+def _format_places(places: Sequence[MessagePlace]) -> list[str]:
     lines: list[str] = []
     for place in places:
         if lines:

@@ -1,4 +1,4 @@
-"""The producer of a pipeline that a command names, and what it is opened in."""
+"""Pipelines and producers named by command-line arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from airflow_broadway.core.reference import load_ref, make_ref
 
 
 def pipeline_of(reference: str) -> Pipeline:
-    """The pipeline that an argument names: ``pkg.module:Class``, or a reference as JSON.
+    """Loads the pipeline of an argument: ``pkg.module:Class``, or a reference as JSON.
 
     :raises PipelineError: If its class cannot be imported here.
     :raises OptionsError: If one of its options breaks its rule.
@@ -29,7 +29,7 @@ def pipeline_of(reference: str) -> Pipeline:
 
 
 def _read_reference(text: str) -> Any:
-    """Returns what ``--pipeline`` names: ``pkg.module:Class``, or a reference as JSON.
+    """Parses ``--pipeline``: ``pkg.module:Class``, or a reference as JSON.
 
     :raises CommandError: If it is neither.
     """
@@ -42,19 +42,19 @@ def _read_reference(text: str) -> Any:
 
 
 def named_pipeline(references: Sequence[str], name: str | None) -> tuple[str, Pipeline]:
-    """Of several pipelines that of a name, with its reference: a pipeline says its name itself.
+    """Selects the pipeline with this name; returns its reference and the pipeline.
 
-    :param name: ``None``: there is one, whatever its name.
-    :raises CommandError: If none of them has the name, or several are given and no name.
+    :param name: ``None`` if there is one reference only.
+    :raises CommandError: If no pipeline has the name, or several are given without a name.
     """
     if name is None and len(references) > 1:
-        raise CommandError("several pipelines are given: --named says which of them it is")
+        raise CommandError("several pipelines are given: choose one with --named")
     names: list[str] = []
     first: BroadwayError | None = None
     for reference in references:
         try:
             pipeline = pipeline_of(reference)
-        except BroadwayError as error:  # another of them may be the one
+        except BroadwayError as error:  # another reference may match
             first = first or error
             continue
         if name in (None, pipeline.name):
@@ -66,29 +66,29 @@ def named_pipeline(references: Sequence[str], name: str | None) -> tuple[str, Pi
 
 
 def connected(producer: Producer, reference: str, conn_id: str | None) -> Producer:
-    """A pipeline's producer, of whatever kind, with the connection that a command wants.
+    """Returns a pipeline's producer, with ``--conn-id`` applied.
 
-    :raises CommandError: If one of its options is a template, which only a task can fill in.
+    :raises CommandError: If one of its options is a template, which only a task can render.
     """
-    names = [each.name for each in fields(producer)]
+    names = [field.name for field in fields(producer)]
     for name in names:
         value = getattr(producer, name)
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, str) and "{{" in each:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, str) and "{{" in item:
                 raise CommandError(
-                    f"the producer of {reference} has the template {name}={each!r}: give the"
+                    f"the producer of {reference} has the template {name}={item!r}: give the"
                     ' pipeline as JSON, with {"class": …, "options": {"producer": {…}}}'
                 )
     if conn_id is None:
         return producer
     if "conn_id" not in names:
         raise CommandError(f"{type(producer).__name__} has no connection: leave --conn-id out")
-    changed: Producer = replace(producer, conn_id=conn_id)  # type: ignore[call-arg]
-    return changed
+    connected_producer: Producer = replace(producer, conn_id=conn_id)  # type: ignore[call-arg]
+    return connected_producer
 
 
 def producer_env(pipeline: str, root: str) -> ProducerEnv:
-    """Returns what a pipeline's producer is opened in, outside a run.
+    """Returns the environment of a pipeline's producer outside a run.
 
     :param pipeline: The pipeline's name.
     :param root: The URI of the staging root.

@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs, one line for an error."""
+"""Output of the commands: tables, JSON, and one line per error on standard error."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MAX_TEXT = 100
 
 
 class CommandError(BroadwayError):
-    """What was asked for cannot be done; the text says why, and what to do instead."""
+    """A command cannot be carried out; the text gives the reason and the way out."""
 
 
-#: Where results go while everything else that is printed goes to standard error.
+#: The stream of results while all other output goes to standard error.
 _RESULTS: ContextVar[TextIO | None] = ContextVar("_RESULTS", default=None)
 
 
 @contextmanager
 def only_results_on_stdout() -> Iterator[None]:
-    """Send to standard error what others print: Airflow's loggers, Spark, callbacks."""
+    """Redirects all other output (Airflow's loggers, Spark, callbacks) to standard error."""
     token = _RESULTS.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):
@@ -37,56 +37,56 @@ def only_results_on_stdout() -> Iterator[None]:
         _RESULTS.reset(token)
 
 
-class _Escaping(logging.Formatter):
+class _EscapingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(escaped, redacted(super().format(record)).split("\n")))
 
 
 @contextmanager
 def logging_at(level: int) -> Iterator[None]:
-    """Log plain lines to standard error, whatever Airflow set up when it was imported."""
+    """Logs plain lines to standard error instead of to the handlers that Airflow installed."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Escaping("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
-    handlers, before = root.handlers, root.level
+    handlers, previous = root.handlers, root.level
     root.handlers = [handler]
     root.setLevel(level)
     try:
         yield
     finally:
         root.handlers = handlers
-        root.setLevel(before)
+        root.setLevel(previous)
 
 
-def say(*lines: str) -> None:
-    """Print lines for people."""
-    # Ids and reasons are anybody's text: a terminal is to act on none of it.
-    _print("\n".join(escaped(each) for line in lines for each in line.split("\n")))
+def print_lines(*lines: str) -> None:
+    """Prints lines of text."""
+    # Ids and reasons are untrusted: no escape sequence may reach a terminal.
+    _print("\n".join(escaped(part) for line in lines for part in line.split("\n")))
 
 
-def say_json(value: Any) -> None:
-    """Print a value for programs."""
+def print_json(value: Any) -> None:
+    """Prints a value as JSON."""
     _print(json.dumps(value, indent=1, default=str))
 
 
 def _print(text: str) -> None:
-    # Results are data, payloads among them: they are printed as they are, never masked.
+    # Results are data, including payloads: never masked.
     out = _RESULTS.get() or sys.stdout
     out.write(f"{text}\n")
     out.flush()
 
 
-def complain(error: BaseException | str) -> None:
-    """Print an error on one line, without the secrets of the addresses in it."""
+def print_error(error: BaseException | str) -> None:
+    """Prints an error on one line, with secrets in addresses masked."""
     sys.stderr.write(f"airflow-broadway: error: {redacted(one_line(error))}\n")
 
 
 def one_line(text: object) -> str:
-    """``text`` on one line, without anything that a terminal would act on."""
+    """Returns ``text`` on one line, with control characters escaped."""
     return printable(text)
 
 
 def cut(text: object, limit: int = MAX_TEXT) -> str:
-    """``text`` on one line of at most ``limit`` characters."""
+    """Returns ``text`` on one line of at most ``limit`` characters."""
     line = one_line(text)
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -1,8 +1,8 @@
-"""Answers one question of the API server about a broker: JSON on standard input and output.
+"""Answers one broker query of the API server: JSON on standard input and output.
 
-The producers are built from the options that the last run reported, and of classes of this package
-only: no module of a pipeline is imported.  Options are on no command line, and the text of an error
-has no secrets.
+Producers are built from the options that the last run reported, and only from classes of this
+package: no pipeline module is imported.  No option appears on a command line, and error texts
+contain no secrets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.cli.dead_letters import export_letter, listed_letters
 from airflow_broadway.cli.depth import DepthQuery
 from airflow_broadway.cli.opening import producer_env
-from airflow_broadway.cli.output import only_results_on_stdout, say_json
+from airflow_broadway.cli.output import only_results_on_stdout, print_json
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
 from airflow_broadway.core.errors import BroadwayError, ProducerError
@@ -29,33 +29,33 @@ from airflow_broadway.core.text import cut, printable
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.sources.dead_letters import choice_of
 
-#: Characters of an error's sentence.
-_SENTENCE: Final = 600
+#: Characters of an error text.
+_MAX_ERROR: Final = 600
 
 
 def main() -> int:
-    """Answer the question; the exit code is 0, also where the answer is an error."""
+    """Answers the question; the exit code is 0 even if the answer is an error."""
     with only_results_on_stdout():
         try:
             question = json.load(sys.stdin)
             answer = {"answer": _ANSWERS[question["ask"]](question)}
         except (BroadwayError, OSError) as error:
-            answer = {"error": cut(redacted(printable(str(error))), _SENTENCE)}
+            answer = {"error": cut(redacted(printable(str(error))), _MAX_ERROR)}
         except Exception as error:
             # The text of any other error may hold a secret.
             answer = {"error": f"{type(error).__name__} was raised in the child process"}
-        say_json(answer)
+        print_json(answer)
     return 0
 
 
 def _depths(question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the depth of each pipeline's queues; all brokers are asked concurrently."""
+    """Returns the depth of each pipeline's queues; brokers are queried concurrently."""
     queries = []
     for pipeline in question["queues"]:
         query = DepthQuery(pipeline["key"])
         queries.append(query)
         look = partial(_depth, pipeline["queues"], pipeline["staging"])
-        threading.Thread(target=query.ask, args=(look,), daemon=True).start()
+        threading.Thread(target=query.run, args=(look,), daemon=True).start()
     DepthQuery.wait(queries, question["seconds"], SystemClock())
     return [query.to_json() for query in queries]
 
@@ -65,7 +65,7 @@ def _depth(queues: str, staging: str | None) -> Any:
 
 
 def _list(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a page of dead letters, and the count of each reason."""
+    """Returns a page of dead letters, and the count of each reason."""
     with _opened(question) as place:
         return listed_letters(
             place,
@@ -77,12 +77,14 @@ def _list(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show(question: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a dead letter with its payload, cut at a size; ``None`` if it was moved or deleted."""
+    """Returns a dead letter with its payload, truncated; ``None`` if it was moved or deleted."""
     with _opened(question) as place:
         letters: Any = place.letters(Choice(ids=frozenset([question["id"]])))
         with closing(letters):
-            # A sender may claim this id for another message: the broker's own id decides.
-            letter = next((one for one in letters if one.message_id == question["id"]), None)
+            # A sender may use this id for another message: only the broker's id counts.
+            letter = next(
+                (candidate for candidate in letters if candidate.message_id == question["id"]), None
+            )
     return None if letter is None else export_letter(letter, question["bytes"])
 
 

@@ -1,4 +1,4 @@
-"""``airflow-broadway queue``: the embedded queue from the command line."""
+"""``airflow-broadway queue``: creates embedded queues and sends messages to them."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from airflow_broadway.cli.output import CommandError, say, say_json
+from airflow_broadway.cli.output import CommandError, print_json, print_lines
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.sqlite.producer import path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 
-#: Messages, and bytes of them, that are sent in one transaction.
+#: Messages and bytes per transaction.
 PORTION = 5_000
 PORTION_BYTES = 16 * 1024 * 1024
 
 
-def queue(given: argparse.Namespace) -> int:
+def queue(args: argparse.Namespace) -> int:
     """Creates a queue, or sends messages to it."""
-    with SqliteQueue(_path(given), given.queue) as opened:
-        return {"create": _create, "send": _send}[given.action](opened, given)
+    with SqliteQueue(_path(args), args.queue) as target:
+        return {"create": _create, "send": _send}[args.action](target, args)
 
 
-def _path(given: argparse.Namespace) -> str:
-    """The queue file: as given, or that of an Airflow connection."""
-    if given.path is not None:
-        return str(given.path)
+def _path(args: argparse.Namespace) -> str:
+    """Returns the path of the queue file, from ``--path`` or an Airflow connection."""
+    if args.path is not None:
+        return str(args.path)
     from airflow_broadway.adapters.connections import AirflowConnections
 
-    return path_of(AirflowConnections().get(given.conn_id))
+    return path_of(AirflowConnections().get(args.conn_id))
 
 
-def _create(opened: SqliteQueue, given: argparse.Namespace) -> int:
-    created = opened.name not in (opened.names() or ())
-    opened.create()
-    text = f"Created the queue {opened.name!r}." if created else f"{opened.name!r} exists already."
-    return _say_result(given, {"created": created}, text)
+def _create(target: SqliteQueue, args: argparse.Namespace) -> int:
+    created = target.name not in (target.names() or ())
+    target.create()
+    text = f"Created the queue {target.name!r}." if created else f"{target.name!r} exists already."
+    return _print_result(args, {"created": created}, text)
 
 
-def _send(opened: SqliteQueue, given: argparse.Namespace) -> int:
+def _send(target: SqliteQueue, args: argparse.Namespace) -> int:
     sent = 0
     try:
-        with _input(given.input) as lines:
+        with _input(args.input) as lines:
             for portion in _portions(lines):
-                sent += len(opened.send(portion))
+                sent += len(target.send(portion))
     except (BroadwayError, OSError) as error:
         if not sent:
             raise
         raise CommandError(f"sent {many(sent, 'message')}, then: {error}") from error
-    return _say_result(given, {"sent": sent}, f"Sent {many(sent, 'message')} to {opened.name!r}.")
+    return _print_result(args, {"sent": sent}, f"Sent {many(sent, 'message')} to {target.name!r}.")
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def _input(name: str) -> Iterator[BinaryIO]:
 
 
 def _portions(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The lines without their ends, in portions; empty ones are no messages."""
+    """Yields the lines in portions, without line ends; empty lines are skipped."""
     portion: list[bytes] = []
     size = 0
     for line in lines:
@@ -80,9 +80,9 @@ def _portions(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield portion
 
 
-def _say_result(given: argparse.Namespace, value: dict[str, Any], text: str) -> int:
-    if given.json:
-        say_json(value)
+def _print_result(args: argparse.Namespace, value: dict[str, Any], text: str) -> int:
+    if args.json:
+        print_json(value)
     else:
-        say(text)
+        print_lines(text)
     return 0

@@ -1,4 +1,4 @@
-"""``airflow-broadway runs``, ``show`` and ``remove``: what lies in a staging root."""
+"""``airflow-broadway runs``, ``show`` and ``remove``: the runs of a staging root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from airflow_broadway.adapters.staging import open_existing_store
-from airflow_broadway.cli.output import CommandError, cut, say, say_json
+from airflow_broadway.cli.output import CommandError, cut, print_json, print_lines
 from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.masking import redacted
@@ -26,41 +26,41 @@ from airflow_broadway.runs.reading.runs import (
 )
 from airflow_broadway.runs.sweep import remove_settled_run
 
-#: Batches that a table shows; JSON has all.
+#: Batches in a table; JSON has all.
 SHOWN = 50
-#: Runs that a table shows unless --limit says otherwise; JSON has all.
+#: Runs in a table without --limit; JSON has all.
 NEWEST = 50
 
 
-def runs(given: argparse.Namespace) -> int:
-    """List the staged runs, oldest first."""
-    if given.limit is not None and given.limit < 1:
-        raise CommandError(f"--limit is to be at least 1, not {given.limit}")
-    store = open_existing_store(given.staging)
-    if given.pipeline_name is not None:
-        check_pipeline(store, given.pipeline_name)
-    found = list_runs(store, dag_id=given.dag_id, pipeline=given.pipeline_name)
-    if given.failed:
-        found = [summary for summary in found if summary.trouble]
-    total = len(found)
-    found = found[-(given.limit or (total if given.json else NEWEST)) :]
-    if given.json:
-        say_json([asdict(summary) for summary in found])
+def runs(args: argparse.Namespace) -> int:
+    """Lists the staged runs, oldest first."""
+    if args.limit is not None and args.limit < 1:
+        raise CommandError(f"--limit is to be at least 1, not {args.limit}")
+    store = open_existing_store(args.staging)
+    if args.pipeline_name is not None:
+        check_pipeline(store, args.pipeline_name)
+    summaries = list_runs(store, dag_id=args.dag_id, pipeline=args.pipeline_name)
+    if args.failed:
+        summaries = [summary for summary in summaries if summary.trouble]
+    total = len(summaries)
+    summaries = summaries[-(args.limit or (total if args.json else NEWEST)) :]
+    if args.json:
+        print_json([asdict(summary) for summary in summaries])
         return 0
-    if not found:
-        what = "runs that need looking at" if given.failed else "staged runs"
-        of = f" of the Dag {given.dag_id!r}" if given.dag_id else ""
-        say(f"No {what}{of} under {redacted(store.uri)}.")
+    if not summaries:
+        kind = "runs that need looking at" if args.failed else "staged runs"
+        of_dag = f" of the Dag {args.dag_id!r}" if args.dag_id else ""
+        print_lines(f"No {kind}{of_dag} under {redacted(store.uri)}.")
         return 0
-    say(*_run_table(found))
-    if len(found) < total:
-        say(f"These are the {len(found)} newest of {total}: --limit {total} shows all.")
-    for summary in found if given.failed else ():
-        say(f"{summary.run_id}: {summary.trouble}")
+    print_lines(*_format_runs(summaries))
+    if len(summaries) < total:
+        print_lines(f"These are the {len(summaries)} newest of {total}: --limit {total} shows all.")
+    for summary in summaries if args.failed else ():
+        print_lines(f"{summary.run_id}: {summary.trouble}")
     return 0
 
 
-def _run_table(found: Sequence[RunSummary]) -> list[str]:
+def _format_runs(summaries: Sequence[RunSummary]) -> list[str]:
     rows = (
         (
             summary.opened_at[:19].replace("T", " ") or None,
@@ -74,60 +74,60 @@ def _run_table(found: Sequence[RunSummary]) -> list[str]:
             summary.state,
             {None: None, True: "yes", False: "NO"}[summary.balanced],
         )
-        for summary in found
+        for summary in summaries
     )
     heads = ("time", "dag", "run", "pipeline", "received", "acked", "dead", "failed", "state")
     return table((*heads, "balanced"), rows)
 
 
-def remove(given: argparse.Namespace) -> int:
-    """Remove the files of a run that somebody has looked at."""
-    store = open_existing_store(given.staging)
-    run = find_run(store, given.dag_id, given.run_id, given.pipeline_name)
-    if not given.yes:
+def remove(args: argparse.Namespace) -> int:
+    """Removes the files of a settled run."""
+    store = open_existing_store(args.staging)
+    run = find_run(store, args.dag_id, args.run_id, args.pipeline_name)
+    if not args.yes:
         raise CommandError(
             f"nothing was removed: use --yes to remove the files of run {run.run_id} of the Dag"
             f" {run.dag_id} for good"
         )
     remove_settled_run(run)
-    if given.json:
-        say_json({"dag_id": run.dag_id, "run_id": run.run_id, "removed": True})
+    if args.json:
+        print_json({"dag_id": run.dag_id, "run_id": run.run_id, "removed": True})
     else:
-        say(f"Removed the files of run {run.run_id} of the Dag {run.dag_id}.")
+        print_lines(f"Removed the files of run {run.run_id} of the Dag {run.dag_id}.")
     return 0
 
 
-def show(given: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> int:
     """Prints one run: its generations, its batches and its report."""
-    store = open_existing_store(given.staging)
-    run = find_run(store, given.dag_id, given.run_id, given.pipeline_name)
+    store = open_existing_store(args.staging)
+    run = find_run(store, args.dag_id, args.run_id, args.pipeline_name)
     overview, batches, report = overview_of(run), list(staged_batches(run)), kept_report(run)
     summary = overview.summary
-    if given.json:
-        say_json(
+    if args.json:
+        print_json(
             {
                 **asdict(summary),
                 "path": overview.path,
                 "generations": [asdict(receipt) for receipt in overview.receipts],
-                "batches": [_batch_json(batch) for batch in batches],
+                "batches": [_batch_to_json(batch) for batch in batches],
                 "report": report,
             }
         )
         return 0
-    say(
+    print_lines(
         f"Run {run.run_id} of the Dag {run.dag_id}, pipeline {run.pipeline}: {summary.state}.",
         f"Files: {overview.path}",
     )
     if overview.receipts:
-        say("", *_generation_table(overview.receipts))
+        print_lines("", *_format_generations(overview.receipts))
     if batches:
-        say("", *_batch_table(batches))
+        print_lines("", *_format_batches(batches))
     if report is not None:
-        say("", *_report_lines(report))
+        print_lines("", *_report_lines(report))
     return 0
 
 
-def _generation_table(receipts: Sequence[Receipt]) -> list[str]:
+def _format_generations(receipts: Sequence[Receipt]) -> list[str]:
     rows = []
     for receipt in receipts:
         counts = receipt.account or {}
@@ -146,7 +146,7 @@ def _generation_table(receipts: Sequence[Receipt]) -> list[str]:
     return table(("generation", "task", "try", "state", "received", "failed", "settled"), rows)
 
 
-def _batch_json(batch: StagedBatch) -> dict[str, Any]:
+def _batch_to_json(batch: StagedBatch) -> dict[str, Any]:
     planned = batch.planned
     names = ("batch_id", "batch_key", "size", "trigger", "redelivered")
     return {
@@ -156,7 +156,7 @@ def _batch_json(batch: StagedBatch) -> dict[str, Any]:
     }
 
 
-def _batch_table(batches: Sequence[StagedBatch]) -> list[str]:
+def _format_batches(batches: Sequence[StagedBatch]) -> list[str]:
     rows = []
     for plan, planned, outcome in batches[:SHOWN]:
         rows.append(

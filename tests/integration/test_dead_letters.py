@@ -29,7 +29,9 @@ def listed(
     letters: DeadLetters, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Any:
     """The second letter, and how many there are of each reason, as the page asks for them."""
-    patch.setattr("airflow_broadway.cli.dead_letters._opened", lambda given: nullcontext(letters))
+    patch.setattr(
+        "airflow_broadway.cli.dead_letters._open_dead_letters", lambda args: nullcontext(letters)
+    )
     words = ["--by-reason", "--seconds=60", "--limit=1", "--offset=1", "--json"]
     return ran(capsys, "dead-letters", "list", "--pipeline=its.own:Pipeline", *words).json
 

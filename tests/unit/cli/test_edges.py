@@ -15,7 +15,7 @@ import pytest
 
 from airflow_broadway.cli import runs as command
 from airflow_broadway.cli.app import build_parser
-from airflow_broadway.cli.output import logging_at, only_results_on_stdout, say
+from airflow_broadway.cli.output import logging_at, only_results_on_stdout, print_lines
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.reading.runs import list_runs
@@ -53,7 +53,7 @@ def test_results_go_to_standard_output_and_all_else_to_standard_error(capsys: Ca
     with only_results_on_stdout(), logging_at(logging.INFO):
         print("a callback prints")
         logging.getLogger("spark").info("a library logs")
-        say("the result")
+        print_lines("the result")
 
     told = capsys.readouterr()
     assert told.out == "the result\n"

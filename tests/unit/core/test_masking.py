@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway import Broadway
-from airflow_broadway.cli.output import complain
+from airflow_broadway.cli.output import print_error
 from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.masking import redacted, shown
 from airflow_broadway.core.model.options import Options, build, override
@@ -211,7 +211,7 @@ def test_the_command_line_leaves_paths_and_connections(
 ) -> None:
     text = "file:///data/me@home/x s3://aws_default@bucket/x http://host/path me@example.org"
 
-    complain(text)
+    print_error(text)
 
     assert text in capsys.readouterr().err
 

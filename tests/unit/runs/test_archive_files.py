@@ -224,7 +224,7 @@ def test_what_failed_in_a_backfill_is_listed_with_its_reason(world: World, run: 
     world.send({"minute": 1, "fails": "process"})
     for run_id in ("one", "two"):
         world.run(run_id).all()
-    assert "Nothing is kept there" in run("failed")[1]
+    assert "No failures of archive runs" in run("failed")[1]
 
     world.backfill("again")
 
@@ -238,7 +238,7 @@ def test_what_is_purged_is_gone_and_told(world: World, run: Command) -> None:
     world.run("live").all()
     odd = ("--start", "2013-01-01T09:00:00Z", "--end", "2013-01-01T09:30:00Z")
 
-    assert "give --yes to remove" in run("purge", *NINE_TO_TEN)[1]
+    assert "use --yes to remove" in run("purge", *NINE_TO_TEN)[1]
     assert "is not the beginning of an hour" in run("purge", "--yes", *odd)[1]
     assert run.json("purge", "--yes", *NINE_TO_TEN) == {"hours": 1, "messages": 2}
 
@@ -266,7 +266,7 @@ def test_hours_past_their_time_are_removed_by_a_later_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--start", "noon", "--end", "2013-01-01"), "--start is no instant in ISO 8601"),
+        (("--start", "noon", "--end", "2013-01-01"), "--start is no timestamp in ISO 8601"),
         (("--start", "2013-01-02", "--end", "2013-01-01"), "is to be before --end"),
     ],
 )
