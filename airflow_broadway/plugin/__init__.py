@@ -1,5 +1,5 @@
-"""Broadway's pages in Airflow's UI: what became of every message, and what can be done about it.
+"""Broadway's pages in Airflow's UI: the outcome of every message, and actions on dead letters.
 
-Airflow loads ``broadway_plugin`` in each of its processes, so it is light; the rest is loaded by
-the API server alone.  Facts come from ``runs.reading``; nothing here keeps state.
+Airflow imports ``broadway_plugin`` in each of its processes, so it is light; only the API server
+imports the rest.  Data come from ``runs.reading``; the pages are stateless.
 """

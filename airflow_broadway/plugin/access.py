@@ -1,18 +1,18 @@
-"""Who may see and do what: Airflow's auth manager is asked at every request.
+"""Authorization of every request by Airflow's auth manager, and protection against CSRF.
 
-The whole app has :data:`GUARDS`: nobody gets anywhere without being logged in (401), and no request
-that changes something without a token (403).  A route of a Dag says what it needs besides::
+The whole app has :data:`GUARDS`: every request needs a login (401), and every request that changes
+something a CSRF token (403).  A route of a Dag declares the permissions that it needs::
 
     @router.get("/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
     @router.post("/dags/{dag_id}/pipelines/{pipeline}/…", dependencies=[EDITS_RUNS])
 
-Reading needs the right to read the Dag's runs.  Acting, and seeing payloads, needs the right to
-edit them, and moving dead letters also the right to trigger a run, for a run moves them;
-:data:`MayEdit` tells a page that shows more to some.
+Reading needs the permission to read the Dag's runs.  Actions and payloads need the permission to
+edit them.  Moving dead letters also needs the permission to trigger a run, because a run moves
+them.  :data:`MayEdit` is for pages that show more to editors.
 
-**Forged requests.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every
-template): an HMAC, by the API server's secret, over the user and a random cookie of this browser.
-Airflow's own cookie would not do: auth managers replace it while a page is open.
+**CSRF.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every template): an
+HMAC with the API server's secret over the user and a random cookie of this browser.  Airflow's own
+cookie is unsuitable: auth managers replace it while a page is open.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ READS_RUNS: Final = Depends(requires_access_dag("GET", DagAccessEntity.RUN))
 EDITS_RUNS: Final = Depends(requires_access_dag("PUT", DagAccessEntity.RUN))
 #: The dependency of a route that begins a run of the Dag in its path.
 TRIGGERS_RUNS: Final = Depends(requires_access_dag("POST", DagAccessEntity.RUN))
-#: What others are shown in the place of an error that names hosts, files and queues.
+#: Replaces errors that name hosts, files and queues for users without edit permission.
 WITHHELD: Final = "those who may edit the runs of this Dag see why"
 
 #: The field of a form that carries the token.
 CSRF_FIELD: Final = "csrf"
-#: The header of a request that carries it.
+#: The header of a request that carries the token.
 CSRF_HEADER: Final = "x-broadway-csrf"
-#: The cookie that tells one browser from another; it opens nothing.
+#: The cookie that identifies a browser; it grants no access.
 BROWSER_COOKIE: Final = "broadway_browser"
-#: Seconds for which a token is good.
+#: Seconds for which a token is valid.
 TOKEN_SECONDS: Final = 12 * 3600
-#: The methods that change nothing.
+#: Methods without side effects.
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def may_edit(dag_id: str, user: BaseUser) -> bool:
-    """Whether the user may act on a Dag's runs, and so see payloads."""
+    """Returns whether the user may edit a Dag's runs, and so see payloads."""
     details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
     return get_auth_manager().is_authorized_dag(
         method="PUT", access_entity=DagAccessEntity.RUN, details=details, user=user
@@ -83,7 +83,7 @@ def may_edit(dag_id: str, user: BaseUser) -> bool:
 
 
 def readable_dags(user: BaseUser, dag_ids: Collection[str]) -> set[str]:
-    """Those of these Dags whose runs the user may read."""
+    """Returns the Dags whose runs the user may read."""
     manager = get_auth_manager()
     teams = DagModel.get_dag_id_to_team_name_mapping(list(dag_ids))
     return {
@@ -106,11 +106,11 @@ def _may_edit(dag_id: str, user: GetUserDep) -> bool:
 MayEdit = Annotated[bool, Depends(_may_edit)]
 
 
-# -- forged requests -------------------------------------------------------------------------------
+# -- CSRF ------------------------------------------------------------------------------------------
 
 
 def csrf_of(request: Request) -> str:
-    """The token for the forms of a page; empty for who is not logged in."""
+    """Returns the token for the forms of a page; empty without a login."""
     user = getattr(request.state, "broadway_user", None)
     if user is None:
         return ""
@@ -120,15 +120,15 @@ def csrf_of(request: Request) -> str:
 
 
 def make_token(user: BaseUser, browser: str, at: int) -> str:
-    """The token of a user in a browser, good for :data:`TOKEN_SECONDS` from ``at``."""
-    # Each part has its length before it, so that no two triples give the same text.
+    """Returns the token of a user in a browser, valid for :data:`TOKEN_SECONDS` from ``at``."""
+    # Length-prefixed, so that no two triples give the same text.
     parts = [f"{len(part)}:{part}" for part in (str(user.get_id()), browser, str(at))]
     key = hashlib.sha256(b"broadway csrf" + conf.get("api", "secret_key").encode()).digest()
     return f"{at}.{hmac.new(key, ''.join(parts).encode(), hashlib.sha256).hexdigest()}"
 
 
 def remember_browser(request: Request, response: Response) -> None:
-    """Give the browser its cookie, if a page with a token has just been made for it."""
+    """Sets the browser's cookie if the response contains its first token."""
     browser = getattr(request.state, "broadway_browser", None)
     if browser is None or request.cookies.get(BROWSER_COOKIE):
         return
@@ -143,25 +143,25 @@ def remember_browser(request: Request, response: Response) -> None:
 
 
 async def _check_text(request: Request) -> None:
-    """Refuse an address with a character of the number 0: databases fail at it.
+    """Rejects URLs with a NUL character, on which databases fail.
 
     :raises HTTPException: 422.
     """
-    asked = (*request.path_params.values(), *request.query_params.values())
-    if any("\0" in str(each) for each in asked):
+    values = (*request.path_params.values(), *request.query_params.values())
+    if any("\0" in str(value) for value in values):
         raise HTTPException(
             status.HTTP_422_UNPROCESSABLE_CONTENT, "No text holds a character of the number 0."
         )
 
 
 async def _remember_user(request: Request, user: GetUserDep) -> None:
-    """Let the page that is made know for whom."""
+    """Stores the user for the page that is rendered."""
     request.state.broadway_user = user
     USER.set(str(user.get_id()))
 
 
 async def _check_csrf(request: Request, user: GetUserDep) -> None:
-    """Refuse a request that another site's page has made.
+    """Rejects cross-site requests.
 
     :raises HTTPException: 403.
     """
@@ -170,16 +170,16 @@ async def _check_csrf(request: Request, user: GetUserDep) -> None:
     if _is_foreign(request):
         raise HTTPException(status.HTTP_403_FORBIDDEN, "The request comes from another site.")
     header = request.headers.get(CSRF_HEADER)
-    given = header if header is not None else (await request.form()).get(CSRF_FIELD)
+    token = header if header is not None else (await request.form()).get(CSRF_FIELD)
     browser = request.cookies.get(BROWSER_COOKIE)
-    if not isinstance(given, str) or not browser or not _is_token(given, user, browser):
+    if not isinstance(token, str) or not browser or not _is_token(token, user, browser):
         raise HTTPException(
             status.HTTP_403_FORBIDDEN, "The page was too old to act from: load it again."
         )
 
 
 def _is_foreign(request: Request) -> bool:
-    """Whether the browser says that another site made the request."""
+    """Returns whether the request comes from another site, by the browser's headers."""
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
@@ -187,13 +187,13 @@ def _is_foreign(request: Request) -> bool:
     return origin is not None and origin.partition("://")[2] != request.headers.get("host")
 
 
-def _is_token(given: str, user: BaseUser, browser: str) -> bool:
-    stamp = given.partition(".")[0]
+def _is_token(token: str, user: BaseUser, browser: str) -> bool:
+    stamp = token.partition(".")[0]
     if not (stamp.isascii() and stamp.isdigit() and len(stamp) < 12):
         return False
-    good = hmac.compare_digest(given.encode(), make_token(user, browser, int(stamp)).encode())
-    return good and 0 <= time.time() - int(stamp) <= TOKEN_SECONDS
+    valid = hmac.compare_digest(token.encode(), make_token(user, browser, int(stamp)).encode())
+    return valid and 0 <= time.time() - int(stamp) <= TOKEN_SECONDS
 
 
-#: The dependencies of every route.
+#: Dependencies of every route.
 GUARDS: Final[list[Any]] = [Depends(_remember_user), Depends(_check_text), Depends(_check_csrf)]

@@ -17,7 +17,7 @@ from airflow_broadway.plugin.troubles import add_troubles, broken
 #: Each page's module; its ``router`` has the routes.
 _PAGES: Final = (message, pipelines, report, run, dead_letters)
 
-#: What a browser may do with a page: run our script, and show our style, in our frame.
+#: Security headers: only our own scripts, styles and frames.
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'self';"
@@ -28,18 +28,18 @@ _HEADERS: Final = {
 
 
 def create_app() -> FastAPI:
-    """The pages; static files are for everyone, all else for who is logged in."""
+    """Creates the app; static files are public, all else needs a login."""
     app = FastAPI(
         title="Broadway",
         dependencies=GUARDS,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        # No address sends a browser elsewhere.
+        # No redirects.
         redirect_slashes=False,
     )
-    for each in _PAGES:
-        app.include_router(each.router)
+    for page in _PAGES:
+        app.include_router(page.router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.middleware("http")(_with_headers)
     add_troubles(app)
@@ -47,27 +47,27 @@ def create_app() -> FastAPI:
 
 
 async def _with_headers(
-    request: Request, go_on: Callable[[Request], Awaitable[Response]]
+    request: Request, call_next: Callable[[Request], Awaitable[Response]]
 ) -> Response:
-    # What is mounted below changes it.
+    # Read first: mounted apps change it.
     root = request.scope.get("root_path", "")
     try:
-        response = await go_on(request)
+        response = await call_next(request)
     except Exception as error:
         response = broken(request, error)
     response.headers.update(_HEADERS)
-    kept = response.status_code == HTTPStatus.OK and _is_kept(request, f"{root}/static/")
+    immutable = response.status_code == HTTPStatus.OK and _is_versioned(request, f"{root}/static/")
     response.headers["Cache-Control"] = (
-        "public, max-age=31536000, immutable" if kept else "no-store"
+        "public, max-age=31536000, immutable" if immutable else "no-store"
     )
     remember_browser(request, response)
     return response
 
 
-def _is_kept(request: Request, static: str) -> bool:
-    """Whether it is for a static file, by the address that changes with what is in it."""
+def _is_versioned(request: Request, static: str) -> bool:
+    """Returns whether the request is for a static file, by its content-addressed URL."""
     path = request.url.path
-    # Another release's server, beside this one or before it, has other files of these names.
+    # Servers of other releases have different files under these names.
     return path.startswith(static) and request.query_params.get("v") == version(
         path.removeprefix(static)
     )

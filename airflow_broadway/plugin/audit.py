@@ -1,4 +1,4 @@
-"""Airflow's audit log: who saw a payload, and who had dead letters moved."""
+"""Entries in Airflow's audit log for payload access and dead-letter moves."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ log = logging.getLogger(__name__)
 
 
 def note(
-    user: BaseUser, dag_id: str, event: str, about: Mapping[str, Any], *, run_id: str | None = None
+    user: BaseUser,
+    dag_id: str,
+    event: str,
+    details: Mapping[str, Any],
+    *,
+    run_id: str | None = None,
 ) -> None:
-    """Write an entry, before what it tells of is done.
+    """Writes an entry, before the action is carried out.
 
-    :raises HTTPException: 503, if it cannot be written: then nothing may be done.
+    :raises HTTPException: 503, if it cannot be written; the action must then not be carried out.
     """
     name = str(user.get_name())
     try:
@@ -35,7 +40,7 @@ def note(
                     run_id=run_id,
                     owner=name,
                     owner_display_name=name,
-                    extra=json.dumps(about),
+                    extra=json.dumps(details),
                 )
             )
     except SQLAlchemyError:

@@ -1,8 +1,8 @@
-"""The plugin as Airflow finds it, by the entry point ``airflow.plugins``.
+"""The Airflow plugin, registered by the entry point ``airflow.plugins``.
 
-Provider plugins are found by Airflow only where ``[core] lazy_load_providers`` is off; an entry
-point is found always.  Every process of Airflow loads this module, so what the pages need is
-loaded where the API server asks for them.
+Airflow discovers provider plugins only with ``[core] lazy_load_providers`` off, entry points
+always.  Every Airflow process imports this module, so the pages' modules are imported lazily, by
+the API server only.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from airflow.plugins_manager import AirflowPlugin
 
-#: Where the API server mounts the pages.
+#: The path at which the API server mounts the pages.
 PREFIX = "/broadway"
 
 
 class BroadwayPlugin(AirflowPlugin):
-    """The pages, and where Airflow's UI shows them.
+    """The pages, and their places in Airflow's UI.
 
     A view's ``href`` is relative, as Airflow's UI may live below a path: ``[api] base_url``.
-    Airflow puts the ids in with ``encodeURIComponent``.
+    Airflow inserts the ids with ``encodeURIComponent``.
     """
 
     name = "broadway"

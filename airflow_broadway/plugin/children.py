@@ -1,15 +1,14 @@
-"""Child processes that ask brokers, where ``[broadway] ask_brokers`` is switched on.
+"""Child processes that query brokers, if ``[broadway] ask_brokers`` is on.
 
-A broker may be slow or silent.  So a question is answered by a child process, which has a bound on
-its time and on its output; only a few are at work at once, and an answer serves whoever asks the
-same within some seconds::
+Brokers may be slow or unresponsive, so each question is answered by a child process with limits on
+its time and output.  Few run concurrently, and answers are cached for some seconds::
 
     answer = await CHILDREN.ask({"ask": "depth", ...})
     answer.value  # JSON
 
-The question goes to the child's standard input: its options are on no command line.  The child
-imports this package and Airflow from where the API server's interpreter finds them, never from the
-working folder, and no module of a pipeline: see :mod:`airflow_broadway.cli.questions`.
+The question goes to the child's standard input, so no option appears on a command line.  The child
+imports this package and Airflow from the API server's own import path, never from the working
+folder, and no pipeline module: see :mod:`airflow_broadway.cli.questions`.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.plugin.fair_semaphore import USER, FairSemaphore
 
-#: Seconds in which a question must be answered, its wait for others' end included.
+#: Seconds in which a question must be answered, including its wait for a slot.
 TIMEOUT: Final = 30.0
-#: Children at work at once in each process of the API server, and those of one user.
+#: Concurrent children per API server process, and per user.
 MOST: Final = 3
 MOST_OF_USER: Final = 1
 #: Bytes that a child may print.
 MOST_BYTES: Final = 4 * 1024 * 1024
-#: Seconds for which an answer serves others who ask the same, and how many answers are kept.
+#: Seconds for which answers are cached, and how many.
 KEEP: Final = 15.0
 MOST_KEPT: Final = 256
-#: Seconds that an interrupted child has to give back what it holds at a broker.
+#: Seconds that an interrupted child has to release its messages.
 GRACE: Final = 2.0
-#: A child ends by itself should the API server die: an alarm that nobody handles ends a process.
+#: If the API server dies, an unhandled alarm ends the child.
 _PROGRAM: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
     " signal.alarm(int(sys.argv.pop(1)));"
@@ -52,32 +51,32 @@ _PROGRAM: Final = (
 )
 #: Why no broker is asked.
 OFF: Final = "the API server asks no broker: `[broadway] ask_brokers` is off"
-#: Settings with which the API server signs what it hands out; no command needs them.
+#: The API server's signing keys; no child needs them.
 _SIGNING: Final = ("API__SECRET_KEY", "API_AUTH__JWT_SECRET", "WEBSERVER__SECRET_KEY")
 
 
 class ChildError(BroadwayError):
-    """A question has no answer; the text says why, in one sentence without secrets."""
+    """A question has no answer; the text is one sentence without secrets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, as JSON, and when it was there."""
+    """An answer as JSON, and its timestamp."""
 
     value: Any
     at: datetime
 
 
 def asks_brokers() -> bool:
-    """Whether the API server may ask brokers."""
+    """Returns whether the API server may query brokers."""
     return bool(conf.getboolean("broadway", "ask_brokers", fallback=False))
 
 
 class Children:
-    """Asks questions; used from one event loop.
+    """Runs child processes that answer questions; used from one event loop.
 
-    :param program: What starts a child; the seconds after which it ends by itself are put behind.
-    :param allowed: Whether any may run now; where not, each question has the error :data:`OFF`.
+    :param program: The command of a child; its maximum run time in seconds is appended.
+    :param allowed: Returns whether children may run; if not, each question fails with :data:`OFF`.
     """
 
     def __init__(
@@ -101,30 +100,30 @@ class Children:
         self._grace = grace
         self._clock = clock or SystemClock()
         self._slots = FairSemaphore(most, most_of_user)
-        #: What is under way, or was answered, by its text; the oldest question first.
+        #: Questions in progress and cached answers by the question's text, oldest first.
         self._known: dict[str, _Question] = {}
 
     async def ask(self, question: Mapping[str, Any]) -> Answer:
-        """The answer to a question: of now, or of some seconds ago.
+        """Returns the answer to a question, possibly cached.
 
-        A user who asks again meanwhile gets the same answer.
+        A repeated question of the same user shares the pending answer.
 
-        :raises ChildError: If there is none, or not in time; that is kept, too.
+        :raises ChildError: If there is no answer in time; errors are cached, too.
         """
         text = json.dumps(question, sort_keys=True)
-        self._forget_old()
+        self._evict()
         known = self._known.get(text)
-        # What another user's requests still wait for would keep this one waiting behind them.
+        # A pending question of another user is queued behind that user's requests: ask separately.
         if known is None or not (known.task.done() or known.user == USER.get()):
             known = self._known[text] = _Question(self._run(text), self._keep)
             known.task.add_done_callback(partial(self._ended, known))
-        # One who asks may give up; the others wait on.
+        # One caller's cancellation must not cancel the others.
         return await asyncio.shield(known.task)
 
     def _ended(self, known: _Question, _: Any) -> None:
         known.ended(self._clock.monotonic())
 
-    def _forget_old(self) -> None:
+    def _evict(self) -> None:
         now = self._clock.monotonic()
         for text, known in list(self._known.items()):
             if known.is_old(now) or len(self._known) >= MOST_KEPT:
@@ -135,7 +134,7 @@ class Children:
             raise ChildError(OFF)
         try:
             async with asyncio.timeout(self._timeout), self._slots.slot():
-                code, out = await self._spawned(question)
+                code, out = await self._spawn(question)
         except TimeoutError:
             raise ChildError(f"the broker did not answer within {self._timeout:g} s") from None
         try:
@@ -144,15 +143,16 @@ class Children:
                 raise ChildError(str(value["error"]))
             return Answer(value["answer"], self._clock.now())
         except (ValueError, KeyError, TypeError):
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise ChildError(
-                f"the process that asks the broker {how} and without an answer: look with"
+                f"the process that asks the broker {ending} and without an answer: look with"
                 " `airflow-broadway` where a worker runs"
             ) from None
 
-    async def _spawned(self, question: str) -> tuple[int, bytes]:
-        """Its exit code, and what it printed.  It runs in a process group of its own, which is
-        ended if this is cancelled, or too much printed.
+    async def _spawn(self, question: str) -> tuple[int, bytes]:
+        """Runs a child; returns its exit code and output.
+
+        The child's process group is killed on cancellation, or if the output is too large.
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -166,11 +166,11 @@ class Children:
             )
         except OSError as error:
             raise ChildError(f"no process could be started: {error.strerror}") from None
-        over = False
+        ended = False
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            with suppress(ConnectionError):  # it has ended; its exit code tells
+            with suppress(ConnectionError):  # it has ended: see its exit code
                 process.stdin.write(question.encode())
                 await process.stdin.drain()
                 process.stdin.close()
@@ -179,15 +179,15 @@ class Children:
                 raise ChildError(
                     f"the answer has more than {self._most_bytes:,} bytes: ask for less"
                 )
-            code, over = await process.wait(), True
+            code, ended = await process.wait(), True
             return code, out
         finally:
-            if not over:
+            if not ended:
                 await asyncio.shield(_end(process, self._grace))
 
 
 class _Question:
-    """What was asked, and until when its answer serves."""
+    """A question, its pending answer, and the expiry of the cached answer."""
 
     def __init__(self, answer: Coroutine[Any, Any, Answer], keep: float) -> None:
         self.user = USER.get()
@@ -198,22 +198,26 @@ class _Question:
     def ended(self, now: float) -> None:
         self._until = now + self._keep
         if not self.task.cancelled():
-            self.task.exception()  # whoever asked may be gone: it is no error of the loop's
+            self.task.exception()  # retrieved, or the event loop would log it
 
     def is_old(self, now: float) -> bool:
         return now >= self._until
 
 
 def _environment() -> dict[str, str]:
-    """That of the API server, without what it signs with; its configuration file may still have
-    that.  ``-I`` has Python ignore its own variables and the working folder.
+    """Returns the API server's environment without its signing keys.
+
+    Its configuration file may still contain them.  ``-I`` makes Python ignore ``PYTHON*`` variables
+    and the working folder.
     """
-    ours = {f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")}
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    signing = {
+        f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")
+    }
+    return {name: value for name, value in os.environ.items() if name not in signing}
 
 
 async def _read(stream: asyncio.StreamReader, most: int) -> bytes | None:
-    """All that is said; ``None`` if it is too much."""
+    """Reads the whole stream; returns ``None`` if it exceeds ``most`` bytes."""
     parts: list[bytes] = []
     size = 0
     while part := await stream.read(65_536):
@@ -225,9 +229,7 @@ async def _read(stream: asyncio.StreamReader, most: int) -> bytes | None:
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
-    """End the process, and what it has started: interrupted first, so that it may give back what
-    it holds at a broker.
-    """
+    """Ends the process group; SIGINT first, so that the child can release its messages."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
@@ -238,5 +240,5 @@ async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
     await process.wait()
 
 
-#: Those of this process of the API server.
+#: The children of this API server process.
 CHILDREN: Final = Children(allowed=asks_brokers)

@@ -1,9 +1,8 @@
-"""The pipelines that Dags declare, by what Airflow has stored of the Dags: nobody's code is loaded.
+"""Pipelines declared by Dags, read from Airflow's serialized Dags: no user code is imported.
 
-Each task of a pipeline carries its reference, the class's path and the overrides, and what was
-known of the pipeline when the Dag was parsed: its name, broker, producers and batchers.  Of a class
-that was given as text nothing was known then; such a pipeline goes by its class's name, unless an
-override gives another.
+Each task of a pipeline carries its reference: the path of the class, the overrides, and the
+attributes known when the Dag was parsed (name, broker, producers and batchers).  A class referenced
+as text has no attributes; such a pipeline is named after its class, unless overridden.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sqlalchemy import func, select
 
 from airflow_broadway.runs.backlog.reports import PipelineKey
 
-#: The modules of our operators, and what their tasks do.
+#: Operator module → kind of task.
 _KINDS: Final = {
     "airflow_broadway.operators.process": "process",
     "airflow_broadway.operators.batch": "batch",
@@ -33,14 +32,14 @@ _KINDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """A pipeline of a Dag.
+    """A pipeline declared by a Dag.
 
     :param path: The path of its class.
-    :param broker: The short name of its broker's kind; ``None`` where that was not known.
-    :param producers: How many tasks receive; ``None``: not known.
-    :param batchers: The engine of each; ``None``: not known.
-    :param staging: The staging root of its own; ``None``: that of Airflow's configuration.
-    :param paused: Whether the Dag is.
+    :param broker: The short name of the broker's kind; ``None`` if unknown.
+    :param producers: The number of tasks that receive; ``None`` if unknown.
+    :param batchers: Batcher → engine; ``None`` if unknown.
+    :param staging: The pipeline's own staging root; ``None``: that of Airflow's configuration.
+    :param paused: Whether the Dag is paused.
     """
 
     dag_id: str
@@ -54,39 +53,39 @@ class Declared:
 
     @property
     def key(self) -> PipelineKey:
-        """What its last report is found by."""
+        """The key of its last report."""
         return PipelineKey(self.name, self.dag_id)
 
 
 def declared_in(dag_id: str, dag: Mapping[str, Any]) -> list[Declared]:
-    """The pipelines of a stored Dag, in the order of its tasks; one for each name.
+    """Returns the pipelines of a serialized Dag, in the order of its tasks; one for each name.
 
-    :param dag: What Airflow's serialization made of the Dag.
+    :param dag: The Dag as serialized by Airflow.
     """
-    found: dict[str, Declared] = {}
+    pipelines: dict[str, Declared] = {}
     for stored in dag["dag"].get("tasks", ()):
         task = arguments_of(stored)
         if kind_of(task) in ("process", "run"):
-            each = _declared(dag_id, task)
-            if each is not None:
-                found.setdefault(each.name, each)
-    return list(found.values())
+            pipeline = _declared(dag_id, task)
+            if pipeline is not None:
+                pipelines.setdefault(pipeline.name, pipeline)
+    return list(pipelines.values())
 
 
 def arguments_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What a stored Dag says of a task: a mapped one has its arguments apart."""
+    """Returns the arguments of a serialized task, including those of a mapped task."""
     task = stored.get(Encoding.VAR, stored)
-    apart = task.get("partial_kwargs") or {}
-    given = {**apart.get(Encoding.VAR, apart), **task}
-    return {**given, **{name: _plain(given.get(name)) for name in ("pipeline", "staging")}}
+    partial = task.get("partial_kwargs") or {}
+    kwargs = {**partial.get(Encoding.VAR, partial), **task}
+    return {**kwargs, **{name: _plain(kwargs.get(name)) for name in ("pipeline", "staging")}}
 
 
 def kind_of(task: Mapping[str, Any]) -> str | None:
-    """What a task does for a pipeline: ``"process"``, ``"batch"``, ``"spark"``, ``"ack"``, or
-    ``"run"``, all in one; ``None`` if it is none of ours.
+    """Returns the kind of a task: ``"process"``, ``"batch"``, ``"spark"``, ``"ack"``, or ``"run"``
+    (all in one); ``None`` for tasks of other operators.
 
-    Its operator's class does not tell: people have subclasses in modules of their own.  So each
-    operator of ours leaves a mark in its reference of the pipeline.
+    Users' subclasses of our operators live in other modules, so each operator marks its kind in the
+    pipeline's reference.
 
     :param task: From :func:`arguments_of`.
     """
@@ -94,49 +93,49 @@ def kind_of(task: Mapping[str, Any]) -> str | None:
     mark = reference.get("task") if isinstance(reference, Mapping) else None
     if mark in _KINDS.values():
         return str(mark)
-    # Airflow stores arguments that are too long as cut text, without the mark.
+    # Airflow truncates long arguments to text, which loses the mark.
     return _KINDS.get(str(task.get("_task_module")))
 
 
-def _declared(dag_id: str, given: Mapping[str, Any]) -> Declared | None:
-    reference = given.get("pipeline")
+def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
+    reference = task.get("pipeline")
     if not isinstance(reference, Mapping) or not isinstance(reference.get("class"), str):
         return None
     options = reference.get("options") or {}
-    about = reference.get("about") or {}
-    named = options.get("name") or reference["class"].rpartition(":")[2].rpartition(".")[2]
-    producers = about.get("producers")
-    staging = given.get("staging")
+    attributes = reference.get("about") or {}
+    default_name = options.get("name") or reference["class"].rpartition(":")[2].rpartition(".")[2]
+    producers = attributes.get("producers")
+    staging = task.get("staging")
     return Declared(
         dag_id=dag_id,
-        name=str(about.get("name", named)),
+        name=str(attributes.get("name", default_name)),
         path=reference["class"],
-        broker=about.get("broker"),
+        broker=attributes.get("broker"),
         producers=producers if isinstance(producers, int) else None,
-        batchers=about.get("batchers"),
+        batchers=attributes.get("batchers"),
         staging=staging if isinstance(staging, str) else None,
     )
 
 
 def _plain(value: Any) -> Any:
-    """A stored value without the marks of Airflow's serialization."""
+    """Returns a serialized value without Airflow's type markers."""
     if isinstance(value, Mapping):
         if Encoding.VAR in value and Encoding.TYPE in value:
             return _plain(value[Encoding.VAR])
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 # -- Airflow's database ----------------------------------------------------------------------------
 
-#: The pipelines of each stored Dag, by the row's id and the Dag's hash: a Dag is read once.
+#: Pipelines by the serialized Dag's row id and hash: each Dag version is read once.
 _READ: dict[tuple[Any, str], list[Declared]] = {}
 
 
 def declared_pipelines(dag_ids: Collection[str] | None = None) -> list[Declared]:
-    """The pipelines of these Dags, as they are now; of all Dags, unless some are named.
+    """Returns the current pipelines of these Dags; of all Dags by default.
 
-    Only what was stored since the last call is read whole.
+    Only Dags that were serialized since the last call are loaded.
     """
     newest = (
         select(DagVersion.dag_id, func.max(DagVersion.version_number).label("number"))
@@ -160,20 +159,20 @@ def declared_pipelines(dag_ids: Collection[str] | None = None) -> list[Declared]
         .where(DagModel.is_stale.is_(False))
         .order_by(SerializedDagModel.dag_id)
     )
-    found: list[Declared] = []
+    pipelines: list[Declared] = []
     with create_session() as session:
         for row_id, dag_hash, dag_id, paused in session.execute(rows).all():
             if dag_ids is None or dag_id in dag_ids:
                 of_dag = _read(session, row_id, dag_hash, dag_id)
-                found += (replace(each, paused=bool(paused)) for each in of_dag)
-    return found
+                pipelines += (replace(pipeline, paused=bool(paused)) for pipeline in of_dag)
+    return pipelines
 
 
 def _read(session: Any, row_id: Any, dag_hash: str, dag_id: str) -> list[Declared]:
     key = (row_id, dag_hash)
     if key not in _READ:
         row = session.get(SerializedDagModel, row_id)
-        for old in [each for each in _READ if each[0] == row_id]:
+        for old in [known for known in _READ if known[0] == row_id]:
             del _READ[old]
         _READ[key] = [] if row is None or row.data is None else declared_in(dag_id, row.data)
     return _READ[key]

@@ -1,5 +1,5 @@
-"""The depth of pipelines' queues: as runs, triggers and sensors reported it, or, where ``[broadway]
-ask_brokers`` is on, as the broker answers now.
+"""Queue depths of pipelines: as reported by runs, triggers and sensors, or current ones from the
+broker if ``[broadway] ask_brokers`` is on.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.children import CHILDREN, ChildError, Children
 from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey
 
-#: Seconds for which an answer counts, and how many are remembered.
+#: Seconds for which answers are cached, and how many.
 REMEMBERED: Final = 60.0
 MOST_REMEMBERED: Final = 2_000
-#: Seconds in which brokers are to answer.
+#: Seconds before a broker counts as unresponsive.
 _TIMEOUT: Final = 15.0
 
-#: The last report of a pipeline, why it cannot be read, or ``None``: there is none.
+#: The last report of a pipeline, the error if it cannot be read, or ``None`` without a report.
 Reported = BacklogReport | StagingError | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depth:
-    """How much waits, as :class:`.QueueDepth` says.
+    """A queue depth, with the counts of :class:`.QueueDepth`.
 
-    :param unknown: Why nothing is known; the counts are then ``None``.
-    :param at: When that was so.
-    :param by: The task, trigger or sensor that reported it; empty if the API server has asked.
+    :param unknown: Why the depth is unknown; the counts are then ``None``.
+    :param at: The timestamp of the counts.
+    :param by: The task, trigger or sensor that reported it; empty if the API server queried it.
     """
 
     ready: int | None = None
@@ -44,7 +44,7 @@ class Depth:
 
 
 def depth_of(reported: Reported, now: datetime) -> Depth | None:
-    """A depth as it was reported; ``None`` if it was not."""
+    """Returns the reported depth; ``None`` without a report."""
     if reported is None:
         return None
     if isinstance(reported, StagingError):
@@ -56,7 +56,7 @@ def depth_of(reported: Reported, now: datetime) -> Depth | None:
 
 
 class Depths:
-    """Asks for depths, and remembers them for a while; used from one event loop."""
+    """Queries and caches depths; used from one event loop."""
 
     def __init__(self, children: Children, clock: Clock | None = None) -> None:
         self._children = children
@@ -64,23 +64,23 @@ class Depths:
         self._known: dict[tuple[str | None, PipelineKey], Depth] = {}
 
     def recall(self, staging: str | None, key: PipelineKey) -> Depth | None:
-        """What a broker answered lately."""
+        """Returns the cached answer of a broker."""
         depth = self._known.get((staging, key))
         if depth is None or self._clock.now() - depth.at > timedelta(seconds=REMEMBERED):
             return None
         return depth
 
     async def ask(self, wanted: Sequence[tuple[str | None, PipelineKey, Reported]]) -> None:
-        """Ask for those whose producers' options were reported, all in one process: to start one
-        costs seconds.
+        """Queries all pipelines whose producer options were reported, in one child process, because
+        starting one takes seconds.
         """
-        asked: dict[str, tuple[str | None, PipelineKey]] = {}
+        keys: dict[str, tuple[str | None, PipelineKey]] = {}
         queues: list[Mapping[str, str | None]] = []
         now = self._clock.now()
         for number, (staging, key, reported) in enumerate(wanted):
             if not isinstance(reported, BacklogReport) or not reported.queues:
-                continue  # what was reported stands
-            asked[str(number)] = (staging, key)
+                continue  # the reported depth stays
+            keys[str(number)] = (staging, key)
             queues.append({"key": str(number), "queues": reported.queues, "staging": staging})
         if not queues:
             return
@@ -89,16 +89,16 @@ class Depths:
                 {"ask": "depth", "seconds": _TIMEOUT, "queues": queues}
             )
         except ChildError as error:
-            self._known |= dict.fromkeys(asked.values(), Depth(unknown=str(error), at=now))
+            self._known |= dict.fromkeys(keys.values(), Depth(unknown=str(error), at=now))
         else:
-            for each in answer.value:
-                found = {name: each[name] for name in _FIELDS}
-                self._known[asked[each["reference"]]] = Depth(**found, at=answer.at)
+            for depth in answer.value:
+                fields = {name: depth[name] for name in _FIELDS}
+                self._known[keys[depth["reference"]]] = Depth(**fields, at=answer.at)
         while len(self._known) > MOST_REMEMBERED:
             del self._known[next(iter(self._known))]
 
 
 _FIELDS: Final = ("ready", "delayed", "leased", "dead", "oldest_age", "unknown")
 
-#: Those of this process of the API server.
+#: The depths of this API server process.
 DEPTHS: Final = Depths(CHILDREN)

@@ -1,4 +1,4 @@
-"""A semaphore that is fair to users: many requests of one user delay no other user for long."""
+"""A semaphore that is fair across users: many requests of one user do not starve others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FairSemaphore:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold a slot until the context ends."""
+        """Holds a slot until the context ends."""
         user = await self.acquire()
         try:
             yield
@@ -39,7 +39,7 @@ class FairSemaphore:
             self.release(user)
 
     async def acquire(self) -> str:
-        """Wait for a slot; return the user for :meth:`release`."""
+        """Waits for a slot; returns the user for :meth:`release`."""
         user = USER.get()
         request: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(user, deque()).append(request)
@@ -53,7 +53,7 @@ class FairSemaphore:
         return user
 
     def release(self, user: str) -> None:
-        """Release a slot of this user."""
+        """Releases a slot of this user."""
         self._free += 1
         self._active[user] -= 1
         if not self._active[user]:
@@ -61,12 +61,12 @@ class FairSemaphore:
         self._serve()
 
     def _serve(self) -> None:
-        """Grant free slots to waiting users, round robin."""
+        """Grants free slots to waiting users, round robin."""
         while self._serve_round():
             pass
 
     def _serve_round(self) -> bool:
-        """Grant one slot at most to each waiting user; return whether any was granted."""
+        """Grants at most one slot to each waiting user; returns whether any was granted."""
         served = False
         for user in list(self._waiting):
             requests = self._waiting[user]

@@ -1,4 +1,4 @@
-"""The newest runs of Dags, as Airflow knows them: so no folder with thousands of runs is listed."""
+"""The newest runs of Dags, from Airflow's database, to avoid listing large staging folders."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from sqlalchemy import select
 
 @dataclass(frozen=True, slots=True)
 class LatestRun:
-    """A run by its id and Airflow's state of it, such as ``"running"``."""
+    """A run's id and its state in Airflow, such as ``"running"``."""
 
     run_id: str
     state: str
 
     @property
     def is_over(self) -> bool:
-        """Whether Airflow does no more for it."""
+        """Whether the run has finished."""
         return self.state in ("success", "failed")
 
 
 def latest_runs(dag_ids: Collection[str], most: int) -> dict[str, Sequence[LatestRun]]:
-    """The newest runs of each Dag, by when they were made, the newest first."""
-    found: dict[str, Sequence[LatestRun]] = {}
+    """Returns the newest runs of each Dag, by creation, newest first."""
+    runs: dict[str, Sequence[LatestRun]] = {}
     with create_session() as session:
         for dag_id in dag_ids:
-            # One by one: the index on dag_id then gives the last ones, whatever their number.
+            # One query per Dag, so that the index on dag_id limits the rows read.
             rows = session.execute(
                 select(DagRun.run_id, DagRun.state)
                 .where(DagRun.dag_id == dag_id)
                 .order_by(DagRun.id.desc())
                 .limit(most)
             )
-            found[dag_id] = [LatestRun(run_id, str(state)) for run_id, state in rows]
-    return found
+            runs[dag_id] = [LatestRun(run_id, str(state)) for run_id, state in rows]
+    return runs

@@ -1,6 +1,6 @@
-"""The pipeline as a drawing: where each stage stands, and which numbers are on the arrows.
+"""Layout of a pipeline's diagram: the position of each stage, and the counts on the arrows.
 
-Only places and words; ``templates/_picture.html`` makes SVG of them.
+``templates/_picture.html`` renders it as SVG.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from airflow_broadway.plugin.render import count as shown
 from airflow_broadway.plugin.run_tasks import PipelineTasks, StageTask
 from airflow_broadway.runs.reading.overview import Flow, Overview
 
-#: A task's state in Airflow → what it means, and its tone.
+#: A task's state in Airflow → its label and tone.
 _WORDS: Final = {
     "success": ("done", "good"),
     "failed": ("failed", "bad"),
     "upstream_failed": ("cannot begin", "bad"),
     "running": ("at work", "busy"),
-    "restarting": ("begins again", "busy"),
+    "restarting": ("restarting", "busy"),
     "deferred": ("waits", "busy"),
     "up_for_reschedule": ("waits", "busy"),
-    "up_for_retry": ("tries again soon", "warn"),
+    "up_for_retry": ("retries soon", "warn"),
     "queued": ("queued", ""),
     "scheduled": ("queued", ""),
     "skipped": ("nothing to do", ""),
     "removed": ("removed", ""),
     "none": ("not begun", ""),
 }
-#: The class of a message → its tone.
+#: The outcome class of a message → its tone.
 TONES: Final = {
     "acked": "good",
     "requeued": "warn",
@@ -41,7 +41,7 @@ TONES: Final = {
     "settle_failed": "bad",
     "still_leased": "busy",
 }
-#: Where messages come from, by the kind of the run's source.
+#: The kind of the run's source → label.
 _SOURCES: Final = {
     "archive": "archive",
     "dead_letters": "dead letters",
@@ -56,23 +56,23 @@ _QUEUES: Final = {
     "pubsub": "subscription",
 }
 
-#: Columns: where each begins, and how wide it is.
+#: Columns: offset and width.
 _QUEUE, _PROCESS, _BATCH, _HANDLE, _END = (0, 150), (236, 140), (462, 160), (712, 176), (988, 142)
 _WIDTH: Final = 1130
 _HIGH: Final = 58
 _GAP: Final = 20
 _TOP: Final = 6
-#: Between the line that holds the classes together and them.
+#: Between the brace and the boxes of the outcome classes.
 _BRACE: Final = 14
-#: Room for the line that goes below all.
+#: Room for the arrow below all boxes.
 _BELOW: Final = 32
-#: Batchers that have a place of their own; the others share one.
+#: Batchers with their own box; the others share one.
 _MOST: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A stage: a title, a line below it, and its state as a word and a tone."""
+    """A stage: a title, a line below it, and its state as a label and a tone."""
 
     x: int
     y: int
@@ -86,10 +86,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """From one box to another, with how many messages went there, and how many a second.
+    """An arrow between two boxes, with its message count and rate.
 
-    :param below: How far down a line goes that passes the batchers.
-    :param parting: Whether others begin where it begins, rather than end where it ends.
+    :param below: The height of an arrow that passes below the batchers.
+    :param parting: Whether it shares its start with other arrows, rather than its end.
     """
 
     x1: int
@@ -104,7 +104,7 @@ class Arrow:
 
     @property
     def path(self) -> str:
-        """A line that leaves and arrives level; or one that goes below all, at a height."""
+        """The SVG path: a curve with horizontal ends, or a line below all boxes."""
         if self.below:
             return f"M{self.x1} {self.y1}V{self.below}H{self.x2}V{self.y2}"
         middle = (self.x1 + self.x2) // 2
@@ -114,11 +114,11 @@ class Arrow:
 
     @property
     def label(self) -> tuple[int, int]:
-        """Where its words are: where arrows have parted, or have not met yet."""
+        """The position of its text, where arrows do not overlap."""
         if self.below:
             return (self.x1 + self.x2) // 2, self.below
         share = 0.62 if self.parting else 0.3
-        # A curve is flatter at its ends than a line.
+        # The curve is flat at its ends.
         curve = share * share * (3 - 2 * share)
         x, y = self.x1 + (self.x2 - self.x1) * share, self.y1 + (self.y2 - self.y1) * curve
         return round(x), round(y)
@@ -126,9 +126,9 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A drawing, and what it shows in a sentence.
+    """A diagram, and its text alternative.
 
-    :param brace: The line that holds the classes together; empty of a single one.
+    :param brace: The SVG path that joins the outcome classes; empty for a single class.
     """
 
     width: int
@@ -146,8 +146,8 @@ class _Sheet:
 
     def join(
         self,
-        one: Box,
-        other: Box,
+        source: Box,
+        target: Box,
         count: int | None,
         rate: float | None = None,
         *,
@@ -156,10 +156,10 @@ class _Sheet:
     ) -> None:
         self.arrows.append(
             Arrow(
-                x1=one.x + one.width,
-                y1=one.y + one.height // 2,
-                x2=other.x,
-                y2=other.y + other.height // 2,
+                x1=source.x + source.width,
+                y1=source.y + source.height // 2,
+                x2=target.x,
+                y2=target.y + target.height // 2,
                 count=count,
                 rate=rate,
                 live=live,
@@ -169,19 +169,19 @@ class _Sheet:
 
 
 def word_for(task: StageTask | None) -> tuple[str, str]:
-    """What a task's state means, and its tone; nothing of a task that Airflow does not know."""
+    """Returns the label and tone of a task's state; empty for a task unknown to Airflow."""
     if task is None:
         return "", ""
     return _WORDS.get(task.state, (task.state, ""))
 
 
 def word_of(state: str) -> str:
-    """What one state of Airflow's means."""
+    """Returns the label of a state in Airflow."""
     return _WORDS.get(state, (state, ""))[0]
 
 
 def _with_failures(state: tuple[str, str], failed: int, handled: int | None) -> tuple[str, str]:
-    """The word and the tone of a stage that is done, and in which messages failed."""
+    """Adds failed messages to the label and tone of a finished stage."""
     word, tone = state
     if tone != "good" or not failed:
         return state
@@ -189,7 +189,7 @@ def _with_failures(state: tuple[str, str], failed: int, handled: int | None) -> 
 
 
 def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Picture:
-    """The drawing of a run; of one that has received nothing yet by its tasks alone."""
+    """Lays out the diagram of a run; from its tasks only if nothing has been received."""
     flows = _flows(overview, tasks)
     classes = _classes(overview)
     rows = max(len(flows), len(classes), 1)
@@ -199,8 +199,8 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
     process = _process_box(overview, tasks, height)
     sheet.boxes += [queue, process]
     received = _received(overview)
-    going = bool(overview and any(each.live for each in overview.receipts))
-    sheet.join(queue, process, received, _total_rate(overview), live=going)
+    live = bool(overview and any(receipt.live for receipt in overview.receipts))
+    sheet.join(queue, process, received, _total_rate(overview), live=live)
     ends = [
         _box(
             _END,
@@ -216,14 +216,14 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
     handled = _batchers(sheet, flows, tasks, process, height)
     several = len(ends) > 1
     settled = _box((_END[0] - _BRACE * several, 0), height, 0, 1, title="")
-    for box, done, rate, live in handled:
-        sheet.join(box, settled, done, rate, live=live, parting=len(handled) == 1)
+    for box, done, rate, busy in handled:
+        sheet.join(box, settled, done, rate, live=busy, parting=len(handled) == 1)
     if not handled:
         sheet.join(process, settled, None, live=False)
     sheet.boxes += ends
-    early = sum(each.failed or 0 for each in overview.receipts) if overview else 0
+    early = sum(receipt.failed or 0 for receipt in overview.receipts) if overview else 0
     if early and handled:
-        sheet.arrows.append(_early(process, ends[-1], early, height))
+        sheet.arrows.append(_early_failures(process, ends[-1], early, height))
     return Picture(
         width=_WIDTH,
         height=height + (_BELOW if early and handled else 0),
@@ -234,8 +234,8 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
     )
 
 
-def _early(process: Box, last: Box, count: int, height: int) -> Arrow:
-    """Past the batchers: what failed before any batch."""
+def _early_failures(process: Box, last: Box, count: int, height: int) -> Arrow:
+    """Returns the arrow of messages that failed before batching; it passes below the batchers."""
     return Arrow(
         x1=process.x + process.width // 2,
         y1=process.y + process.height,
@@ -252,29 +252,29 @@ def _brace(boxes: Sequence[Box]) -> str:
 
 
 def _box(
-    column: tuple[int, int], height: int, place: int, places: int, *, title: str, **about: Any
+    column: tuple[int, int], height: int, place: int, places: int, *, title: str, **fields: Any
 ) -> Box:
-    """A box in the middle of its share of a column."""
+    """Returns a box in the middle of its share of a column."""
     share = (height - 2 * _TOP + _GAP) / places
     y = _TOP + round(share * place + (share - _GAP - _HIGH) / 2)
-    return Box(x=column[0], y=y, width=column[1], title=title, **about)
+    return Box(x=column[0], y=y, width=column[1], title=title, **fields)
 
 
 def _source(overview: Overview | None, tasks: PipelineTasks | None) -> str:
     kind = str(overview.source.get("kind", "live")) if overview else "live"
     if kind in _SOURCES:
         return _SOURCES[kind]
-    brokers = [each.broker for each in overview.receipts] if overview else []
+    brokers = [receipt.broker for receipt in overview.receipts] if overview else []
     return _QUEUES.get(next(iter(brokers), tasks.broker if tasks else ""), "queue")
 
 
 def _process_box(overview: Overview | None, tasks: PipelineTasks | None, height: int) -> Box:
-    found = tasks.of_kind("process", "run") if tasks else []
-    instances = sum(len(each.instances) for each in found)
-    failed = sum(each.failed or 0 for each in overview.receipts) if overview else 0
-    word = word_for(found[0] if found else None)
+    processes = tasks.of_kind("process", "run") if tasks else []
+    instances = sum(len(task.instances) for task in processes)
+    failed = sum(receipt.failed or 0 for receipt in overview.receipts) if overview else 0
+    word = word_for(processes[0] if processes else None)
     state, tone = _with_failures(word, failed, _received(overview))
-    title = "run" if found and found[0].kind == "run" else "process"
+    title = "run" if processes and processes[0].kind == "run" else "process"
     line = f"{instances} tasks" if instances > 1 else ""
     return _box(_PROCESS, height, 0, 1, title=title, line=line, state=state, tone=tone)
 
@@ -284,22 +284,22 @@ def _received(overview: Overview | None) -> int | None:
         return None
     if not overview.receipts:
         return overview.totals.get("received", 0)
-    known = [each.received for each in overview.receipts if each.received is not None]
+    known = [r.received for r in overview.receipts if r.received is not None]
     return sum(known) if known else None
 
 
 def _total_rate(overview: Overview | None) -> float | None:
-    rates = [each.rate for each in overview.receipts if each.rate] if overview else []
+    rates = [receipt.rate for receipt in overview.receipts if receipt.rate] if overview else []
     return sum(rates) if rates else None
 
 
 def _flows(overview: Overview | None, tasks: PipelineTasks | None) -> list[Flow]:
-    """The batchers: those with messages, and those that have a task and nothing yet."""
+    """Returns the batchers: those with messages, and those with a task but no messages yet."""
     flows = list(overview.flows) if overview else []
-    there = {each.batcher for each in flows}
-    for name in (tasks.batchers if tasks else {}).keys() - there:
-        nothing = Flow(batcher=name, staged=0, planned=None, batches=0, done=0, handled=0)
-        flows.append(nothing)
+    with_messages = {flow.batcher for flow in flows}
+    for name in (tasks.batchers if tasks else {}).keys() - with_messages:
+        empty = Flow(batcher=name, staged=0, planned=None, batches=0, done=0, handled=0)
+        flows.append(empty)
     flows.sort(key=lambda flow: flow.batcher)
     if len(flows) <= _MOST:
         return flows
@@ -307,11 +307,11 @@ def _flows(overview: Overview | None, tasks: PipelineTasks | None) -> list[Flow]
     rest = flows[_MOST - 1 :]
     others = Flow(
         batcher=f"{len(rest)} others",
-        staged=sum(each.staged for each in rest),
-        planned=sum(each.planned or 0 for each in rest),
-        batches=sum(each.batches for each in rest),
-        done=sum(each.done for each in rest),
-        handled=sum(each.handled for each in rest),
+        staged=sum(flow.staged for flow in rest),
+        planned=sum(flow.planned or 0 for flow in rest),
+        batches=sum(flow.batches for flow in rest),
+        done=sum(flow.done for flow in rest),
+        handled=sum(flow.handled for flow in rest),
     )
     return [*flows[: _MOST - 1], others]
 
@@ -319,7 +319,7 @@ def _flows(overview: Overview | None, tasks: PipelineTasks | None) -> list[Flow]
 def _batchers(
     sheet: _Sheet, flows: Sequence[Flow], tasks: PipelineTasks | None, process: Box, height: int
 ) -> list[tuple[Box, int, float | None, bool]]:
-    """The batchers and who handles their batches: one box for each task that does."""
+    """Adds the boxes of the batchers, and one box for each task that handles batches."""
     groups: dict[str, list[tuple[Flow, Box]]] = {}
     handlers: dict[str, StageTask | None] = {}
     for place, flow in enumerate(flows):
@@ -328,19 +328,19 @@ def _batchers(
         state, tone = word_for(task)
         if flow.planned is not None and handler is task:  # one task does both
             state, tone = "", ""
-        made = f"{flow.batches:,} batch{'es' if flow.batches != 1 else ''}" if flow.batches else ""
+        line = f"{flow.batches:,} batch{'es' if flow.batches != 1 else ''}" if flow.batches else ""
         box = _box(
-            _BATCH, height, place, len(flows), title=flow.batcher, line=made, state=state, tone=tone
+            _BATCH, height, place, len(flows), title=flow.batcher, line=line, state=state, tone=tone
         )
         sheet.boxes.append(box)
         sheet.join(process, box, flow.staged, live=False)
         key = handler.task_id if handler else ""
         groups.setdefault(key, []).append((flow, box))
         handlers[key] = handler
-    made_boxes = []
+    handle_boxes = []
     for place, (key, members) in enumerate(groups.items()):
-        made_boxes.append(_handle_box(sheet, handlers[key], members, height, place, len(groups)))
-    return made_boxes
+        handle_boxes.append(_handle_box(sheet, handlers[key], members, height, place, len(groups)))
+    return handle_boxes
 
 
 def _handle_box(
@@ -352,11 +352,11 @@ def _handle_box(
     places: int,
 ) -> tuple[Box, int, float | None, bool]:
     flows = [flow for flow, _ in members]
-    done, batches = sum(each.done for each in flows), sum(each.batches for each in flows)
-    handled = sum(each.handled for each in flows)
-    failed = sum((each.failed or 0) + (each.missing or 0) for each in flows)
+    done, batches = sum(flow.done for flow in flows), sum(flow.batches for flow in flows)
+    handled = sum(flow.handled for flow in flows)
+    failed = sum((flow.failed or 0) + (flow.missing or 0) for flow in flows)
     state, tone = _with_failures(word_for(task), failed, handled)
-    spark = (task is not None and task.kind == "spark") or any(f.applications for f in flows)
+    spark = (task is not None and task.kind == "spark") or any(flow.applications for flow in flows)
     title = "Spark" if spark else "Python" if task is not None else "handle_batch"
     line = f"{done:,} of {batches:,} done" if batches else ""
     box = _box(_HANDLE, height, place, places, title=title, line=line, state=state, tone=tone)
@@ -370,7 +370,7 @@ def _handle_box(
             live=live and flow.done < flow.batches,
             parting=len(members) == 1,
         )
-    rates = [each.rate for each in flows if each.rate]
+    rates = [flow.rate for flow in flows if flow.rate]
     rate = sum(rates) if rates else None
     if rate is None and task is not None and task.seconds and handled:
         rate = handled / task.seconds
@@ -378,7 +378,7 @@ def _handle_box(
 
 
 def _classes(overview: Overview | None) -> list[tuple[str, int | None]]:
-    """The classes that have messages; ``acked`` always has a place."""
+    """Returns the outcome classes that have messages; ``acked`` is always included."""
     totals = overview.totals if overview else {}
     known = overview is not None
     return [
@@ -391,7 +391,7 @@ def _classes(overview: Overview | None) -> list[tuple[str, int | None]]:
 def _sentence(
     received: int | None, flows: Sequence[Flow], classes: Sequence[tuple[str, int | None]]
 ) -> str:
-    """The drawing in words."""
+    """Returns the text alternative of the diagram."""
     parts = [f"{received:,} messages received" if received is not None else "nothing received yet"]
     parts += [
         f"{flow.staged:,} to batcher {flow.batcher}, {flow.done:,} of {flow.batches:,} batches done"

@@ -1,10 +1,10 @@
-"""Reading staging for a page: beside the API server's own work, and not for ever.
+"""Reads staging for a page, in separate threads and with a timeout.
 
-A staging root may be a bucket far away, or a disk that hangs.  So pages read in threads of their
-own: neither the event loop nor the threads that Airflow's other routes need wait for it.  Only some
-read at once, and whoever waits is told so in time::
+A staging root may be a remote bucket or a disk that hangs.  Pages therefore read in separate
+threads, so that neither the event loop nor Airflow's thread pool blocks.  The number of concurrent
+reads is limited, and a read fails after a timeout::
 
-    found = await READING(overview_of, run)
+    overview = await READING(overview_of, run)
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from airflow_broadway.plugin.fair_semaphore import FairSemaphore
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Seconds for which a page waits.
+#: Seconds before a read times out.
 SECONDS: Final = 30.0
-#: Pages that read at once in each process of the API server, and those of one user.
+#: Concurrent reads per API server process, and per user.
 MOST: Final = 8
 MOST_OF_USER: Final = 4
 
 
 class Reading:
-    """Runs functions that read staging, so many at once; used from one event loop."""
+    """Runs functions that read staging, with limited concurrency; used from one event loop."""
 
     def __init__(
         self, *, seconds: float = SECONDS, most: int = MOST, most_of_user: int = MOST_OF_USER
@@ -40,18 +40,18 @@ class Reading:
         self._slots = FairSemaphore(most, most_of_user)
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function returns.
+        """Returns the result of the function.
 
-        :raises StagingError: If a file is gone; or if it does not in time.  It cannot be stopped,
-            and keeps its place until it has ended.
+        :raises StagingError: If a file was deleted, or on a timeout.  The function cannot be
+            interrupted, and keeps its slot until it has ended.
         """
         context = contextvars.copy_context()
         try:
             async with asyncio.timeout(self._seconds) as bound:
                 user = await self._slots.acquire()
                 work = partial(context.run, function, *args, **kwargs)
-                found: T = await self._started(work, user)
-                return found
+                result: T = await self._start(work, user)
+                return result
         except FileNotFoundError as error:
             raise StagingError(
                 f"the file {error.filename or error} of a run is gone from the staging folder"
@@ -63,15 +63,15 @@ class Reading:
                 f"the staging folder did not answer within {self._seconds:g} s"
             ) from None
 
-    def _started(self, work: Callable[[], Any], user: str) -> asyncio.Future[Any]:
-        """Begin it in a thread that the end of the process does not wait for."""
+    def _start(self, work: Callable[[], Any], user: str) -> asyncio.Future[Any]:
+        """Starts the function in a daemon thread."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Any] = loop.create_future()
 
-        def tell(value: Any, error: BaseException | None) -> None:
+        def finish(value: Any, error: BaseException | None) -> None:
             self._slots.release(user)
             if ended.done():
-                return  # nobody waits any more
+                return  # timed out or cancelled
             if error is None:
                 ended.set_result(value)
             else:
@@ -81,18 +81,18 @@ class Reading:
             value, error = None, None
             try:
                 value = work()
-            except BaseException as caught:  # the page says it
+            except BaseException as caught:  # shown on the page
                 error = caught
             with suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(tell, value, error)
+                loop.call_soon_threadsafe(finish, value, error)
 
         try:
             threading.Thread(target=run, name="broadway-reading", daemon=True).start()
-        except BaseException:  # no room for one more: its place is another's
+        except BaseException:  # the thread could not be started
             self._slots.release(user)
             raise
         return ended
 
 
-#: That of this process of the API server.
+#: The reader of this API server process.
 READING: Final = Reading()

@@ -1,17 +1,17 @@
-"""Pages as HTML: templates, filters, and what every page needs.
+"""Renders pages as HTML: templates, filters, and the variables of every page.
 
-A route ends with ``return page(request, "run.html", run=run, …)``.  In a template there are,
-besides the facts given:
+A route ends with ``return page(request, "run.html", run=run, …)``.  A template also has these
+variables:
 
-``root``        where the pages are mounted, such as ``/broadway``: ``{{ root }}/dags/…``
-``airflow``     where Airflow's UI is, such as ``""``: ``{{ airflow }}/dags/…``
-``static(n)``   the address of a static file
-``csrf``        the token for a form's field ``csrf``; empty for who is not logged in
-``now``         the instant at which the page is made
+``root``        the path of the pages, such as ``/broadway``: ``{{ root }}/dags/…``
+``airflow``     the path of Airflow's UI, such as ``""``: ``{{ airflow }}/dags/…``
+``static(n)``   the URL of a static file
+``csrf``        the token for a form's field ``csrf``; empty without a login
+``now``         the time of rendering
 
-Filters: ``instant`` (a ``<time>``), ``count``, ``size``, ``seconds``, ``path`` (an id as a part of
-a path), ``web`` (a link, if it is of http), ``oneline`` (anybody's text).  Everything is escaped;
-there is no ``|safe``.
+Filters: ``instant`` (a ``<time>``), ``count``, ``size``, ``seconds``, ``path`` (an id as a path
+segment), ``web`` (an http link), ``oneline`` (untrusted text).  Everything is escaped; there is no
+``|safe``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _HERE: Final = Path(__file__).parent
 STATIC: Final = _HERE / "static"
 
 
-def page(request: Request, name: str, *, status: int = 200, **facts: Any) -> HTMLResponse:
-    """The page, or part of one, that a template makes of facts."""
+def page(request: Request, name: str, *, status: int = 200, **variables: Any) -> HTMLResponse:
+    """Renders a template as a page, or as a part of one."""
     root = request.scope.get("root_path", "")
     text = (
         _environment()
         .get_template(name)
         .render(
-            facts,
+            variables,
             root=root,
             airflow=root.removesuffix("/broadway"),
             static=lambda file: f"{root}/static/{file}?v={version(file)}",
@@ -53,19 +53,19 @@ def page(request: Request, name: str, *, status: int = 200, **facts: Any) -> HTM
             now=datetime.now(UTC),
         )
     )
-    # A sender's text may hold half a surrogate pair, which UTF-8 does not encode.
+    # A sender's text may contain a lone surrogate, which UTF-8 cannot encode.
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
 
 
 @cache
 def version(file: str) -> str:
-    """A static file's version, so that browsers may keep it for long."""
+    """Returns a static file's version, so that browsers can cache it."""
     return sha256((STATIC / file).read_bytes()).hexdigest()[:12]
 
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(_HERE / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -73,7 +73,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    made.filters.update(
+    environment.filters.update(
         instant=instant,
         count=count,
         rate=rate,
@@ -85,14 +85,14 @@ def _environment() -> Environment:
         sentence=sentence,
         oneline=oneline,
     )
-    return made
+    return environment
 
 
 # -- filters ---------------------------------------------------------------------------------------
 
 
 def instant(value: datetime | str | None) -> str:
-    """An instant in UTC; broadway.js adds the local time as its title."""
+    """Formats a timestamp in UTC; broadway.js adds the local time as its title."""
     if not value:
         return "–"
     at = datetime.fromisoformat(value) if isinstance(value, str) else value
@@ -103,27 +103,27 @@ def instant(value: datetime | str | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A number with separators; a dash where nothing is known."""
+    """Formats a number with separators; an unknown one as a dash."""
     if value is None:
         return "–"
     return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def rate(value: float) -> str:
-    """So many messages in a second; of slow ones, in a minute."""
+    """Formats a rate per second; a slow one per minute."""
     if value >= 10:
         return f"{count(value)}/s"
     return f"{value:.1f}/s" if value >= 1 else f"{value * 60:.1f}/min"
 
 
 def shorten(text: str, limit: int) -> str:
-    """A text on one line, cut to so many characters."""
+    """Returns a text on one line of at most ``limit`` characters."""
     line = printable(text)
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
 def sentence(text: str) -> str:
-    """A text as a sentence: errors begin small, and end without a full stop."""
+    """Returns an error text as a sentence, with a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '!', '?')) else '.'}"
 
 
@@ -131,7 +131,7 @@ _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(value: float | None) -> str:
-    """Bytes, in the unit that fits."""
+    """Formats bytes in a suitable unit."""
     if value is None:
         return "–"
     step = 0
@@ -141,7 +141,7 @@ def size(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration, in the two units that count most."""
+    """Formats a duration in its two largest units."""
     if value is None:
         return "–"
     if abs(value) < 0.1:
@@ -160,17 +160,17 @@ def seconds(value: float | None) -> str:
 
 
 def oneline(value: str) -> str:
-    """Anybody's text on one line, with whatever is not to be seen in it as an escape."""
+    """Returns untrusted text on one line, with invisible characters escaped."""
     return printable(value)
 
 
 def path_part(value: str) -> str:
-    """An id as one part of a path."""
+    """Returns an id as one path segment."""
     return quote(value, safe="", errors="backslashreplace")
 
 
 def web(value: str | None) -> str | None:
-    """A link's address, if it is one of http; ``None`` else, so that no script is a link."""
+    """Returns an http or https URL; ``None`` for others, such as ``javascript:``."""
     try:
         scheme = urlsplit(value or "").scheme
     except ValueError:  # such as http://[

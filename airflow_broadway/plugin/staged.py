@@ -1,4 +1,4 @@
-"""The staging roots as the API server sees them, and the staged runs of a Dag run in them."""
+"""Access to staging roots from the API server, and the staged runs of a Dag run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from airflow_broadway.runs.reading.runs import iter_runs
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 
-#: What people can do about a folder that is not there.
+#: The way out for a missing folder.
 _ADVICE: Final = (
     " on the API server: either no run has begun yet, which makes it, or the workers have it"
     " elsewhere; then set `[broadway] staging`, here and there, to a place that all of them see"
@@ -19,33 +19,33 @@ _ADVICE: Final = (
 
 
 def seen_root(root: str | None) -> Store:
-    """A staging root to look at; ``None``: that of Airflow's configuration.
+    """Opens a staging root for reading; ``None``: that of Airflow's configuration.
 
-    :raises StagingError: If it cannot be opened, or is a folder that is not there.
+    :raises StagingError: If it cannot be opened, or the folder does not exist.
     """
     return open_existing_store(root, advice=_ADVICE)
 
 
 def staged_runs(dag_id: str, run_id: str, known: RunTasks) -> list[StagedRun]:
-    """What staging has of a run: one for each pipeline that received, at most.
+    """Returns the staged runs of a Dag run: at most one for each pipeline.
 
-    :param known: The run as Airflow knows it; a pipeline's tasks may have a root of their own.
-    :raises RequestRefused: If neither Airflow nor staging knows the run.
-    :raises StagingError: If a root is gone, or cannot be read.
+    :param known: The run in Airflow; a pipeline's tasks may have their own staging root.
+    :raises RequestRefused: If neither Airflow nor staging has the run.
+    :raises StagingError: If a root does not exist or cannot be read.
     """
-    roots = {each.staging for each in known.pipelines} or {None}
-    found: dict[str, StagedRun] = {}
+    roots = {pipeline.staging for pipeline in known.pipelines} or {None}
+    runs: dict[str, StagedRun] = {}
     for root in sorted(roots, key=str):
         try:
             store = seen_root(root)
         except StagingError:
             if known.pipelines or known.state is None:
                 raise
-            continue  # a Dag that has nothing to do with this needs no staging root
+            continue  # a Dag without pipelines needs no staging root
         for run in iter_runs(store, dag_id=dag_id, run_id=run_id):
-            found.setdefault(run.pipeline, run)
-    if not found and known.state is None:
+            runs.setdefault(run.pipeline, run)
+    if not runs and known.state is None:
         raise RequestRefused(
             f"Neither Airflow nor the staging folder knows a run {run_id} of the Dag {dag_id}."
         )
-    return list(found.values())
+    return list(runs.values())

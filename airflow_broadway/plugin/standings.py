@@ -1,6 +1,6 @@
-"""How pipelines stand: the last runs of each, what it holds, and what needs a look, that first.
+"""The status of pipelines: recent runs, messages in flight, and signs of trouble, worst first.
 
-Of every pipeline some newest runs are read, which decide the order; of those on a page, more.
+A few runs of every pipeline determine the order; more runs are read for the pipelines on the page.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ from airflow_broadway.runs.reading.history import (
 )
 from airflow_broadway.staging.store import READERS, Store
 
-#: Newest runs of every pipeline that decide its place.
+#: Newest runs of every pipeline that determine the order.
 LOOKED: Final = 5
-#: Newest runs of a pipeline that are shown.
+#: Newest runs of a pipeline on the page.
 SHOWN: Final = 20
 #: Pipelines on a page.
 PER_PAGE: Final = 25
 
-#: What a broker has answered lately of a pipeline in a root.
+#: Returns the cached answer of the broker for a pipeline in a root.
 Recall = Callable[[str | None, PipelineKey], Depth | None]
 
-#: What a pipeline is, from what comes first to what comes last.
+#: The states of a pipeline, in display order.
 _ORDER: Final = (BAD, WARN, "busy", "good", "idle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A pipeline, and how it stands.
+    """A pipeline and its status.
 
-    :param latest: Its Dag's newest runs, the newest first.
-    :param runs: Those of them that were accounted for, by their ids.
-    :param held: ``None`` if its runs cannot be read.
-    :param unread: Why they cannot; empty if they can.
+    :param latest: Its Dag's newest runs, newest first.
+    :param runs: Run id → accounted run.
+    :param held: Its messages in flight; ``None`` if its runs cannot be read.
+    :param unread: Why its runs cannot be read; empty if they can.
     :param reported: The last report of its queues.
-    :param depth: What waits at its broker, and since when that is known; ``None`` if no run,
-        trigger or sensor has reported it yet.
+    :param depth: The last known queue depth; ``None`` if no run, trigger or sensor has reported it.
     """
 
     declared: Declared
@@ -67,37 +66,37 @@ class Standing:
 
     @property
     def signs(self) -> Sequence[Sign]:
-        """Why people should look at it, the gravest first."""
+        """Signs of trouble, the most severe first."""
         newest = next((run for run, past in self.history if run.is_over and not _dry(past)), None)
         failed = newest.run_id if newest is not None and newest.state == "failed" else None
-        runs = [self.runs[each.run_id] for each in self.latest if each.run_id in self.runs]
+        runs = [self.runs[run.run_id] for run in self.latest if run.run_id in self.runs]
         signs = signs_of(runs, self.held, failed)
         if self.depth is not None:
             as_of = f"{self.depth.at:%Y-%m-%d %H:%M} UTC"
             signs += waiting_signs(self.depth.dead, self.depth.oldest_age, as_of)
-        return sorted(signs, key=lambda each: _ORDER.index(each.level))
+        return sorted(signs, key=lambda sign: _ORDER.index(sign.level))
 
     @property
     def state(self) -> str:
-        """``"bad"``, ``"warn"``, ``"busy"``, ``"good"``, or ``"idle"``: it never ran."""
+        """``"bad"``, ``"warn"``, ``"busy"``, ``"good"``, or ``"idle"`` if it never ran."""
         if self.signs:
             return self.signs[0].level
-        if any(not each.is_over for each in self.latest):
+        if any(not run.is_over for run in self.latest):
             return "busy"
         return "good" if self.latest else "idle"
 
     @property
     def history(self) -> Sequence[tuple[LatestRun, PastRun | None]]:
-        """Its Dag's newest runs, the newest first, and what is known of each."""
-        return [(each, self.runs.get(each.run_id)) for each in self.latest]
+        """Its Dag's newest runs, newest first, each with its account if there is one."""
+        return [(run, self.runs.get(run.run_id)) for run in self.latest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some of the pipelines.
+    """A page of pipelines.
 
-    :param number: From 1.
-    :param total: How many pipelines there are on all pages.
+    :param number: The page number, from 1.
+    :param total: The number of pipelines on all pages.
     """
 
     standings: Sequence[Standing]
@@ -106,12 +105,12 @@ class Page:
     total: int
 
     def reordered(self, recall: Recall) -> Page:
-        """The same ones with what is known of their brokers by now, in the order of that."""
+        """Returns the page with the current depths, reordered."""
         known = [
-            replace(each, depth=recall(each.declared.staging, each.declared.key) or each.depth)
-            for each in self.standings
+            replace(one, depth=recall(one.declared.staging, one.declared.key) or one.depth)
+            for one in self.standings
         ]
-        return replace(self, standings=sorted(known, key=_place))
+        return replace(self, standings=sorted(known, key=_sort_key))
 
 
 def page_of(
@@ -122,18 +121,18 @@ def page_of(
     number: int,
     now: datetime,
 ) -> Page:
-    """A page of these pipelines, what needs a look first.
+    """Returns a page of pipelines, those with trouble first.
 
     :param open_root: Opens a staging root; ``None``: that of Airflow's configuration.
-    :param recall: What is known of a pipeline's broker.
-    :param number: Which page, from 1; the last one, if there are not so many.
+    :param recall: Returns the cached depth of a pipeline's queues.
+    :param number: The page number, from 1; the last page if it is too large.
     :raises StagingError: If a staging root cannot be read.
     """
     reader = _Reader(open_root, now)
     standings = reader.standings(declared, recall)
     pages = max(1, -(-len(standings) // PER_PAGE))
     number = min(max(1, number), pages)
-    ordered = sorted(standings, key=_place)[(number - 1) * PER_PAGE : number * PER_PAGE]
+    ordered = sorted(standings, key=_sort_key)[(number - 1) * PER_PAGE : number * PER_PAGE]
     return Page(
         standings=reader.with_more_runs(ordered),
         number=number,
@@ -142,56 +141,59 @@ def page_of(
     )
 
 
-def _place(standing: Standing) -> tuple[int, int, str, str]:
+def _sort_key(standing: Standing) -> tuple[int, int, str, str]:
     declared, state = standing.declared, standing.state
     return _ORDER.index(state), -len(standing.signs), declared.dag_id, declared.name
 
 
 class _Reader:
-    """Reads the staged runs of pipelines, each in its own root."""
+    """Reads the staged runs of pipelines, each from its own root."""
 
     def __init__(self, open_root: Callable[[str | None], Store], now: datetime) -> None:
         self._open_root = open_root
         self._now = now
-        #: By the root that a pipeline names: the store, or why it cannot be read.
+        #: Staging root → store, or the error if it cannot be opened.
         self._stores: dict[str | None, Store | str] = {}
 
     def standings(self, declared: Sequence[Declared], recall: Recall) -> list[Standing]:
-        """All of them, by their newest runs."""
-        latest = latest_runs({each.dag_id for each in declared}, LOOKED)
-        runs = self._past_runs((each, latest[each.dag_id]) for each in declared)
+        """Returns the status of all pipelines, from their newest runs."""
+        latest = latest_runs({pipeline.dag_id for pipeline in declared}, LOOKED)
+        runs = self._past_runs((pipeline, latest[pipeline.dag_id]) for pipeline in declared)
         with ThreadPoolExecutor(READERS, "broadway-standings") as pool:
             held = list(pool.map(self._held, declared))
         reports = self._reports(declared)
         return [
             Standing(
-                declared=each,
-                latest=latest[each.dag_id],
-                runs=runs.get(_key(each), {}),
-                held=holds,
-                unread="" if isinstance(store := self._store(each), Store) else store,
-                reported=reports.get((each.staging, each.key)),
-                depth=recall(each.staging, each.key)
-                or depth_of(reports.get((each.staging, each.key)), self._now),
+                declared=pipeline,
+                latest=latest[pipeline.dag_id],
+                runs=runs.get(_key(pipeline), {}),
+                held=messages,
+                unread="" if isinstance(store := self._store(pipeline), Store) else store,
+                reported=reports.get((pipeline.staging, pipeline.key)),
+                depth=recall(pipeline.staging, pipeline.key)
+                or depth_of(reports.get((pipeline.staging, pipeline.key)), self._now),
             )
-            for each, holds in zip(declared, held, strict=True)
+            for pipeline, messages in zip(declared, held, strict=True)
         ]
 
     def with_more_runs(self, standings: Sequence[Standing]) -> list[Standing]:
-        """The same ones with as many runs as are shown."""
-        latest = latest_runs({each.declared.dag_id for each in standings}, SHOWN)
+        """Returns the standings with all runs of the page."""
+        latest = latest_runs({standing.declared.dag_id for standing in standings}, SHOWN)
         further = (
-            (each.declared, [run for run in latest[each.declared.dag_id] if run not in each.latest])
-            for each in standings
+            (
+                standing.declared,
+                [run for run in latest[standing.declared.dag_id] if run not in standing.latest],
+            )
+            for standing in standings
         )
         runs = self._past_runs(further)
         return [
             replace(
-                each,
-                latest=latest[each.declared.dag_id],
-                runs={**each.runs, **runs.get(_key(each.declared), {})},
+                standing,
+                latest=latest[standing.declared.dag_id],
+                runs={**standing.runs, **runs.get(_key(standing.declared), {})},
             )
-            for each in standings
+            for standing in standings
         ]
 
     def _store(self, declared: Declared) -> Store | str:
@@ -217,39 +219,39 @@ class _Reader:
     def _reports(
         self, declared: Sequence[Declared]
     ) -> dict[tuple[str | None, PipelineKey], Reported]:
-        """The last report of each pipeline's queues, by its root."""
+        """Returns the last report of each pipeline's queues, by root."""
         keys: dict[str | None, list[PipelineKey]] = {}
-        for each in declared:
-            keys.setdefault(each.staging, []).append(each.key)
-        found: dict[tuple[str | None, PipelineKey], Reported] = {}
+        for pipeline in declared:
+            keys.setdefault(pipeline.staging, []).append(pipeline.key)
+        reports: dict[tuple[str | None, PipelineKey], Reported] = {}
         for root, wanted in keys.items():
             store = self._stores[root]
             if isinstance(store, Store):
                 for key, report in read_reports(store, wanted).items():
-                    found[root, key] = report
-        return found
+                    reports[root, key] = report
+        return reports
 
     def _past_runs(
         self, wanted: Iterable[tuple[Declared, Sequence[LatestRun]]]
     ) -> dict[tuple[str, str], dict[str, PastRun]]:
-        """What is known of these runs, by Dag and pipeline, and by id."""
+        """Returns the accounts of these runs: (Dag, pipeline) → run id → run."""
         keys: dict[str | None, list[RunKey]] = {}
         for declared, runs in wanted:
             if isinstance(self._store(declared), Store):
                 keys.setdefault(declared.staging, []).extend(
                     RunKey(declared.name, declared.dag_id, run.run_id) for run in runs
                 )
-        found: dict[tuple[str, str], dict[str, PastRun]] = {}
-        for root, wanted_there in keys.items():
+        past: dict[tuple[str, str], dict[str, PastRun]] = {}
+        for root, run_keys in keys.items():
             store = self._stores[root]
             assert isinstance(store, Store)
-            for key, run in past_runs(store, wanted_there).items():
-                found.setdefault((key.dag_id, key.pipeline), {})[key.run_id] = run
-        return found
+            for key, run in past_runs(store, run_keys).items():
+                past.setdefault((key.dag_id, key.pipeline), {})[key.run_id] = run
+        return past
 
 
 def _dry(past: PastRun | None) -> bool:
-    """Whether a run is known to have only looked: it tells nothing of how its pipeline stands."""
+    """Returns whether a run was a dry run, which does not count for the status."""
     return past is not None and past.dry
 
 

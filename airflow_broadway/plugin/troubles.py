@@ -1,4 +1,4 @@
-"""What goes wrong, as a page that says so in one sentence.  Never a stack trace."""
+"""Error pages: one sentence, never a stack trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What a status means to people.
+#: HTTP status → title.
 _TITLES: Final = {
     401: "You are not logged in",
     403: "You may not do this",
@@ -33,19 +33,19 @@ _TITLES: Final = {
 
 
 def add_troubles(app: FastAPI) -> None:
-    """Have an app answer each error with a page."""
+    """Registers the handlers that answer errors with a page."""
     app.exception_handler(HTTPException)(_on_http)
     app.exception_handler(RequestValidationError)(_on_invalid)
     app.exception_handler(BroadwayError)(_on_broadway)
 
 
-def trouble(request: Request, status: int, said: str) -> HTMLResponse:
-    """The page of a trouble."""
+def trouble(request: Request, status: int, message: str) -> HTMLResponse:
+    """Renders the page of an error."""
     login = None
     if status == HTTPStatus.UNAUTHORIZED:
         login = get_auth_manager().get_url_login(next_url=str(request.url))
     title = _TITLES.get(status, "This went wrong")
-    return page(request, "trouble.html", status=status, title=title, sentence=said, login=login)
+    return page(request, "trouble.html", status=status, title=title, sentence=message, login=login)
 
 
 async def _on_http(request: Request, error: HTTPException) -> HTMLResponse:
@@ -53,20 +53,20 @@ async def _on_http(request: Request, error: HTTPException) -> HTMLResponse:
 
 
 async def _on_invalid(request: Request, error: RequestValidationError) -> HTMLResponse:
-    said = "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors())
-    return trouble(request, HTTPStatus.UNPROCESSABLE_ENTITY, said)
+    text = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in error.errors())
+    return trouble(request, HTTPStatus.UNPROCESSABLE_ENTITY, text)
 
 
 async def _on_broadway(request: Request, error: BroadwayError) -> HTMLResponse:
     if not isinstance(error, RequestRefused):
         log.warning("%s: %s", request.url.path, error)
         return trouble(request, HTTPStatus.SERVICE_UNAVAILABLE, sentence(str(error)))
-    found = HTTPStatus.NOT_FOUND if request.method == "GET" else HTTPStatus.CONFLICT
-    return trouble(request, found, str(error))
+    status = HTTPStatus.NOT_FOUND if request.method == "GET" else HTTPStatus.CONFLICT
+    return trouble(request, status, str(error))
 
 
 def broken(request: Request, error: Exception) -> HTMLResponse:
-    """The page of an error that nobody foresaw: what it says stands in the log alone."""
+    """Renders the page of an unexpected error; its text is only logged."""
     log.error("%s failed", request.url.path, exc_info=error)
     return trouble(
         request, HTTPStatus.INTERNAL_SERVER_ERROR, "The log of the API server says what happened."

@@ -39,11 +39,11 @@ def test_a_dead_letter_is_sent_back_by_a_run_that_the_page_begins(
     before = site.queue("letters").depth().dead
 
     # When it is sent back, as the page then asks once more
-    as_admin.button("Send back …").click()
+    as_admin.button("Requeue …").click()
     as_admin.wait_text("1 dead letter back?", "h1", PATIENCE)
     assert site.queue("letters").depth().dead == before
-    as_admin.button("Send back 1").click()
-    as_admin.wait_text("A run sends the dead letters back", "h1", PATIENCE)
+    as_admin.button("Requeue 1").click()
+    as_admin.wait_text("A run requeues the dead letters", "h1", PATIENCE)
     [link] = as_admin.all("main .notice a")
     page = f"/broadway/dags/letters/runs/{urllib.parse.quote(link.text, safe='')}"
 

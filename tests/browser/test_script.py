@@ -78,12 +78,12 @@ def test_pages_do_without_their_script(without_script: Chromium, letters: Run) -
     browser.find(".story")
     # Pipelines are found, and their brokers asked
     browser.open("/broadway/")
-    browser.link("ask them now").click()
+    browser.link("query them now").click()
     browser.wait_text("letters", "#pipelines", timeout=60)
     assert "was not asked yet" not in browser.text("#pipelines")
     # And dead letters are marked, up to the question whether that is meant
     browser.open(f"{LETTERS}?reason=etc/passwd")
     box = browser.find("main input[name=chosen]", timeout=60)
     box.click()
-    browser.button("Send marked back …").click()
+    browser.button("Requeue marked …").click()
     browser.wait_text("1 dead letter back?", "h1", timeout=60)

@@ -1,1 +1,1 @@
-"""The pages: one module each, whose ``router`` has its routes."""
+"""The pages: one module each, with its routes in ``router``."""

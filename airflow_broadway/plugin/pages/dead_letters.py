@@ -1,9 +1,9 @@
-"""A pipeline's dead letters: how many there are, which, and the runs that move them.
+"""A pipeline's dead letters: their count, their list, and runs that requeue or delete them.
 
-The number is the last that a run, trigger or sensor reported.  The list, and a payload, are asked
-of the broker by a child process where ``[broadway] ask_brokers`` is on; a payload is for those who
-may edit the Dag's runs.  What sends letters back or deletes them is a run of the Dag, with the
-rights and the log of a worker, and an entry in Airflow's audit log that is written before it.
+The count is the last one reported by a run, trigger or sensor.  With ``[broadway] ask_brokers`` on,
+a child process reads the list and payloads from the broker; payloads need permission to edit the
+Dag's runs.  A run of the Dag requeues or deletes dead letters, with the rights and the log of a
+worker; the entry in Airflow's audit log is written first.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ router = APIRouter(
     prefix="/dags/{dag_id}/pipelines/{pipeline}/dead-letters", dependencies=[READS_RUNS]
 )
 
-#: Letters on a page.
+#: Dead letters on a page.
 PAGE: Final = 100
-#: Seconds for which letters are looked at: of very many, brokers show some in that time.
+#: Seconds for which dead letters are read; a large backlog is read in part.
 LOOK_SECONDS: Final = 10
-#: Bytes of a payload that are fetched, and characters that are shown.
+#: Bytes of a payload that are fetched, and characters that are displayed.
 BYTES: Final = 256 * 1024
 MOST_SHOWN: Final = 64 * 1024
-#: Characters of a letter's properties that are shown; and letters that an answer names.
+#: Characters of the properties that are displayed; dead letters named on the confirmation page.
 MOST_PROPERTIES: Final = 16 * 1024
 MOST_NAMED: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which letters: those to which all of it applies.  Instants are in UTC."""
+    """A filter of dead letters, combined with AND.  Timestamps are in UTC."""
 
     id: str = ""
     reason: str = ""
@@ -76,30 +76,30 @@ class Filter:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Filter:
-        """The filter of an address or a form.
+        """Builds the filter from query parameters or a form.
 
-        :raises HTTPException: 422, if an instant is none.
+        :raises HTTPException: 422, if a timestamp is invalid.
         """
-        given = {each.name: _clean(values.get(each.name)).strip() for each in fields(cls)}
-        return cls(**given | {name: _instant(name, given[name]) for name in ("since", "until")})
+        texts = {field.name: _clean(values.get(field.name)).strip() for field in fields(cls)}
+        return cls(**texts | {name: _timestamp(name, texts[name]) for name in ("since", "until")})
 
     def choice(self) -> dict[str, Any]:
-        """As the param ``dead_letters`` of a run has it."""
-        named = {"reason": self.reason, "stage": self.stage}
-        named |= {"since": _utc(self.since), "until": _utc(self.until)}
+        """Returns the filter as the run param ``dead_letters``."""
+        filters = {"reason": self.reason, "stage": self.stage}
+        filters |= {"since": _utc(self.since), "until": _utc(self.until)}
         ids = {"ids": [self.id]} if self.id else {}
-        return {name: value for name, value in named.items() if value} | ids
+        return {name: value for name, value in filters.items() if value} | ids
 
     def query(self, **changed: Any) -> str:
-        """As a part of an address."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)} | changed
-        given = {name: value for name, value in values.items() if value}
-        return urlencode(given, errors="backslashreplace")
+        """Returns the filter as a query string."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | changed
+        params = {name: value for name, value in values.items() if value}
+        return urlencode(params, errors="backslashreplace")
 
     def items(self) -> list[tuple[str, str]]:
-        """What is given, by name."""
-        given = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        return [(name, value) for name, value in given if value]
+        """Returns the fields that are set."""
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, value) for name, value in values if value]
 
 
 def _clean(value: object) -> str:
@@ -109,14 +109,14 @@ def _clean(value: object) -> str:
     return text
 
 
-def _instant(name: str, text: str) -> str:
-    """An instant in UTC as a form has it: without its zone."""
+def _timestamp(name: str, text: str) -> str:
+    """Returns a timestamp in UTC in the format of a form field, without its zone."""
     if not text:
         return ""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
-        raise HTTPException(422, f"{name} is no instant such as 2026-01-31T12:00.") from None
+        raise HTTPException(422, f"{name} is no timestamp such as 2026-01-31T12:00.") from None
     at = at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
     return at.replace(tzinfo=None).isoformat()
 
@@ -125,48 +125,48 @@ def _utc(text: str) -> str:
     return f"{text}+00:00" if text else ""
 
 
-# -- looking ---------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 @router.get("")
 async def show_list(
     request: Request, dag_id: str, pipeline: str, may_edit: MayEdit
 ) -> HTMLResponse:
-    """The letters that a filter chooses, in pages, and how many there are of each reason."""
-    chosen = Filter.of(request.query_params)
+    """Shows the dead letters that match a filter, in pages, and the count of each reason."""
+    filters = Filter.of(request.query_params)
     number = _number(request.query_params.get("page"))
     place = await READING(_place, dag_id, pipeline)
-    found, trouble = None, ""
+    listing, trouble = None, ""
     if asks_brokers():
         try:
-            found = await _listed(place, chosen, limit=PAGE, offset=(number - 1) * PAGE)
+            listing = await _list(place, filters, limit=PAGE, offset=(number - 1) * PAGE)
         except ChildError as error:
             trouble = str(error) if may_edit else WITHHELD
-    if found:
-        for each in found["reasons"]:
-            # A form cannot carry a line's end as it is.
-            each["find"] = next(iter(each["reason"].strip().splitlines()), "")
-    facts: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "chosen": chosen}
-    facts |= {"may_edit": may_edit, "depth": place.depth, "trouble": trouble, "found": found}
-    facts |= {"number": number, "size": PAGE, "reference": place.reference}
-    facts["pages"] = max(1, -(-found["matching"] // PAGE)) if found else 1
+    if listing:
+        for reason in listing["reasons"]:
+            # Forms normalize line ends: filter by the first line.
+            reason["find"] = next(iter(reason["reason"].strip().splitlines()), "")
+    variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "filters": filters}
+    variables |= {"may_edit": may_edit, "depth": place.depth, "trouble": trouble}
+    variables |= {"number": number, "size": PAGE, "reference": place.reference, "listing": listing}
+    variables["pages"] = max(1, -(-listing["matching"] // PAGE)) if listing else 1
     status = 503 if trouble else 200
-    return await run_in_threadpool(page, request, "dead_letters.html", status=status, **facts)
+    return await run_in_threadpool(page, request, "dead_letters.html", status=status, **variables)
 
 
 @router.get("/{message_id:path}", dependencies=[EDITS_RUNS])
 async def show_one(
     request: Request, dag_id: str, pipeline: str, message_id: str, user: GetUserDep
 ) -> HTMLResponse:
-    """One letter whole, with its payload."""
+    """Shows one dead letter with its payload."""
     form = request.query_params.get("as")
     if form not in (None, *FORMS):
         raise HTTPException(422, f"A payload is shown as {', '.join(FORMS)}.")
     place = await READING(_place, dag_id, pipeline)
     if not asks_brokers():
         raise ChildError(OFF)
-    about = {"pipeline": pipeline, "id": _clean(message_id)}
-    await run_in_threadpool(note, user, dag_id, "broadway_dead_letters_show", about)
+    details = {"pipeline": pipeline, "id": _clean(message_id)}
+    await run_in_threadpool(note, user, dag_id, "broadway_dead_letters_show", details)
     question = {"ask": "show", "id": message_id, "bytes": BYTES}
     letter = (await CHILDREN.ask(question | place.question())).value
     if not letter:
@@ -191,25 +191,25 @@ def _letter_page(
     )
 
 
-async def _listed(place: Place, chosen: Filter, *, limit: int, offset: int = 0) -> dict[str, Any]:
-    question = {"ask": "list", "choice": chosen.choice(), "seconds": LOOK_SECONDS}
+async def _list(place: Place, filters: Filter, *, limit: int, offset: int = 0) -> dict[str, Any]:
+    question = {"ask": "list", "choice": filters.choice(), "seconds": LOOK_SECONDS}
     question |= {"limit": limit, "offset": offset}
     answer = await CHILDREN.ask(question | place.question())
     return {**answer.value, "at": answer.at}
 
 
 def _number(text: str | None) -> int:
-    """The number of a page, from 1."""
+    """Parses a page number, from 1."""
     return max(1, int(text)) if text and text.isascii() and text.isdigit() and len(text) < 9 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a pipeline's dead letters are, as far as it was reported.
+    """Access to a pipeline's dead letters, as last reported.
 
-    :param staging: The pipeline's staging root, as the Dag names it.
-    :param reference: The class, for the command line.
-    :param paused: Whether the Dag is.
+    :param staging: The pipeline's staging root, as declared by the Dag.
+    :param reference: The path of the class, for the command line.
+    :param paused: Whether the Dag is paused.
     """
 
     staging: str | None
@@ -219,7 +219,7 @@ class Place:
     depth: Depth | None
 
     def question(self) -> dict[str, Any]:
-        """The part of a question that names the producers.
+        """Returns the part of a question that identifies the producers.
 
         :raises ChildError: If their options were not reported.
         """
@@ -236,43 +236,43 @@ class Place:
 
 
 def _place(dag_id: str, name: str) -> Place:
-    """Where a pipeline's dead letters are.
+    """Returns access to a pipeline's dead letters.
 
     :raises HTTPException: 404, if the Dag has no such pipeline.
     """
     declared = declared_pipelines({dag_id})
-    # Of a class that a Dag names as text, the name is known to its runs alone.
-    nameless = [each for each in declared if each.broker is None]
-    found = next((each for each in declared if each.name == name), None)
+    # If a Dag references the class as text, only its runs know the pipeline's name.
+    unnamed = [pipeline for pipeline in declared if pipeline.broker is None]
+    match = next((pipeline for pipeline in declared if pipeline.name == name), None)
     key = PipelineKey(name, dag_id)
-    for each in [found] if found else nameless:
+    for pipeline in [match] if match else unnamed:
         try:
-            reported: Reported = read_reports(seen_root(each.staging), [key]).get(key)
+            reported: Reported = read_reports(seen_root(pipeline.staging), [key]).get(key)
         except StagingError:  # there is no root before the first run
             reported = None
-        if found or reported is not None:
+        if match or reported is not None:
             return Place(
-                staging=each.staging,
-                reference=each.path,
-                paused=each.paused,
+                staging=pipeline.staging,
+                reference=pipeline.path,
+                paused=pipeline.paused,
                 reported=reported,
                 depth=depth_of(reported, datetime.now(UTC)),
             )
     raise HTTPException(404, f"The Dag {dag_id} has no pipeline {name}, or it never ran.")
 
 
-# -- acting ----------------------------------------------------------------------------------------
+# -- actions ---------------------------------------------------------------------------------------
 
 
 @router.post("/requeue", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
 async def requeue(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Begin a run that sends letters back where they came from, once that is confirmed."""
+    """Triggers a run that requeues dead letters to their source, after confirmation."""
     return await _act(request, dag_id, pipeline, REQUEUE, user)
 
 
 @router.post("/delete", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
 async def delete(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Begin a run that removes letters for good, once that is confirmed."""
+    """Triggers a run that deletes dead letters, after confirmation."""
     return await _act(request, dag_id, pipeline, DELETE, user)
 
 
@@ -280,37 +280,37 @@ async def _act(
     request: Request, dag_id: str, pipeline: str, action: str, user: BaseUser
 ) -> HTMLResponse:
     form = await request.form()
-    chosen = Filter.of(form)
+    filters = Filter.of(form)
     ids = _ids(form)
     place = await READING(_place, dag_id, pipeline)
-    facts: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "action": action}
-    facts |= {"chosen": chosen, "ids": ids, "most": MOST_NAMED, "paused": place.paused}
-    facts["depth"] = place.depth
+    variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "action": action}
+    variables |= {"filters": filters, "ids": ids, "most": MOST_NAMED, "paused": place.paused}
+    variables["depth"] = place.depth
     if form.get("confirmed") != "yes":
-        shown = "dead_letters_confirm.html"
-        return await run_in_threadpool(page, request, shown, **facts)
-    choice = {"ids": ids} if ids else chosen.choice()
+        template = "dead_letters_confirm.html"
+        return await run_in_threadpool(page, request, template, **variables)
+    choice = {"ids": ids} if ids else filters.choice()
     letters = {"pipeline": pipeline, "action": action, **choice}
-    run_id = await run_in_threadpool(_triggered, request, dag_id, letters, user)
-    facts["run_id"] = run_id
-    return await run_in_threadpool(page, request, "dead_letters_done.html", **facts)
+    run_id = await run_in_threadpool(_trigger, request, dag_id, letters, user)
+    variables["run_id"] = run_id
+    return await run_in_threadpool(page, request, "dead_letters_done.html", **variables)
 
 
 def _ids(form: FormData) -> list[str]:
-    """The letters that were marked; none, if all are meant that the filter finds.
+    """Returns the selected ids; empty if all dead letters that match the filter are meant.
 
-    :raises HTTPException: 422, if neither is said.
+    :raises HTTPException: 422, if nothing is selected.
     """
     if form.get("scope") == "all":
         return []
-    ids = list(dict.fromkeys(_clean(each) for each in form.getlist("chosen")))
+    ids = list(dict.fromkeys(_clean(value) for value in form.getlist("chosen")))
     if not ids or "" in ids:
         raise HTTPException(422, "No letter is marked: mark some, or choose all of them.")
     return ids
 
 
-def _triggered(request: Request, dag_id: str, letters: dict[str, Any], user: BaseUser) -> str:
-    """Trigger a run as Airflow's own route does, which checks what a Dag allows; its id.
+def _trigger(request: Request, dag_id: str, letters: dict[str, Any], user: BaseUser) -> str:
+    """Triggers a run by Airflow's own route, which checks the Dag's settings; returns its id.
 
     :raises HTTPException: If Airflow refuses it, or its audit log cannot be written.
     """

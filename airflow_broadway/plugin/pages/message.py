@@ -1,4 +1,4 @@
-"""Where is my message: by its id, or, for those who may see payloads, by a text in it."""
+"""Message search: by id, or, with permission to see payloads, by text in the payload."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ async def find(
     q: str = "",
     everywhere: bool = False,
 ) -> HTMLResponse:
-    """The whole story of a message; payloads are for those who may edit the Dag's runs."""
-    asked = q.strip()
-    if asked and may_edit:
-        about = {"q": asked, "everywhere": everywhere}
+    """Shows the history of a message; payloads need permission to edit the Dag's runs."""
+    search = q.strip()
+    if search and may_edit:
+        details = {"q": search, "everywhere": everywhere}
         event = "broadway_message_show"
-        await run_in_threadpool(note, user, dag_id, event, about, run_id=run_id)
-    found = await READING(
-        _found, dag_id, run_id, asked, everywhere=everywhere, with_payload=may_edit
+        await run_in_threadpool(note, user, dag_id, event, details, run_id=run_id)
+    result = await READING(
+        _search, dag_id, run_id, search, everywhere=everywhere, with_payload=may_edit
     )
     return await run_in_threadpool(
         page,
@@ -52,29 +52,29 @@ async def find(
         "message.html",
         dag_id=dag_id,
         run_id=run_id,
-        asked=asked,
+        search=search,
         everywhere=everywhere,
         may_edit=may_edit,
-        **found,
+        **result,
     )
 
 
-def _found(
-    dag_id: str, run_id: str, asked: str, *, everywhere: bool, with_payload: bool
+def _search(
+    dag_id: str, run_id: str, search: str, *, everywhere: bool, with_payload: bool
 ) -> dict[str, Any]:
-    """The message's stories, or else those that have the text; and in how many runs was looked."""
+    """Returns the message's stories, or else the messages that contain the text."""
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
-    looked = [*runs, *_others(runs)] if everywhere and asked else runs
+    runs_searched = [*runs, *_others(runs)] if everywhere and search else runs
     stories: Sequence[Story] = ()
-    if asked:
-        stories = find_message(looked, asked, with_payload=with_payload)
+    if search:
+        stories = find_message(runs_searched, search, with_payload=with_payload)
     hits: list[TextHits] = []
-    if asked and not stories and with_payload:
-        hits = [ids_with_text(run, asked, share=1 / len(runs)) for run in runs]
+    if search and not stories and with_payload:
+        hits = [ids_with_text(run, search, share=1 / len(runs)) for run in runs]
     return {
         "stories": stories,
         "hits": hits,
-        "runs": len(looked),
+        "runs": len(runs_searched),
         "pipelines": sorted({run.pipeline for run in runs}),
     }
 

@@ -1,4 +1,4 @@
-"""The pipelines' page: those of every Dag that the user may see, what needs a look first."""
+"""The pipelines of every Dag that the user may read, those with trouble first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ router = APIRouter()
 Number = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
 Text = Annotated[str, Query(max_length=250)]
 
-#: What a state is called, and the class of its mark.
+#: State → label and CSS class.
 _STATES: Final = {
     "bad": ("needs action", "is-bad"),
     "warn": ("needs a look", "is-warn"),
@@ -41,85 +41,88 @@ _STATES: Final = {
 async def show(
     request: Request, user: GetUserDep, number: Number = 1, q: Text = "", ask: bool = False
 ) -> HTMLResponse:
-    """The page; it has its brokers asked once it is shown, or at once where no script runs.
+    """Shows the page; the brokers are queried by its script, or immediately with ``ask``.
 
-    :param q: Only pipelines and Dags whose names contain it.
+    :param q: Filters pipelines and Dags by name.
     """
-    found = await READING(_found, user, number, q)
+    listing = await READING(_listing, user, number, q)
     if ask:
-        found = await _asked(found)
-    return await run_in_threadpool(_page, request, "pipelines.html", found, user, q, asked=ask)
+        listing = await _with_depths(listing)
+    return await run_in_threadpool(_page, request, "pipelines.html", listing, user, q, queried=ask)
 
 
 @router.get("/pipelines")
 async def listed(
     request: Request, user: GetUserDep, number: Number = 1, q: Text = ""
 ) -> HTMLResponse:
-    """The list of the page, with what its brokers say now."""
-    found = await _asked(await READING(_found, user, number, q))
-    return await run_in_threadpool(_page, request, "_pipelines.html", found, user, q, asked=True)
-
-
-def _found(user: Any, number: int, q: str) -> Page:
-    """What files and Airflow's database say."""
-    declared = declared_pipelines()
-    readable = readable_dags(user, {each.dag_id for each in declared})
-    wanted = [
-        each
-        for each in declared
-        if each.dag_id in readable and q.lower() in f"{each.dag_id}\n{each.name}".lower()
-    ]
-    return page_of(seen_root, wanted, DEPTHS.recall, number=number, now=datetime.now(UTC))
-
-
-async def _asked(found: Page) -> Page:
-    """The same page with what waits at the brokers, if they may be asked."""
-    if not asks_brokers():
-        return found
-    await DEPTHS.ask(
-        [(each.declared.staging, each.declared.key, each.reported) for each in found.standings]
+    """Returns the list of the page, with current depths."""
+    listing = await _with_depths(await READING(_listing, user, number, q))
+    return await run_in_threadpool(
+        _page, request, "_pipelines.html", listing, user, q, queried=True
     )
-    return found.reordered(DEPTHS.recall)
+
+
+def _listing(user: Any, number: int, q: str) -> Page:
+    """Returns a page of the matching pipelines, from staging and Airflow's database."""
+    declared = declared_pipelines()
+    readable = readable_dags(user, {pipeline.dag_id for pipeline in declared})
+    matching = [
+        pipeline
+        for pipeline in declared
+        if pipeline.dag_id in readable
+        and q.lower() in f"{pipeline.dag_id}\n{pipeline.name}".lower()
+    ]
+    return page_of(seen_root, matching, DEPTHS.recall, number=number, now=datetime.now(UTC))
+
+
+async def _with_depths(listing: Page) -> Page:
+    """Returns the page with current depths, if brokers may be queried."""
+    if not asks_brokers():
+        return listing
+    await DEPTHS.ask(
+        [(one.declared.staging, one.declared.key, one.reported) for one in listing.standings]
+    )
+    return listing.reordered(DEPTHS.recall)
 
 
 def _page(
-    request: Request, template: str, found: Page, user: Any, q: str, *, asked: bool
+    request: Request, template: str, listing: Page, user: Any, q: str, *, queried: bool
 ) -> HTMLResponse:
-    # Why a depth is unknown may name hosts, files and queues of others.
-    unknown = {s.declared.dag_id for s in found.standings if s.depth and s.depth.unknown}
+    # The reasons may name hosts, files and queues of other teams.
+    unknown = {s.declared.dag_id for s in listing.standings if s.depth and s.depth.unknown}
     return page(
         request,
         template,
-        found=found,
+        listing=listing,
         q=q,
-        asked=asked,
+        queried=queried,
         asks=asks_brokers(),
         states=_STATES,
-        charts={(s.declared.dag_id, s.declared.name): _charts(s) for s in found.standings},
+        charts={(s.declared.dag_id, s.declared.name): _charts(s) for s in listing.standings},
         editable={dag_id for dag_id in unknown if may_edit(dag_id, user)},
         withheld=WITHHELD,
     )
 
 
 def _charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
-    """The charts of a pipeline: title, newest value, the value at the top, picture."""
+    """Returns a pipeline's charts: title, newest value, top of the axis, image."""
     runs = [run for _, run in reversed(standing.history) if run is not None and not run.dry]
     names = [run.run_id for run in runs]
     shares = [run.failure_share for run in runs]
-    # As high as it needs to be, so that one in a hundred is seen.
+    # Scaled to the data, so that 1% is visible.
     most_failed = max((share for share in shares if share is not None), default=0.0)
-    drawn = []
-    for title, values, shown, most in (
+    rendered = []
+    for title, values, fmt, maximum in (
         ("Messages per minute", [run.per_minute for run in runs], count, None),
         ("Share that failed", shares, _percent, max(MANY_FAILED, most_failed)),
         ("Duration", [run.seconds for run in runs], seconds, None),
         ("Longest wait", [run.waited for run in runs], seconds, None),
     ):
-        picture = bars(title, values, names, shown, places=SHOWN, most=most)
+        picture = bars(title, values, names, fmt, slots=SHOWN, maximum=maximum)
         known = [value for value in values if value is not None]
-        top = shown(most if most is not None else max(known)) if known else ""
-        drawn.append((title, shown(values[-1] if values else None), top, picture))
-    return drawn
+        top = fmt(maximum if maximum is not None else max(known)) if known else ""
+        rendered.append((title, fmt(values[-1] if values else None), top, picture))
+    return rendered
 
 
 def _percent(value: float | None) -> str:

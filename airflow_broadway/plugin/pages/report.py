@@ -1,4 +1,4 @@
-"""A run's report as Markdown, one for each of its pipelines: plain text to a browser."""
+"""A run's reports as Markdown, one for each pipeline, served as plain text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RU
 
 @router.get("/report")
 async def show(dag_id: str, run_id: str) -> PlainTextResponse:
-    """The reports of a run."""
+    """Returns the reports of a run."""
     text = await READING(_text, dag_id, run_id)
     return PlainTextResponse(text or "This run has no report yet: its task ack writes it.\n")
 
 
 def _text(dag_id: str, run_id: str) -> str:
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
-    found = [report for report in map(kept_report, runs) if report is not None]
-    return "\n".join(map(markdown_of, found))
+    reports = [report for report in map(kept_report, runs) if report is not None]
+    return "\n".join(map(markdown_of, reports))

@@ -1,4 +1,4 @@
-"""A run's page: what became of every message."""
+"""The page of a run: the outcome of every message."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is to be seen of which pipeline's batches."""
+class BatchQuery:
+    """Filter, order and page of one pipeline's batches."""
 
     pipeline: str = ""
     page: int = 1
@@ -47,8 +47,8 @@ class Section:
     """One pipeline of a run.
 
     :param overview: ``None`` before it has received anything.
-    :param tasks: ``None`` if Airflow does not know them.
-    :param standing: How the run is, in a few words, and their tone.
+    :param tasks: ``None`` if Airflow does not have them.
+    :param standing: The label and tone of the run's status.
     """
 
     name: str
@@ -61,37 +61,45 @@ class Section:
 
 @router.get("")
 async def show(
-    request: Request, dag_id: str, run_id: str, asked: Annotated[Asked, Depends()], edits: MayEdit
+    request: Request,
+    dag_id: str,
+    run_id: str,
+    query: Annotated[BatchQuery, Depends()],
+    edits: MayEdit,
 ) -> HTMLResponse:
-    """All pipelines of a run, one section each."""
-    facts = await _facts(request, dag_id, run_id, asked, edits=edits)
-    status = HTTPStatus.SERVICE_UNAVAILABLE if facts["unread"] else HTTPStatus.OK
-    return await run_in_threadpool(page, request, "run.html", status=status, **facts)
+    """Shows all pipelines of a run, one section each."""
+    variables = await _variables(request, dag_id, run_id, query, edits=edits)
+    status = HTTPStatus.SERVICE_UNAVAILABLE if variables["unread"] else HTTPStatus.OK
+    return await run_in_threadpool(page, request, "run.html", status=status, **variables)
 
 
 @router.get("/live")
 async def show_live(
-    request: Request, dag_id: str, run_id: str, asked: Annotated[Asked, Depends()], edits: MayEdit
+    request: Request,
+    dag_id: str,
+    run_id: str,
+    query: Annotated[BatchQuery, Depends()],
+    edits: MayEdit,
 ) -> HTMLResponse:
-    """The same as a part of a page, which takes the place of what it showed before."""
-    facts = await _facts(request, dag_id, run_id, asked, edits=edits)
-    return await run_in_threadpool(page, request, "_run.html", **facts)
+    """Returns the sections only; the page's script replaces the previous ones."""
+    variables = await _variables(request, dag_id, run_id, query, edits=edits)
+    return await run_in_threadpool(page, request, "_run.html", **variables)
 
 
-async def _facts(
-    request: Request, dag_id: str, run_id: str, asked: Asked, *, edits: bool
+async def _variables(
+    request: Request, dag_id: str, run_id: str, query: BatchQuery, *, edits: bool
 ) -> dict[str, Any]:
-    """What is shown of a run."""
+    """Returns the template variables of a run."""
     known = await run_in_threadpool(tasks_of_run, dag_id, run_id)
     unread = ""
     try:
-        sections = await READING(_sections, dag_id, run_id, known, asked)
+        sections = await READING(_sections, dag_id, run_id, known, query)
     except StagingError as error:
         if known.state is None:
             raise
-        # What Airflow knows is shown all the same; and staging may be there, or answer, soon.
+        # Airflow's data are shown anyway; staging may recover.
         log.warning("%s: %s", request.url.path, error)
-        sections, unread = [_unread_section(each) for each in known.pipelines], str(error)
+        sections, unread = [_unread_section(pipeline) for pipeline in known.pipelines], str(error)
     return {
         "unread": unread,
         "dag_id": dag_id,
@@ -108,48 +116,48 @@ async def _facts(
     }
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+# -- sections --------------------------------------------------------------------------------------
 
 
-def _sections(dag_id: str, run_id: str, known: RunTasks, asked: Asked) -> list[Section]:
-    """The pipelines of a run: those that Airflow knows, and those that staging has besides."""
+def _sections(dag_id: str, run_id: str, known: RunTasks, query: BatchQuery) -> list[Section]:
+    """Returns the pipelines of a run: those in Airflow, then others found in staging only."""
     staged = {run.pipeline: run for run in staged_runs(dag_id, run_id, known)}
     sections = []
     for tasks in known.pipelines:
-        found = _run_of(tasks, staged)
-        if found is not None:
-            del staged[found.pipeline]
-        sections.append(_section(found, tasks, known, asked))
-    return [*sections, *(_section(run, None, known, asked) for run in staged.values())]
+        run = _run_of(tasks, staged)
+        if run is not None:
+            del staged[run.pipeline]
+        sections.append(_section(run, tasks, known, query))
+    return [*sections, *(_section(run, None, known, query) for run in staged.values())]
 
 
 def _run_of(tasks: PipelineTasks, staged: dict[str, StagedRun]) -> StagedRun | None:
-    """The staged run of a pipeline: by its name, or by the tasks that received for it."""
+    """Returns the staged run of a pipeline, by its name or by its receiving tasks."""
     if tasks.name in staged:
         return staged[tasks.name]
-    pulling = {each.task_id for each in tasks.of_kind("process", "run")}
+    receiving = {task.task_id for task in tasks.of_kind("process", "run")}
     for run in staged.values():
-        if pulling & {each.task_id for each in run.generations()}:
+        if receiving & {generation.task_id for generation in run.generations()}:
             return run
     return None
 
 
 def _section(
-    run: StagedRun | None, tasks: PipelineTasks | None, known: RunTasks, asked: Asked
+    run: StagedRun | None, tasks: PipelineTasks | None, known: RunTasks, query: BatchQuery
 ) -> Section:
     recorded = None if run is None else Recorded(run)
     overview = None if run is None else overview_of(run, recorded=recorded)
     name = run.pipeline if run is not None else tasks.name if tasks is not None else ""
-    wanted = asked if asked.pipeline in ("", name) else Asked()
+    own_query = query if query.pipeline in ("", name) else BatchQuery()
     batches = None
     if run is not None:
         batches = page_of_batches(
             run,
-            page=wanted.page,
-            sort=wanted.sort,
-            descending=wanted.desc,
-            state=wanted.state,
-            batcher=wanted.batcher,
+            page=own_query.page,
+            sort=own_query.sort,
+            descending=own_query.desc,
+            state=own_query.state,
+            batcher=own_query.batcher,
             recorded=recorded,
         )
     return Section(
@@ -163,7 +171,7 @@ def _section(
 
 
 def _unread_section(tasks: PipelineTasks) -> Section:
-    """What Airflow alone knows of a pipeline."""
+    """Returns a section with Airflow's data only."""
     return Section(
         name=tasks.name,
         overview=None,
@@ -177,10 +185,10 @@ def _unread_section(tasks: PipelineTasks) -> Section:
 def standing_of(
     overview: Overview | None, known: RunTasks, tasks: PipelineTasks | None = None
 ) -> tuple[str, str]:
-    """How a run is, in a few words, and their tone."""
+    """Returns the label and tone of a run's status."""
     if overview is None:
         return ("nothing received yet", "") if known.going_on else ("received nothing", "")
-    leases = [each.lease for each in overview.receipts if each.lease is not None]
+    leases = [receipt.lease for receipt in overview.receipts if receipt.lease is not None]
     if overview.summary.trouble or any(lease.remaining < 0 for lease in leases):
         return "needs a look", "bad"
     if overview.look:
@@ -189,42 +197,42 @@ def standing_of(
         return ("balanced", "good") if overview.balanced else ("does not balance", "bad")
     if not known.going_on:
         return "not settled", "warn"
-    if any(_is_receiving(each, tasks, known.going_on) for each in overview.receipts):
+    if any(_is_receiving(receipt, tasks, known.going_on) for receipt in overview.receipts):
         return "receives", "busy"
-    if any(each.done < each.batches for each in overview.flows):
+    if any(flow.done < flow.batches for flow in overview.flows):
         return "handles batches", "busy"
     return "waits for outcomes", "busy"
 
 
 def receipt_word(receipt: Receipt, section: Section, going_on: bool) -> tuple[str, str]:
-    """How far an execution of a process task is, and the tone of that."""
+    """Returns the label and tone of an execution of a process task."""
     if not receipt.live:
-        words = {
+        labels = {
             "published": ("published; waits for outcomes", "busy"),
             "settling": ("is being settled", "busy"),
             "settled": ("settled", "good"),
         }
         account = receipt.account or {}
         if receipt.state == "settled" and account.get("released"):
-            gave_back = many(account["released"], "message")
-            return f"dead; {gave_back} went back", "warn"
+            released = many(account["released"], "message")
+            return f"dead; {released} released", "warn"
         if receipt.state == "settled" and receipt.received is None:
             return "dead before it published anything", "warn"
-        return words[receipt.state]
+        return labels[receipt.state]
     if _is_receiving(receipt, section.tasks, going_on):
         return "receives", "busy"
-    return "died before it published anything; its messages go back", "warn"
+    return "died before it published anything; its messages are released", "warn"
 
 
 def _is_receiving(receipt: Receipt, tasks: PipelineTasks | None, going_on: bool) -> bool:
-    """Whether an execution that has published nothing is at work, as Airflow knows it."""
+    """Returns whether an unpublished execution is still running, according to Airflow."""
     if not receipt.live:
         return False
-    here = [
-        each
+    instances = [
+        instance
         for task in (tasks.of_kind("process", "run") if tasks else ())
         if task.task_id == receipt.task_id
-        for each in task.instances
-        if each.map_index == receipt.map_index and each.try_number == receipt.try_number
+        for instance in task.instances
+        if instance.map_index == receipt.map_index and instance.try_number == receipt.try_number
     ]
-    return going_on and (not here or here[0].state in ("running", "restarting"))
+    return going_on and (not instances or instances[0].state in ("running", "restarting"))

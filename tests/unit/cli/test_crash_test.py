@@ -129,7 +129,7 @@ def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
             "2",
         ]
     )
-    [program, *words] = shlex.split(command._command(given, CASE))
+    [program, *words] = shlex.split(command._repeat_command(given, CASE))
 
     again = build_parser().parse_args(words)
     assert program == "airflow-broadway"

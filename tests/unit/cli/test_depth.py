@@ -83,7 +83,7 @@ def test_what_waits_is_told_and_nothing_is_taken(queue: SqliteQueue, capsys: Cap
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        ("waiting_shop:Elsewhere", "the broker does not say"),
+        ("waiting_shop:Elsewhere", "the broker does not report the depth"),
         ("waiting_shop:Templated", "has the template queue="),
         ("waiting_shop:Breaking", "RuntimeError was raised"),
         ("leaving_shop:Orders", "SystemExit was raised"),

@@ -194,7 +194,7 @@ def test_of_very_many_letters_the_page_says_that_it_did_not_see_all(
     text = site.browser("VIEWER").get(f"{PAGE}?stage=process").text
 
     assert "at least 90\N{NARROW NO-BREAK SPACE}000 found by the filter" in text
-    assert "There are too many to look at all of them now" in text
+    assert "There are too many to read all of them" in text
     assert "of at least 900" in text
 
 
@@ -334,7 +334,7 @@ def test_marked_letters_are_moved_by_a_run_once_that_is_confirmed(
 
 def test_all_that_a_filter_finds_is_moved_after_the_confirmation(user: Browser) -> None:
     asked = send(user, "requeue", scope="all", stage="process")
-    assert "Send the dead letters found back?" in asked.text
+    assert "Requeue the dead letters found?" in asked.text
     assert runs() == []
 
     send(user, "requeue", scope="all", stage="process", confirmed="yes")
@@ -346,7 +346,7 @@ def test_all_that_a_filter_finds_is_moved_after_the_confirmation(user: Browser) 
 
 def test_all_letters_are_moved_where_no_filter_is_given(user: Browser) -> None:
     text = send(user, "delete", scope="all").text
-    assert "Nobody can bring back what is deleted" in text
+    assert "Deleted messages cannot be restored" in text
     assert "there were 7 as of" in text
 
     send(user, "delete", scope="all", confirmed="yes")

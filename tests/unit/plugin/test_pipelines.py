@@ -274,7 +274,7 @@ def test_a_damaged_report_of_one_pipeline_hides_no_other(world: World) -> None:
             {"ready": None, "dead": None, "unknown": "no module <shop>"},
             "no module &lt;shop&gt;",
         ),
-        ("", {"oldest_age": None}, "unknown: the broker does not say"),
+        ("", {"oldest_age": None}, "unknown: not reported by the broker"),
     ],
 )
 def test_what_nobody_knows_is_unknown_with_the_reason_and_never_0(
@@ -388,7 +388,7 @@ def test_a_dry_run_is_marked_and_hides_nothing_of_the_runs_before_it(world: Worl
     text = world.page("/broadway/?q=shop")
 
     assert "A task of the last run failed." in text
-    assert "dry run: it only looked" in text
+    assert "dry run: nothing was received" in text
     assert 'aria-label="Messages per minute of the last run: newest 30' in text
     assert text.count("<svg") == 4
     assert "<svg" not in world.page("/broadway/?q=only_dry")

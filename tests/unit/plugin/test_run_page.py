@@ -199,7 +199,7 @@ def test_a_run_that_airflow_alone_knows_is_an_empty_page_that_says_so(
 
     text = shown(site)
 
-    assert "It received nothing, or its files are gone" in text
+    assert "It received nothing, or its files were deleted" in text
 
 
 def test_a_task_that_died_before_it_published_is_said_so(
@@ -486,13 +486,13 @@ def test_a_look_at_a_payload_is_in_the_audit_log_before_it_is_shown(
     run.ack()
     by_id = ids(run)[11]
     seen: list[int] = []
-    find = message_page._found
+    find = message_page._search
 
     def found(*args: Any, **kwargs: Any) -> Any:
         seen.append(len(entries()))
         return find(*args, **kwargs)
 
-    monkeypatch.setattr(message_page, "_found", found)
+    monkeypatch.setattr(message_page, "_search", found)
 
     # A viewer sees no payload, and an empty box asks for none
     shown(site, f"{PAGE}/message?q={by_id}")
@@ -615,7 +615,7 @@ def test_a_generation_that_died_is_called_dead_and_its_task_receives_nothing(
     run.ack()
 
     text = shown(site)
-    assert re.search(r"dead(; 100 messages went back| before it published anything)", text)
+    assert re.search(r"dead(; 100 messages released| before it published anything)", text)
     assert text.count(" settled ") == 1
 
 

@@ -131,7 +131,7 @@ def test_when_it_answers_again_pages_do_too(
     # The page goes on asking, and has what Airflow itself knows
     assert first.status_code == 503
     assert f'data-live="{RUN}/live"' in first.text
-    assert "This page goes on trying." in first.text
+    assert "This page retries." in first.text
     assert (second.status_code, SAID in second.text) == (200, False)
 
 
