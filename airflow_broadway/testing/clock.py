@@ -1,4 +1,4 @@
-"""Clocks for tests: one that stands still until it is moved, and one that skips what it waits."""
+"""Clocks for tests: one that only moves when advanced, and one that skips waits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from airflow_broadway.core.clock import SystemClock
 
 
 class ManualClock:
-    """Time by hand: nothing waits, and ``sleep`` moves the clock instead.
+    """A clock that only moves when advanced; ``sleep`` advances it without waiting.
 
-    :param start: The first instant; aware.
+    :param start: The initial time; aware.
     """
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
@@ -18,21 +18,21 @@ class ManualClock:
         self._elapsed = timedelta()
 
     def now(self) -> datetime:
-        """The present instant: aware, UTC."""
+        """Returns the current time: aware, UTC."""
         return (self._start + self._elapsed).astimezone(UTC)
 
     def monotonic(self) -> float:
-        """Seconds by which the clock has been moved."""
+        """Returns the seconds by which the clock has been advanced."""
         return self._elapsed.total_seconds()
 
     def sleep(self, seconds: float) -> None:
-        """Move the clock by ``seconds``, if not 0 by a microsecond at least; return at once."""
+        """Advances the clock by ``seconds``, if above 0 by at least a microsecond."""
         self.advance(max(seconds, 1e-6) if seconds > 0 else 0.0)
 
     def advance(self, seconds: float) -> None:
-        """Move the clock by ``seconds``, at least 0.
+        """Advances the clock by ``seconds``, at least 0.
 
-        :raises ValueError: If that is back.
+        :raises ValueError: If ``seconds`` is negative.
         """
         if seconds < 0:
             raise ValueError(f"a clock never goes back, got: {seconds!r}")
@@ -40,7 +40,7 @@ class ManualClock:
 
 
 class SkippingClock(SystemClock):
-    """The real clock, moved on by whatever it is asked to wait; other processes know no other."""
+    """The real clock, advanced by skipped waits; not shared with other processes."""
 
     def __init__(self) -> None:
         self._skipped = 0.0

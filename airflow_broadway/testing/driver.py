@@ -1,7 +1,7 @@
-"""A pipeline driven by hand: push, let time pass, drain; deterministic, in the calling thread.
+"""Drives a pipeline step by step: push, advance time, drain; deterministic, in the calling thread.
 
-The stages are those of every run (:class:`airflow_broadway.core.local.engine.Engine`); only what
-feeds them and the clock are the test's.
+The stages are those of every run (:class:`airflow_broadway.core.local.engine.Engine`); only the
+source of messages and the clock belong to the test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from airflow_broadway.core.stages.receiving import check_messages
 from airflow_broadway.testing.clock import ManualClock
 from airflow_broadway.testing.dummy import RecordingAcknowledger
 
-#: Seconds that the clock moves by at least: what is less is the rounding of floats.
+#: The minimum step of the clock in seconds: smaller steps are rounding errors.
 _LEAST_STEP = 1e-6
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class PipelineDriver:
     ) -> None:
         self.pipeline = pipeline() if isinstance(pipeline, type) else pipeline
         self.clock = clock or ManualClock()
-        #: Settles what is pushed as plain data, and remembers.
+        #: Settles messages that are pushed as plain data, and records the calls.
         self.acknowledger = RecordingAcknowledger()
         #: The batches handed to ``handle_batch``, in order.
         self.batches: list[Batch] = []
@@ -58,7 +58,7 @@ class PipelineDriver:
         self._drained = False
 
     def message(self, data: Any, **fields: Any) -> Message:
-        """A message of ``data`` with a fresh id, and this driver's acknowledger unless given."""
+        """Builds a message with a new id and, by default, this driver's acknowledger."""
         self._count += 1
         fields.setdefault("message_id", f"test-{self._count}")
         fields.setdefault("position", self._count)
@@ -67,16 +67,16 @@ class PipelineDriver:
         return Message(data, **fields)
 
     def push(self, messages: Iterable[Any]) -> None:
-        """Hand messages, or their data, to the processors: past transformer and rate limiting.
+        """Feeds messages, or their data, to the processors, past transformer and rate limiting.
 
         :raises PipelineError: If the driver has been drained.
         """
         self._check_open()
-        dispatch = [each if type(each) is Message else self.message(each) for each in messages]
+        dispatch = [item if type(item) is Message else self.message(item) for item in messages]
         self._engine.feed([dispatch] if dispatch else [])
 
     def produce(self, messages: Sequence[Message]) -> None:
-        """Emit messages as a producer does: through the transformer, and as fast as is allowed.
+        """Emits messages as a producer does: through the transformer, at the allowed rate.
 
         As in Broadway a transformer that raises loses the whole list, unsettled; the error is
         logged.  In a run it fails its message alone.
@@ -85,11 +85,11 @@ class PipelineDriver:
         """
         self._check_open()
         try:
-            made = self._transformed(messages)
+            transformed = self._transformed(messages)
         except PipelineError as error:
             log.error("%s", error, exc_info=error.__cause__, extra={"code": "producer_crash"})
             return
-        self._buffer += made
+        self._buffer += transformed
         self._release()
 
     def _transformed(self, messages: Sequence[Any]) -> list[Message]:
@@ -106,7 +106,7 @@ class PipelineDriver:
             raise PipelineError(text, code="producer_crash") from error
 
     def elapse(self, seconds: float) -> None:
-        """Let time pass: timeouts fire at their instant, rate limits end."""
+        """Advances time: timeouts fire on time, rate limits reset."""
         end = self.clock.monotonic() + seconds
         while True:
             waits = [end - self.clock.monotonic()]
@@ -124,18 +124,18 @@ class PipelineDriver:
                 return
 
     def reset_rate_limit(self) -> None:
-        """End the rate limiter's interval now."""
+        """Ends the rate limiter's current interval."""
         self.limiter.reset()
         self._release()
 
     def update_rate_limiting(self, **options: Any) -> None:
-        """Change the rate limiting of the running pipeline."""
+        """Changes the rate limiting of the running pipeline."""
         self.limiter.update_rate_limiting(**options)
         self._release()
 
     def drain(self, emitted: Sequence[Message] = ()) -> None:
-        """Stop gracefully: what is buffered goes out at its rate, then ``emitted``, which the
-        producer emitted while it prepared to drain; then pending batches are delivered.
+        """Stops gracefully: releases buffered messages at their rate, then ``emitted`` (emitted by
+        the producer while preparing to drain), then delivers pending batches.
         """
         while self._buffer:
             self.elapse(self.limiter.wait_seconds())
@@ -149,10 +149,10 @@ class PipelineDriver:
 
     def _check_open(self) -> None:
         if self._drained:
-            raise PipelineError("the pipeline has been drained: nothing comes into it any more")
+            raise PipelineError("the pipeline has been drained: it accepts no more messages")
 
     def _release(self) -> None:
-        """Let out what the rate limit allows of what was produced."""
+        """Feeds buffered messages as far as the rate limit allows."""
         if self._buffer:
             granted = self.limiter.take(len(self._buffer))
             dispatch, self._buffer = self._buffer[:granted], self._buffer[granted:]

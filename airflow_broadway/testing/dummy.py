@@ -1,4 +1,4 @@
-"""Stand-ins for a broker: a producer that never emits, an acknowledger that only remembers."""
+"""Test doubles for a broker: a producer that never emits, and a recording acknowledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AckCall(NamedTuple):
 
 
 class RecordingAcknowledger:
-    """Keeps the calls it gets, in order; takes any configuration."""
+    """Records its calls in order; accepts any configuration."""
 
     def __init__(self) -> None:
         self.calls: list[AckCall] = []
@@ -30,31 +30,31 @@ class RecordingAcknowledger:
         self.configured: list[tuple[Any, dict[str, Any]]] = []
 
     def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
-        """Remember the call."""
+        """Records the call."""
         self.calls.append(AckCall(ack_ref, list(successful), list(failed)))
 
     def configure(self, ack_ref: Any, ack_data: Any, options: Mapping[str, Any]) -> Any:
-        """Remember the options; the message's data stays."""
+        """Records the options; returns the ack data unchanged."""
         self.configured.append((ack_ref, dict(options)))
         return ack_data
 
     def of(self, ref: Any) -> list[AckCall]:
-        """The calls for one ref."""
+        """Returns the calls for one ref."""
         return [call for call in self.calls if call.ref == ref]
 
 
 @options
 class DummyProducer(Producer):
-    """Never emits anything: what flows is what a test pushes."""
+    """A producer that never emits; tests push messages instead."""
 
     kind: ClassVar[str] = "dummy"
 
     def source(self, env: ProducerEnv) -> Source:
-        """An empty source."""
+        """Returns an empty source."""
         return _Source(env, self.lease)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
-        """A custodian of nothing."""
+        """Returns a custodian without messages."""
         return _Custodian()
 
 

@@ -1,4 +1,4 @@
-"""What the custody contract wants to know of a producer under test, and what its tests share."""
+"""The interface between the custody contract and a producer under test, and shared helpers."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from airflow_broadway.testing.clock import SkippingClock
 
 
 class Harness(ABC):
-    """One empty queue, and what the suite must be able to do with it.
+    """One empty queue, and the operations that the suite needs on it.
 
-    A subclass says how a producer of the queue is made, and how a message is sent.
+    A subclass defines how to create a producer of the queue, and how to send messages.
 
-    :param arguments: What another process makes the same harness of: JSON values.  The suite kills
-        such processes; the subclass must be found under its module's name.
+    :param arguments: JSON values from which another process rebuilds the harness.  The suite kills
+        such processes; the subclass must be importable by its module's name.
     """
 
-    #: Seconds of the leases under test; short where time must really pass.
+    #: The lease under test in seconds; short where real time must pass.
     lease: float = 60.0
-    #: So many groups share what :meth:`send` sends, message by message in turn, where the broker
-    #: keeps the order of a group; 0: each message has one of its own.
+    #: The number of groups to which :meth:`send` assigns messages in turn, for brokers that keep
+    #: the order within a group; 0: each message has its own.
     groups: int = 0
-    #: Whether the broker also marks as redelivered what it sent ahead and nobody was given.
+    #: Whether the broker also marks prefetched messages that were never received as redelivered.
     marks_unseen: bool = False
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
-        #: The clock that both halves go by: the real one, but what it is asked to wait it skips.  A
-        #: broker that goes by a clock of its own needs ``SystemClock()``.
+        #: The clock of both halves: the real one, but waits are skipped.  A broker with its own
+        #: clock needs ``SystemClock()``.
         self.clock: Clock = SkippingClock()
 
     @abstractmethod
     def producer(self) -> Producer:
-        """A producer of the queue with ``lease=self.lease``; every call makes an equal one."""
+        """Returns a producer of the queue with ``lease=self.lease``; equal on every call."""
 
     @abstractmethod
     def send(self, bodies: Sequence[bytes]) -> None:
-        """Put messages into the queue, in order."""
+        """Sends messages to the queue, in order."""
 
     @contextmanager
     def publish_meanwhile(self, *, pause: float = 0.01) -> Iterator[list[bytes]]:
-        """Send messages from a thread of its own while the block is at work, one after another.
+        """Sends messages one by one from another thread while the block runs.
 
-        Yields the list of those that :meth:`send` has returned from; it is whole once the block has
-        ended.  Override it where ``send`` cannot be used from another thread.
+        Yields the list of sent messages; it is complete once the block has ended.  Override it if
+        ``send`` cannot be called from another thread.
 
-        :param pause: Seconds between two, of real time.
+        :param pause: Real seconds between two messages.
         """
         sent: list[bytes] = []
         failed: list[BaseException] = []
@@ -67,7 +67,7 @@ class Harness(ABC):
                     [body] = bodies(1, start=900_000 + len(sent))
                     self.send([body])
                     sent.append(body)
-            except BaseException as error:  # raised where it is seen
+            except BaseException as error:  # re-raised in the caller's thread
                 failed.append(error)
 
         thread = threading.Thread(target=publish, name="publish_meanwhile")
@@ -81,11 +81,11 @@ class Harness(ABC):
             raise failed[0]
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, for the producer and its broker."""
+        """Advances time, for the producer and its broker."""
         self.clock.sleep(seconds)
 
     def env(self, generation: str) -> ProducerEnv:
-        """What a producer is opened in."""
+        """Returns the environment of a producer."""
         owner = {"dag_id": "contract", "run_id": "run", "task_id": "process", "map_index": -1}
         return ProducerEnv(generation=generation, owner=owner, clock=self.clock)
 
@@ -95,9 +95,9 @@ def settlement_of(
     exceptions: Mapping[str, Verdict] | None = None,
     rest: Verdict = ACK,
 ) -> Settlement:
-    """The settlement of a generation whose manifest names ``messages``.
+    """Builds the settlement of a generation whose manifest names ``messages``.
 
-    :param exceptions: Message id → verdict, for those that do not get ``rest``.
+    :param exceptions: Message id → verdict, for messages with a verdict other than ``rest``.
     """
     verdicts = exceptions or {}
     return Settlement(
@@ -113,10 +113,10 @@ def settlement_of(
 
 
 def ids(messages: Iterable[Message]) -> list[str]:
-    """The messages' ids."""
+    """Returns the messages' ids."""
     return [message.message_id for message in messages]
 
 
 def bodies(count: int, *, start: int = 0) -> list[bytes]:
-    """Different bodies, in order."""
+    """Returns distinct bodies, in order."""
     return [b"message %06d" % number for number in range(start, start + count)]

@@ -19,14 +19,14 @@ MakeAck = Callable[[Any, tuple[Any, Any]], AckRef]
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """What became of the messages of one test.
+    """The outcome of the messages of one test.
 
-    :param ref: The ack ref that they share, unless ``acknowledger`` gave another.
+    :param ref: Their common ack ref, unless ``acknowledger`` returned another.
     :param calls: The ack calls for it, in order: one per stage result.
     :param batches: The batches that carried them.
     """
 
-    __test__: ClassVar[bool] = False  # pytest collects what is named Test…
+    __test__: ClassVar[bool] = False  # pytest collects classes named Test…
 
     ref: object
     calls: list[AckCall]
@@ -50,11 +50,11 @@ def test_message(
     metadata: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
     acknowledger: MakeAck | None = None,
 ) -> Tested:
-    """Send one message through a pipeline, with batch mode ``flush``.
+    """Sends one message through a pipeline, with batch mode ``flush``.
 
-    :param pipeline: A pipeline or its class, which is then drained; or a driver, which goes on.
+    :param pipeline: A pipeline or its class, which is then drained; or a driver, which stays open.
     :param metadata: Pairs or a mapping.
-    :param acknowledger: ``acknowledger(data, (recording, ref))`` returns who settles the message.
+    :param acknowledger: ``acknowledger(data, (recording, ref))`` returns the message's ack ref.
     """
     return _test(pipeline, [data], metadata, acknowledger, BatchMode.FLUSH)
 
@@ -67,16 +67,16 @@ def test_batch(
     acknowledger: MakeAck | None = None,
     batch_mode: BatchMode | str = BatchMode.BULK,
 ) -> Tested:
-    """Send several messages through a pipeline together.
+    """Sends several messages through a pipeline together.
 
-    :param batch_mode: ``"flush"`` delivers them at once, ``"bulk"`` when a batch is full or its
-        timeout over (a driver's clock moves by hand; a pipeline is drained).
+    :param batch_mode: ``"flush"`` delivers them immediately, ``"bulk"`` when a batch is full or its
+        timeout has elapsed (a driver's clock is advanced manually; a pipeline is drained).
     :raises ValueError: If ``batch_mode`` is neither.
     """
     return _test(pipeline, list(batch), metadata, acknowledger, BatchMode(batch_mode))
 
 
-# Their names are Broadway's; pytest must not take them for tests.
+# The names are Broadway's; pytest must not collect them.
 test_message.__test__ = False  # type: ignore[attr-defined]
 test_batch.__test__ = False  # type: ignore[attr-defined]
 

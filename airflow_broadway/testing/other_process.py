@@ -1,4 +1,4 @@
-"""Another process at work on the queue under test: the one that the custody contract kills."""
+"""A second process that uses the queue under test, and is killed by the custody contract."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from airflow_broadway.testing.harness import Harness, ids
 
 
 def third_and_seventh(place: int) -> Verdict:
-    """The verdict of the message in a place: retried, dead-lettered, mostly acknowledged."""
+    """Returns the verdict for the n-th message: retry, dead-letter, or mostly acknowledge."""
     if place % 3 == 0:
         return Verdict(Action.RETRY, 1.0, "every third", "batch")
     if place % 7 == 0:
@@ -29,7 +29,7 @@ def third_and_seventh(place: int) -> Verdict:
 
 
 def plain(messages: Sequence[Message]) -> list[list[Any]]:
-    """Returns what another process needs to settle: ids, receipts, attempts, what was staged."""
+    """Serializes entries for settlement by another process."""
     entries = [entry_of(message, ACK) for message in messages]
     return [
         [
@@ -44,13 +44,13 @@ def plain(messages: Sequence[Message]) -> list[list[Any]]:
 
 
 class Child:
-    """Another process at work on the same queue: answers in lines of JSON, and can be killed."""
+    """A second process on the same queue; communicates in lines of JSON, and can be killed."""
 
     def __init__(self, harness: Harness, *command: str) -> None:
-        place = f"{type(harness).__module__}:{type(harness).__qualname__}"
+        reference = f"{type(harness).__module__}:{type(harness).__qualname__}"
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, place, json.dumps(harness.arguments), *command],
+            [sys.executable, "-m", __name__, reference, json.dumps(harness.arguments), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
@@ -63,7 +63,7 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def say(self, value: Any) -> None:
+    def send(self, value: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
@@ -83,26 +83,26 @@ class Child:
                 pipe.close()
 
 
-def _say(value: Any) -> None:
+def _send(value: Any) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def _hold(harness: Harness, generation: str, demand: str) -> None:
-    """Receive and secure so many messages, and wait to be killed."""
+    """Receives and secures ``demand`` messages, and waits to be killed."""
     source = harness.producer().source(harness.env(generation))
-    held: list[Message] = []
-    while len(held) < int(demand):
-        held += source.secure(source.receive(int(demand) - len(held), timeout=1.0))
-    # Acknowledgements of the originals may be on their way: a kill now would requeue these
+    messages: list[Message] = []
+    while len(messages) < int(demand):
+        messages += source.secure(source.receive(int(demand) - len(messages), timeout=1.0))
+    # Let pending acknowledgements of the originals arrive: a kill now would requeue them
     time.sleep(0.5)
-    _say({"ids": ids(held), "lease": source.lease.to_json()})
+    _send({"ids": ids(messages), "lease": source.lease.to_json()})
     sys.stdin.readline()
 
 
 def _settle(harness: Harness) -> None:
-    """Settle the lease that is given, and wait to be killed."""
-    given = json.loads(sys.stdin.readline())
+    """Settles the lease read from standard input, and waits to be killed."""
+    request = json.loads(sys.stdin.readline())
     entries = [
         Entry(
             key,
@@ -112,7 +112,7 @@ def _settle(harness: Harness) -> None:
             None if payload is None else payload.encode("latin-1"),
             properties,
         )
-        for place, (key, receipt, attempt, payload, properties) in enumerate(given["entries"])
+        for place, (key, receipt, attempt, payload, properties) in enumerate(request["entries"])
     ]
     settlement = Settlement(
         rest=ACK,
@@ -121,26 +121,26 @@ def _settle(harness: Harness) -> None:
         expected=len(entries),
     )
     custodian = harness.producer().custodian(harness.env("custodian"))
-    _say("go")
-    custodian.settle(Lease.from_json(given["lease"]), settlement)
+    _send("go")
+    custodian.settle(Lease.from_json(request["lease"]), settlement)
     sys.stdin.readline()
 
 
 def _drain(harness: Harness, generation: str) -> None:
-    """Receive and secure all there is."""
+    """Receives and secures all messages."""
     source = harness.producer().source(harness.env(generation))
     drained: list[str] = []
     while messages := source.secure(source.receive(17, timeout=0.5)):
         drained += ids(messages)
-    _say({"ids": drained})
+    _send({"ids": drained})
 
 
 def _requeue(harness: Harness) -> None:
-    """Send all dead letters back."""
+    """Requeues all dead letters."""
     letters = harness.producer().dead_letters(harness.env("letters"))
-    _say("go")
+    _send("go")
     moved = letters.requeue()
-    _say({"count": moved.count})
+    _send({"count": moved.count})
     sys.stdin.readline()
 
 
@@ -152,9 +152,9 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
 }
 
 
-def _main(place: str, arguments: str, command: str, *options: str) -> None:
-    """Be the other process."""
-    harness: Harness = resolve_name(place)(*json.loads(arguments))
+def _main(reference: str, arguments: str, command: str, *options: str) -> None:
+    """Runs one command in the second process."""
+    harness: Harness = resolve_name(reference)(*json.loads(arguments))
     _COMMANDS[command](harness, *options)
 
 

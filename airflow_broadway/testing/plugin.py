@@ -1,4 +1,4 @@
-"""pytest fixtures, found by pytest itself where this package is installed."""
+"""pytest fixtures, registered by an entry point."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def broadway_clock() -> ManualClock:
-    """A clock that stands still until it is moved."""
+    """Returns a clock that only moves when advanced."""
     return ManualClock()
 
 
 @pytest.fixture
 def broadway_acks() -> RecordingAcknowledger:
-    """An acknowledger that remembers its calls."""
+    """Returns an acknowledger that records its calls."""
     return RecordingAcknowledger()
 
 
@@ -35,21 +35,21 @@ def broadway_acks() -> RecordingAcknowledger:
 def broadway_driver(
     broadway_clock: ManualClock,
 ) -> Callable[[Pipeline | type[Pipeline]], PipelineDriver]:
-    """Makes drivers on ``broadway_clock``; call it with a pipeline."""
+    """Returns a function that builds a driver of a pipeline on ``broadway_clock``."""
     return lambda pipeline: PipelineDriver(pipeline, clock=broadway_clock)
 
 
 @pytest.fixture
 def broadway_events() -> Iterator[list[str]]:
-    """The names of the telemetry events emitted during the test, in order."""
-    seen: list[str] = []
-    handler = telemetry.attach(lambda event, measurements, metadata: seen.append(event))
-    yield seen
+    """Yields the names of the telemetry events emitted during the test, in order."""
+    events: list[str] = []
+    handler = telemetry.attach(lambda event, measurements, metadata: events.append(event))
+    yield events
     telemetry.detach(handler)
 
 
 class CrashTesting(Protocol):
-    """What ``broadway_crash_test`` is."""
+    """The type of ``broadway_crash_test``."""
 
     def __call__(
         self,
@@ -60,13 +60,14 @@ class CrashTesting(Protocol):
         share: float = 0.0,
         **options: Any,
     ) -> Sums:
-        """Put a pipeline to the test, and return the sums.
+        """Runs the crash test of a pipeline; returns the sums.
 
         :param messages: The bodies.
-        :param sink: Called with a case's folder, returns the rows that the sink holds.
-        :param share: Of the cases at the package's own calls, 0 to 1; those at the callbacks, and
-            at calls that these make, are all run.
-        :param options: Others of :class:`airflow_broadway.testing.crashes.users.CrashTest`.
+        :param sink: Called with a case's folder; returns the rows of the sink.
+        :param share: The share of the cases at the package's own calls, 0 to 1; all cases at the
+            callbacks, and at the calls that these make, are run.
+        :param options: Other options of
+            :class:`airflow_broadway.testing.crashes.users.CrashTest`.
         :raises AssertionError: If a case failed; with the report.
         :raises airflow_broadway.testing.crashes.users.CrashTestError: If it cannot be run.
         """
@@ -75,7 +76,7 @@ class CrashTesting(Protocol):
 
 @pytest.fixture
 def broadway_crash_test() -> CrashTesting:
-    """Kills a pipeline at every point, in a process of its own; see ``docs/testing.md``."""
+    """Returns a function that crash-tests a pipeline; see ``docs/testing.md``."""
 
     def run(
         pipeline: type[Pipeline] | str,
@@ -88,7 +89,7 @@ def broadway_crash_test() -> CrashTesting:
         from airflow_broadway.testing.crashes.apart import crash_test_apart
         from airflow_broadway.testing.crashes.report import report
 
-        bodies = [each.encode() if isinstance(each, str) else each for each in messages]
+        bodies = [body.encode() if isinstance(body, str) else body for body in messages]
         sums = crash_test_apart(pipeline, bodies, sink=sink, share=share, **options)
         if not sums.good:
             lines = report(sums, lambda case: f"broadway_crash_test(..., only=[{str(case)!r}])")

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
-from airflow_broadway.testing.crashes.points import What
+from airflow_broadway.testing.crashes.points import Fault
 
 #: Operations that change nothing begin so.
 _LOOKS = ("Get", "Head", "List", "Describe")
@@ -116,7 +116,7 @@ def _half(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _others(
     operation: str, given: Mapping[str, Any], send: Callable[[Mapping[str, Any]], Any]
-) -> dict[What, Callable[[], Any]]:
+) -> dict[Fault, Callable[[], Any]]:
     """What else can happen to a request."""
 
     def twice() -> Any:
@@ -126,13 +126,13 @@ def _others(
     def conflict() -> Any:
         raise _refused(operation, "ConditionalRequestConflict", 409)
 
-    found: dict[What, Callable[[], Any]] = {}
+    found: dict[Fault, Callable[[], Any]] = {}
     if not operation.startswith(_LOOKS):
-        found[What.SENT_TWICE] = twice
+        found[Fault.SENT_TWICE] = twice
     if "IfNoneMatch" in given:
-        found[What.CONFLICT] = conflict
+        found[Fault.CONFLICT] = conflict
     if operation == "ListObjectsV2":
-        found[What.STALE] = lambda: _without_newest(send(given))
+        found[Fault.STALE] = lambda: _without_newest(send(given))
     return found
 
 

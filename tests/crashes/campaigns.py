@@ -20,7 +20,7 @@ from airflow_broadway.testing.crashes import (
     uses_spark,
     warm_spark,
 )
-from airflow_broadway.testing.crashes.account import Wrong
+from airflow_broadway.testing.crashes.account import Violation
 from tests.crashes.pipelines import PIPELINES, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
@@ -189,7 +189,7 @@ def _cases(campaign: Campaign, plan: Plan, spark: bool, seed: int) -> list[Case]
 
 def _unsound(error: UnsoundPipeline) -> Sums:
     """What is told of a pipeline that cannot be struck."""
-    failure = Failure(Case(), [str(error)], str(error.log), {Wrong.OTHER: [str(error)]})
+    failure = Failure(Case(), [str(error)], str(error.log), {Violation.OTHER: [str(error)]})
     return Sums(mistakes=1, failures=[failure])
 
 

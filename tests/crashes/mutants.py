@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from airflow_broadway.testing.crashes import Campaign, Case, Recovery, Strike, What
+from airflow_broadway.testing.crashes import Campaign, Case, Fault, Recovery, Strike
 from tests.crashes.campaigns import MESSAGES, in_memory
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
@@ -104,7 +104,7 @@ class Mutant(NamedTuple):
     breaks: Callable[[], None]
     execution: str
     kind: str
-    what: What
+    what: Fault
     recovery: Recovery
     found: str
     broker: str = "sqlite"
@@ -118,7 +118,7 @@ MUTANTS: dict[str, Mutant] = {
             a_message_that_comes_again_does_not_say_so,
             "one/batch.default/1",
             "handle_batch",
-            What.KILLED_AFTER,
+            Fault.KILLED_AFTER,
             Recovery.NEXT_RUN,
             "repeated without a mark",
         ),
@@ -126,7 +126,7 @@ MUTANTS: dict[str, Mutant] = {
             what_has_no_outcome_is_acknowledged,
             "one/process/1",
             "return",
-            What.KILLED_BEFORE,
+            Fault.KILLED_BEFORE,
             Recovery.NEXT_RUN,
             "lost",
         ),
@@ -134,7 +134,7 @@ MUTANTS: dict[str, Mutant] = {
             a_message_is_acknowledged_when_it_is_received,
             "one/batch.default/1",
             "handle_batch",
-            What.KILLED_BEFORE,
+            Fault.KILLED_BEFORE,
             Recovery.NEXT_RUN,
             "lost",
         ),
@@ -142,7 +142,7 @@ MUTANTS: dict[str, Mutant] = {
             a_message_is_removed_before_its_dead_letter_is_sent,
             "one/ack/1",
             "SendMessageBatch",
-            What.KILLED_BEFORE,
+            Fault.KILLED_BEFORE,
             Recovery.LAPSE,
             "lost",
             broker="sqs",
@@ -152,7 +152,7 @@ MUTANTS: dict[str, Mutant] = {
             a_letter_is_deleted_before_its_message_is_back,
             "one/process/1",
             "SendMessageBatch",
-            What.KILLED_BEFORE,
+            Fault.KILLED_BEFORE,
             Recovery.NEXT_RUN,
             "lost",
             broker="sqs letters",
@@ -161,7 +161,7 @@ MUTANTS: dict[str, Mutant] = {
             a_backfill_does_not_empty_its_sink,
             "one/batch.default/1",
             "handle_batch",
-            What.KILLED_AFTER,
+            Fault.KILLED_AFTER,
             Recovery.NEXT_RUN,
             "repeated in the sink",
             broker="sqlite backfill",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
-from airflow_broadway.testing.crashes.points import What
+from airflow_broadway.testing.crashes.points import Fault
 
 #: What a request fails with, each in turn.
 _ERRORS = ("UNAVAILABLE", "INTERNAL", "RESOURCE_EXHAUSTED", "ABORTED")
@@ -58,7 +58,7 @@ class PubSub:
             lost=lambda: _failed("UNAVAILABLE"),
             hangs=lambda: _failed("DEADLINE_EXCEEDED"),
             late=True,
-            others={What.SENT_TWICE: twice} if changes else {},
+            others={Fault.SENT_TWICE: twice} if changes else {},
         )
 
 

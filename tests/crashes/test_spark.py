@@ -18,10 +18,10 @@ from airflow_broadway.testing.crashes import (
     Campaign,
     Case,
     Embedded,
+    Fault,
     Point,
     Recovery,
     Strike,
-    What,
     warm_spark,
 )
 from airflow_broadway.testing.plugin import CrashTesting
@@ -52,17 +52,17 @@ def campaign(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     ("task", "call", "what", "recovery"),
     [
         # The driver dies in its second batch: the first one's outcome stands.
-        ("driver", (BATCH, 2), What.KILLED_BEFORE, Recovery.RETRY),
+        ("driver", (BATCH, 2), Fault.KILLED_BEFORE, Recovery.RETRY),
         # It sleeps, and finds that the next try has handled its batches.
-        ("driver", (BATCH, 1), What.ASLEEP_BEFORE, Recovery.RETRY),
+        ("driver", (BATCH, 1), Fault.ASLEEP_BEFORE, Recovery.RETRY),
         # The task dies, and its driver is at work beside the next try's.
-        ("spark", (DRIVER, 1), What.KILLED_HALFWAY, Recovery.RETRY),
+        ("spark", (DRIVER, 1), Fault.KILLED_HALFWAY, Recovery.RETRY),
         # spark-submit is lost after the driver has done all.
-        ("spark", (DRIVER, 1), What.ANSWER_LOST, Recovery.RETRY),
+        ("spark", (DRIVER, 1), Fault.ANSWER_LOST, Recovery.RETRY),
     ],
 )
 def test_every_message_is_accounted_for(
-    campaign: Campaign, task: str, call: tuple[Call, int], what: What, recovery: Recovery
+    campaign: Campaign, task: str, call: tuple[Call, int], what: Fault, recovery: Recovery
 ) -> None:
     point = Point(f"one/{task}/1", *call)
 

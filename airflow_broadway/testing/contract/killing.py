@@ -47,7 +47,7 @@ class Killing(ContractBase):
         verdicts = {key: verdict for key, verdict in verdicts.items() if verdict is not ACK}
         settlement = settlement_of(messages, verdicts)
         with Child(harness, "settle") as child:
-            child.say({"lease": lease.to_json(), "entries": plain(messages)})
+            child.send({"lease": lease.to_json(), "entries": plain(messages)})
             child.line()
             time.sleep(random.Random(seed).uniform(0.0, 0.1))
             child.kill()

@@ -1,10 +1,10 @@
-"""Kill a pipeline at every point at which it touches the world, and count every message.
+"""Crash tests by fault injection, at every external call of a pipeline.
 
-A run touches the world only at countable points: a file made, linked or listed, a statement, a
-frame or request sent, a callback, a task's return.  A :class:`Campaign` runs a pipeline once and
-writes them down.  Then it runs it again for each of them, in processes that die there as by
-``kill -9``, fail there, or fall asleep there and wake when others have recovered.  Each time it
-goes on as Airflow would, drains the queue, and counts what became of every message.
+A run has a countable number of external calls: a file created, linked or listed, an SQL statement,
+a frame or request sent, a callback, a task's return.  A :class:`Campaign` runs a pipeline once and
+records them.  It then repeats the run for each call, in processes that are killed there as by
+``kill -9``, fail there, or are suspended there and resumed after others have recovered.  Each time
+the scheduler continues as Airflow would, the queue is drained, and every message is accounted for.
 
 ::
 
@@ -12,9 +12,9 @@ goes on as Airflow would, drains the queue, and counts what became of every mess
     sums = campaign.strike(campaign.cases([Family.CRASHES]), jobs=2)
     assert sums.good, sums.failures[0]
 
-A pipeline with a Spark batcher is struck within :func:`warm_spark`.
+A pipeline with a Spark batcher runs within :func:`warm_spark`.
 
-The command ``airflow-broadway crash-test`` does so for a user's pipeline and sink.
+The command ``airflow-broadway crash-test`` tests a user's pipeline and sink.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from airflow_broadway.testing.crashes.campaign import (
     UnsoundPipeline,
 )
 from airflow_broadway.testing.crashes.case import Case, Recovery, Result
-from airflow_broadway.testing.crashes.points import Call, Point, Strike, What
+from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Embedded, Letter, Subject
 
@@ -38,6 +38,7 @@ __all__ = [
     "Embedded",
     "Failure",
     "Family",
+    "Fault",
     "Letter",
     "Point",
     "Recovery",
@@ -46,7 +47,6 @@ __all__ = [
     "Subject",
     "Sums",
     "UnsoundPipeline",
-    "What",
     "uses_spark",
     "warm_spark",
 ]

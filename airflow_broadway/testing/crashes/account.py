@@ -1,6 +1,6 @@
-"""Counts what became of every message, from witnesses that are not ours.
+"""Accounts for every message from independent records.
 
-The broker's own queues, and what the callbacks got, written down from outside.
+These are the broker's own queues, and the recorded calls of the callbacks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from airflow_broadway.testing.crashes.callbacks import STRUCK, Witnessed, witnes
 from airflow_broadway.testing.crashes.sink import SinkError
 from airflow_broadway.testing.crashes.subject import Subject
 
-#: The root's own file, the last run's folder and its mark, the last report of the queue's depth;
-#: crash records; an archive is for good.
+#: Permanent files: the root's file, the last run's folder and marker, the last depth report, crash
+#: records and the archive.
 _STAYS = re.compile(
     r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$|_backlog\.json$)"
     r"|^[^/]+/_(?:archive|crashes)/"
 )
 
-#: The fates of a message; dropped is one that failed where the producer keeps none that fails.
+#: The outcomes of a message; dropped: it failed, and the producer does not keep failed messages.
 ACKED, DEAD, DROPPED = "acked", "dead", "dropped"
 
 
-class Wrong(StrEnum):
-    """What can be wrong at the end of a case."""
+class Violation(StrEnum):
+    """A kind of violation found at the end of a case."""
 
     LOST = "lost"
     MISSING = "missing in the sink"
@@ -40,41 +40,41 @@ class Wrong(StrEnum):
 
 @dataclass
 class Account:
-    """What became of the messages of a case."""
+    """The account of a case's messages."""
 
-    #: What became of each, by its place.
+    #: Message number → outcome.
     fates: dict[int, str] = field(default_factory=dict)
-    #: Messages that nobody has.
+    #: Messages that were neither handled nor kept.
     lost: list[str] = field(default_factory=list)
-    #: Messages that were handled again, and did not say so.
+    #: Messages that were redelivered without being marked.
     unmarked: list[str] = field(default_factory=list)
-    #: Files, leases and queues that nobody will remove.
+    #: Files, leases and queues that will never be removed.
     left: list[str] = field(default_factory=list)
-    #: Rows that the sink holds too often.
+    #: Duplicate rows of the sink.
     repeated: list[str] = field(default_factory=list)
-    #: Rows that it does not hold, or not as often as it should.
+    #: Rows missing in the sink.
     missing: list[str] = field(default_factory=list)
-    #: Everything else that is wrong.
+    #: All other violations.
     mistakes: list[str] = field(default_factory=list)
-    #: Why messages died, where the broker says so.
+    #: The reasons of dead letters, if the broker reports them.
     reasons: list[str] = field(default_factory=list)
-    #: What the sink holds; ``None``: there is none to look at.
+    #: The rows of the sink; ``None`` without a sink.
     rows: Counter[str] | None = None
-    #: Whether a message that should succeed was made to fail at its last attempt.
+    #: Whether an injected fault failed the last attempt of a message that should succeed.
     made_to_fail: bool = False
 
     @property
-    def wrong(self) -> dict[Wrong, list[str]]:
-        """What is wrong, by its kind."""
-        found = {
-            Wrong.LOST: self.lost,
-            Wrong.MISSING: self.missing,
-            Wrong.REPEATED: self.repeated,
-            Wrong.UNMARKED: self.unmarked,
-            Wrong.LEFT: self.left,
-            Wrong.OTHER: self.mistakes,
+    def wrong(self) -> dict[Violation, list[str]]:
+        """The violations by kind."""
+        violations = {
+            Violation.LOST: self.lost,
+            Violation.MISSING: self.missing,
+            Violation.REPEATED: self.repeated,
+            Violation.UNMARKED: self.unmarked,
+            Violation.LEFT: self.left,
+            Violation.OTHER: self.mistakes,
         }
-        return {kind: told for kind, told in found.items() if told}
+        return {kind: lines for kind, lines in violations.items() if lines}
 
     @property
     def good(self) -> bool:
@@ -82,8 +82,8 @@ class Account:
 
     @property
     def lines(self) -> list[str]:
-        """What is wrong, in sentences."""
-        return [f"{kind.value}: {each}" for kind, told in self.wrong.items() for each in told]
+        """The violations as sentences."""
+        return [f"{kind.value}: {text}" for kind, texts in self.wrong.items() for text in texts]
 
 
 def account(
@@ -93,31 +93,31 @@ def account(
     rows: Counter[str] | None = None,
     failing: Collection[str] = (),
 ) -> Account:
-    """Count the messages of a finished case.
+    """Accounts for the messages of a finished case.
 
-    :param ids: Of all that were sent, in order.
-    :param fates: What becomes of each where nothing is struck; ``None``: it is not known.
-    :param rows: What the sink holds then; ``None``: it is not known.
-    :param failing: Executions whose callbacks were made to fail: that uses up an attempt of what
-        they handled, which may have been the last.
+    :param ids: The ids of all sent messages, in order.
+    :param fates: Message number → outcome without faults; ``None`` if unknown.
+    :param rows: The rows of the sink without faults; ``None`` if unknown.
+    :param failing: Executions whose callbacks were made to fail, which uses up an attempt of their
+        messages, possibly the last.
     """
-    found = Account()
+    tally = Account()
     calls = list(witnessed(subject.witness))
-    _count_ends(found, subject, ids, calls, fates, failing)
-    _count_repeats(found, calls)
-    _compare_batches(found, calls)
-    _check_order(found, calls, {key: subject.group_of(place) for place, key in enumerate(ids)})
+    _count_ends(tally, subject, ids, calls, fates, failing)
+    _count_repeats(tally, calls)
+    _compare_batches(tally, calls)
+    _check_order(tally, calls, {key: subject.group_of(place) for place, key in enumerate(ids)})
     if waiting := subject.waiting():
-        found.left.append(f"{waiting} messages in the queue")
-    found.left += subject.left()
-    found.left += _files(subject)
-    _check_archive(found, subject, ids)
-    _compare_rows(found, subject, ids, rows)
-    return found
+        tally.left.append(f"{waiting} messages in the queue")
+    tally.left += subject.left()
+    tally.left += _files(subject)
+    _check_archive(tally, subject, ids)
+    _compare_rows(tally, subject, ids, rows)
+    return tally
 
 
 def _count_ends(
-    found: Account,
+    tally: Account,
     subject: Subject,
     ids: Sequence[str],
     calls: Sequence[Witnessed],
@@ -134,81 +134,81 @@ def _count_ends(
     tried = {key for call in calls if call.execution in failing for key, _, _ in call.messages}
     letters = subject.letters()
     dead = {letter.message_id for letter in letters}
-    # A callback that was struck before it began has not told what it was given.
+    # A fault before a callback leaves no record of its messages.
     tried |= {letter.message_id for letter in letters if STRUCK in letter.reason}
-    found.reasons = [letter.reason for letter in letters if letter.reason]
+    tally.reasons = [letter.reason for letter in letters if letter.reason]
     for place, key in enumerate(ids):
         fate = DEAD if key in dead else ACKED if key in done else ""
         may_drop = fates is None or fates[place] == DROPPED or key in tried
         if not fate and drops and key in handled and may_drop:
             fate = DROPPED
-        found.fates[place] = fate
-        wanted = fate if fates is None else fates[place]
+        tally.fates[place] = fate
+        expected = fate if fates is None else fates[place]
         if not fate:
-            found.lost.append(key)
-        elif fate != wanted and key in tried and wanted == ACKED:
-            found.made_to_fail = True
-        elif fate != wanted:
-            found.mistakes.append(f"{key} is {fate}, and should be {wanted}")
+            tally.lost.append(key)
+        elif fate != expected and key in tried and expected == ACKED:
+            tally.made_to_fail = True
+        elif fate != expected:
+            tally.mistakes.append(f"{key} is {fate}, and should be {expected}")
     for key in dead:
         marks = [letter.marked for letter in letters if letter.message_id == key]
         if marks.count(False) > 1:
-            found.unmarked.append(f"{key} has {len(marks)} dead letters")
+            tally.unmarked.append(f"{key} has {len(marks)} dead letters")
 
 
 def _drops(subject: Subject) -> bool:
-    """Whether a message that fails may be gone, and nobody keeps it."""
+    """Returns whether failed messages may be dropped."""
     producer = subject.pipeline.producer
     return producer.on_failure == "ack" or not producer.retry.dead_letter
 
 
 def _compare_rows(
-    found: Account, subject: Subject, ids: Sequence[str], wanted: Counter[str] | None
+    tally: Account, subject: Subject, ids: Sequence[str], expected_rows: Counter[str] | None
 ) -> None:
     try:
-        found.rows = subject.rows(ids)
+        tally.rows = subject.rows(ids)
     except SinkError as error:
-        found.mistakes.append(f"the sink cannot be read: {error}")
+        tally.mistakes.append(f"the sink cannot be read: {error}")
         return
-    if found.rows is None or wanted is None:
+    if tally.rows is None or expected_rows is None:
         return
-    for row in sorted(found.rows | wanted):
-        there, right = found.rows[row], wanted[row]
-        if there != right:
-            told = f"{row} is there {_times(there)}, and should be {_times(right)}"
-            if there > right:
-                found.repeated.append(told)
-            elif not found.made_to_fail:
-                found.missing.append(told)
+    for row in sorted(tally.rows | expected_rows):
+        count, expected = tally.rows[row], expected_rows[row]
+        if count != expected:
+            text = f"{row} is there {_times(count)}, and should be {_times(expected)}"
+            if count > expected:
+                tally.repeated.append(text)
+            elif not tally.made_to_fail:
+                tally.missing.append(text)
 
 
-def _check_archive(found: Account, subject: Subject, ids: Sequence[str]) -> None:
-    """What was settled is in the archive, where the pipeline has one, on this machine."""
+def _check_archive(tally: Account, subject: Subject, ids: Sequence[str]) -> None:
+    """Checks that settled messages are in the archive, if the pipeline has a local one."""
     archive = subject.work / "staging" / subject.pipeline.__name__ / "_archive"
     if subject.pipeline.archive is None or not subject.staging.startswith("file:"):
         return
     from pyarrow import parquet
 
-    kept: set[str] = set()
+    archived: set[str] = set()
     for index in archive.glob("index/*.json"):
         for path in json.loads(index.read_text())["files"]:
-            # No thread may begin here: this process forks.
+            # Without threads: this process forks.
             rows = parquet.ParquetFile(archive / path).read(
                 ["message_id", "metadata"], use_threads=False
             )
-            kept.update(map(subject.archived_id, rows.to_pylist()))
+            archived.update(map(subject.archived_id, rows.to_pylist()))
     for place, key in enumerate(ids):
-        if found.fates[place] and key not in kept:
-            found.lost.append(f"{key}, in the archive")
+        if tally.fates[place] and key not in archived:
+            tally.lost.append(f"{key}, in the archive")
 
 
 def _times(number: int) -> str:
     return {0: "nowhere", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-def _count_repeats(found: Account, calls: Sequence[Witnessed]) -> None:
-    """Of all deliveries of a message in one attempt, at most one does not say that it may not be
-    the first; a batch that comes again is the same delivery.
+def _count_repeats(tally: Account, calls: Sequence[Witnessed]) -> None:
+    """Checks that at most one delivery of a message per attempt is not marked as redelivered; a
+    repeated batch is the same delivery.
     """
     unmarked: dict[tuple[str, str, int], set[str]] = {}
     for call in calls:
@@ -221,25 +221,25 @@ def _count_repeats(found: Account, calls: Sequence[Witnessed]) -> None:
     for (stage, key, attempt), deliveries in unmarked.items():
         if len(deliveries) > 1:
             where = ", ".join(sorted(deliveries))
-            found.unmarked.append(f"{key}, attempt {attempt}, in {stage}: {where}")
+            tally.unmarked.append(f"{key}, attempt {attempt}, in {stage}: {where}")
 
 
-def _compare_batches(found: Account, calls: Sequence[Witnessed]) -> None:
-    """A batch has the same messages whenever it comes."""
+def _compare_batches(tally: Account, calls: Sequence[Witnessed]) -> None:
+    """Checks that a repeated batch has the same messages."""
     batches: dict[str, list[str]] = {}
     for call in calls:
         if call.batch_id:
             keys = [key for key, _, _ in call.messages]
             if batches.setdefault(call.batch_id, keys) != keys:
-                found.mistakes.append(
-                    f"batch {call.batch_id} came again in {call.execution} with other messages"
+                tally.mistakes.append(
+                    f"batch {call.batch_id} was repeated in {call.execution} with other messages"
                 )
 
 
 def _check_order(
-    found: Account, calls: Sequence[Witnessed], groups: Mapping[str, str | None]
+    tally: Account, calls: Sequence[Witnessed], groups: Mapping[str, str | None]
 ) -> None:
-    """The messages of a group are first handled in the order in which they were sent."""
+    """Checks that the messages of a group are first handled in the order sent."""
     place = {key: number for number, key in enumerate(groups)}
     newest: dict[str, str] = {}
     seen: set[str] = set()
@@ -251,14 +251,14 @@ def _check_order(
             seen.add(key)
             before = newest.setdefault(group, key)
             if place[before] > place[key]:
-                found.mistakes.append(
+                tally.mistakes.append(
                     f"{key} is first handled after {before}, which follows it in group {group}"
                 )
             newest[group] = key
 
 
 def _files(subject: Subject) -> list[str]:
-    """Files that nobody will remove: all that is not of the last run, nor for good."""
+    """Returns files that will never be removed: neither of the last run nor permanent."""
     return [
         path
         for path in subject.staged()

@@ -1,7 +1,7 @@
-"""A crash test in a process of its own, for whoever has threads, as a session of pytest may have.
+"""Runs a crash test in a separate process, for callers with threads, such as a pytest session.
 
-A crash test forks a process for each task.  A fork has only the thread that forked it, so a lock
-that another thread held stays locked in it for ever: who has threads must not fork.
+A crash test forks a process for each task.  A fork has only the forking thread, so locks held by
+other threads would stay locked in it: a process with threads must not fork.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def crash_test_apart(
     prepare: Callable[..., Any] | str | None = None,
     **options: Any,
 ) -> Sums:
-    """Run a :class:`CrashTest` in another process, which imports the pipeline and its functions.
+    """Runs a :class:`CrashTest` in another process, which imports the pipeline and its functions.
 
-    :param options: Its others.
+    :param options: Other options of :class:`CrashTest`.
     :raises CrashTestError: If it cannot be run.
     """
-    asked = {
+    kwargs = {
         **options,
         "pipeline": pipeline if isinstance(pipeline, str) else class_path(pipeline),
         "messages": list(messages),
@@ -44,22 +44,22 @@ def crash_test_apart(
         "prepare": _name(prepare),
     }
     spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_run, args=(asked, there))
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_run, args=(kwargs, sender))
     process.start()
-    there.close()
+    sender.close()
     try:
-        sums, error = here.recv()
+        sums, error = receiver.recv()
     except EOFError:
         process.join()
         sums, error = None, f"the process of the crash test ended with {process.exitcode}"
     finally:
-        here.close()
+        receiver.close()
         process.join()
     if error:
         raise CrashTestError(error)
-    found: Sums = sums
-    return found
+    typed: Sums = sums
+    return typed
 
 
 def _name(function: Callable[..., Any] | str | None) -> str | None:
@@ -73,15 +73,15 @@ def _name(function: Callable[..., Any] | str | None) -> str | None:
     return name
 
 
-def _run(asked: dict[str, Any], there: Connection) -> None:
-    told: tuple[Sums | None, str]
+def _run(kwargs: dict[str, Any], sender: Connection) -> None:
+    result: tuple[Sums | None, str]
     try:
         for name in ("sink", "prepare"):
-            if asked[name]:
-                asked[name] = function_of(asked[name])
-        told = CrashTest(**{**asked, "pipeline": pipeline_of(asked["pipeline"])}).run(), ""
+            if kwargs[name]:
+                kwargs[name] = function_of(kwargs[name])
+        result = CrashTest(**{**kwargs, "pipeline": pipeline_of(kwargs["pipeline"])}).run(), ""
     except UnsoundPipeline as error:
-        told = None, "\n".join([str(error), *error.tail])
+        result = None, "\n".join([str(error), *error.tail])
     except BroadwayError as error:
-        told = None, str(error)
-    there.send(told)
+        result = None, str(error)
+    sender.send(result)

@@ -1,7 +1,7 @@
-"""The boundary of a pipeline's callbacks, and what they witness.
+"""The boundary of a pipeline's callbacks, and the record of their calls.
 
-What they get is written down from outside, before and after each call, in a file of its own: our
-own account is never asked whether it is right.
+Each call is recorded in a separate file, before and after it: an account that is independent of the
+package's own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.crashes.frames import fine_of, is_frame, messages_of
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-#: What a callback raises that was made to fail.
+#: The error text of a callback that was made to fail.
 STRUCK = "the callback was struck"
 
 
 class Witnessed(NamedTuple):
-    """One call of ``handle_message`` or ``handle_batch`` with some messages.
+    """A recorded call of ``handle_message`` or ``handle_batch``.
 
-    :param stage: The callback; ``ack_immediately``: they are successes that it settles at once.
-    :param batch_id: The batch's; empty for ``handle_message``.
-    :param messages: (id, attempt, redelivered) of each.
-    :param succeeded: The ids of those that succeeded; ``None``: the call did not return.
+    :param stage: The callback; ``ack_immediately`` for messages that it settles immediately.
+    :param batch_id: The batch's id; empty for ``handle_message``.
+    :param messages: (id, attempt, redelivered) of each message.
+    :param succeeded: The ids of successful messages; ``None``: the call did not return.
     """
 
     execution: str
@@ -39,14 +39,14 @@ class Witnessed(NamedTuple):
 
 
 class TaskTimeOut(BaseException):
-    """The time-out of a task is over while a callback is at work, as Airflow's would be."""
+    """The timeout of a task expires within a callback, like Airflow's own timeout."""
 
 
 class Callbacks:
-    """``handle_message`` and ``handle_batch`` of one pipeline.
+    """Intercepts and records ``handle_message`` and ``handle_batch`` of one pipeline.
 
-    :param file: Where their calls are written down.
-    :param id_of: Says under which id a message is.
+    :param file: The file in which calls are recorded.
+    :param id_of: Returns the id of a message.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Callbacks:
         self._handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         handle_message = self._pipeline.handle_message
         handle_batch = self._pipeline.handle_batch
-        witness = self
+        callbacks = self
 
         def message_handled(self: Any, processor: str, message: Message, context: Any) -> Any:
             return interceptor.call(
                 "handle_message",
                 "",
-                lambda: witness._witness(
+                lambda: callbacks._recorded(
                     "handle_message",
                     "",
                     [message],
@@ -84,7 +84,7 @@ class Callbacks:
             return interceptor.call(
                 "handle_batch",
                 batcher,
-                lambda: witness._witness(
+                lambda: callbacks._recorded(
                     "handle_batch",
                     batch_info.batch_id,
                     messages,
@@ -98,56 +98,56 @@ class Callbacks:
         self._pipeline.handle_message = message_handled  # type: ignore[method-assign]
         if self._pipeline.defines("handle_batch"):
             self._pipeline.handle_batch = batch_handled  # type: ignore[method-assign]
-        replace(RunAcknowledger, "ack_now", self._settled_at_once)
+        replace(RunAcknowledger, "ack_now", self._ack_now_recorded)
 
-    def _settled_at_once(self, do: Any) -> Any:
+    def _ack_now_recorded(self, do: Any) -> Any:
         def ack_now(acknowledger: Any, ref: Any, successful: Any, failed: Any) -> None:
-            # At most once: from here on the broker need not give them again.
-            self._tell("ack_immediately", "", successful, None)
+            # At most once: the broker need not redeliver them from here on.
+            self._record("ack_immediately", "", successful, None)
             do(acknowledger, ref, successful, failed)
 
         return ack_now
 
-    def _witness(self, stage: str, batch_id: str, given: Any, do: Callable[[], Any]) -> Any:
-        messages: Sequence[Message] = messages_of(given) if is_frame(given) else given
-        self._tell(stage, batch_id, messages, None)
-        came = do()
-        fine = fine_of(messages, came) if is_frame(given) else _fine(came)
-        self._tell(stage, batch_id, messages, [self._id_of(m) for m in fine])
-        return came
+    def _recorded(self, stage: str, batch_id: str, argument: Any, do: Callable[[], Any]) -> Any:
+        messages: Sequence[Message] = messages_of(argument) if is_frame(argument) else argument
+        self._record(stage, batch_id, messages, None)
+        result = do()
+        fine = fine_of(messages, result) if is_frame(argument) else _fine(result)
+        self._record(stage, batch_id, messages, [self._id_of(m) for m in fine])
+        return result
 
-    def _tell(
+    def _record(
         self, stage: str, batch_id: str, messages: Sequence[Message], succeeded: list[str] | None
     ) -> None:
-        told = {
+        record = {
             "execution": self._execution,
             "stage": stage,
             "batch_id": batch_id,
             "messages": [(self._id_of(m), m.attempt, m.redelivered) for m in messages],
             "succeeded": succeeded,
         }
-        # One write, to the end: whole or absent, whoever dies.
-        os.write(self._handle, json.dumps(told).encode() + b"\n")
+        # A single appending write is atomic, even if the process dies.
+        os.write(self._handle, json.dumps(record).encode() + b"\n")
 
 
-def _fine(came: Any) -> list[Message]:
-    """The messages that succeeded, of what a callback of Python returned."""
-    returned = came if isinstance(came, list) else [came]
-    return [m for m in returned if isinstance(m, Message) and m.status.kind == "ok"]
+def _fine(result: Any) -> list[Message]:
+    """Returns the successful messages of a Python callback's result."""
+    messages = result if isinstance(result, list) else [result]
+    return [m for m in messages if isinstance(m, Message) and m.status.kind == "ok"]
 
 
 def witnessed(file: Path) -> Iterator[Witnessed]:
-    """The calls in order; one that returned is there twice: begun, and ended."""
+    """Yields the calls in order; a call that returned comes twice: begun, and ended."""
     if not file.exists():
         return
     for line in file.read_text().splitlines():
-        told = json.loads(line)
-        fine = told["succeeded"]
+        record = json.loads(line)
+        fine = record["succeeded"]
         yield Witnessed(
-            told["execution"],
-            told["stage"],
-            told["batch_id"],
-            [tuple(each) for each in told["messages"]],
+            record["execution"],
+            record["stage"],
+            record["batch_id"],
+            [tuple(message) for message in record["messages"]],
             None if fine is None else frozenset(fine),
         )
 

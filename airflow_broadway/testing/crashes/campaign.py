@@ -1,4 +1,4 @@
-"""Every point of a run, struck: which cases there are, running them side by side, and the sums."""
+"""A campaign: enumerates the cases of a pipeline, runs them concurrently, and sums up."""
 
 from __future__ import annotations
 
@@ -19,71 +19,71 @@ from pathlib import Path
 from typing import NamedTuple
 
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.testing.crashes.account import ACKED, Wrong
+from airflow_broadway.testing.crashes.account import ACKED, Violation
 from airflow_broadway.testing.crashes.case import Case, Recovery, Result, run_case
-from airflow_broadway.testing.crashes.points import Point, Strike, What
+from airflow_broadway.testing.crashes.points import Fault, Point, Strike
 from airflow_broadway.testing.crashes.subject import Subject
 
-#: Makes a subject in a folder that is empty and its own.
+#: Creates a subject in an empty folder.
 MakeSubject = Callable[[Path], Subject]
 
 
 class Family(StrEnum):
-    """Cases of one kind."""
+    """A family of cases."""
 
-    #: A task dies before a call that changes the world, halfway through it, and after it.
+    #: A task is killed before a call with effects, halfway through it, or after it.
     CRASHES = "crashes"
-    #: The recovery from a death dies as well, somewhere; or two recover at once.
+    #: The recovery is killed as well; or two recoveries run concurrently.
     PAIRS = "pairs"
-    #: A task that is taken for dead wakes up after others have recovered from its death.
+    #: A task that was considered dead resumes after others have recovered.
     ZOMBIES = "zombies"
-    #: A call fails, hangs, or its answer is lost; the disk is full, the clock jumps.
+    #: A call fails, hangs, or loses its answer; the disk is full, or the clock jumps.
     FAULTS = "faults"
 
 
-_STRIKES: Mapping[Family, tuple[What, ...]] = {
-    Family.CRASHES: (What.KILLED_BEFORE, What.KILLED_HALFWAY, What.KILLED_AFTER),
-    Family.ZOMBIES: (What.ASLEEP_BEFORE, What.ASLEEP_AFTER),
+_STRIKES: Mapping[Family, tuple[Fault, ...]] = {
+    Family.CRASHES: (Fault.KILLED_BEFORE, Fault.KILLED_HALFWAY, Fault.KILLED_AFTER),
+    Family.ZOMBIES: (Fault.ASLEEP_BEFORE, Fault.ASLEEP_AFTER),
     Family.FAULTS: (
-        What.ERROR,
-        What.ANSWER_LOST,
-        What.TIME_OUT,
-        What.SENT_TWICE,
-        What.CONFLICT,
-        What.STALE,
-        What.DISK_FULL,
-        What.CLOCK_AHEAD,
-        What.CLOCK_BEHIND,
+        Fault.ERROR,
+        Fault.ANSWER_LOST,
+        Fault.TIME_OUT,
+        Fault.SENT_TWICE,
+        Fault.CONFLICT,
+        Fault.STALE,
+        Fault.DISK_FULL,
+        Fault.CLOCK_AHEAD,
+        Fault.CLOCK_BEHIND,
     ),
 }
-#: A fault is no death: the task itself says whether it failed, and Airflow tries it again.
+#: A fault does not kill the task: it succeeds or fails itself, and Airflow retries it.
 _RECOVERIES: Mapping[Family, tuple[Recovery, ...]] = {
-    Family.CRASHES: tuple(each for each in Recovery if each is not Recovery.SIDE_BY_SIDE),
+    Family.CRASHES: tuple(r for r in Recovery if r is not Recovery.SIDE_BY_SIDE),
     Family.ZOMBIES: (Recovery.RETRY, Recovery.NEXT_RUN, Recovery.LAPSE),
     Family.FAULTS: (Recovery.RETRY,),
 }
 
 
 class UnsoundPipeline(BroadwayError):
-    """A pipeline does not even balance when nothing is struck.
+    """A pipeline does not balance without faults.
 
-    :param log: What its tasks printed.
+    :param log: The log of its tasks.
     """
 
-    def __init__(self, told: str, log: Path | None = None) -> None:
-        super().__init__(told)
+    def __init__(self, text: str, log: Path | None = None) -> None:
+        super().__init__(text)
         self.log = log
-        #: The last lines of the log, where the log itself may be gone.
+        #: The last lines of the log, in case the log is removed.
         self.tail: list[str] = []
 
 
-class Unharmed(NamedTuple):
-    """What a run is like where nothing is struck.
+class Baseline(NamedTuple):
+    """A run without faults.
 
     :param points: The calls of the first run, in order: without traffic, and with it.
-    :param fates: What becomes of each message, by its place.
-    :param rows: What the sink holds; ``None``: there is none to look at.
-    :param unsteady: Calls that are not made in every run: they are no points.
+    :param fates: Message number → outcome.
+    :param rows: The rows of the sink; ``None`` without a sink.
+    :param unsteady: Calls that are not made in every run, and are not points.
     """
 
     points: tuple[list[Point], list[Point]]
@@ -93,24 +93,24 @@ class Unharmed(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A case that did not come out well.
+    """A failed case.
 
-    :param lines: What is wrong, in sentences.
-    :param folder: Its files, for a look.
-    :param wrong: What is wrong, by its kind.
+    :param lines: The violations as sentences.
+    :param folder: The folder of its files.
+    :param wrong: The violations by kind.
     """
 
     case: Case
     lines: list[str]
     folder: str
-    wrong: dict[Wrong, list[str]]
+    wrong: dict[Violation, list[str]]
 
 
 @dataclass
 class Sums:
-    """What a campaign found.
+    """The results of a campaign.
 
-    :param points: Different points that were struck.
+    :param points: Distinct points at which faults were injected.
     """
 
     points: set[Point] = field(default_factory=set)
@@ -120,13 +120,13 @@ class Sums:
     unmarked: int = 0
     left: int = 0
     mistakes: int = 0
-    #: Rows that a sink held too often, and that it did not hold.
+    #: Duplicate and missing rows of the sink.
     repeated: int = 0
     missing: int = 0
-    #: The same by stage and kind of call: of the first strike.
+    #: The same by stage and kind of call of the first fault.
     parts: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-    #: Calls that are not made in every run, and so were not struck.
+    #: Calls that are not made in every run, and were skipped.
     unsteady: list[Point] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -136,27 +136,27 @@ class Sums:
 
 
 class Campaign:
-    """Strikes one pipeline at every point of its first run.
+    """Injects faults into one pipeline at every point of its first run.
 
-    :param make: Makes a subject.
+    :param make: Creates a subject.
     :param bodies: The messages.
-    :param folder: Where the cases work; a folder in memory is fastest.  Those that come out well
-        are removed.
+    :param folder: The folder for the cases; fastest in memory.  The files of successful cases are
+        removed.
     """
 
     def __init__(self, make: MakeSubject, bodies: Sequence[bytes], folder: Path) -> None:
         self._make = make
         self._bodies = list(bodies)
         self._folder = folder
-        self._unharmed: Unharmed | None = None
+        self._unharmed: Baseline | None = None
 
-    def unharmed(self) -> Unharmed:
-        """Run without a strike.
+    def unharmed(self) -> Baseline:
+        """Runs the pipeline without faults, once.
 
-        :raises UnsoundPipeline: If that loses or repeats a message already.
+        :raises UnsoundPipeline: If messages are lost or repeated even then.
         """
         if self._unharmed is None:
-            first = self._sound(Case())  # imports what the next ones need not
+            first = self._sound(Case())  # warms up imports
             alone = self._sound(Case())
             if first.account.rows != alone.account.rows:
                 raise UnsoundPipeline(_other_rows(first.account.rows, alone.account.rows))
@@ -165,32 +165,32 @@ class Campaign:
             if alone.account.fates != busy.account.fates:
                 raise UnsoundPipeline("what becomes of a message depends on when it is sent")
             if alone.account.rows != busy.account.rows:
-                told = _other_rows(alone.account.rows, busy.account.rows)
-                raise UnsoundPipeline(f"{told}; the second time messages came one by one")
+                text = _other_rows(alone.account.rows, busy.account.rows)
+                raise UnsoundPipeline(f"{text}; the second time messages came one by one")
             steady, odd = zip(_steady(first, alone), _steady(again, busy), strict=True)
-            self._unharmed = Unharmed(
+            self._unharmed = Baseline(
                 steady, alone.account.fates, alone.account.rows, [*odd[0], *odd[1]]
             )
         return self._unharmed
 
     def _check_some_succeed(self, result: Result) -> None:
-        found = result.account
-        if ACKED not in found.fates.values():
-            reason = f" ({found.reasons[0]})" if found.reasons else ""
+        tally = result.account
+        if ACKED not in tally.fates.values():
+            reason = f" ({tally.reasons[0]})" if tally.reasons else ""
             raise UnsoundPipeline(
-                f"nothing was struck, and still {len(found.fates)} of {len(found.fates)} messages"
+                f"nothing was struck, and still {len(tally.fates)} of {len(tally.fates)} messages"
                 f" failed{reason}: give messages that this pipeline can handle"
             )
 
     def _sound(self, case: Case) -> Result:
         result, folder = self.run(case)
         if not result.good:
-            told = "; ".join(result.account.lines[:3])
-            raise UnsoundPipeline(f"nothing was struck, and still: {told}", folder / "log.txt")
+            text = "; ".join(result.account.lines[:3])
+            raise UnsoundPipeline(f"nothing was struck, and still: {text}", folder / "log.txt")
         return result
 
     def run(self, case: Case) -> tuple[Result, Path]:
-        """Run one case; its folder is removed if it came out well."""
+        """Runs one case; removes its folder if it succeeded."""
         known = self._unharmed
         folder = Path(tempfile.mkdtemp(prefix="case-", dir=self._folder))
         subject = self._make(folder)
@@ -208,7 +208,7 @@ class Campaign:
             shutil.rmtree(folder)
         return result, folder
 
-    # -- which cases -----------------------------------------------------------------------------
+    # -- cases -----------------------------------------------------------------------------------
 
     def cases(
         self,
@@ -220,39 +220,39 @@ class Campaign:
         own: bool = False,
         tasks: Collection[str] = (),
     ) -> list[Case]:
-        """The cases of families.
+        """Returns the cases of families.
 
-        :param share: Of all but the pairs, 0 to 1.  The next seed has the next cases, and one comes
-            of each point before a second one does: so in time all points are struck, and all cases.
-        :param pairs: How many pairs of strikes.
-        :param own: Whether all at the callbacks, and at the calls that they make, are taken,
-            whatever the share.
-        :param tasks: Only these are struck first; all unless given.
+        :param share: The share of all cases except pairs, 0 to 1.  The next seed selects the next
+            cases, one of each point before a second one, so that all cases are covered in time.
+        :param pairs: The number of cases with two faults.
+        :param own: Whether to include all cases at the callbacks, and at the calls that these make,
+            regardless of the share.
+        :param tasks: Only these tasks get the first fault; all by default.
         """
-        found: list[Case] = []
+        selected: list[Case] = []
         singles: list[Case] = []
         for family in families:
             if family is Family.PAIRS:
-                found += self._pairs(pairs, random.Random(seed), tasks)
+                selected += self._pairs(pairs, random.Random(seed), tasks)
             else:
                 singles += self._singles(family, tasks)
         if own:
-            found += [each for each in singles if each.strikes[0].point.traits.own]
-            singles = [each for each in singles if not each.strikes[0].point.traits.own]
+            selected += [case for case in singles if case.strikes[0].point.traits.own]
+            singles = [case for case in singles if not case.strikes[0].point.traits.own]
         if share < 1:
-            singles = _turn(singles, round(len(singles) * share), seed)
-        return [*singles, *found]
+            singles = _select_turn(singles, round(len(singles) * share), seed)
+        return [*singles, *selected]
 
     def named(self, text: str) -> Case:
-        """The case that is written so.
+        """Parses a case.
 
-        :raises ValueError: If it is none, or its first point is none of this pipeline's.
+        :raises ValueError: If the text is invalid, or this pipeline does not have its first point.
         """
         case = Case.parse(text)
         (wanted, what), *rest = case.strikes
         points = self.unharmed().points[case.traffic]
         for point in points:
-            if point[:3] == wanted[:3] and _means_something(point, what):
+            if point[:3] == wanted[:3] and _is_distinct(point, what):
                 return case._replace(strikes=(Strike(point, what), *rest))
         known = list(dict.fromkeys(map(str, points)))
         near = get_close_matches(str(wanted), known, n=1, cutoff=0.0)
@@ -262,56 +262,56 @@ class Campaign:
         )
 
     def restarts(self, count: int, seed: int = 1) -> list[Case]:
-        """Cases in which the broker restarts: so many points, chosen by the seed.
+        """Returns ``count`` cases in which the broker restarts, at points sampled by the seed.
 
-        They are to be struck alone, for all cases share a broker.
+        They must not run concurrently with other cases, because all cases share a broker.
         """
         points = [point for point in self.unharmed().points[0] if point.traits.changes]
-        chosen = random.Random(seed).sample(points, min(count, len(points)))
-        return [Case((Strike(point, What.BROKER_RESTARTS),)) for point in chosen]
+        sample = random.Random(seed).sample(points, min(count, len(points)))
+        return [Case((Strike(point, Fault.BROKER_RESTARTS),)) for point in sample]
 
     def _singles(self, family: Family, tasks: Collection[str]) -> Iterator[Case]:
         alone, busy = (
             [point for point in points if not tasks or point.execution.split("/")[1] in tasks]
             for points in self.unharmed().points
         )
-        # With traffic one recovery a point will do, each in turn.
+        # With traffic, one recovery per point, in rotation.
         recoveries = cycle(_RECOVERIES[family])
         for points, traffic in ((alone, False), (busy, True)):
             for point in points:
                 for what in _STRIKES[family]:
-                    if _means_something(point, what):
-                        chosen = [next(recoveries)] if traffic else _RECOVERIES[family]
-                        for recovery in chosen:
+                    if _is_distinct(point, what):
+                        recoveries_here = [next(recoveries)] if traffic else _RECOVERIES[family]
+                        for recovery in recoveries_here:
                             yield Case((Strike(point, what),), recovery, traffic)
 
-    def _pairs(self, count: int, chance: random.Random, tasks: Collection[str]) -> Iterator[Case]:
-        """A first strike, and a second in who recovers: every second time two do, side by side."""
+    def _pairs(self, count: int, rng: random.Random, tasks: Collection[str]) -> Iterator[Case]:
+        """Yields cases with a second fault in the recovery; every other one with two recoveries."""
         singles = list(self._singles(Family.CRASHES, tasks))
         for number in range(count):
-            first = chance.choice(singles)
+            first = rng.choice(singles)
             beside = number % 2 == 1
             if beside:
                 first = first._replace(recovery=Recovery.SIDE_BY_SIDE)
             result, _ = self.run(first)
-            begun = next((i for i, each in enumerate(result.executions) if each.struck), None)
+            first_struck = next((i for i, e in enumerate(result.executions) if e.struck), None)
             after = [
                 point
-                for each in result.executions[(begun if begun is not None else 0) + 1 :]
-                if each.name.startswith(("two/", "three/"))
-                or not (beside or each.name.startswith(("after/", "last/")))
-                for point in each.seen
+                for execution in result.executions[(first_struck or 0) + 1 :]
+                if execution.name.startswith(("two/", "three/"))
+                or not (beside or execution.name.startswith(("after/", "last/")))
+                for point in execution.seen
                 if point.traits.changes
             ]
             if not after:
                 continue
-            point = chance.choice(after)
-            before = What.ASLEEP_BEFORE if beside else What.KILLED_BEFORE
-            whats = (before, What.KILLED_AFTER, What.ASLEEP_AFTER)
-            what = chance.choice([what for what in whats if _means_something(point, what)])
+            point = rng.choice(after)
+            before = Fault.ASLEEP_BEFORE if beside else Fault.KILLED_BEFORE
+            whats = (before, Fault.KILLED_AFTER, Fault.ASLEEP_AFTER)
+            what = rng.choice([what for what in whats if _is_distinct(point, what)])
             yield first._replace(strikes=(*first.strikes, Strike(point, what)))
 
-    # -- running them ----------------------------------------------------------------------------
+    # -- execution -------------------------------------------------------------------------------
 
     def strike(
         self,
@@ -320,13 +320,13 @@ class Campaign:
         jobs: int = 1,
         on_result: Callable[[Result], None] = lambda result: None,
     ) -> Sums:
-        """Run cases, and sum up.
+        """Runs cases; returns the sums.
 
-        :param jobs: Processes at work at once.
+        :param jobs: The number of concurrent processes.
         """
         sums = Sums(unsteady=self.unharmed().unsteady)
         began = time.monotonic()
-        # What is shared with the forks stays shared if no collection touches it.
+        # Keeps pages shared with the forks by avoiding garbage collection.
         gc.collect()
         gc.freeze()
         try:
@@ -342,40 +342,40 @@ class Campaign:
         if jobs == 1:
             yield from map(self.run, cases)
             return
-        _at_work.append(self)  # the workers are forks, and have it
+        _campaigns.append(self)  # inherited by the forked workers
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
-            # In order: a report is the same, however many work.
+            # In order, so that the report does not depend on the number of workers.
             yield from pool.imap(_run, cases, chunksize=4)
 
 
-#: The last is the campaign that the workers of this process are at work for.
-_at_work: list[Campaign] = []
+#: The last entry is the campaign of this process's workers.
+_campaigns: list[Campaign] = []
 
 
 def _run(case: Case) -> tuple[Result, Path]:
-    return _at_work[-1].run(case)
+    return _campaigns[-1].run(case)
 
 
-def _turn(cases: Sequence[Case], count: int, turn: int) -> list[Case]:
-    """Whose turn it is, so many cases at a time: first one of each point, then the others."""
-    mixed = random.Random(len(cases)).sample(cases, len(cases))  # the same at every turn
+def _select_turn(cases: Sequence[Case], count: int, turn: int) -> list[Case]:
+    """Returns the n-th portion of the cases; every point comes once before any comes twice."""
+    mixed = random.Random(len(cases)).sample(cases, len(cases))  # the same order in every turn
     nth: Counter[tuple[object, ...]] = Counter()
-    placed: list[tuple[int, Case]] = []
+    ranked: list[tuple[int, Case]] = []
     for case in mixed:
         point = case.strikes[0].point[:3]
-        placed.append((nth[point], case))
+        ranked.append((nth[point], case))
         nth[point] += 1
-    placed.sort(key=itemgetter(0))
-    return [placed[(turn * count + each) % len(placed)][1] for each in range(count)]
+    ranked.sort(key=itemgetter(0))
+    return [ranked[(turn * count + number) % len(ranked)][1] for number in range(count)]
 
 
 def _steady(one: Result, other: Result) -> tuple[list[Point], list[Point]]:
-    """The calls of the other's first run that one's has too, and those that only one has."""
-    there = {point[:3] for point in _first_run(one)}
-    here = {point[:3] for point in _first_run(other)}
+    """Returns the calls that both first runs have, and the calls that only one has."""
+    points, other_points = _first_run(one), _first_run(other)
+    keys, other_keys = {point[:3] for point in points}, {point[:3] for point in other_points}
     return (
-        [point for point in _first_run(other) if point[:3] in there],
-        [point for point in [*_first_run(one), *_first_run(other)] if point[:3] in there ^ here],
+        [point for point in other_points if point[:3] in keys],
+        [point for point in [*points, *other_points] if point[:3] in keys ^ other_keys],
     )
 
 
@@ -384,7 +384,7 @@ def _other_rows(one: Counter[str] | None, other: Counter[str] | None) -> str:
     [row, *_] = sorted((one - other) | (other - one))
     return (
         "the sink holds other rows in each run, though nothing was struck: leave out of them what"
-        " differs from run to run, such as batch_id, an instant or a random key; the first is"
+        " differs from run to run, such as batch_id, a timestamp or a random key; the first is"
         f" {row}"
     )
 
@@ -398,32 +398,32 @@ def _first_run(result: Result) -> list[Point]:
     ]
 
 
-def _means_something(point: Point, what: What) -> bool:
-    """Whether a strike there is another than one at the call before or after it."""
+def _is_distinct(point: Point, what: Fault) -> bool:
+    """Returns whether the fault differs from one at the previous or next call."""
     traits = point.traits
-    if what is What.KILLED_HALFWAY:
+    if what is Fault.KILLED_HALFWAY:
         return traits.divides
-    if what is What.ASLEEP_BEFORE:
+    if what is Fault.ASLEEP_BEFORE:
         return traits.changes and not traits.locked_before
-    if what is What.ASLEEP_AFTER:
+    if what is Fault.ASLEEP_AFTER:
         return not traits.locked_after
-    if what is What.DISK_FULL:
+    if what is Fault.DISK_FULL:
         return traits.room
-    if what is What.TIME_OUT:
+    if what is Fault.TIME_OUT:
         return traits.hangs
-    if what in (What.SENT_TWICE, What.CONFLICT, What.STALE):
+    if what in (Fault.SENT_TWICE, Fault.CONFLICT, Fault.STALE):
         return what.value in traits.others.split(",")
-    return traits.changes or what in (What.ERROR, What.CLOCK_AHEAD, What.CLOCK_BEHIND)
+    return traits.changes or what in (Fault.ERROR, Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND)
 
 
 def _add(sums: Sums, result: Result, folder: Path) -> None:
     wrong = dict(result.account.wrong)
     if not result.reached:
-        told = "the point was not reached: this pipeline is not the same in every run"
-        wrong[Wrong.OTHER] = [*wrong.get(Wrong.OTHER, []), told]
-    counts = Counter({kind.name.lower(): len(told) for kind, told in wrong.items()})
+        text = "the point was not reached: this pipeline is not the same in every run"
+        wrong[Violation.OTHER] = [*wrong.get(Violation.OTHER, []), text]
+    counts = Counter({kind.name.lower(): len(texts) for kind, texts in wrong.items()})
     sums.cases += 1
-    sums.runs += len({each.name.split("/")[0] for each in result.executions})
+    sums.runs += len({execution.name.split("/")[0] for execution in result.executions})
     sums.lost += counts["lost"]
     sums.unmarked += counts["unmarked"]
     sums.left += counts["left"]
@@ -438,10 +438,10 @@ def _add(sums: Sums, result: Result, folder: Path) -> None:
     sums.points.update(strike.point for strike in result.case.strikes)
     if wrong:
         part["failed"] += 1
-        lines = [f"{kind.value}: {each}" for kind, told in wrong.items() for each in told]
+        lines = [f"{kind.value}: {line}" for kind, texts in wrong.items() for line in texts]
         sums.failures.append(Failure(result.case, lines, str(folder), wrong))
 
 
 def _stage(point: Point) -> str:
-    """The task of its execution, of several equal ones the first."""
+    """Returns the task of the execution, without the index of a mapped task."""
     return point.execution.split("/")[1].partition("!")[0]

@@ -13,11 +13,11 @@ from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
 
 class LocalFiles:
-    """Files are made, synced, linked, replaced, removed, listed and read below one folder.
+    """Intercepts file operations below one folder: create, sync, link, replace, remove, list, read.
 
-    Half of a synced file is the first half of its bytes.
+    Half of a sync writes the first half of the file's bytes.
 
-    :param folder: What lies elsewhere is not the pipeline's, and is not seen.
+    :param folder: Files elsewhere do not belong to the pipeline, and are not intercepted.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -42,7 +42,7 @@ class LocalFiles:
         for name in ("listdir", "scandir"):
             replace(os, name, self._one_path("list", changes=False))
 
-    # -- what is put in place --------------------------------------------------------------------
+    # -- replacements ----------------------------------------------------------------------------
 
     def _os_open(self, do: Any) -> Any:
         def open_file(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ class LocalFiles:
             name = None if isinstance(file, int) else self._name(file)
             if name is None:
                 return do(file, mode, *args, **kwargs)
-            writes = any(letter in mode for letter in "wxa+")
+            writes = any(flag in mode for flag in "wxa+")
             return self._call(
                 "create" if writes else "read",
                 name,
@@ -87,7 +87,7 @@ class LocalFiles:
         return fsync
 
     def _two_paths(self, kind: str) -> Callable[[Any], Any]:
-        def made(do: Any) -> Any:
+        def wrap(do: Any) -> Any:
             def of_two(source: Any, target: Any, **kwargs: Any) -> Any:
                 name = self._name(target)
                 if name is None:
@@ -96,10 +96,10 @@ class LocalFiles:
 
             return of_two
 
-        return made
+        return wrap
 
     def _one_path(self, kind: str, *, changes: bool) -> Callable[[Any], Any]:
-        def made(do: Any) -> Any:
+        def wrap(do: Any) -> Any:
             def of_one(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
                 name = self._name(path, kwargs.get("dir_fd"))
                 if name is None:
@@ -114,18 +114,18 @@ class LocalFiles:
 
             return of_one
 
-        return made
+        return wrap
 
     # -- one call --------------------------------------------------------------------------------
 
     def _name(self, path: Any, folder: int | None = None) -> str | None:
-        """The path below the folder; ``None`` if it is not there."""
+        """Returns the path relative to the folder; ``None`` if it is outside."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         text = os.fsdecode(path)
         if folder is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
-        # Not realpath: it would look at each part, and tell of a link where one is made.
+        # Not realpath, which would read each part and resolve links that are being created.
         text = os.path.abspath(text)
         return text[len(self._folder) :] if text.startswith(self._folder) else None
 

@@ -1,5 +1,5 @@
-"""Work for which a process of its own is needed: the one that forks the tasks must hold no
-connection, and no thread, that a fork could not share.
+"""Runs functions in a forked process, because the process that forks the tasks must not have open
+connections or threads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from airflow_broadway.testing.crashes.subject import FOLDER
 
 
 class ForkError(BroadwayError):
-    """What was to be done failed, or its process died."""
+    """The function failed, or its process died."""
 
 
 def forked(do: Callable[[], Any], folder: Path, log: Path, what: str) -> Any:
-    """Do it in a fork of this process; returns what it returned, by JSON.
+    """Calls a function in a fork of this process; returns its JSON result.
 
-    :param folder: Its current one.
-    :param log: Where what it prints goes.
-    :param what: Its name in the log, and in errors.
-    :raises ForkError: If it raises, or dies.
+    :param folder: The working folder of the fork.
+    :param log: The file of its output.
+    :param what: Its name in the log and in errors.
+    :raises ForkError: If the function raises, or the process dies.
     """
     reads, writes = os.pipe()
     sys.stdout.flush()
@@ -34,35 +34,35 @@ def forked(do: Callable[[], Any], folder: Path, log: Path, what: str) -> Any:
     pid = os.fork()
     if pid == 0:
         os.close(reads)
-        _be(do, folder, log, what, writes)
+        _run_child(do, folder, log, what, writes)
     os.close(writes)
     with open(reads, encoding="utf-8") as answer:
-        told = answer.read()
+        text = answer.read()
     os.waitpid(pid, 0)
-    if not told:
+    if not text:
         raise ForkError(f"the process of {what} died")
-    returned, error = json.loads(told)
+    returned, error = json.loads(text)
     if error:
         raise ForkError(error)
     return returned
 
 
-def _be(do: Callable[[], Any], folder: Path, log: Path, what: str, writes: int) -> None:
+def _run_child(do: Callable[[], Any], folder: Path, log: Path, what: str, writes: int) -> None:
     try:
-        printed = open(log, "a", buffering=1)  # noqa: SIM115 - until this process ends
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
-        sys.stdout = sys.stderr = printed
-        printed.write(f"-- {what}\n")
+        output = open(log, "a", buffering=1)  # noqa: SIM115 - until this process ends
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stdout = sys.stderr = output
+        output.write(f"-- {what}\n")
         os.chdir(folder)
         os.environ[FOLDER] = str(folder)
         try:
-            told = [do(), ""]
-        except BaseException as error:  # nothing may return into the campaign
+            result = [do(), ""]
+        except BaseException as error:  # never return into the campaign
             traceback.print_exc()
-            told = [None, f"{type(error).__name__}: {error}"]
+            result = [None, f"{type(error).__name__}: {error}"]
         with open(writes, "w", encoding="utf-8") as answer:
-            json.dump(told, answer)
-        printed.flush()
+            json.dump(result, answer)
+        output.flush()
     finally:
         os._exit(0)

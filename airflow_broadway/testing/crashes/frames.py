@@ -1,4 +1,4 @@
-"""What ``handle_batch`` gets and returns on Spark, read from outside."""
+"""Reads the arguments and results of ``handle_batch`` on Spark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["fine_of", "is_frame", "messages_of"]
 
 
 def messages_of(frame: Any) -> list[Message]:
-    """The messages of a DataFrame, whose rows have no order."""
+    """Returns the messages of a DataFrame, in order of position."""
     rows = frame.select("position", "message_id", "attempt", "redelivered", "metadata").collect()
     return [
         Message(None, message_id=key, attempt=attempt, redelivered=redelivered, metadata=metadata)
@@ -20,19 +20,19 @@ def messages_of(frame: Any) -> list[Message]:
     ]
 
 
-def fine_of(messages: Sequence[Message], came: Any) -> list[Message]:
-    """The messages that succeeded, by what ``handle_batch`` returned on Spark."""
-    found = read(came)
-    if isinstance(found, Outcomes):
-        good = "ok" if found.status == "ok" else "lower(string(status)) IN ('ok', 'true')"
-        ids = _ids(found.frame.where(good))
+def fine_of(messages: Sequence[Message], returned: Any) -> list[Message]:
+    """Returns the messages that succeeded, by the result of ``handle_batch`` on Spark."""
+    results = read(returned)
+    if isinstance(results, Outcomes):
+        good = "ok" if results.status == "ok" else "lower(string(status)) IN ('ok', 'true')"
+        ids = _ids(results.frame.where(good))
         return [m for m in messages if m.message_id in ids]
-    bad = {key for part in found.parts for key in _ids(part.rows)} if found else set()
+    bad = {key for part in results.parts for key in _ids(part.rows)} if results else set()
     return [m for m in messages if m.message_id not in bad]
 
 
 def _ids(rows: Any) -> set[str]:
-    """The ids of a DataFrame of messages, or those that are given."""
+    """Returns the message ids of a DataFrame, or the given ids."""
     if not is_frame(rows):
         return set(rows)
     return {row["message_id"] for row in rows.select("message_id").collect()}

@@ -1,7 +1,7 @@
-"""Sees every call by which this process touches the world, and strikes at one of them.
+"""Intercepts every external call of this process, and injects a fault into one of them.
 
-It lives in the process of one execution of a task, a fork that ends with it: what it replaces in
-modules and classes is never put back.
+It exists in the process of one task execution, a fork that ends with it, so replaced attributes of
+modules and classes are never restored.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from airflow_broadway.testing.crashes.points import Call, Names, Point, Strike, Traits, What
+from airflow_broadway.testing.crashes.points import Call, Fault, Names, Point, Strike, Traits
 
 R = TypeVar("R")
 
 _HOUR = 3600.0
-#: Seconds until a call that hangs is given up.
+#: The timeout of a hanging call in seconds.
 _TIME_OUT = 60.0
-_NO_OTHERS: Mapping[What, Callable[[], Any]] = MappingProxyType({})
+_NO_OTHERS: Mapping[Fault, Callable[[], Any]] = MappingProxyType({})
 
 
 class Boundary(Protocol):
-    """Replaces the calls of one kind by those that tell the interceptor."""
+    """Replaces one kind of calls by intercepted ones."""
 
     def install(self, interceptor: Interceptor) -> None:
-        """Called once, in the process of the execution, before its task begins."""
+        """Replaces the calls; called once in the process of the execution, before its task."""
         ...
 
 
 class _Failures(NamedTuple):
-    """What a call raises, in which case; see :meth:`Interceptor.call`."""
+    """The failure modes of a call; see :meth:`Interceptor.call`."""
 
     error: Callable[[], Exception]
     lost: Callable[[], Exception]
     full: Callable[[], Exception] | None
     hangs: Callable[[], BaseException] | None
     late: bool
-    others: Mapping[What, Callable[[], Any]]
+    others: Mapping[Fault, Callable[[], Any]]
 
 
 class Interceptor:
-    """Counts the calls of one execution, and strikes where it is told.
+    """Counts the calls of one execution, and injects its fault.
 
     :param execution: ``run/task/try``.
-    :param strikes: What happens, by execution; at most one in each.
-    :param ahead: Seconds by which this process's clock is ahead of the machine's.
+    :param strikes: Execution → fault; at most one each.
+    :param ahead: Seconds by which this process's clock is ahead of the system clock.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Interceptor:
         self.ahead = ahead
         #: Every call so far, in order.
         self.seen: list[Point] = []
-        #: Whether the strike has happened.
+        #: Whether the fault has been injected.
         self.struck = False
-        #: Called before this process dies or sleeps, or has been struck otherwise.
+        #: Called before the fault takes effect.
         self.on_strike: Callable[[], None] = lambda: None
-        #: Called when this process wakes up.
+        #: Called when this process is resumed.
         self.on_wake: Callable[[], None] = lambda: None
-        #: Lets this process's clocks go on.
+        #: Advances this process's clocks.
         self.pass_time: Callable[[float], None] = lambda seconds: None
         self._strike = (strikes or {}).get(execution)
         self._names = Names()
@@ -75,14 +75,14 @@ class Interceptor:
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._full = False
-        # What was given up, and is done all the same: later.
+        # Timed-out calls that still take effect later.
         self._late: list[Callable[[], object]] = []
 
-    # -- what boundaries call --------------------------------------------------------------------
+    # -- calls from boundaries -------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether this thread is within a call: what it calls in turn is part of it."""
+        """Whether this thread is within a call: nested calls are part of it."""
         return getattr(self._inside, "call", False)
 
     def call(
@@ -100,21 +100,20 @@ class Interceptor:
         full: Callable[[], Exception] | None = None,
         hangs: Callable[[], BaseException] | None = None,
         late: bool = False,
-        others: Mapping[What, Callable[[], R]] = _NO_OTHERS,
+        others: Mapping[Fault, Callable[[], R]] = _NO_OTHERS,
     ) -> R:
-        """Do one call that touches the world, unless it is struck.
+        """Makes one external call, or injects the fault into it.
 
-        :param half: Does half of it, where that can be.
-        :param changes: Whether it changes the world, or only looks.
-        :param nested: Whether the calls within it count as well: those of a callback.
-        :param locked: Whether this process holds a lock that only its death ends.
-        :param error: What it raises where it fails.
-        :param lost: What it raises where its answer is lost; ``error`` unless given.
-        :param full: What it raises where the disk is full; not given, it needs no room.
-        :param hangs: What it raises once its time-out is over; not given, it has none.
-        :param late: Whether what was given up so may be done all the same, later: after the next
-            call, when the process has gone on.
-        :param others: What else can happen to it, and what does it so.
+        :param half: Makes half of the call, if that is possible.
+        :param changes: Whether the call has effects, rather than only reading.
+        :param nested: Whether calls within it count too, as for callbacks.
+        :param locked: Returns whether this process holds a lock that is released only by its death.
+        :param error: Creates the exception of a failed call.
+        :param lost: Creates the exception of a lost answer; ``error`` by default.
+        :param full: Creates the exception of a full disk; ``None`` if the call needs no space.
+        :param hangs: Creates the exception of a timeout; ``None`` if the call has no timeout.
+        :param late: Whether a timed-out call may still take effect, after the next call.
+        :param others: Other faults of this call, with the functions that carry them out.
         """
         if self.busy:
             return do()
@@ -131,23 +130,23 @@ class Interceptor:
                 hangs=hangs is not None,
                 others=",".join(others),
             )
-            nth, place = self._seen(call, traits)
+            nth, index = self._record(call, traits)
             if self._full and full is not None:
                 raise full()
             strike = self._strike
             if strike is None or self.struck or strike.point[1:3] != (call, nth):
-                came = do()
+                result = do()
                 self._do_late()
             else:
                 self.struck = True
-                came = self._struck(strike.what, do, half, failures)
+                result = self._inject(strike.what, do, half, failures)
             if locked():
-                point = self.seen[place]
-                self.seen[place] = point._replace(traits=traits._replace(locked_after=True))
-            return came
+                point = self.seen[index]
+                self.seen[index] = point._replace(traits=traits._replace(locked_after=True))
+            return result
 
     def do_later(self, do: Callable[[], object]) -> None:
-        """Do it after the next call, when the process has gone on; nobody hears what comes."""
+        """Schedules a call after the next one; its result is discarded."""
         self._late.append(do)
 
     @contextmanager
@@ -161,33 +160,33 @@ class Interceptor:
             self._inside.call = False
             self._inside.callback = before
 
-    def _seen(self, call: Call, traits: Traits) -> tuple[int, int]:
-        """Which of the equal calls it is, and its place among all."""
+    def _record(self, call: Call, traits: Traits) -> tuple[int, int]:
+        """Records a call; returns its number among equal calls, and its index among all."""
         with self._lock:
             self._counts[call] += 1
             nth = self._counts[call]
             self.seen.append(Point(self.execution, call, nth, traits))
             return nth, len(self.seen) - 1
 
-    # -- striking --------------------------------------------------------------------------------
+    # -- fault injection -------------------------------------------------------------------------
 
-    def _struck(
+    def _inject(
         self,
-        what: What,
+        what: Fault,
         do: Callable[[], R],
         half: Callable[[], object] | None,
         failures: _Failures,
     ) -> R:
-        if what is What.KILLED_BEFORE:
+        if what is Fault.KILLED_BEFORE:
             self._die()
-        elif what is What.KILLED_HALFWAY:
-            assert half is not None, "this call is done wholly or not at all"
+        elif what is Fault.KILLED_HALFWAY:
+            assert half is not None, "this call cannot be made by half"
             half()
             self._die()
-        elif what is What.ERROR:
+        elif what is Fault.ERROR:
             self.on_strike()
             raise failures.error()
-        elif what is What.TIME_OUT:
+        elif what is Fault.TIME_OUT:
             assert failures.hangs is not None, "this call has no time-out"
             self.on_strike()
             self.pass_time(_TIME_OUT)
@@ -198,48 +197,48 @@ class Interceptor:
             self.on_strike()
             otherwise: R = failures.others[what]()
             return otherwise
-        elif what is What.DISK_FULL:
+        elif what is Fault.DISK_FULL:
             self.on_strike()
             self._full = True
             if failures.full is not None:
                 raise failures.full()
-        elif what is What.ASLEEP_BEFORE:
+        elif what is Fault.ASLEEP_BEFORE:
             self._sleep()
-        elif what is What.BROKER_RESTARTS:
+        elif what is Fault.BROKER_RESTARTS:
             self.on_strike()
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif what in (What.CLOCK_AHEAD, What.CLOCK_BEHIND):
+        elif what in (Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND):
             self.on_strike()
-            self.ahead += _HOUR if what is What.CLOCK_AHEAD else -_HOUR
-        came = do()
-        if what is What.KILLED_AFTER:
+            self.ahead += _HOUR if what is Fault.CLOCK_AHEAD else -_HOUR
+        result = do()
+        if what is Fault.KILLED_AFTER:
             self._die()
-        elif what is What.ASLEEP_AFTER:
+        elif what is Fault.ASLEEP_AFTER:
             self._sleep()
-        elif what is What.ANSWER_LOST:
+        elif what is Fault.ANSWER_LOST:
             self.on_strike()
             raise failures.lost()
-        return came
+        return result
 
     def _do_late(self) -> None:
-        """Do what was given up before; nobody hears what comes of it."""
+        """Makes the timed-out calls; their results are discarded."""
         while self._late:
             with suppress(Exception):
                 self._late.pop()()
 
     def _die(self) -> None:
-        """As by ``kill -9``: no handler runs, and no ``finally``."""
+        """Kills this process as by ``kill -9``, without handlers or ``finally``."""
         self.on_strike()
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60.0)
 
     def _sleep(self) -> None:
-        """All threads of the process stand still until somebody continues it."""
+        """Suspends all threads of this process until SIGCONT."""
         self.on_strike()
         os.kill(os.getpid(), signal.SIGSTOP)
         self.on_wake()
 
 
-def replace(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
-    """Put what ``made`` makes of an attribute in its place."""
-    setattr(owner, name, made(getattr(owner, name)))
+def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replaces an attribute by ``wrap`` of it."""
+    setattr(owner, name, wrap(getattr(owner, name)))

@@ -1,8 +1,8 @@
-"""Where a process can die: the calls by which it touches the world, and their names.
+"""Points of fault injection: external calls of a process, and their names.
 
-A *call* is a kind and a target, such as ``link …/manifest.json``.  What is random in a target is
-numbered in the order of first use, so a call has the same name in every run.  A *point* is the
-n-th such call of one execution of a task.
+A *call* is a kind and a target, such as ``link …/manifest.json``.  Random parts of a target are
+numbered in the order of first use, so that a call has the same name in every run.  A *point* is the
+n-th such call of one task execution.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from airflow_broadway.core.formats.files import TEMPORARY
 
-#: What is random in the names of files, queues and statements.
+#: Random parts of the names of files, queues and statements.
 _RANDOM = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![0-9A-Za-z])(?:[0-9a-f]{8}|[0-9a-f]{12,})(?![0-9A-Za-z])"
 )
-_INSTANT = re.compile(r"\d{8}T\d{6,}Z?|\d{4}-\d\d-\d\d|(?<!\w)\d{10}(?!\w)")
-#: A strike as it is written.
+_TIMESTAMP = re.compile(r"\d{8}T\d{6,}Z?|\d{4}-\d\d-\d\d|(?<!\w)\d{10}(?!\w)")
+#: The text form of a strike.
 _STRIKE = re.compile(
     r"(?P<execution>\S+) (?P<kind>\S+)(?: (?P<target>.+))? #(?P<nth>[1-9]\d*): (?P<what>[a-z ]+)"
 )
@@ -26,10 +26,10 @@ _TEMPORARY = re.compile(re.escape(TEMPORARY) + r"\w+")
 
 
 class Call(NamedTuple):
-    """One way to touch the world.
+    """An external call.
 
-    :param kind: What is done, such as ``"link"``, ``"COMMIT"`` or ``"handle_batch"``.
-    :param target: To what, without what is random in it.
+    :param kind: The operation, such as ``"link"``, ``"COMMIT"`` or ``"handle_batch"``.
+    :param target: The object, without random parts.
     """
 
     kind: str
@@ -40,18 +40,18 @@ class Call(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What can be done to a call, and makes a difference.
+    """The properties of a call that determine its possible faults.
 
-    :param changes: Whether the world is another after it: dying at a call that only looks is dying
-        after the last one that changed something.
-    :param divides: Whether it can be done by half.
+    :param changes: Whether it has effects: dying at a call without effects is the same as dying
+        after the last call with effects.
+    :param divides: Whether it can be made by half.
     :param room: Whether it fails on a full disk.
-    :param locked_before: Whether a lock is held before it that only the process's death ends: who
-        sleeps there lets nobody recover.
-    :param locked_after: The same after it.
+    :param locked_before: Whether the process holds a lock before the call that is released only by
+        its death: while it is suspended there, recovery is impossible.
+    :param locked_after: The same after the call.
     :param own: Whether it is a callback, or made by one: the pipeline's own, not the package's.
-    :param hangs: Whether it has a time-out.
-    :param others: What else can happen to it, comma-separated.
+    :param hangs: Whether it has a timeout.
+    :param others: Other possible faults, comma-separated.
     """
 
     changes: bool = True
@@ -65,10 +65,10 @@ class Traits(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One call of one execution of a task.
+    """One call of one task execution.
 
     :param execution: ``run/task/try``, such as ``"one/process/1"``.
-    :param nth: Which of the equal calls of this execution it is, from 1.
+    :param nth: Its number among equal calls of this execution, from 1.
     """
 
     execution: str
@@ -81,32 +81,32 @@ class Point(NamedTuple):
 
 
 class What(StrEnum):
-    """What happens to a process at a point."""
+    """A fault that is injected at a point."""
 
     KILLED_BEFORE = "killed before"
     KILLED_HALFWAY = "killed halfway"
     KILLED_AFTER = "killed after"
-    #: It stands still, and goes on once others have recovered from its death: a zombie.
+    #: The process is suspended, and resumes after others have recovered from its death: a zombie.
     ASLEEP_BEFORE = "asleep before"
     ASLEEP_AFTER = "asleep after"
-    #: The call raises and does nothing.
+    #: The call fails without effect.
     ERROR = "error"
-    #: The call does its work and raises all the same.
+    #: The call takes effect, but fails.
     ANSWER_LOST = "answer lost"
-    #: The call raises that its time-out is over; what it asked for may be done later all the same.
+    #: The call times out; it may still take effect later.
     TIME_OUT = "timed out"
-    #: The client sends it again, as after a lost answer, and tells of the second answer.
+    #: The client retries it, as after a lost answer, and returns the second answer.
     SENT_TWICE = "sent twice"
-    #: A server refuses it, for it says that another one is at work there.
+    #: The server refuses it because of a concurrent request.
     CONFLICT = "conflict"
-    #: A list lacks what is newest.
+    #: A list lacks the newest entries.
     STALE = "stale list"
-    #: From here on the process writes nothing more.
+    #: The disk is full from here on.
     DISK_FULL = "disk full"
-    #: From here on its clock is an hour off.
+    #: The clock is an hour off from here on.
     CLOCK_AHEAD = "clock ahead"
     CLOCK_BEHIND = "clock behind"
-    #: The broker ends before the call, and is there again when it is made.
+    #: The broker restarts before the call.
     BROKER_RESTARTS = "broker restarts"
 
     @property
@@ -119,7 +119,7 @@ class What(StrEnum):
 
 
 class Strike(NamedTuple):
-    """What happens, and at which point."""
+    """A fault at a point."""
 
     point: Point
     what: What
@@ -129,37 +129,37 @@ class Strike(NamedTuple):
 
     @property
     def fails_callbacks(self) -> bool:
-        """Whether a callback of the execution may fail of it."""
+        """Whether it may fail a callback of the execution."""
         faults = (What.ERROR, What.ANSWER_LOST, What.TIME_OUT)
         return self.what is What.DISK_FULL or (self.point.traits.own and self.what in faults)
 
     @classmethod
     def parse(cls, text: str) -> Strike:
-        """Read what :meth:`__str__` wrote; the traits are not told.
+        """Parses the text of :meth:`__str__`, which lacks the traits.
 
-        :raises ValueError: If it is none.
+        :raises ValueError: If the text is invalid.
         """
-        found = _STRIKE.fullmatch(text.strip())
-        if found is None or found["what"] not in set(What):
+        match = _STRIKE.fullmatch(text.strip())
+        if match is None or match["what"] not in set(What):
             whats = ", ".join(What)
             raise ValueError(
                 f"expected RUN/TASK/TRY CALL #N: WHAT, where WHAT is one of {whats}; got: {text!r}"
             )
-        call = Call(found["kind"], found["target"] or "")
-        return cls(Point(found["execution"], call, int(found["nth"])), What(found["what"]))
+        call = Call(match["kind"], match["target"] or "")
+        return cls(Point(match["execution"], call, int(match["nth"])), What(match["what"]))
 
 
 class Names:
-    """Gives random parts of targets numbers, in the order in which one execution uses them."""
+    """Numbers the random parts of targets, in the order of use by one execution."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
     def plain(self, target: str) -> str:
-        """The target without what is random in it."""
+        """Returns the target with random parts replaced."""
         return _RANDOM.sub(
-            self._number, _INSTANT.sub("<instant>", _TEMPORARY.sub(TEMPORARY, target))
+            self._number, _TIMESTAMP.sub("<instant>", _TEMPORARY.sub(TEMPORARY, target))
         )
 
-    def _number(self, found: re.Match[str]) -> str:
-        return f"<{self._known.setdefault(found[0], len(self._known) + 1)}>"
+    def _number(self, match: re.Match[str]) -> str:
+        return f"<{self._known.setdefault(match[0], len(self._known) + 1)}>"

@@ -1,4 +1,4 @@
-"""What a campaign found, for people: a table by stage and kind of call, and the failures."""
+"""The text report of a campaign: a table by stage and kind of call, and the failures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from textwrap import wrap
 
 from airflow_broadway.core.text import cut, many, printable, table
-from airflow_broadway.testing.crashes.account import Wrong
+from airflow_broadway.testing.crashes.account import Violation
 from airflow_broadway.testing.crashes.campaign import Failure, Sums
 from airflow_broadway.testing.crashes.case import Case
 
-#: Cases that are told of each kind of failure, and lines of each.
+#: Cases reported for each kind of failure, and lines for each case.
 _CASES, _LINES = 3, 3
 _COUNTS = {
     "points": "points",
@@ -24,39 +24,39 @@ _COUNTS = {
     "left": "left over",
     "other": "other",
 }
-#: What each kind of failure means, and what to do.
-_MEANS: Mapping[Wrong, str] = {
-    Wrong.LOST: "Nobody has these messages: neither the queue, nor a dead letter, nor a callback"
-    " that succeeded. That is a defect of airflow-broadway: please report it.",
-    Wrong.MISSING: "These rows should be in the sink, and are not: write and flush a row before the"
-    " callback returns, and let a row that comes again replace only itself.",
-    Wrong.REPEATED: "A message that may have been handled before is handled again. A sink that is"
-    " idempotent writes it over itself, with message_id as the row's key (INSERT OR REPLACE);"
-    " batch_id knows a batch that comes again whole, but not a message that comes again in another."
-    " See docs/testing.md.",
-    Wrong.UNMARKED: "A message came again, and did not say so. That is a defect of"
-    " airflow-broadway: please report it.",
-    Wrong.LEFT: "These remain when all runs are over. That is a defect of airflow-broadway: please"
-    " report it.",
-    Wrong.OTHER: "These came out otherwise than without a strike.",
+#: The meaning of each kind of failure, and the way out.
+_MEANS: Mapping[Violation, str] = {
+    Violation.LOST: "These messages are neither in the queue, nor dead-lettered, nor handled by a"
+    " callback that succeeded. That is a defect of airflow-broadway: please report it.",
+    Violation.MISSING: "These rows should be in the sink, and are not: write and flush a row before"
+    " the callback returns, and make a repeated row replace only itself.",
+    Violation.REPEATED: "A message that may have been handled before is handled again. A sink that"
+    " is idempotent overwrites it, with message_id as the row's key (INSERT OR REPLACE);"
+    " batch_id identifies a batch that is repeated whole, but not a message that is redelivered in"
+    " another batch. See docs/testing.md.",
+    Violation.UNMARKED: "A message was redelivered without being marked as redelivered. That is a"
+    " defect of airflow-broadway: please report it.",
+    Violation.LEFT: "These remain after all runs have ended. That is a defect of airflow-broadway:"
+    " please report it.",
+    Violation.OTHER: "These results differ from a run without faults.",
 }
 
 
 def report(sums: Sums, again: Callable[[Case], str]) -> list[str]:
-    """The lines of a report.
+    """Returns the lines of a report.
 
-    :param again: What runs just one case again.
+    :param again: Returns the command that repeats one case.
     """
     lines = [*_table(sums), ""]
-    for kind in Wrong:
-        failures = [each for each in sums.failures if kind in each.wrong]
+    for kind in Violation:
+        failures = [failure for failure in sums.failures if kind in failure.wrong]
         if failures:
             lines += [*_failures(kind, failures, again), ""]
     if sums.unsteady:
         lines += [*_unsteady(sums), ""]
-    said = f"{many(sums.cases, 'case')} at {many(len(sums.points), 'point')}"
+    total = f"{many(sums.cases, 'case')} at {many(len(sums.points), 'point')}"
     failed = f"{len(sums.failures):,} failed" if sums.failures else "none failed"
-    return [*lines, f"{said}: {failed}."]
+    return [*lines, f"{total}: {failed}."]
 
 
 def _table(sums: Sums) -> list[str]:
@@ -78,22 +78,24 @@ def _unsteady(sums: Sums) -> Iterator[str]:
         " struck. What depends on time, on chance or on other threads makes such calls.",
         100,
     )
-    yield from (f"  {each}" for each in sums.unsteady[:_LINES])
+    yield from (f"  {point}" for point in sums.unsteady[:_LINES])
     if len(sums.unsteady) > _LINES:
         yield f"  and {len(sums.unsteady) - _LINES:,} more"
 
 
-def _failures(kind: Wrong, failures: list[Failure], again: Callable[[Case], str]) -> Iterator[str]:
+def _failures(
+    kind: Violation, failures: list[Failure], again: Callable[[Case], str]
+) -> Iterator[str]:
     yield from wrap(
         f"{kind.value.capitalize()}, in {many(len(failures), 'case')}. {_MEANS[kind]}", 100
     )
     yield ""
     for failure in failures[:_CASES]:
         yield f"  {failure.case}"
-        told = failure.wrong[kind]
-        yield from (f"    {cut(printable(each), 300)}" for each in told[:_LINES])
-        if len(told) > _LINES:
-            yield f"    and {len(told) - _LINES:,} more"
+        details = failure.wrong[kind]
+        yield from (f"    {cut(printable(line), 300)}" for line in details[:_LINES])
+        if len(details) > _LINES:
+            yield f"    and {len(details) - _LINES:,} more"
         yield "    Run just this one again:"
         yield f"      {again(failure.case)}"
     if len(failures) > _CASES:

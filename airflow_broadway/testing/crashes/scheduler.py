@@ -1,6 +1,6 @@
-"""A scheduler in small: it runs the tasks of runs, each in a process of its own, as Airflow does.
+"""A small scheduler that executes the tasks of runs in separate processes, as Airflow does.
 
-An execution is a fork, so it begins within a millisecond, and nothing of it outlives it.
+An execution is a fork, so it starts within a millisecond and leaves no state behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.testing.crashes.interceptor import Interceptor
-from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits, What
+from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike, Traits
 from airflow_broadway.testing.crashes.spark import (
     Driver,
     be_driver,
@@ -37,14 +37,14 @@ from airflow_broadway.testing.crashes.spark import (
 from airflow_broadway.testing.crashes.subject import FOLDER, Subject
 from airflow_broadway.testing.crashes.tasks import Attempt
 
-#: Seconds that one execution may take.
+#: The maximum seconds of one execution.
 PATIENCE = 120.0
-#: Seconds that a process sleeps at least: what it knew from before is old when it wakes.
+#: Seconds by which a process is suspended: its earlier knowledge is then outdated.
 _SLEPT = 60.0
 
 
 class Ended(StrEnum):
-    """How an execution came to its end."""
+    """How an execution ended."""
 
     DONE = "done"
     FAILED = "failed"
@@ -60,11 +60,11 @@ class Execution:
     name: str
     pid: int
     ended: Ended = Ended.DONE
-    #: The calls by which it touched the world.
+    #: Its external calls.
     seen: list[Point] = field(default_factory=list)
-    #: Whether the strike that was meant for it happened.
+    #: Whether its fault was injected.
     struck: bool = False
-    #: Of a task that submits to Spark: the driver it started.
+    #: The Spark driver that it started, if any.
     driver: Execution | None = None
 
 
@@ -73,17 +73,17 @@ class Run:
     """One run of the Dag."""
 
     run_id: str
-    #: Whether the scheduler says that it has ended.
+    #: Whether the run has ended.
     over: bool = False
     tries: Counter[str] = field(default_factory=Counter)
-    #: What the tasks returned.
+    #: Task → result.
     returned: dict[str, Any] = field(default_factory=dict)
 
 
 class Scheduler:
-    """Runs tasks, and knows which runs are over.
+    """Executes tasks, and tracks which runs have ended.
 
-    :param strikes: What happens in executions, by their names.
+    :param strikes: The faults to inject.
     """
 
     def __init__(self, subject: Subject, strikes: Iterable[Strike] = ()) -> None:
@@ -92,7 +92,7 @@ class Scheduler:
         self._runs: dict[str, Run] = {}
         #: All executions so far, in order.
         self.executions: list[Execution] = []
-        #: Seconds by which the clock of tasks is ahead of the machine's.
+        #: Seconds by which the clock of tasks is ahead of the system clock.
         self.ahead = 0.0
         self._results = subject.folder / "results"
         self._results.mkdir()
@@ -103,8 +103,7 @@ class Scheduler:
     def tasks(self) -> list[str]:
         """The task ids of a run, in order.
 
-        The sensor begins with the run: ``look`` is one of its looks while others are at work, and
-        ``ack`` its last.
+        The sensor starts with the run: ``look`` is a poke while other tasks run, ``ack`` its last.
         """
         pipeline = self._subject.pipeline
         if self._subject.unstaged:
@@ -119,25 +118,25 @@ class Scheduler:
 
     @property
     def asleep(self) -> list[Execution]:
-        """The executions that are asleep, in the order in which they began."""
-        return [each for each in self.executions if each.ended is Ended.ASLEEP]
+        """The suspended executions, in order of start."""
+        return [execution for execution in self.executions if execution.ended is Ended.ASLEEP]
 
     def close(self) -> None:
-        """End what is still asleep: nothing of a case outlives it, whatever was raised."""
-        for each in self.asleep:
-            os.kill(each.pid, signal.SIGKILL)
-            os.waitpid(each.pid, 0)
-            each.ended = Ended.DIED
+        """Kills suspended executions, so that no process outlives the case."""
+        for execution in self.asleep:
+            os.kill(execution.pid, signal.SIGKILL)
+            os.waitpid(execution.pid, 0)
+            execution.ended = Ended.DIED
         wait_for_drivers(self._drivers, 0.0)
 
     def run(self, run_id: str) -> Run:
-        """The run of that id; new if there is none."""
+        """Returns the run with this id; creates it if necessary."""
         return self._runs.setdefault(run_id, Run(run_id))
 
     def attempt(self, run: Run, task: str, *, failed: Sequence[str] = ()) -> Execution:
-        """Execute a task once, as its next try.
+        """Executes a task once, as its next try.
 
-        :param failed: The tasks of the run that have failed for good.
+        :param failed: The tasks of the run that have finally failed.
         """
         run.tries[task] += 1
         name = f"{run.run_id}/{task}/{run.tries[task]}"
@@ -145,42 +144,42 @@ class Scheduler:
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            self._be(name, run, task, failed)
+            self._run_child(name, run, task, failed)
         execution = Execution(name, pid)
         self.executions.append(execution)
         if task == "spark":
             execution.driver = Execution(_driver_of(name), pid)
         self._await(execution)
         if execution.driver is not None:
-            # Who was struck comes first, and then what may come of it.
+            # The execution with the fault comes first.
             place = len(self.executions) - execution.struck
             self.executions.insert(place, execution.driver)
-        self._note_returned(execution, run, task)
+        self._record_result(execution, run, task)
         return execution
 
-    def _note_returned(self, execution: Execution, run: Run, task: str) -> None:
+    def _record_result(self, execution: Execution, run: Run, task: str) -> None:
         if execution.ended is Ended.DONE:
-            run.returned[task] = json.loads(self._place(execution.name).read_text())["returned"]
+            run.returned[task] = json.loads(self._path(execution.name).read_text())["returned"]
 
     def wake(self, execution: Execution) -> None:
-        """Let one that is asleep go on to its end; it finds that time has passed."""
+        """Resumes a suspended execution until it ends, after advancing the clocks."""
         self.ahead += _SLEPT
         self._subject.pass_time(_SLEPT)
-        for each in (execution, execution.driver):
-            if each is not None:
-                place = self._place(each.name, "ahead")
-                place.with_suffix(".tmp").write_text(str(self.ahead))
-                place.with_suffix(".tmp").rename(place)
+        for process in (execution, execution.driver):
+            if process is not None:
+                path = self._path(process.name, "ahead")
+                path.with_suffix(".tmp").write_text(str(self.ahead))
+                path.with_suffix(".tmp").rename(path)
         os.kill(execution.pid, signal.SIGCONT)
         self._await(execution)
 
     def resume(self, execution: Execution, run: Run, task: str) -> None:
-        """Let one that is asleep, and that nobody has taken for dead, go on to its end."""
+        """Resumes a suspended execution that does not count as dead, and records its result."""
         self.wake(execution)
-        self._note_returned(execution, run, task)
+        self._record_result(execution, run, task)
 
     def wait_for_drivers(self) -> bool:
-        """Wait for drivers of Spark that have outlived their tasks; whether they came to an end."""
+        """Waits for Spark drivers that outlive their tasks; returns whether all have ended."""
         return wait_for_drivers(self._drivers, PATIENCE)
 
     def _await(self, execution: Execution) -> None:
@@ -211,29 +210,29 @@ class Scheduler:
             self._read(execution.driver)
 
     def _read(self, execution: Execution) -> None:
-        """Read what an execution has told so far."""
-        place = self._place(execution.name)
-        if place.exists():
-            told = json.loads(place.read_text())
-            execution.struck = told["struck"]
-            _warm(told["modules"])
+        """Reads the report of an execution."""
+        path = self._path(execution.name)
+        if path.exists():
+            report = json.loads(path.read_text())
+            execution.struck = report["struck"]
+            _warm(report["modules"])
             execution.seen = [
                 Point(execution.name, Call(*call), nth, Traits(*traits))
-                for call, nth, traits in told["seen"]
+                for call, nth, traits in report["seen"]
             ]
 
     def _restarts_at(self, execution: Execution) -> bool:
         strike = self._strikes.get(execution.name)
-        return strike is not None and strike.what is What.BROKER_RESTARTS
+        return strike is not None and strike.what is Fault.BROKER_RESTARTS
 
-    def _place(self, name: str, suffix: str = "json") -> Path:
-        """Where an execution tells what it saw and returned; ``"ahead"``: and is told the time."""
+    def _path(self, name: str, suffix: str = "json") -> Path:
+        """Returns the path of an execution's report, or of its clock offset (``"ahead"``)."""
         return self._results / f"{name.replace('/', '-')}.{suffix}"
 
     # -- in the process of an execution ----------------------------------------------------------
 
-    def _be(self, name: str, run: Run, task: str, failed: Sequence[str]) -> None:
-        """Execute a task, and end this process."""
+    def _run_child(self, name: str, run: Run, task: str, failed: Sequence[str]) -> None:
+        """Executes a task, and exits this process."""
         status = 1
         try:
             driver, arguments, ahead = None, None, self.ahead
@@ -247,8 +246,8 @@ class Scheduler:
             os.dup2(log, 2)
             os.write(2, f"-- {name}\n".encode())
             interceptor = Interceptor(name, self._strikes, ahead=ahead)
-            tell = _Teller(self._place(name), interceptor)
-            interceptor.on_strike = tell.tell
+            reporter = _Reporter(self._path(name), interceptor)
+            interceptor.on_strike = reporter.report
             clock = _MovedClock(interceptor)
             interceptor.pass_time = clock.pass_time
             interceptor.on_wake = lambda: clock.wake(self._ahead(interceptor.execution))
@@ -267,65 +266,65 @@ class Scheduler:
                     tasks=self.tasks,
                     failed=failed,
                     returned=run.returned,
-                    over={each.run_id: each.over for each in self._runs.values()},
+                    over={other.run_id: other.over for other in self._runs.values()},
                     interceptor=interceptor,
                     driver=driver,
                 )
                 returned = self._subject.execute(attempt)
-            interceptor.call("return", "", lambda: tell.tell(returned))
-            tell.tell(returned)
+            interceptor.call("return", "", lambda: reporter.report(returned))
+            reporter.report(returned)
             status = 0 if arguments is None else returned
-        except BaseException:  # nothing may return into the scheduler
+        except BaseException:  # never return into the scheduler
             traceback.print_exc()
-            tell.tell()
+            reporter.report()
         finally:
             sys.stderr.flush()
             os._exit(status)
 
     def _drive(self, arguments: list[str]) -> int:
-        """Be the driver of a Spark application, whose pipeline has its options in its class."""
+        """Runs the Spark driver, with the pipeline's overrides set on its class."""
         overrides = self._subject.overrides()
-        made = self._subject.pipeline(**overrides)
+        pipeline = self._subject.pipeline(**overrides)
         for name in overrides:
-            setattr(self._subject.pipeline, name, getattr(made, name))
+            setattr(self._subject.pipeline, name, getattr(pipeline, name))
         return be_driver(arguments)
 
     def _ahead(self, name: str) -> float:
-        """What the scheduler's clock says; waits until the scheduler has told, for another thread
-        than this one may have been stopped first.
+        """Returns the scheduler's clock offset; waits for its file, because another thread may
+        have been stopped first.
         """
-        place = str(self._place(name, "ahead"))
-        while not os.path.exists(place):
+        path = str(self._path(name, "ahead"))
+        while not os.path.exists(path):
             time.sleep(0.001)
-        handle = os.open(place, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             return float(os.read(handle, 100))
         finally:
             os.close(handle)
 
 
-class _Teller:
-    """Tells the scheduler what an execution saw and returned."""
+class _Reporter:
+    """Reports an execution's calls and result to the scheduler."""
 
-    def __init__(self, place: Path, interceptor: Interceptor) -> None:
-        self._place = str(place)
+    def __init__(self, path: Path, interceptor: Interceptor) -> None:
+        self._path = str(path)
         self._interceptor = interceptor
         self._known = set(sys.modules)
 
-    def tell(self, returned: Any = None) -> None:
-        told = {
+    def report(self, returned: Any = None) -> None:
+        content = {
             "returned": returned,
             "struck": self._interceptor.struck,
             "modules": [name for name in sys.modules if name not in self._known],
-            "seen": [(each.call, each.nth, each.traits) for each in self._interceptor.seen],
+            "seen": [(point.call, point.nth, point.traits) for point in self._interceptor.seen],
         }
-        handle = os.open(self._place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.write(handle, json.dumps(told).encode())
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.write(handle, json.dumps(content).encode())
         os.close(handle)
 
 
 class _MovedClock:
-    """Makes every clock of this process go by the interceptor's; nobody waits for one."""
+    """Replaces every clock of this process by the interceptor's; waits are skipped."""
 
     def __init__(self, interceptor: Interceptor) -> None:
         self._interceptor = interceptor
@@ -346,24 +345,24 @@ class _MovedClock:
         self._slept += seconds
 
     def wake(self, ahead: float) -> None:
-        """Go by what the scheduler's clock says by now."""
+        """Sets the clock to the scheduler's offset."""
         self.pass_time(ahead - self._interceptor.ahead)
 
 
 def number_ids(execution: str, salt: str) -> None:
-    """Make the ids of this execution the same ones, in the same order, whenever it runs.
+    """Makes the random ids of this execution deterministic.
 
-    :param salt: What tells them from those of other cases at the same broker.
+    :param salt: Makes them distinct from those of other cases at the same broker.
     """
-    made = count()
+    counter = count()
     last = hashlib.md5(salt.encode()).hexdigest()[:12]
 
     def uuid4() -> uuid.UUID:
-        first = hashlib.md5(f"{execution}/{next(made)}".encode()).hexdigest()[:20]
+        first = hashlib.md5(f"{execution}/{next(counter)}".encode()).hexdigest()[:20]
         return uuid.UUID(first + last, version=4)
 
     def token_hex(nbytes: int | None = None) -> str:
-        digits = hashlib.sha512(f"{execution}/{next(made)}/{salt}".encode()).hexdigest()
+        digits = hashlib.sha512(f"{execution}/{next(counter)}/{salt}".encode()).hexdigest()
         return digits[: 2 * (nbytes or secrets.DEFAULT_ENTROPY)]
 
     uuid.uuid4 = uuid4
@@ -371,12 +370,12 @@ def number_ids(execution: str, salt: str) -> None:
 
 
 def _driver_of(name: str) -> str:
-    """The name of the driver that an execution of ``spark`` starts."""
+    """Returns the name of the driver of a ``spark`` execution."""
     return name.replace("/spark/", "/driver/")
 
 
 def _warm(modules: Iterable[str]) -> None:
-    """Import what an execution had to import: the next one is forked from a process that has."""
+    """Imports the modules of an execution, so that later forks already have them."""
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)

@@ -1,7 +1,7 @@
-"""Where a pipeline writes to: emptied before each case, and read after it.
+"""The sink of a pipeline: emptied before each case, and read after it, by functions of the user.
 
-Both are functions of the user's.  Each is called in a process of its own: the one that forks the
-tasks must hold no connection that a fork could not share.
+Each function is called in a separate process, because the process that forks the tasks must not
+have open connections.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from uuid import UUID
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.crashes.forked import ForkError, forked
 
-#: Returns the rows that the sink holds: JSON values.  It gets the folder of the case.
+#: Returns the rows of the sink as JSON values; called with the folder of the case.
 Sink = Callable[[Path], Iterable[Any]]
-#: Empties a sink that is elsewhere; it gets the folder of the case.
+#: Empties a sink outside the folder; called with the folder of the case.
 Prepare = Callable[[Path], object]
 
-#: What has one plain text.
+#: Types that are serialized by ``str``.
 _PLAIN = (bytes, date, datetime, time, timedelta, Decimal, PurePath, UUID)
 
 
@@ -34,13 +34,13 @@ class SinkError(BroadwayError):
 
 
 def rows_of(sink: Sink, folder: Path, log: Path, ids: Sequence[str]) -> Counter[str]:
-    """The rows of a sink, each as JSON, and how often it is there.
+    """Counts the rows of a sink, as JSON texts.
 
-    An id of a message differs in each case, so its place stands for it: ``<message 1>``.
+    Message ids differ between cases, so they are replaced by numbers: ``<message 1>``.
 
-    :raises SinkError: If the sink fails, or returns what is no JSON value.
+    :raises SinkError: If the sink fails, or returns something other than JSON values.
     """
-    rows: list[str] = _apart(
+    rows: list[str] = _run_forked(
         lambda: [json.dumps(row, sort_keys=True, default=_plain) for row in sink(folder)],
         folder,
         log,
@@ -49,23 +49,23 @@ def rows_of(sink: Sink, folder: Path, log: Path, ids: Sequence[str]) -> Counter[
     if not places:
         return Counter(rows)
     known = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, places))})(?!\w)")
-    return Counter(known.sub(lambda found: places[found[0]], row) for row in rows)
+    return Counter(known.sub(lambda match: places[match[0]], row) for row in rows)
 
 
 def prepare(function: Prepare, folder: Path, log: Path) -> None:
-    """Empty a sink.
+    """Empties a sink.
 
-    :raises SinkError: If that fails.
+    :raises SinkError: If the function fails.
     """
 
     def empty() -> None:
         function(folder)
 
-    _apart(empty, folder, log)
+    _run_forked(empty, folder, log)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a value that is not its own."""
+    """Converts a value that JSON does not support."""
     if isinstance(value, _PLAIN):
         return str(value)
     if isinstance(value, AbstractSet):
@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a row of the sink holds {type(value).__name__}, which is no JSON value")
 
 
-def _apart(do: Callable[[], Any], folder: Path, log: Path) -> Any:
+def _run_forked(do: Callable[[], Any], folder: Path, log: Path) -> Any:
     try:
         return forked(do, folder, log, "the sink")
     except ForkError as error:

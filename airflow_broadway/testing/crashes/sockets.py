@@ -1,6 +1,6 @@
-"""The boundary of sockets: what clients written in Python connect to, and send.
+"""The boundary of sockets: connects and sends of clients written in Python.
 
-A client written in C, such as psycopg, has sockets of its own, which nobody here sees.
+The sockets of C clients, such as psycopg, are not intercepted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
 
 class Sockets:
-    """Every socket of this process: connecting, and each sending; half of it is half of the bytes.
+    """Intercepts connects and sends of every socket of this process; half a send is half its bytes.
 
-    Answers are no calls of their own: who dies while it reads one has sent, and no more.
+    Reads are not intercepted: dying while reading is the same as dying after the send.
     """
 
     def install(self, interceptor: Interceptor) -> None:
         def connecting(do: Any) -> Any:
             def connect(self: socket.socket, address: Any) -> Any:
-                where = _shown(address)
+                where = _format_address(address)
                 return interceptor.call(
                     "connect",
                     where,
@@ -52,21 +52,21 @@ class Sockets:
                 replace(owner, name, sending)
 
 
-def _peer(one: socket.socket) -> str:
+def _peer(sock: socket.socket) -> str:
     try:
-        return _shown(one.getpeername())
+        return _format_address(sock.getpeername())
     except OSError:
         return ""
 
 
-def _shown(address: Any) -> str:
+def _format_address(address: Any) -> str:
     if isinstance(address, tuple):
         return ":".join(map(str, address[:2]))
     return address.decode(errors="replace") if isinstance(address, bytes) else str(address)
 
 
-def _timed_out(one: socket.socket) -> Callable[[], Exception] | None:
-    return None if one.gettimeout() is None else lambda: TimeoutError("timed out")
+def _timed_out(sock: socket.socket) -> Callable[[], Exception] | None:
+    return None if sock.gettimeout() is None else lambda: TimeoutError("timed out")
 
 
 def _reset() -> OSError:

@@ -1,14 +1,14 @@
-"""A pipeline's Spark side: the task that submits, the driver, and the JVM that stays warm.
+"""The Spark side of a pipeline: the submitting task, the driver, and a shared JVM.
 
-In production the task starts ``spark-submit``, which starts a JVM, which starts the driver: a
-process of Python.  Here the task and the driver are two processes as well, each with points of its
-own, and the driver runs :func:`airflow_broadway.spark.job.main` as it is.  Only the JVM is one for
-all cases.  It ends with nobody, so the jobs of a driver that died are ended by its task.
+In production the task starts ``spark-submit``, which starts a JVM, which starts the driver, a
+Python process.  Here, too, the task and the driver are two processes, each with its own points, and
+the driver runs :func:`airflow_broadway.spark.job.main` unchanged.  Only the JVM is shared by all
+cases.  It outlives the drivers, so a task cancels the jobs of its dead driver.
 
-What the JVM writes and reads is no point: it has no part in custody.  Neither is the zip that the
-task packs for the driver, in a folder of its own: without it no driver begins.  The driver's look
-for later tries, every two seconds, is left out, so that calls come in the same order in every run;
-the looks before and after each batch must do.
+I/O of the JVM is no point, because custody does not depend on it.  Neither is the zip file that the
+task packs for the driver: without it no driver starts.  The driver's periodic check for later tries
+is disabled, so that the order of calls is the same in every run; the checks before and after each
+batch remain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
 log = logging.getLogger(__name__)
 
-#: Small queries, so nothing that only pays in large ones.
+#: Settings for small queries.
 _SUBMIT: Final = (
     "--master local[2] --driver-memory 1g"
     " --conf spark.ui.enabled=false"
@@ -47,7 +47,7 @@ _SUBMIT: Final = (
     " --driver-java-options -XX:TieredStopAtLevel=1"
     " pyspark-shell"
 )
-#: Starts the JVM and its session, says where it is, and keeps it until its input ends.
+#: Starts the JVM and its session, prints its address, and keeps it until its input ends.
 _KEEPER: Final = """
 import sys
 from airflow_broadway.spark.session import open_session
@@ -55,14 +55,14 @@ gateway = open_session().sparkContext._gateway
 print(gateway.java_parameters.port, gateway.java_parameters.auth_token, flush=True)
 sys.stdin.read()
 """
-#: Seconds for Spark to end jobs.
+#: The timeout for Spark to cancel jobs, in seconds.
 _END_TIMEOUT: Final = 30.0
-#: The variables by which a driver finds its JVM, in production too.
+#: The environment variables with the JVM's address, as in production.
 _PORT, _SECRET = "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET"
 
 
 def uses_spark(pipeline: type[Pipeline]) -> bool:
-    """Whether a batcher of the pipeline runs on Spark."""
+    """Returns whether a batcher of the pipeline runs on Spark."""
     return any(batcher.engine == "spark" for batcher in pipeline.batchers.values())
 
 
@@ -71,9 +71,9 @@ def uses_spark(pipeline: type[Pipeline]) -> bool:
 
 @contextmanager
 def warm_spark() -> Iterator[None]:
-    """While this lasts, a JVM waits for the drivers that this process and its forks start.
+    """Keeps a JVM for the drivers that this process and its forks start.
 
-    This process itself never connects: its forks could not share a connection.
+    This process itself never connects, because its forks cannot share a connection.
     """
     keeper = subprocess.Popen(
         [sys.executable, "-c", _KEEPER],
@@ -84,7 +84,7 @@ def warm_spark() -> Iterator[None]:
             **os.environ,
             "PYSPARK_SUBMIT_ARGS": _SUBMIT,
             "PYSPARK_PIN_THREAD": "true",
-            # What runs in Spark's own processes of Python imports what this one can.
+            # Spark's Python workers have the same import path.
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PYSPARK_PYTHON": sys.executable,
         },
@@ -93,10 +93,10 @@ def warm_spark() -> Iterator[None]:
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     try:
-        told = keeper.stdout.readline().split()
-        if len(told) != 2:
+        address = keeper.stdout.readline().split()
+        if len(address) != 2:
             raise RuntimeError("no JVM for Spark could be started")
-        os.environ[_PORT], os.environ[_SECRET] = told
+        os.environ[_PORT], os.environ[_SECRET] = address
         yield
     finally:
         for name in (_PORT, _SECRET):
@@ -110,30 +110,30 @@ def warm_spark() -> Iterator[None]:
 
 
 def _attach() -> None:
-    """Take the session of the JVM that is there, as this process's own."""
+    """Attaches this process to the session of the running JVM."""
     from pyspark import SparkConf, SparkContext, java_gateway
     from pyspark.sql import SparkSession
 
     if _PORT not in os.environ:
-        raise RuntimeError("a pipeline with a Spark batcher is struck within warm_spark()")
+        raise RuntimeError("a pipeline with a Spark batcher runs within warm_spark()")
     pyspark: Any = java_gateway
     gateway = pyspark.launch_gateway()
     jvm = gateway.jvm
     context = jvm.JavaSparkContext.fromSparkContext(jvm.org.apache.spark.SparkContext.getOrCreate())
     SparkContext(gateway=gateway, jsc=context, conf=SparkConf(_jconf=context.getConf()))
     session: Any = SparkSession
-    session.stop = lambda session: None  # it is the other drivers' as well
+    session.stop = lambda session: None  # shared with the other drivers
 
 
 # -- the driver ------------------------------------------------------------------------------------
 
 
 class Driver:
-    """A process that waits until it is told to be the driver of one application.
+    """A process that waits to become the driver of one application.
 
-    It is forked while its parent has one thread yet, and ends if that ends without a word.
+    It is forked while its parent has a single thread, and exits if the parent ends before use.
 
-    :param lock: A file; who waits for it waits for all drivers.
+    :param lock: A file that all drivers lock until they end.
     """
 
     def __init__(self, lock: Path) -> None:
@@ -149,25 +149,25 @@ class Driver:
             os.write(handle, f"{os.getpid()}\n".encode())
 
     def arguments(self) -> tuple[list[str], float]:
-        """In the driver: wait for the application's arguments, and by how much clocks are ahead by
-        then; ends this process if none come.
+        """Waits, in the driver, for the application's arguments and the clock offset; exits if none
+        arrive.
         """
-        with os.fdopen(self._read, "rb") as told:
-            text = told.read()
+        with os.fdopen(self._read, "rb") as pipe:
+            text = pipe.read()
         if not text:
             os._exit(0)
         arguments, ahead = json.loads(text)
         return arguments, ahead
 
     def begin(self, arguments: list[str], ahead: float) -> None:
-        """Tell the driver to begin, and what its clock says."""
+        """Starts the driver, with its clock offset."""
         os.write(self._write, json.dumps([arguments, ahead]).encode())
         os.close(self._write)
 
     def end(self, interceptor: Interceptor) -> str:
-        """Wait until the driver ends; returns why it did, empty if it has done all.
+        """Waits until the driver ends; returns the reason, empty on success.
 
-        While it is asleep this process is as well.
+        While the driver is suspended, this process is, too.
         """
         while True:
             _, status = os.waitpid(self.pid, os.WUNTRACED)
@@ -178,12 +178,12 @@ class Driver:
             os.kill(self.pid, signal.SIGCONT)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
-            _end_jobs(self.pid)
+            _cancel_jobs(self.pid)
         return f"exit code {code}" if code else ""
 
 
 def be_driver(arguments: list[str]) -> int:
-    """Run the application of :mod:`airflow_broadway.spark.job`; returns its exit code."""
+    """Runs the application of :mod:`airflow_broadway.spark.job`; returns its exit code."""
     run_work: Any = application.run_work
     run_work.__kwdefaults__["watch_interval"] = 1e6
     _attach()
@@ -194,10 +194,10 @@ def be_driver(arguments: list[str]) -> int:
 
 
 def _tagging(name_jobs: Any) -> Any:
-    """Have each job say of which driver it is."""
+    """Tags each job with its driver."""
 
-    def named(session: Any, *given: Any) -> None:
-        name_jobs(session, *given)
+    def named(session: Any, *args: Any) -> None:
+        name_jobs(session, *args)
         session.sparkContext.addJobTag(_tag(os.getpid()))
 
     return named
@@ -207,8 +207,8 @@ def _tag(pid: int) -> str:
     return f"driver-{pid}"
 
 
-def _end_jobs(pid: int) -> None:
-    """End the jobs of a driver that has died; in production they end with its JVM."""
+def _cancel_jobs(pid: int) -> None:
+    """Cancels the jobs of a dead driver; in production they end with its JVM."""
     from pyspark import java_gateway
 
     pyspark: Any = java_gateway
@@ -223,7 +223,7 @@ def _end_jobs(pid: int) -> None:
 
 
 def wait_for_drivers(lock: Path, patience: float) -> bool:
-    """Wait until every driver has ended; those that do not are killed, and the answer is no."""
+    """Waits until every driver has ended; otherwise kills them and returns ``False``."""
     if not lock.exists():
         return True
     limit = time.monotonic() + patience
@@ -241,13 +241,13 @@ def wait_for_drivers(lock: Path, patience: float) -> bool:
     return False
 
 
-# -- the task that submits -------------------------------------------------------------------------
+# -- the submitting task ---------------------------------------------------------------------------
 
 
 class SparkTask:
-    """What :class:`operators.spark_submit.BroadwaySparkSubmitOperator` does, without Airflow.
+    """The work of :class:`operators.spark_submit.BroadwaySparkSubmitOperator`, without Airflow.
 
-    :param driver: Who runs the application.
+    :param driver: The process that runs the application.
     """
 
     def __init__(
@@ -267,13 +267,13 @@ class SparkTask:
         self._interceptor = interceptor
 
     def run(self, planned: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-        """Do it; returns its reference, or ``None`` if there is no batch.
+        """Runs the application; returns the reference, or ``None`` without batches.
 
-        :param planned: What the batch tasks returned.
-        :raises _Incomplete: If batches have no outcome that another try may give them.
+        :param planned: The results of the batch tasks.
+        :raises _Incomplete: If batches without an outcome can be retried.
         """
-        there = [each for each in planned if each]
-        batches = SparkBatches(self._run, self._pipeline, there, self._ports)
+        references = [reference for reference in planned if reference]
+        batches = SparkBatches(self._run, self._pipeline, references, self._ports)
         ending, error = batches.begin(), ""
         if ending is Ending.OPEN:
             with batches.leases_kept():
@@ -281,16 +281,16 @@ class SparkTask:
             ending = batches.end()
         if ending is Ending.OPEN:
             raise _Incomplete(error)
-        # What cannot get an outcome fails the task for good, and the run goes on without it.
+        # Batches that can never get an outcome do not block the rest of the run.
         return None if ending is Ending.EMPTY else batches.plans.reference()
 
     def submit(self, batches: SparkBatches) -> str:
-        """Run the application; returns why it ended, empty if it has done all."""
-        # Options that are no JSON stand in the class, in the driver too.
+        """Runs the application; returns the reason of its end, empty on success."""
+        # Options that are not JSON are set on the class, also in the driver.
         ref = {"class": class_path(type(self._pipeline)), "options": {}}
         info = RunInfo(dag_id=self._run.dag_id, run_id=self._run.run_id)
-        made = batches.write_work(self._task.file_name, ref, info)
-        return self._run_driver(job.arguments_of(self._run.spark_uri(), *made))
+        work = batches.write_work(self._task.file_name, ref, info)
+        return self._run_driver(job.arguments_of(self._run.spark_uri(), *work))
 
     def _run_driver(self, arguments: list[str]) -> str:
         begin: Callable[[], None] = lambda: self._driver.begin(  # noqa: E731
@@ -302,7 +302,7 @@ class SparkTask:
             return self._driver.end(self._interceptor)
 
         try:
-            # Half of it: the task dies, and its driver goes on.
+            # Half: the task dies, and its driver continues.
             return self._interceptor.call("driver", "", do, half=begin, error=_Lost)
         except _Lost:
             return "spark-submit was struck"

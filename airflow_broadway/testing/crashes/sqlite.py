@@ -1,4 +1,4 @@
-"""The boundary of SQLite: statements that change something, and commits."""
+"""The boundary of SQLite: statements and commits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TABLE = re.compile(
 
 
 class Sqlite:
-    """Every connection that this process opens from now on."""
+    """Intercepts every connection that this process opens after installation."""
 
     def install(self, interceptor: Interceptor) -> None:
         def call(db: sqlite3.Connection, sql: str, do: Callable[[], Any]) -> Any:
@@ -25,13 +25,13 @@ class Sqlite:
             verb = words[0].upper().rstrip(";") if words else ""
             if verb not in (*_CHANGES, *_LOOKS):
                 return do()
-            found = _TABLE.search(sql)
+            table = _TABLE.search(sql)
             changes = verb in _CHANGES
-            # Who waits for a lock waits before it has one.
+            # Only a statement outside a transaction waits for a lock.
             waits = not db.in_transaction and verb != "ROLLBACK"
             return interceptor.call(
                 verb,
-                found[1] if found else "",
+                table[1] if table else "",
                 do,
                 changes=changes,
                 locked=lambda: db.in_transaction,
@@ -61,7 +61,7 @@ class Sqlite:
             def commit(self) -> None:
                 call(self, "COMMIT", super().commit)
 
-            # C's own commits without calling commit().
+            # The C implementation commits without calling commit().
             def __exit__(self, *error: object) -> Any:
                 end: Any = super().__exit__
                 verb = "ROLLBACK" if error[0] else "COMMIT"

@@ -1,4 +1,4 @@
-"""What is put to the test: a pipeline over an empty queue of its own, in a folder of its own."""
+"""The subject of a crash test: a pipeline with its own empty queue and folder."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from airflow_broadway.testing.crashes.interceptor import Boundary
 from airflow_broadway.testing.crashes.sqlite import Sqlite
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 
-#: The environment variable by which callbacks find the folder of their case; it is their current
-#: one as well.
+#: The environment variable with the folder of the case, for callbacks; also their working folder.
 FOLDER = "BROADWAY_CRASH_FOLDER"
 
 
 class Letter(NamedTuple):
     """A dead letter.
 
-    :param message_id: Of the message that died.
-    :param marked: Whether it says that there may be another of it.
-    :param reason: Why it died, where that is told.
-    :param body: What the message held, where that is told.
+    :param message_id: The id of the dead-lettered message.
+    :param marked: Whether it is marked as a possible duplicate.
+    :param reason: The reason, if the broker reports it.
+    :param body: The payload, if the broker reports it.
     """
 
     message_id: str
@@ -39,29 +38,29 @@ class Letter(NamedTuple):
 
 
 class Subject(ABC):
-    """One pipeline, and what the campaign must be able to do with its broker.
+    """One pipeline, and the operations that the campaign needs on its broker.
 
-    The process that makes it forks the tasks, so it opens nothing that a fork could not share: each
-    method opens and closes what it needs.
+    The process that creates it forks the tasks, so connections must not stay open: each method
+    opens and closes its own.
 
-    :param folder: Empty, and its own.
+    :param folder: An empty folder for this subject.
     """
 
-    #: Of the broker, in reports.
+    #: The broker's name in reports.
     kind: ClassVar[str]
-    #: Seconds of its leases.
+    #: The duration of its leases in seconds.
     lease: ClassVar[float] = 900.0
-    #: Whether a clock that is moved moves the leases too; else their time must really pass.
+    #: Whether advancing the clock also advances the leases; if not, real time must pass.
     moved_by_clock: ClassVar[bool] = True
-    #: Matches the paths of files below the staging root that outlive all runs.
+    #: Matches the paths of files below the staging root that are permanent.
     stays: ClassVar[str] = r"^\b$"
-    #: Runs until all that is old is cleared away, each a week after the one before.
+    #: The number of runs, a week apart, until retention has removed all old files.
     looks: ClassVar[int] = 1
-    #: Whether leases lapse, so that others take what a run holds that is still running.
+    #: Whether leases lapse, so that other runs take over messages of a run that is still running.
     lapses: ClassVar[bool] = True
-    #: Whether a run is one task that stages nothing, as BroadwayRunOperator's.
+    #: Whether a run is one task that stages nothing, as with BroadwayRunOperator.
     unstaged = False
-    #: Seconds for which the ack sensor holds what failed tasks received.
+    #: Seconds for which the ack sensor holds the messages of failed tasks.
     hold_failed = 0.0
 
     def __init__(self, pipeline: type[Pipeline], folder: Path) -> None:
@@ -71,7 +70,7 @@ class Subject(ABC):
 
     @property
     def work(self) -> Path:
-        """Where the pipeline's files are: its staging, and what its callbacks write."""
+        """The folder of the pipeline's files: its staging root, and files of its callbacks."""
         return self.folder / "work"
 
     @property
@@ -81,63 +80,63 @@ class Subject(ABC):
 
     @property
     def witness(self) -> Path:
-        """Where the calls of the callbacks are written down."""
+        """The file in which callback calls are recorded."""
         return self.folder / "witness.jsonl"
 
     def boundaries(self) -> list[Boundary]:
-        """What of the world the pipeline can touch."""
+        """Returns the boundaries at which the pipeline's external calls are intercepted."""
         return [LocalFiles(self.work), Sqlite(), Callbacks(self.pipeline, self.witness, self.id_of)]
 
     @property
     def salt(self) -> str:
-        """What tells the ids that are made in this case from those of others at the same broker."""
+        """Makes this case's ids distinct from those of other cases at the same broker."""
         return self.folder.name
 
     def id_of(self, message: Message) -> str:
-        """The id under which :meth:`send` and :meth:`letters` know a message."""
+        """Returns a message's id as used by :meth:`send` and :meth:`letters`."""
         return message.message_id
 
     def archived_id(self, row: Mapping[str, Any]) -> str:
-        """The same of a row of the archive, with its ``message_id`` and ``metadata``."""
+        """Returns the same id for an archive row with ``message_id`` and ``metadata``."""
         return str(row["message_id"])
 
     @abstractmethod
     def overrides(self) -> Mapping[str, Any]:
-        """The options with which the pipeline runs on the queue."""
+        """Returns the pipeline's options for this queue."""
 
     def execute(self, attempt: Attempt) -> Any:
-        """Execute a task, in its own process; returns what later tasks get of it."""
+        """Executes a task, in its own process; returns its result for later tasks."""
         pipeline = self.pipeline(**self.overrides())
         return execute(pipeline, self.staging, attempt, hold_failed=self.hold_failed)
 
     @abstractmethod
     def send(self, bodies: Sequence[bytes]) -> list[str]:
-        """Put messages into the queue, in order; returns their ids."""
+        """Sends messages to the queue, in order; returns their ids."""
 
     @abstractmethod
     def waiting(self) -> int:
-        """Messages that are ready, delayed or held."""
+        """Returns the number of messages that are ready, delayed or leased."""
 
     @abstractmethod
     def letters(self) -> list[Letter]:
-        """The dead letters."""
+        """Returns the dead letters."""
 
     def restart(self) -> None:
-        """End the broker in order, and start it again.
+        """Restarts the broker gracefully.
 
-        :raises TypeError: If there is none that can.
+        :raises TypeError: If the subject has no broker process.
         """
         raise TypeError(f"{type(self).__name__} has no broker that could be restarted")
 
     def pass_time(self, seconds: float) -> None:  # noqa: B027 - most brokers have no clock to move
-        """Let the broker's own clock go on, as the one of the tasks has."""
+        """Advances the broker's own clock together with that of the tasks."""
 
     def group_of(self, place: int) -> str | None:
-        """The message group, whose order is kept, of the message at a place."""
+        """Returns the ordered message group of the n-th message."""
         return None
 
     def staged(self) -> list[str]:
-        """The paths of all files below the staging root."""
+        """Returns the paths of all files below the staging root."""
         root = self.work / "staging"
         return [
             os.path.relpath(os.path.join(folder, name), root)
@@ -146,22 +145,22 @@ class Subject(ABC):
         ]
 
     def left(self) -> list[str]:
-        """What of a finished run is still at the broker, in words."""
+        """Describes resources of finished runs that remain at the broker."""
         return []
 
     def prepare(self) -> None:  # noqa: B027 - most are new
-        """Empty what is not in the folder; called before anything is sent."""
+        """Empties stores outside the folder; called before the first message is sent."""
 
     def rows(self, ids: Sequence[str]) -> Counter[str] | None:
-        """What the pipeline's sink holds, each row as text; ``None``: there is none to look at.
+        """Returns the rows of the sink as text; ``None`` without a sink.
 
-        :param ids: Of all messages; in rows their places stand for them.
+        :param ids: The ids of all messages; rows contain their numbers instead.
         :raises SinkError: If it cannot be read.
         """
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Remove what is at the broker."""
+        """Removes the subject's resources at the broker."""
 
 
 class Embedded(Subject):
@@ -170,19 +169,19 @@ class Embedded(Subject):
     kind = "sqlite"
 
     def overrides(self) -> Mapping[str, Any]:
-        declared = self.pipeline.producer
+        producer = self.pipeline.producer
         return {
             "producer": SqliteProducer(
                 queue="crashes",
                 path=str(self.work / "queue.db"),
                 lease=self.lease,
-                retry=declared.retry,
-                concurrency=declared.concurrency,
-                transformer=declared.transformer,
+                retry=producer.retry,
+                concurrency=producer.concurrency,
+                transformer=producer.transformer,
                 **{
-                    name: getattr(declared, name)
+                    name: getattr(producer, name)
                     for name in ("on_success", "on_failure")
-                    if getattr(declared, name) in SqliteProducer.actions
+                    if getattr(producer, name) in SqliteProducer.actions
                 },
             )
         }
@@ -202,12 +201,10 @@ class Embedded(Subject):
     def letters(self) -> list[Letter]:
         with self._queue() as queue:
             return [
-                Letter(each.message_id, False, each.reason, each.body)
-                for each in queue.dead_letters(limit=None)
+                Letter(letter.message_id, False, letter.reason, letter.body)
+                for letter in queue.dead_letters(limit=None)
             ]
 
     def left(self) -> list[str]:
         with self._queue() as queue:
-            return [
-                f"an open lease of generation {each.lease.generation}" for each in queue.leases()
-            ]
+            return [f"an open lease of generation {row.lease.generation}" for row in queue.leases()]

@@ -1,7 +1,7 @@
-"""What one execution of a task does, as the operators' ``execute`` does it, without Airflow.
+"""Executes tasks as the operators' ``execute`` does, without Airflow.
 
-The operators are thin: from Airflow's context to :mod:`airflow_broadway.runs`.  A subject may have
-the operators themselves execute its tasks: see :meth:`.subject.Subject.execute`.
+The operators only translate Airflow's context for :mod:`airflow_broadway.runs`.  A subject may
+execute its tasks with the real operators: see :meth:`.subject.Subject.execute`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DAG = "crashes"
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One execution of a task, and what the scheduler knows.
+    """One task execution, with the scheduler's state.
 
-    :param task: Its name; a mapped one's index follows a ``!``, but for the first.
-    :param tasks: Those of a run, in order.
-    :param failed: Those of this run that have failed for good.
-    :param returned: What the others of this run returned.
-    :param over: Which runs have ended, by their ids.
-    :param driver: Of a task that submits to Spark.
+    :param task: Its name; the index of a mapped task follows a ``!``, except for index 0.
+    :param tasks: The tasks of a run, in order.
+    :param failed: The tasks of this run that have finally failed.
+    :param returned: The results of the other tasks of this run.
+    :param over: Run id → whether the run has ended.
+    :param driver: The driver of a task that submits to Spark.
     """
 
     run_id: str
@@ -58,17 +58,17 @@ class Attempt:
         return int(self.task.partition("!")[2] or 0)
 
     def map_index(self, pipeline: Pipeline) -> int:
-        """Of a task instance: -1 if the task is not mapped."""
+        """Returns the map index of the task instance: -1 if the task is not mapped."""
         mapped = self.task_id == "process" and pipeline.producer.concurrency > 1
         return self.index if mapped else -1
 
     def is_over(self, run_id: str) -> bool:
-        """Whether a run has ended, or nobody knows it."""
+        """Returns whether a run has ended, or is unknown."""
         return self.over.get(run_id, True)
 
     def returned_by(self, kind: str) -> list[Any]:
-        """What the tasks returned whose names begin so."""
-        return [each for task, each in self.returned.items() if task.startswith(kind)]
+        """Returns the results of tasks whose names begin with ``kind``."""
+        return [result for task, result in self.returned.items() if task.startswith(kind)]
 
 
 def execute(
@@ -79,11 +79,11 @@ def execute(
     hold_failed: float,
     source: RunSource | None = None,
 ) -> Any:
-    """Do what a task does; returns its reference.  ``None`` from the sensor: it is to look again.
+    """Executes a task; returns its reference.  ``None`` from the sensor means: poke again.
 
     :param staging: URI of the staging root.
-    :param hold_failed: Seconds for which the sensor holds what failed tasks received.
-    :param source: Of the run's messages; the live queue unless given.
+    :param hold_failed: Seconds for which the sensor holds the messages of failed tasks.
+    :param source: The source of the run's messages; the live queue by default.
     :raises BroadwayError: If it fails.
     """
     run = StagedRun(Store.open(staging), pipeline=pipeline.name, dag_id=DAG, run_id=attempt.run_id)
@@ -94,21 +94,21 @@ def execute(
         task_id=attempt.task_id,
         map_index=attempt.map_index(pipeline),
         try_number=attempt.try_number,
-        forks=False,  # callbacks are witnessed in this process
+        forks=False,  # callbacks are recorded in this process
     )
     budget = Budget(max_seconds=60.0)
-    about = run, pipeline, task, ports
+    context = run, pipeline, task, ports
     if attempt.task_id == "process":
-        process = ProcessTask(*about, index=attempt.index, budget=budget, source=source)
+        process = ProcessTask(*context, index=attempt.index, budget=budget, source=source)
         return process.run().reference
     if attempt.task_id == "run":
-        return UnstagedTask(*about, budget=budget).run().reference
+        return UnstagedTask(*context, budget=budget).run().reference
     if attempt.task_id in ("look", "ack"):
         return _look(attempt, RunWatcher(run, pipeline, ports=ports), hold_failed)
     if attempt.driver is not None:
         planned = attempt.returned_by("batch.")
-        return SparkTask(*about, attempt.driver, attempt.interceptor).run(planned)
-    return _batches(attempt, BatchTask(*about, batcher=attempt.task_id.removeprefix("batch.")))
+        return SparkTask(*context, attempt.driver, attempt.interceptor).run(planned)
+    return _batches(attempt, BatchTask(*context, batcher=attempt.task_id.removeprefix("batch.")))
 
 
 def _look(attempt: Attempt, watcher: RunWatcher, hold_failed: float) -> Any:
@@ -126,5 +126,5 @@ def _batches(attempt: Attempt, task: BatchTask) -> Any:
         return None
     counts = task.handle(plan)
     reference = task.reference(plan)
-    # One that left batches without an outcome has failed: who reads this says so.
+    # The scheduler treats a task that leaves batches without an outcome as failed.
     return reference if counts is None else {**reference, "outcomes": counts}

@@ -1,4 +1,4 @@
-"""A user's pipeline and sink, put to the test over the embedded queue."""
+"""Crash tests of a user's pipeline and sink, over the embedded queue."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from airflow_broadway.testing.crashes.subject import Embedded
 
 
 class CrashTestError(BroadwayError):
-    """What was asked for cannot be put to the test; the text says why."""
+    """A crash test cannot be run; the text gives the reason."""
 
 
 class Users(Embedded):
-    """A user's pipeline over the embedded queue, one message after another.
+    """A user's pipeline over the embedded queue, run deterministically.
 
-    What runs at the same time, and what closes a batch by the clock, would make each run another;
-    so the pipeline runs with a concurrency of 1, and a batch waits for its size.
+    Concurrency and batch timeouts would make runs differ, so the pipeline runs with a concurrency
+    of 1, and batches close by size only.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Users(Embedded):
 
 @dataclass(frozen=True, kw_only=True)
 class CrashTest:
-    """What is put to the test, and how much of it.
+    """A crash test of a pipeline and its sink.
 
     :param messages: The bodies.
-    :param sink: Returns the rows that the sink holds; ``None``: only messages are counted.
-    :param prepare: Empties a sink that is not in the case's folder.
-    :param share: Of the cases of each family but pairs, 0 to 1; those at the callbacks, and at
-        calls that these make, are all run.
-    :param pairs: How many pairs of strikes.
-    :param only: Just these cases, as reports write them.
-    :param keep: Whether the files of cases that failed are kept.
-    :raises CrashTestError: If it cannot be put to the test.
+    :param sink: Returns the rows of the sink; ``None``: only messages are accounted for.
+    :param prepare: Empties a sink outside the case's folder.
+    :param share: The share of the cases of each family except pairs, 0 to 1; all cases at the
+        callbacks, and at the calls that these make, are run.
+    :param pairs: The number of cases with two faults.
+    :param only: Only these cases, as printed in reports.
+    :param keep: Whether to keep the files of failed cases.
+    :raises CrashTestError: If the test cannot be run.
     """
 
     pipeline: type[Pipeline]
@@ -119,10 +119,10 @@ class CrashTest:
         on_cases: Callable[[int], None] = lambda count: None,
         on_result: Callable[[Result], None] = lambda result: None,
     ) -> Sums:
-        """Strike, and sum up.
+        """Runs the cases; returns the sums.
 
-        :param on_cases: Called once, with how many there will be.
-        :raises UnsoundPipeline: If the pipeline does not balance when nothing is struck.
+        :param on_cases: Called once, with the number of cases.
+        :raises UnsoundPipeline: If the pipeline does not balance without faults.
         :raises CrashTestError: If there is no such case.
         """
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -146,13 +146,13 @@ class CrashTest:
                 self.families, share=self.share, pairs=self.pairs, seed=self.seed, own=True
             )
         try:
-            return [campaign.named(each) for each in self.only]
+            return [campaign.named(text) for text in self.only]
         except ValueError as error:
             raise CrashTestError(str(error)) from None
 
 
 def pipeline_of(reference: str) -> type[Pipeline]:
-    """The class that ``module:Class`` names.
+    """Imports the pipeline class ``module:Class``.
 
     :raises CrashTestError: If it cannot be imported, or is no pipeline.
     """
@@ -164,7 +164,7 @@ def pipeline_of(reference: str) -> type[Pipeline]:
         ) from None
     except BroadwayError as error:
         raise CrashTestError(str(error)) from None
-    except Exception as error:  # its module's own
+    except Exception as error:  # raised by the module itself
         raise CrashTestError(
             f"the module of {reference!r} fails when it is imported:"
             f" {type(error).__name__}: {error}"
@@ -172,7 +172,7 @@ def pipeline_of(reference: str) -> type[Pipeline]:
 
 
 def function_of(reference: str) -> Callable[[Path], Any]:
-    """The function that ``module:function`` names.
+    """Imports the function ``module:function``.
 
     :raises CrashTestError: If it cannot be imported, or is no function.
     """
@@ -181,15 +181,15 @@ def function_of(reference: str) -> Callable[[Path], Any]:
             f"a function is named as module:function, such as orders:rows; got: {reference!r}"
         )
     try:
-        found = resolve_name(reference)
-    except Exception as error:  # its module's own
+        function = resolve_name(reference)
+    except Exception as error:  # raised by the module itself
         raise CrashTestError(
             f"{reference!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    if not callable(found):
-        raise CrashTestError(f"{reference!r} is no function: {found!r:.200}")
-    made: Callable[[Path], Any] = found
-    return made
+    if not callable(function):
+        raise CrashTestError(f"{reference!r} is no function: {function!r:.200}")
+    typed: Callable[[Path], Any] = function
+    return typed
 
 
 def _check(pipeline: type[Pipeline]) -> None:
@@ -208,7 +208,7 @@ def _check(pipeline: type[Pipeline]) -> None:
 
 
 def _with_log(error: UnsoundPipeline) -> UnsoundPipeline:
-    """The same error, with the end of its log: the log itself may be removed."""
+    """Adds the end of the log to the error, because the log may be removed."""
     if error.log is not None and error.log.exists():
         error.tail = error.log.read_text(errors="replace").splitlines()[-20:]
     return error

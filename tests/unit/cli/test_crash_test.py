@@ -12,7 +12,7 @@ import pytest
 from airflow_broadway.cli import crash_test as command
 from airflow_broadway.cli.app import build_parser
 from airflow_broadway.testing.crashes import Case, Failure, Strike, Sums, UnsoundPipeline, users
-from airflow_broadway.testing.crashes.account import Wrong
+from airflow_broadway.testing.crashes.account import Violation
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest
 from tests.cli_runs import ran
@@ -144,7 +144,7 @@ def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_fail
         ("ack", "COMMIT"): Counter(cases=4, points=1),
     }
     rows = [f"row {number} is there twice, and should be once" for number in range(5)]
-    sums.failures = [Failure(CASE, rows, "folder", {Wrong.REPEATED: rows})] * 5
+    sums.failures = [Failure(CASE, rows, "folder", {Violation.REPEATED: rows})] * 5
     sums.unsteady = [CASE.strikes[0].point]
 
     lines = report(sums, lambda case: f"again {case}")

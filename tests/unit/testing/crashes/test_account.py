@@ -13,7 +13,14 @@ import pytest
 from airflow_broadway import Batcher, Broadway, Message, RetryPolicy
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.testing.crashes import Letter, Subject
-from airflow_broadway.testing.crashes.account import ACKED, DEAD, DROPPED, Account, Wrong, account
+from airflow_broadway.testing.crashes.account import (
+    ACKED,
+    DEAD,
+    DROPPED,
+    Account,
+    Violation,
+    account,
+)
 from airflow_broadway.testing.crashes.sink import SinkError
 
 
@@ -91,7 +98,7 @@ def told(tmp_path: Path) -> Told:
     return Told(tmp_path)
 
 
-def wrong(found: Account) -> list[Wrong]:
+def wrong(found: Account) -> list[Violation]:
     return list(found.wrong)
 
 
@@ -108,7 +115,7 @@ def test_a_message_is_acked_or_dead_and_else_lost(told: Told) -> None:
 
 def test_a_call_that_did_not_return_handled_nothing(told: Told) -> None:
     told.called("a", ended=False)
-    assert wrong(account(told, ["a"], None)) == [Wrong.LOST]
+    assert wrong(account(told, ["a"], None)) == [Violation.LOST]
 
 
 def test_another_outcome_than_without_a_strike_is_a_mistake(told: Told) -> None:
@@ -125,11 +132,11 @@ def test_a_callback_that_is_made_to_fail_may_use_up_the_last_attempt(told: Told)
     struck = ["one/batch.default/1"]
     assert account(told, ["a", "b"], fates, rows, struck).good
     assert wrong(account(told, ["a", "b"], fates, rows, ["one/process/1"])) == [
-        Wrong.MISSING,
-        Wrong.OTHER,
+        Violation.MISSING,
+        Violation.OTHER,
     ]
     told.there = ["a", "a"]
-    assert wrong(account(told, ["a", "b"], fates, rows, struck)) == [Wrong.REPEATED]
+    assert wrong(account(told, ["a", "b"], fates, rows, struck)) == [Violation.REPEATED]
 
 
 @pytest.mark.parametrize("pipeline", [Dropping, WithoutLetters])
@@ -141,7 +148,7 @@ def test_what_failed_is_dropped_where_nobody_keeps_it_and_never_what_should_succ
 
     assert account(told, ["a"], None).fates == {0: DROPPED}
     assert account(told, ["a"], {0: DROPPED}).good
-    assert wrong(account(told, ["a"], {0: ACKED})) == [Wrong.LOST]
+    assert wrong(account(told, ["a"], {0: ACKED})) == [Violation.LOST]
 
 
 def test_a_repetition_must_be_marked(told: Told) -> None:
@@ -150,7 +157,7 @@ def test_a_repetition_must_be_marked(told: Told) -> None:
     assert account(told, ["a"], None).good
 
     told.called("a", batch_id="b3")
-    assert wrong(account(told, ["a"], None)) == [Wrong.UNMARKED]
+    assert wrong(account(told, ["a"], None)) == [Violation.UNMARKED]
 
 
 def test_a_batch_comes_again_with_the_same_messages(told: Told) -> None:

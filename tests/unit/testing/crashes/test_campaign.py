@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from airflow_broadway.testing.crashes import Call, Case, Point, Strike, What
+from airflow_broadway.testing.crashes import Call, Case, Fault, Point, Strike
 from airflow_broadway.testing.crashes.campaign import _turn
 
-WHATS = (What.KILLED_BEFORE, What.KILLED_AFTER, What.ERROR)
+WHATS = (Fault.KILLED_BEFORE, Fault.KILLED_AFTER, Fault.ERROR)
 CASES = [
     Case((Strike(Point("one/process/1", Call("create", str(number)), 1), what),))
     for number in range(10)

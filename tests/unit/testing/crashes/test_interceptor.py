@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.testing.crashes import What
+from airflow_broadway.testing.crashes import Fault
 from tests.unit.testing.crashes.struck import Died, calls, striking
 
 
@@ -100,6 +100,6 @@ def test_what_else_can_happen_to_a_call_is_its_own() -> None:
         did.extend((1, 1))
         return "refused"
 
-    came = interceptor.call("PutObject", "", lambda: "made", others={What.SENT_TWICE: twice})
+    came = interceptor.call("PutObject", "", lambda: "made", others={Fault.SENT_TWICE: twice})
     assert (came, did) == ("refused", [1, 1])
     assert [point.traits.others for point in interceptor.seen] == ["sent twice"]
