@@ -214,7 +214,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 binary=made.program.binary,
                 env=made.variables,
                 prepare=lambda: arguments_of(run_uri, *write_work()),
-                noted=self._noted,
+                on_application=self._noted,
             )
             try:
                 yield

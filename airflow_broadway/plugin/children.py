@@ -49,7 +49,7 @@ _PROGRAM: Final = (
     " signal.alarm(int(sys.argv.pop(1)));"
     " from airflow_broadway.cli.questions import main; sys.exit(main())"
 )
-#: Why no broker is asked.
+#: The error while broker queries are off.
 OFF: Final = "the API server asks no broker: `[broadway] ask_brokers` is off"
 #: The API server's signing keys; no child needs them.
 _SIGNING: Final = ("API__SECRET_KEY", "API_AUTH__JWT_SECRET", "WEBSERVER__SECRET_KEY")

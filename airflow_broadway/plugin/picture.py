@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASSES
-from airflow_broadway.plugin.render import count as shown
+from airflow_broadway.plugin.render import count as format_count
 from airflow_broadway.plugin.run_tasks import PipelineTasks, StageTask
 from airflow_broadway.runs.reading.overview import Flow, Overview
 
@@ -207,7 +207,7 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
             height,
             place,
             len(classes),
-            title=shown(count),
+            title=format_count(count),
             line=CLASSES[name],
             tone=TONES[name] if count else "",
         )

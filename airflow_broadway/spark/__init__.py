@@ -1,14 +1,14 @@
-"""What runs in the Spark driver; importing it loads neither Spark nor Airflow.
+"""The Spark driver; importing this package imports neither Spark nor Airflow.
 
 ================  ==================================================================
 ``launcher``      the script that ``spark-submit`` starts; checks Python, then ``job``
-``job``           the entry: versions, work file, session, exit code
-``session``       sessions, the application's and each batch's
+``job``           the entry point: versions, work file, session, exit code
+``session``       sessions of the application and of each batch
 ``application``   the threads of one application
-``batch``         one batch: its session, the callback, what came of it
-``frame``         the DataFrame that ``handle_batch`` gets
-``results``       what ``handle_batch`` may return
-``unsuccessful``  which messages did not succeed by it
+``batch``         one batch: its session, the callback, the outcome
+``frame``         the DataFrame argument of ``handle_batch``
+``results``       the return values of ``handle_batch``
+``unsuccessful``  the messages that did not succeed
 ``entries``       their verdicts, as lines of the outcome
 ``files``         a run's folder through plain files or Hadoop
 ================  ==================================================================

@@ -1,7 +1,7 @@
-"""The threads of one Spark application: batches beside each other, in order where order counts.
+"""The threads of one Spark application: concurrent batches, in order where order matters.
 
-Each batcher has a thread that goes through its plans, and ``concurrency`` lanes: threads that run
-its batches.  The main thread waits, handles signals, and watches for a later try.
+Each batcher has a thread that processes its plans, and ``concurrency`` lanes: threads that run its
+batches.  The main thread waits, handles signals, and watches for a later try.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("airflow_broadway.spark")
 
-#: Exit codes; 0 when every batch has an outcome.
+#: Exit codes; 0 if every batch has an outcome.
 INCOMPLETE, REFUSED, INTERRUPTED = 1, 2, 130
 
-#: Seconds between two looks at whether this application is still wanted.
+#: Seconds between two checks for a later try.
 WATCH_INTERVAL = 2.0
-#: Seconds that batches get to notice that they were cancelled.
+#: The timeout for cancelled batches to end, in seconds.
 CANCEL_TIMEOUT = 20.0
-#: Batches of a plan that get a line each in the log; then one gets a line every so many seconds.
+#: The first batches of a plan are logged one by one, later ones at an interval in seconds.
 LOGGED_BATCHES, LOG_INTERVAL = 20, 5.0
 
 
@@ -62,12 +62,12 @@ def run_work(
     stop: threading.Event | None = None,
     watch_interval: float = WATCH_INTERVAL,
 ) -> int:
-    """Run what a work file asks for in a session that is there; returns the exit code.
+    """Runs the batches of a work file in an existing session; returns the exit code.
 
-    :param uri: The run's folder, as Spark finds it.
-    :param files: The same folder, for its small files.
+    :param uri: The run's folder, as a URI for Spark.
+    :param files: Access to small files of the same folder.
     :param stop: Set it to stop taking batches.
-    :param watch_interval: Seconds between two looks for a later try.
+    :param watch_interval: Seconds between two checks for a later try.
     :raises OwnershipLost: If a later try has begun already.
     :raises PipelineError: If the pipeline has no such batcher, or cannot be loaded.
     """
@@ -114,7 +114,7 @@ def _run_work(
 
 
 def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
-    """Return the clock by which the driver judges leases."""
+    """Returns the clock for the driver's lease checks."""
     clock, producer = SystemClock(), pipeline.producer
     if producer.local_clock:
         return clock
@@ -125,7 +125,7 @@ def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
 
 
 class _Threads:
-    """The threads of one application; what they share is changed under ``_changed``."""
+    """The threads of one application; shared state is changed under ``_changed``."""
 
     def __init__(
         self, application: Application, plans: Sequence[BatchPlan], stop: threading.Event
@@ -136,19 +136,19 @@ class _Threads:
         self._parent = os.getppid()
         self._changed = threading.Condition()
         self._running: set[str] = set()
-        #: Batches: recorded now, failed whole among them, and recorded before.
+        #: Counts of batches: recorded now, failed whole among them, and recorded before.
         self._recorded = self._failed = self._known = 0
         only = app.work.only
-        #: The batches that it is to see handled; more, once it is known which were split.
+        #: The number of batches to handle; grows when splits are found.
         self._total = sum(plan.batches for plan in plans) if only is None else len(only)
-        #: Why batches have no outcome, and how many for each reason.
+        #: Reason → number of batches without an outcome.
         self._problems: dict[str, int] = {}
         self._error: BaseException | None = None
 
     # -- the main thread -------------------------------------------------------------------------
 
     def run(self, watch_interval: float) -> int:
-        """Run everything to its end; returns the exit code."""
+        """Runs all batches; returns the exit code."""
         batchers: dict[str, list[BatchPlan]] = {}
         for plan in self._plans:
             batchers.setdefault(plan.batcher, []).append(plan)
@@ -156,10 +156,10 @@ class _Threads:
             self._thread(f"batcher-{name}", lambda plans=plans: self._run_plans(plans))  # type: ignore[misc]
             for name, plans in batchers.items()
         ]
-        with _signals(self._stop), _Watch(self._look, watch_interval):
+        with _signals(self._stop), _Watch(self._check, watch_interval):
             for thread in threads:
                 thread.start()
-            # With a timeout, so that signals are handled between two looks.
+            # With a timeout, so that signals are handled.
             while not self._stop.is_set() and any(t.is_alive() for t in threads):
                 for thread in threads:
                     thread.join(0.05)
@@ -179,7 +179,7 @@ class _Threads:
                 thread.join(0.5)
 
     def _close(self) -> int:
-        self._say_ended()
+        self._record_end()
         total = self._total
         left = total - self._known - self._recorded
         log.info(
@@ -196,9 +196,9 @@ class _Threads:
             return INTERRUPTED
         return INCOMPLETE if left or self._error is not None else 0
 
-    def _say_ended(self) -> None:
-        """Say that it ended, unless it dies of a batch: of a callback that exits, or takes the JVM
-        along.  What fails at storage, or was asked to stop, is no death.
+    def _record_end(self) -> None:
+        """Records the regular end, unless a batch killed the application: by a callback that exits
+        or takes down the JVM.  Storage errors and stop requests are no crashes.
         """
         from airflow_broadway.spark.batch import SparkLost
 
@@ -210,20 +210,20 @@ class _Threads:
         work = self._app.work
         try:
             say_ended(self._app.files, work.name, work.try_number, WORK)
-        except Exception as failed:  # it then counts as a death, which one alone does no harm
+        except Exception as failed:  # it then counts as one crash, which is harmless
             log.warning("Could not write down that this application ended: %s", failed)
 
-    def _look(self) -> None:
-        """Look whether the JVM is alive, and no later try has begun; called now and then."""
+    def _check(self) -> None:
+        """Checks that the JVM is alive and no later try has begun; called periodically."""
         if "PYSPARK_GATEWAY_PORT" in os.environ and os.getppid() != self._parent:
-            # The JVM was killed: nothing can be done or recorded any more.
+            # The JVM was killed: nothing can be recorded any more.
             log.critical("The JVM of this driver is gone.")
             logging.shutdown()
             os._exit(INCOMPLETE)
         try:
             self._app.ownership.check_try(fresh=True)
         except OwnershipLost as error:
-            self._give_up(error)
+            self._abort(error)
         except Exception as error:
             log.debug("Could not look for later tries: %s", error)
 
@@ -234,12 +234,12 @@ class _Threads:
             try:
                 target()
             except BaseException as error:
-                self._give_up(error)
+                self._abort(error)
 
         return make_thread(self._app.spark, name, guarded)
 
-    def _give_up(self, error: BaseException) -> None:
-        """Stop the application for an error; the first one is logged, and decides its exit code."""
+    def _abort(self, error: BaseException) -> None:
+        """Stops the application on an error; logs the first, which determines the exit code."""
         with self._changed:
             first = self._error is None
             self._error = error if first else self._error
@@ -261,8 +261,8 @@ class _Threads:
         from airflow_broadway.spark.batch import BatchRunner
 
         options = self._app.pipeline.batchers[plan.batcher]
-        order = BatchOrder(self._without_outcome(plan), merged=options.merge_keys)
-        # One after another, a death tells of which batch it was.
+        order = BatchOrder(self._open_batches(plan), merged=options.merge_keys)
+        # Sequentially, a crash identifies its batch.
         concurrency = 1 if self._app.work.alone else options.concurrency
         runner = BatchRunner(self._app, plan)
         progress = _Progress(plan)
@@ -279,20 +279,20 @@ class _Threads:
             thread.join()
         runner.finish()
 
-    def _without_outcome(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
-        """The batches of a plan that have no outcome."""
+    def _open_batches(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
+        """Yields the batches of a plan that have no outcome."""
         files, only = self._app.files, self._app.work.only
         done = set(files.list(paths.outcomes(plan.path)))
         splits = splits_of(files, plan.path, done)
         _, batches = BatchPlan.read(files, plan.path)
-        found = with_parts(batches, splits)
+        pending = with_parts(batches, splits)
         if only is None:
             self._total += sum(len(parts) - 1 for parts in splits.values())
         else:
             place = {batch_id: number for number, batch_id in enumerate(only)}
-            chosen = [batch for batch in found if batch.batch_id in place]
-            found = iter(sorted(chosen, key=lambda batch: place[batch.batch_id]))
-        for batch in found:
+            selected = [batch for batch in pending if batch.batch_id in place]
+            pending = iter(sorted(selected, key=lambda batch: place[batch.batch_id]))
+        for batch in pending:
             if f"{batch.batch_id}.json" in done:
                 self._known += 1
             else:
@@ -307,7 +307,7 @@ class _Threads:
                     try:
                         self._run_batch(runner, batch, progress, lane)
                     except BaseException as error:
-                        self._give_up(error)  # here, where its line names the batch
+                        self._abort(error)  # here, where the log line has the batch's id
                         raise
             finally:
                 with self._changed:
@@ -316,7 +316,7 @@ class _Threads:
                     self._changed.notify_all()
 
     def _next(self, order: BatchOrder) -> PlannedBatch | None:
-        """Wait for a batch that may run; ``None`` if none comes."""
+        """Waits for a batch that may run; returns ``None`` if there is none left."""
         with self._changed:
             while not self._stop.is_set():
                 batch = order.take()
@@ -341,7 +341,7 @@ class _Threads:
         except OwnershipLost:
             raise
         except (LeaseLapsed, Unreadable) as error:
-            # Only this batch's messages are gone, or cannot be read; other batches may go on.
+            # Only this batch's messages are lost or unreadable; other batches continue.
             with self._changed:
                 self._problems[str(error)] = self._problems.get(str(error), 0) + 1
             return
@@ -352,7 +352,7 @@ class _Threads:
 
 
 class _Progress:
-    """Lines of the log about one plan: its first batches, then now and then, every failure."""
+    """Logs the progress of one plan: the first batches, then periodically, and every failure."""
 
     def __init__(self, plan: BatchPlan) -> None:
         self._plan = plan
@@ -361,12 +361,12 @@ class _Progress:
         self._lock = threading.Lock()
 
     def log(self, outcome: Outcome) -> None:
-        """Log what became of a batch, if it is its turn."""
+        """Logs the outcome of a batch, if it is due."""
         with self._lock:
             self._count += 1
             count, now = self._count, time.monotonic()
-            soon = now - self._logged_at < LOG_INTERVAL
-            if count > LOGGED_BATCHES and soon and not outcome.failed:
+            recent = now - self._logged_at < LOG_INTERVAL
+            if count > LOGGED_BATCHES and recent and not outcome.failed:
                 return
             self._logged_at = now
         log.info(
@@ -383,13 +383,13 @@ class _Progress:
 
 
 class _Watch:
-    """Calls a function now and then, from a thread of its own, while its context lasts."""
+    """Calls a function periodically, from its own thread, while its context lasts."""
 
-    def __init__(self, look: Callable[[], None], seconds: float) -> None:
-        self._look = look
+    def __init__(self, check: Callable[[], None], seconds: float) -> None:
+        self._check = check
         self._seconds = seconds
         self._over = threading.Event()
-        self._thread = threading.Thread(target=keep_ids(self._go), name="watch", daemon=True)
+        self._thread = threading.Thread(target=keep_ids(self._run), name="watch", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -398,13 +398,13 @@ class _Watch:
         self._over.set()
         self._thread.join(timeout=5)
 
-    def _go(self) -> None:
+    def _run(self) -> None:
         while not self._over.wait(self._seconds):
-            self._look()
+            self._check()
 
 
 class _signals:  # noqa: N801 - used as a function
-    """Lets SIGTERM and SIGINT stop the application in order; does nothing off the main thread."""
+    """Stops the application gracefully on SIGTERM and SIGINT; inactive off the main thread."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop

@@ -1,16 +1,16 @@
-"""One batch: a session of its own, the callback, and the outcome that settles its messages.
+"""One batch: its own session, the callback, and the outcome that settles its messages.
 
-What stands between a batch and a wrong outcome:
+Safeguards against wrong outcomes:
 
-* The run must own its messages: this is checked before the callback, and again, freshly, before the
-  outcome is written.
-* What the callback raises fails the batch, unless Spark itself is gone or the application is being
+* The run must own its messages: this is checked before the callback, and again before the outcome
+  is written.
+* An exception of the callback fails the batch, unless Spark is lost or the application is being
   stopped.  Then nothing is recorded, and a retry runs the batch again under the same id.
-* Rows of a failed batch that cannot be read back concern their batch alone.  It fails without
-  ``handle_failed``, which would get them.  If even what settling needs cannot be read, it has no
-  outcome, and neither has a batch whose files are not there.
-* Few entries are written with the outcome, which is created exclusively.  Many are written before
-  it, under a name of their own: of two writers one wins, and nobody reads the other's entries.
+* Unreadable rows of a failed batch affect this batch only.  It fails without ``handle_failed``,
+  whose arguments they are.  If even the columns for settlement are unreadable, the batch has no
+  outcome; neither has a batch whose files are missing.
+* Few entries are written within the outcome, which is created exclusively.  Many entries are
+  written first, to a separate file: of two writers one wins, and the other's entries are ignored.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The events of telemetry that are about batches.
+#: The telemetry events of batches.
 _EVENTS = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")
 
 
 class SparkLost(BroadwayError):
-    """Spark is gone: what was running has no outcome."""
+    """Spark is lost: running batches have no outcome."""
 
 
 class Stopped(BroadwayError):
-    """The application is being stopped: what was running has no outcome."""
+    """The application is being stopped: running batches have no outcome."""
 
 
 class Unreadable(BroadwayError):
-    """Messages of one batch cannot be read back: it has no outcome, and others go on."""
+    """Messages of one batch cannot be read: it has no outcome; other batches continue."""
 
 
 class _CallbackError(Exception):
-    """What a returned DataFrame raised when it was computed, on its way through the writing.
+    """Carries the error of a returned DataFrame's computation through the writer.
 
-    It is the callback's error; one of the writing itself is not.
+    It is an error of the callback, unlike errors of the writer itself.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -75,14 +75,14 @@ class _CallbackError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Application:
-    """What all batches of one application share.
+    """The state shared by all batches of one application.
 
-    :param uri: The run's folder, for Spark's readers.
-    :param files: The same folder, for its small files.
-    :param context: What callbacks get as ``context``.
-    :param stopping: Whether the application is to stop.
-    :param application_id: Spark's name of it; empty under Connect.
-    :param host: The driver's host, for people.
+    :param uri: The run's folder, as a URI for Spark's readers.
+    :param files: Access to small files of the same folder.
+    :param context: The ``context`` argument of callbacks.
+    :param stopping: Returns whether the application is being stopped.
+    :param application_id: Spark's application id; empty under Connect.
+    :param host: The driver's host, for messages.
     """
 
     spark: SparkSession
@@ -97,9 +97,9 @@ class Application:
     host: str = field(default_factory=socket.gethostname)
 
     def check_alive(self, cause: BaseException | None = None) -> None:
-        """Return while outcomes may be recorded.
+        """Checks that outcomes may be recorded.
 
-        :raises Stopped: If the application is to stop.
+        :raises Stopped: If the application is being stopped.
         :raises SparkLost: If the JVM is gone, or the SparkContext stopped.
         """
         if self.stopping():
@@ -126,18 +126,18 @@ class BatchRunner:
             fresh=True,
             application_id=application.application_id,
         )
-        about = application.pipeline, application.context, self.frames
-        self.judge = Judge(*about)
-        self.judge_without_callback = Judge(*about, handle_failed=False)
+        shared = application.pipeline, application.context, self.frames
+        self.judge = Judge(*shared)
+        self.judge_without_callback = Judge(*shared, handle_failed=False)
 
     def run(self, planned: PlannedBatch, *, lane: int = 0) -> Outcome:
-        """Handle one batch and record its outcome; returns the one that stands.
+        """Handles one batch and records its outcome; returns the recorded outcome.
 
-        :param lane: Which of the batcher's ``concurrency`` threads runs it, from 0.
+        :param lane: The number of the thread, of the batcher's ``concurrency``, from 0.
         :raises LeaseLapsed: If the run no longer holds its messages, or a later try has begun.
-        :raises SparkLost: If Spark is gone.
-        :raises Stopped: If the application is to stop.
-        :raises Unreadable: If its files are not there, or what failed cannot be read back.
+        :raises SparkLost: If Spark is lost.
+        :raises Stopped: If the application is being stopped.
+        :raises Unreadable: If its files are missing, or failed messages cannot be read.
         """
         batch = self.recorder.begin(planned, plain_key(planned.batch_key))
         session = new_session(self.app.spark)
@@ -147,12 +147,12 @@ class BatchRunner:
             end_session(session)
 
     def finish(self) -> None:
-        """Say that no further batch comes."""
+        """Completes the plan after its last batch."""
         self.recorder.finish()
 
 
 class _Batch:
-    """One batch on its way through a session of its own."""
+    """One batch in its own session."""
 
     def __init__(
         self,
@@ -168,8 +168,8 @@ class _Batch:
         self._batch = batch
         self._session = session
         plan = runner.plan
-        #: What telemetry says of it.
-        self._about = {
+        #: The metadata of its telemetry events.
+        self._metadata = {
             "topology_name": plan.pipeline,
             "name": f"{plan.pipeline}.Broadway.BatchProcessor_{plan.batcher}_{lane}",
             "index": lane,
@@ -185,9 +185,9 @@ class _Batch:
         )
 
     def run(self) -> Outcome:
-        """Handle it and record its outcome; see :meth:`BatchRunner.run`."""
-        found = self._call()
-        exceptions, counts, whole = self._keep(found)
+        """Handles the batch and records its outcome; see :meth:`BatchRunner.run`."""
+        result = self._call()
+        exceptions, counts, whole = self._write_exceptions(result)
         size = self._planned.size
         if counts.unnamed:
             log.error(
@@ -210,24 +210,24 @@ class _Batch:
     # -- the callback ------------------------------------------------------------------------------
 
     def _call(self) -> Failed | Outcomes | Status | None:
-        """What ``handle_batch`` returned, checked; or the status of a batch that failed whole."""
+        """Returns the checked result of ``handle_batch``, or the status of a failed batch."""
         messages = self._messages()
         span = None
         if telemetry.handlers(*_EVENTS):
-            span = telemetry.Span("batch_processor", {**self._about, "messages": messages})
+            span = telemetry.Span("batch_processor", {**self._metadata, "messages": messages})
         try:
-            found = self._planned.refused or read(self._handle_batch(messages))
+            result = self._planned.refused or read(self._handle_batch(messages))
         except protected() as error:
             # As in Broadway: a callback that raises fails its batch, and the span still stops.
             if span is not None:
-                span.stop(self._about)
+                span.stop(self._metadata)
             return self._failed_whole(error)
         except BaseException as error:
             end_span(span, error)
             raise
         if span is not None:
-            span.stop(self._about)
-        return found
+            span.stop(self._metadata)
+        return result
 
     def _handle_batch(self, messages: DataFrame) -> object:
         pipeline = self._app.pipeline
@@ -241,31 +241,31 @@ class _Batch:
     def _messages(self) -> DataFrame:
         try:
             return self._runner.frames.messages(self._session, self._planned)
-        except Exception as error:  # Spark looks whether the files are there
+        except Exception as error:  # Spark checks that the files exist
             self._app.check_alive(error)
             raise _unreadable("messages", self._planned, error) from error
 
     def _failed_whole(self, error: BaseException) -> Status:
-        """The status of a batch whose callback raised, unless Spark is to blame."""
+        """Returns the status of a batch whose callback raised, unless Spark is lost."""
         self._app.check_alive(error)
         log_failure("handle_batch", self._app.pipeline, error, self._planned.size)
         return status_of(error)
 
     # -- the exceptions ----------------------------------------------------------------------------
 
-    def _keep(
-        self, found: Failed | Outcomes | Status | None
+    def _write_exceptions(
+        self, result: Failed | Outcomes | Status | None
     ) -> tuple[Exceptions, Counts, Status | None]:
-        """Keep the batch's exceptions.
+        """Writes the batch's exceptions.
 
-        :returns: They, their counts, and the status of a batch that failed whole.
+        :returns: The exceptions, their counts, and the status of a batch that failed whole.
         """
-        whole = found if isinstance(found, Status) else None
+        whole = result if isinstance(result, Status) else None
         if whole is None:
             try:
-                return *self._write(found, self._runner.judge), None
+                return *self._write(result, self._runner.judge), None
             except _CallbackError as carried:
-                # A frame is lazy: what was returned is computed, and may raise, only here.
+                # A returned DataFrame is lazy: it is computed, and may raise, only here.
                 whole = self._failed_whole(carried.error)
         try:
             return *self._write(whole, self._runner.judge), whole
@@ -274,12 +274,12 @@ class _Batch:
             return *self._write(whole, self._runner.judge_without_callback), whole
 
     def _write(
-        self, found: Failed | Outcomes | Status | None, judge: Judge
+        self, result: Failed | Outcomes | Status | None, judge: Judge
     ) -> tuple[Exceptions, Counts]:
-        """Write the exceptions, streamed."""
+        """Writes the exceptions of one result, streamed."""
         counts = Counts()
-        entries = judge.entries(self._session, self._planned, found, counts)
-        returned = not isinstance(found, Status)
+        entries = judge.entries(self._session, self._planned, result, counts)
+        returned = not isinstance(result, Status)
 
         def lines() -> Iterator[str]:
             while True:

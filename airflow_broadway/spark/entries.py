@@ -1,7 +1,7 @@
-"""The entries of a batch: the verdicts on those of its messages that did not succeed.
+"""The entries of a batch: verdicts on messages that did not succeed.
 
-A success needs none.  A failed message gets one with its verdict, after ``handle_failed`` has seen
-it; a message without an outcome gets one that releases it.
+Successful messages need no entry.  A failed message gets an entry with its verdict, after
+``handle_failed``; a message without an outcome gets an entry that releases it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from airflow_broadway.core.pipeline import Pipeline
 
-#: Messages that one call of ``handle_failed`` gets at most.
+#: The maximum number of messages per call of ``handle_failed``.
 CHUNK = 1000
 
 
 class Counts:
-    """How many messages of a batch did not succeed; counted while its entries are streamed.
+    """Counts of unsuccessful messages of a batch, updated while its entries are streamed.
 
-    ``failed``: with a verdict; ``missing``: without an outcome; ``unnamed``: those of the latter
-    that ``handle_batch`` left out.
+    ``failed``: with a verdict; ``missing``: without an outcome; ``unnamed``: missing messages that
+    ``handle_batch`` did not return.
     """
 
     __slots__ = ("failed", "missing", "unnamed")
@@ -48,11 +48,11 @@ class Counts:
 
 
 class Judge:
-    """Gives the messages of one plan's batches their verdicts; used from many threads.
+    """Determines the verdicts on messages of one plan's batches; used from many threads.
 
-    :param context: What callbacks get as ``context``.
-    :param handle_failed: Whether ``handle_failed`` is called, where the pipeline has it.  Only for
-        its sake is the data of failed messages read back.
+    :param context: The ``context`` argument of callbacks.
+    :param handle_failed: Whether to call ``handle_failed``, if the pipeline defines it.  The data
+        of failed messages are read for this callback only.
     """
 
     def __init__(
@@ -68,34 +68,35 @@ class Judge:
         self,
         spark: SparkSession,
         batch: PlannedBatch,
-        found: Failed | Outcomes | Status | None,
+        result: Failed | Outcomes | Status | None,
         counts: Counts,
     ) -> Iterator[EntryLine]:
-        """The entries of a batch, streamed; in a batch of several generations each with its source.
+        """Streams the entries of a batch; with their source, in a batch of several generations.
 
-        :param found: What :func:`results.read` gave, or the status that the whole batch has.
-        :param counts: Raised as entries are made.
-        :raises PipelineError: If what ``handle_batch`` returned names messages that are not of the
-            batch, or has a status that is not known.
+        :param result: The result of :func:`results.read`, or the status of the whole batch.
+        :param counts: Updated with each entry.
+        :raises PipelineError: If the result of ``handle_batch`` names messages that are not of the
+            batch, or has an unknown status.
         """
         chunk: list[Unsuccessful] = []
-        for each in unsuccessful(spark, self._frames, batch, found, data=self._data):
-            if each.row["_acked"]:
-                # ack_immediately settled it before it came here: nobody settles it again, but
-                # handle_failed gets it.
-                if each.status is MISSING:
+        for message in unsuccessful(spark, self._frames, batch, result, data=self._data):
+            if message.row["_acked"]:
+                # Settled by ack_immediately: not settled again, but passed to handle_failed.
+                if message.status is MISSING:
                     continue
                 counts.failed += 1
                 if not self._data:
                     continue
-            elif each.status is MISSING:
+            elif message.status is MISSING:
                 counts.missing += 1
                 counts.unnamed += 1
-                source = _source(each.row, batch)
-                row = each.row
-                yield _line(row["message_id"], row["attempt"], _received(row), RELEASE, source)
+                source = _source(message.row, batch)
+                row = message.row
+                yield _line(
+                    row["message_id"], row["attempt"], _delivery_of_row(row), RELEASE, source
+                )
                 continue
-            chunk.append(each)
+            chunk.append(message)
             if len(chunk) >= CHUNK:
                 yield from self._judged(chunk, batch, counts)
                 chunk = []
@@ -109,17 +110,17 @@ class Judge:
     ) -> Iterator[EntryLine]:
         sink = _Sink()
         acknowledger = RunAcknowledger(self._pipeline.producer, sink)
-        messages = [self._message(each, batch, acknowledger) for each in chunk]
+        messages = [self._message(message, batch, acknowledger) for message in chunk]
         with Scope("batch") as scope:
             handled = messages
             if self._handle_failed:
                 handled = run_handle_failed(self._pipeline, messages, self._context, scope)
             ack_messages([], handled, on_error=_raise)
-        # By generation, too: a message may have come in two of them, and each settles its own.
+        # By generation, too: a message may be in two of them, and each settles its own.
         left = {
-            (each.message_id, each.acknowledger.ref): each
-            for each in messages
-            if not is_settled(each)
+            (message.message_id, message.acknowledger.ref): message
+            for message in messages
+            if not is_settled(message)
         }
         for message, verdict in sink.judged:
             source = message.acknowledger.ref
@@ -132,12 +133,12 @@ class Judge:
             yield _line(message_id, message.attempt, _delivery(message), RELEASE, source)
 
     def _message(
-        self, each: Unsuccessful, batch: PlannedBatch, acknowledger: RunAcknowledger
+        self, unsettled: Unsuccessful, batch: PlannedBatch, acknowledger: RunAcknowledger
     ) -> Message:
-        row = each.row
-        seen: dict[str, Any] = {}
+        row = unsettled.row
+        fields: dict[str, Any] = {}
         if self._data:
-            seen = {
+            fields = {
                 "metadata": row["metadata"] or {},
                 "batch_key": _batch_key(row["batch_key"], batch),
                 "received_at": as_utc(row["received_at"]),
@@ -149,15 +150,15 @@ class Judge:
             attempt=row["attempt"],
             redelivered=bool(row["redelivered"]),
             batcher=self._frames.plan.batcher,
-            status=each.status,
+            status=unsettled.status,
             acknowledger=NO_ACK
             if row["_acked"]
-            else AckRef(acknowledger, _source(row, batch), _received(row)),
-            **seen,
+            else AckRef(acknowledger, _source(row, batch), _delivery_of_row(row)),
+            **fields,
         )
 
     def _python(self, value: Any) -> Any:
-        """The data as ``handle_message`` left it, as far as the schema carries it."""
+        """Returns the data as returned by ``handle_message``, within the limits of the schema."""
         if self._frames.schema is not None:
             return to_python(value, self._frames.schema.struct)
         if self._frames.plan.as_bytes:
@@ -166,7 +167,7 @@ class Judge:
 
 
 class _Sink:
-    """Keeps the verdicts of one chunk."""
+    """Collects the verdicts of one chunk."""
 
     def __init__(self) -> None:
         self.judged: list[Judged] = []
@@ -186,8 +187,8 @@ def _raise(acknowledger: Any, ref: Any, error: Exception) -> None:
     raise error
 
 
-def _received(row: Any) -> Delivery:
-    """What came with the message of a row."""
+def _delivery_of_row(row: Any) -> Delivery:
+    """Returns the delivery of a row's message."""
     payload = row["_payload"]
     return Delivery(
         receipt=row["_receipt"] or "",
@@ -199,14 +200,14 @@ def _received(row: Any) -> Delivery:
 
 
 def _source(row: Any, batch: PlannedBatch) -> int | None:
-    """Which generation a row is of, in a batch of several: an index; ``None`` in a batch of one."""
+    """Returns the index of a row's generation; ``None`` in a batch of one generation."""
     return int(row["source"]) if len(batch.sources) > 1 else None
 
 
 def _line(
     message_id: str, attempt: int, data: Delivery, verdict: Verdict, source: int | None
 ) -> EntryLine:
-    # With its body in any case: some brokers release a message by publishing it again.
+    # Always with its body: some brokers release a message by publishing it again.
     entry = Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
     return EntryLine(entry, source, settled=False)
 
@@ -217,7 +218,7 @@ def _delivery(message: Message) -> Delivery:
 
 
 def _batch_key(text: str | None, batch: PlannedBatch) -> Any:
-    """A message's key: its batch's; in a batch of several keys, the text in the message's row."""
+    """Returns a message's key: the batch's, or the row's in a batch of several keys."""
     if batch.batch_key is not None:
         return plain_key(batch.batch_key)
     return None if text == "null" else text

@@ -1,12 +1,12 @@
-"""A run's folder as the Spark driver reaches it; see :class:`core.formats.files.Files`.
+"""Access to a run's folder from the Spark driver; see :class:`core.formats.files.Files`.
 
-Under ``file://`` the driver sees the folder itself.  Any other scheme (``s3a://``, ``hdfs://``,
-``gs://`` …) goes through Hadoop's file systems in the JVM, as Spark's own data does: nothing to
-install, and nothing to configure a second time.
+Under ``file://`` the driver accesses the folder directly.  Other schemes (``s3a://``, ``hdfs://``,
+``gs://`` …) use Hadoop's file systems in the JVM, like Spark's own I/O: nothing else to install or
+configure.
 
-``create`` decides races (the first outcome wins, a later try takes over), so it is all or nothing:
-by hard link on plain files, by rename where a rename refuses an existing target (HDFS), by a
-conditional write where the store has one (S3).
+``create`` resolves races (the first outcome wins, a later try takes over), so it is atomic: by hard
+link on plain files, by rename where a rename refuses an existing target (HDFS), by a conditional
+write where the store supports it (S3).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import TEMPORARY, Files, LocalFiles, check_path
 
-#: Characters handed to the JVM in one call.
+#: Characters per call to the JVM.
 CHUNK = 1 << 18
 
-#: Schemes of S3, where creating a file without overwriting looks first and writes later.
+#: Schemes of S3, where creating without overwriting is a check followed by a write.
 _S3 = ("s3", "s3a", "s3n")
-#: An option of Hadoop's for stores that refuse, when a file is closed, to replace another.
+#: Hadoop's option for stores that refuse to overwrite when a file is closed.
 _CONDITIONAL = "fs.option.create.conditional.overwrite"
 
 #: Schemes of file systems whose rename never replaces a file.
@@ -32,12 +32,12 @@ _RENAMES = ("hdfs", "viewfs", "webhdfs", "swebhdfs", "ofs", "o3fs", "maprfs")
 
 
 def open_files(uri: str, spark: Any = None) -> Files:
-    """The files of a run, by the scheme of its folder.
+    """Opens the files of a run, by the scheme of its folder.
 
-    :param uri: The run's folder, ``file:///…`` or ``s3a://…``; percent signs stand for themselves,
-        as in Hadoop's paths.
-    :param spark: The session; may be left out for ``file://``.
-    :raises StagingError: If the scheme needs a JVM that is not there.
+    :param uri: The run's folder, ``file:///…`` or ``s3a://…``; percent signs are literal, as in
+        Hadoop's paths.
+    :param spark: The session; optional for ``file://``.
+    :raises StagingError: If the scheme needs a JVM and there is none.
     """
     path = local_path(uri)
     if path is not None:
@@ -48,7 +48,7 @@ def open_files(uri: str, spark: Any = None) -> Files:
 
 
 def local_path(uri: str) -> str | None:
-    """The path of a ``file:`` URI or a plain path; ``None`` for any other scheme."""
+    """Returns the path of a ``file:`` URI or a plain path; ``None`` for other schemes."""
     if uri.startswith("file://"):
         return "/" + uri[len("file://") :].lstrip("/")
     if uri.startswith("file:"):
@@ -59,7 +59,7 @@ def local_path(uri: str) -> str | None:
 class HadoopFiles:
     """Files below ``uri`` through Hadoop's file systems in Spark's JVM; see :class:`Files`.
 
-    :param renames: Whether ``create`` goes through a rename; by the scheme unless given.
+    :param renames: Whether ``create`` uses a rename; by default depending on the scheme.
     """
 
     def __init__(self, spark: Any, uri: str, *, renames: bool | None = None) -> None:
@@ -93,12 +93,12 @@ class HadoopFiles:
 
     def list(self, folder: str) -> list[str]:
         try:
-            found = self._fs.listStatus(self._path(folder))
+            statuses = self._fs.listStatus(self._path(folder))
         except Exception as error:
             if _is_not_found(error):
                 return []
             raise
-        names = (str(status.getPath().getName()) for status in found)
+        names = (str(status.getPath().getName()) for status in statuses)
         return sorted(name for name in names if name[0] != ".")
 
     def modified(self, path: str) -> float | None:
@@ -115,7 +115,7 @@ class HadoopFiles:
                 return True
             self._fs.delete(temporary, False)
             return False
-        # Visible only once closed, as object stores do it, and refused if one came up meanwhile.
+        # Visible only once closed, as in object stores; refused if the file exists by then.
         builder = self._fs.createFile(target).overwrite(False).recursive()
         if self._conditional:
             builder = builder.must(_CONDITIONAL, "true")
@@ -123,7 +123,7 @@ class HadoopFiles:
             self._write(builder.build(), [text])
         except Exception as error:
             if _is_java(error, "FileAlreadyExistsException", "RemoteFileChangedException"):
-                # Of a request whose answer was lost, the second try meets what the first wrote.
+                # After a lost answer, the retry finds the file of the first attempt.
                 return self.read(path) == text
             raise
         return True
@@ -180,17 +180,17 @@ class HadoopFiles:
 
     def _write(self, stream: Any, texts: Iterable[str]) -> None:
         writer = self._jvm.java.io.OutputStreamWriter(stream, "UTF-8")
-        held: list[str] = []
+        pending: list[str] = []
         size = 0
         try:
             for text in texts:
-                held.append(text)
+                pending.append(text)
                 size += len(text)
                 if size >= CHUNK:
-                    writer.write("".join(held))
-                    held, size = [], 0
-            writer.write("".join(held))
-            if self._renames:  # a real file system: the close alone says nothing of the disk
+                    writer.write("".join(pending))
+                    pending, size = [], 0
+            writer.write("".join(pending))
+            if self._renames:  # a real file system: close does not sync
                 writer.flush()
                 stream.hsync()
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
@@ -199,17 +199,17 @@ class HadoopFiles:
         writer.close()
 
     def _abandon(self, stream: Any) -> None:
-        """Give up a file that is half written: an object store would publish it once closed."""
+        """Aborts a partial write: an object store would publish the file once closed."""
         if self._renames:
-            stream.close()  # its name is a temporary one, which nobody reads
+            stream.close()  # the temporary file is never read
             return
-        # A store that cannot abort drops what is never closed.
+        # A store without abort drops files that are never closed.
         with suppress(Exception):
             stream.abort()
 
 
 def _is_java(error: Exception, *names: str) -> bool:
-    """Whether a Java exception of one of these simple names stands behind ``error``."""
+    """Returns whether ``error`` is caused by a Java exception with one of these simple names."""
     java = getattr(error, "java_exception", None)
     while java is not None:
         if str(java.getClass().getSimpleName()) in names:

@@ -1,12 +1,12 @@
-"""The DataFrame that ``handle_batch`` gets, and what is read back of it.
+"""The DataFrame argument of ``handle_batch``, and the rows that are read back.
 
 Columns: ``message_id string, data, batch_key string, metadata map<string,string>, attempt int,
 redelivered boolean, received_at timestamp, position bigint``.  ``data`` is a struct of the
 batcher's schema; without one, ``binary`` if every message is bytes, else ``string`` of JSON.
-``batch_key`` is the key's text, JSON where the key is no string.
+``batch_key`` is the key as text, in JSON unless it is a string.
 
-A frame is lazy: to make it starts no job.  The reader gets the schema and the very files that hold
-the batch, and the filter on ``batch`` lets Spark pass over the row groups of other batches.
+DataFrames are lazy: creating one starts no job.  The reader gets the schema and only the files of
+the batch, and the filter on ``batch`` lets Spark skip the row groups of other batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from airflow_broadway.core.schema.ddl import (
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-#: The columns that a callback sees, in this order.
+#: The columns of the callback's DataFrame, in this order.
 COLUMNS = (
     "message_id",
     "data",
@@ -45,7 +45,7 @@ COLUMNS = (
     "position",
 )
 
-#: The columns that only settling needs.
+#: The columns for settlement only.
 PRIVATE = ("_receipt", "_payload", "_properties", "_on_success", "_on_failure", "_acked")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -67,9 +67,9 @@ _ATOMIC: dict[Atomic, T.DataType] = {
 
 
 def _spark_type(kind: DataType) -> T.DataType:
-    """The Spark type of a schema's type.
+    """Returns the Spark type of a schema's type.
 
-    Built, not parsed: what ``timestamp`` means in DDL depends on the session.
+    Built, not parsed: the meaning of ``timestamp`` in DDL depends on the session.
     """
     if isinstance(kind, Struct):
         return T.StructType(
@@ -93,14 +93,14 @@ def _spark_type(kind: DataType) -> T.DataType:
 
 
 def data_type(schema: Schema | None, *, as_bytes: bool) -> T.DataType:
-    """The Spark type of the column ``data``."""
+    """Returns the Spark type of the column ``data``."""
     if schema is not None:
         return _spark_type(schema.struct)
     return T.BinaryType() if as_bytes else T.StringType()
 
 
 def file_schema(data: T.DataType) -> T.StructType:
-    """The schema of a plan's data files, as far as it is read here."""
+    """Returns the schema of the columns that are read from a plan's data files."""
     fields: list[tuple[str, T.DataType]] = [
         ("batch", T.LongType()),
         ("source", T.IntegerType()),
@@ -123,7 +123,7 @@ def file_schema(data: T.DataType) -> T.StructType:
 
 
 class BatchFrames:
-    """Makes the frames of one plan's batches.
+    """Creates the DataFrames of one plan's batches.
 
     :param run_uri: The run's folder.
     """
@@ -135,21 +135,21 @@ class BatchFrames:
         self._file_schema = file_schema(data_type(self.schema, as_bytes=plan.as_bytes))
 
     def messages(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
-        """What ``handle_batch`` gets."""
+        """Returns the DataFrame argument of ``handle_batch``."""
         return self._rows(spark, batch).select(*COLUMNS)
 
     def private(self, spark: SparkSession, batch: PlannedBatch, *, data: bool) -> DataFrame:
-        """The same rows with what settling needs, to be read back into Python.
+        """Returns the same rows with the columns for settlement, to be collected into Python.
 
-        Instants come as microseconds since 1970 (see :func:`micros`).  Else Spark would make naive
-        ones in the time zone of this process, and in zones west of UTC fail at year 1.
+        Timestamps are microseconds since 1970 (see :func:`micros`).  Otherwise Spark would create
+        naive ones in the time zone of this process, and fail at year 1 in zones west of UTC.
 
-        :param data: Whether ``data`` is wanted, and what else ``handle_failed`` sees.
+        :param data: Whether to include ``data`` and the other columns for ``handle_failed``.
         """
-        seen: list[Column | str] = ["message_id", "attempt", "redelivered"]
+        columns: list[Column | str] = ["message_id", "attempt", "redelivered"]
         if data:
-            seen = [micros(F.col(name), self._kind(name)).alias(name) for name in COLUMNS]
-        return self._rows(spark, batch).select(*seen, "source", *PRIVATE)
+            columns = [micros(F.col(name), self._kind(name)).alias(name) for name in COLUMNS]
+        return self._rows(spark, batch).select(*columns, "source", *PRIVATE)
 
     def _kind(self, name: str) -> DataType | None:
         if name == "received_at":
@@ -158,64 +158,64 @@ class BatchFrames:
 
     def _rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]
-        # Paths may hold what Spark would take for a pattern, such as brackets.
+        # Paths may contain glob characters, such as brackets.
         reader = spark.read.schema(self._file_schema).option("__globPaths__", "false")
-        # Whatever the cluster is set to: a message that was not read must not be acked.
+        # Regardless of the cluster's settings: a message that was not read must not be acked.
         reader = reader.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
         rows = reader.parquet(*files).where(in_ranges(batch.rows))
         return rows if batch.part is None else rows.where(in_part(batch.part))
 
 
 def micros(column: Column, kind: DataType | None) -> Column:
-    """``column`` with each instant in it as microseconds since 1970, at any depth.
+    """Converts the timestamps in a column to microseconds since 1970, at any depth.
 
-    A map with an instant in it becomes an array of its entries: keys stay whole.
+    A map that contains timestamps becomes an array of its entries, so that no keys collide.
     """
-    if kind is None or not _has_instant(kind):
+    if kind is None or not _has_timestamp(kind):
         return column
     if isinstance(kind, Struct):
         fields = (micros(column[f.name], f.type).alias(f.name) for f in kind.fields)
         return F.when(column.isNotNull(), F.struct(*fields))
     if isinstance(kind, Array):
         element = kind.element
-        return F.transform(column, lambda each: micros(each, element))
+        return F.transform(column, lambda item: micros(item, element))
     if isinstance(kind, Map):
         key, value = kind.key, kind.value
         return F.transform(
             F.map_entries(column),
-            lambda each: F.struct(
-                micros(each["key"], key).alias("key"), micros(each["value"], value).alias("value")
+            lambda item: F.struct(
+                micros(item["key"], key).alias("key"), micros(item["value"], value).alias("value")
             ),
         )
     return F.unix_micros(column)
 
 
-def _has_instant(kind: DataType) -> bool:
+def _has_timestamp(kind: DataType) -> bool:
     if isinstance(kind, Struct):
-        return any(_has_instant(field.type) for field in kind.fields)
+        return any(_has_timestamp(field.type) for field in kind.fields)
     if isinstance(kind, Array):
-        return _has_instant(kind.element)
+        return _has_timestamp(kind.element)
     if isinstance(kind, Map):
-        return _has_instant(kind.key) or _has_instant(kind.value)
+        return _has_timestamp(kind.key) or _has_timestamp(kind.value)
     return kind is Atomic.TIMESTAMP
 
 
 def as_utc(value: int) -> datetime:
-    """Microseconds since 1970 as an instant, aware UTC."""
+    """Returns microseconds since 1970 as a datetime, aware UTC."""
     return _EPOCH + timedelta(microseconds=value)
 
 
 def to_python(value: Any, kind: DataType | Schema) -> Any:
-    """A value that Spark collected, as plain Python: dicts, lists, ``bytes``, aware UTC instants.
+    """Converts a collected value to plain Python: dicts, lists, ``bytes``, aware UTC datetimes.
 
-    :param value: With each instant as :func:`micros` makes it.
+    :param value: A value with timestamps as converted by :func:`micros`.
     """
     if value is None:
         return None
     if isinstance(kind, Struct):
         return {field.name: to_python(value[i], field.type) for i, field in enumerate(kind.fields)}
     if isinstance(kind, Array):
-        return [to_python(each, kind.element) for each in value]
+        return [to_python(item, kind.element) for item in value]
     if isinstance(kind, Map):
         items = value.items() if isinstance(value, Mapping) else value
         return {to_python(k, kind.key): to_python(v, kind.value) for k, v in items}
@@ -227,7 +227,7 @@ def to_python(value: Any, kind: DataType | Schema) -> Any:
 
 
 def in_part(part: Sequence[Sequence[int]]) -> Column:
-    """The condition that a message belongs to a part of its batch."""
+    """Returns the condition that a message belongs to a part of its batch."""
     (first_source, first), (last_source, last) = part
     source, position = F.col("source"), F.col("position")
     after = (source > first_source) | ((source == first_source) & (position >= first))
@@ -236,17 +236,17 @@ def in_part(part: Sequence[Sequence[int]]) -> Column:
 
 
 def in_ranges(ranges: Sequence[Sequence[int]]) -> Column:
-    """The condition that ``batch`` lies in one of several inclusive ranges.
+    """Returns the condition that ``batch`` lies in one of several inclusive ranges.
 
-    Of several, the outermost bounds are tested first: they pass over row groups cheaply.
+    The outermost bounds are tested first, because they skip row groups cheaply.
     """
     parts = [_in_range(first, last) for first, last in ranges]
-    found = parts[0]
+    condition = parts[0]
     for part in parts[1:]:
-        found = found | part
+        condition = condition | part
     if len(parts) > 1:
-        found = _in_range(min(r[0] for r in ranges), max(r[1] for r in ranges)) & found
-    return found
+        condition = _in_range(min(r[0] for r in ranges), max(r[1] for r in ranges)) & condition
+    return condition
 
 
 def _in_range(first: int, last: int) -> Column:

@@ -1,13 +1,13 @@
-"""One Spark application: everything a run has for Spark to do.
+"""The entry point of one Spark application, which runs all Spark batches of a run.
 
 ::
 
     spark-submit … launcher.py --run file:///data/broadway/flights/… --work work/<task>-<try>.json
         --sha256 <the work file's>
 
-It runs every planned batch that has no outcome yet: all batchers beside each other, and
-``concurrency`` batches of each.  It ends with 0 when every batch has an outcome, be it that it
-failed.  The log names what has none; a later try runs only that.
+It runs every planned batch without an outcome: all batchers concurrently, with ``concurrency``
+batches each.  It exits with 0 if every batch has an outcome, even a failed one.  The log names
+batches without an outcome; a later try runs only these.
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ from airflow_broadway.spark.session import application_id, open_session, ui_addr
 
 log = logging.getLogger("airflow_broadway.spark")
 
-#: The oldest release of Spark that runs it.
+#: The oldest supported release of Spark.
 MIN_SPARK = (3, 5)
 
 
 def arguments_of(run_uri: str, path: str, work: Work) -> list[str]:
-    """The arguments with which :func:`main` runs what a work file asks for.
+    """Returns the arguments with which :func:`main` runs a work file.
 
-    :param run_uri: The run's folder, as Spark finds it.
-    :param path: The work file, relative to it.
+    :param run_uri: The run's folder, as a URI for Spark.
+    :param path: The work file, relative to the folder.
     """
-    given = {
+    options = {
         "--run": run_uri,
         "--work": path,
         "--sha256": work.digest,
         "--host": platform.node(),
     }
-    return [each for pair in given.items() for each in pair]
+    return [word for option in options.items() for word in option]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the application; returns its exit code."""
+    """Runs the application; returns its exit code."""
     parser = argparse.ArgumentParser(prog="airflow-broadway-spark", description=__doc__)
     parser.add_argument("--run", help="URI of the run's folder")
-    parser.add_argument("--work", help="path of the work file in it")
+    parser.add_argument("--work", help="path of the work file in the run's folder")
     parser.add_argument("--sha256", help="the work file's digest, without which nothing is loaded")
-    parser.add_argument("--host", default="?", help="who wrote the work file")
+    parser.add_argument("--host", default="?", help="the host that wrote the work file")
     parser.add_argument(
         "--check",
         action="store_true",
         help="only load the pipeline whose reference (JSON) is on standard input; needs no Spark",
     )
-    given = parser.parse_args(argv)
-    if given.check:
+    args = parser.parse_args(argv)
+    if args.check:
         return _check(sys.stdin.read())
     log_plainly("%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("py4j").setLevel(logging.WARNING)
     try:
-        return _run(given)
+        return _run(args)
     except (BroadwayError, OSError) as error:
         log.error("%s", error)
         return REFUSED
 
 
 def _check(reference: str) -> int:
-    """Load a pipeline, as the operator does before it starts a JVM: prints what is wrong."""
+    """Loads a pipeline, for the operator's check before it starts a JVM; prints errors."""
     try:
         load_ref(json.loads(reference))
     except BroadwayError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - this is what the operator reads
+        print(error, file=sys.stderr)  # noqa: T201 - read by the operator
         return REFUSED
     if "airflow" in sys.modules:
         print(  # noqa: T201
@@ -90,25 +90,25 @@ def _check(reference: str) -> int:
     return 0
 
 
-def _run(given: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     log.info("%s", _versions())
-    uri: str = given.run
+    uri: str = args.run
     files: Files | None = None
-    if local_path(uri) is not None:  # no need to wait for a session to find that nothing is there
+    if local_path(uri) is not None:  # fails early, before a session is started
         files = open_files(uri)
-        _read_work(files, given)
+        _read_work(files, args)
     spark = open_session()
     try:
         log.info("Spark application %s; its UI: %s", application_id(spark), ui_address(spark))
         files = files or open_files(uri, spark)
-        return run_work(spark, uri, files, _read_work(files, given))
+        return run_work(spark, uri, files, _read_work(files, args))
     finally:
         with suppress(Exception):
             spark.stop()
 
 
 def _versions() -> str:
-    """The first line of the log.
+    """Returns the first line of the log.
 
     :raises PipelineError: If there is no Spark, or one too old.
     """
@@ -129,21 +129,21 @@ def _versions() -> str:
     return text
 
 
-def _read_work(files: Files, given: argparse.Namespace) -> Work:
-    path: str = given.work
+def _read_work(files: Files, args: argparse.Namespace) -> Work:
+    path: str = args.work
     try:
         text = files.read(path)
     except FileNotFoundError:
         raise StagingError(
-            f"{given.run}/{path}, written on host {given.host!r}, is not there for the Spark driver"
+            f"{args.run}/{path}, written on host {args.host!r}, is not there for the Spark driver"
             f" on host {platform.node()!r}: every task and the driver must see the same staging"
             " root; set [broadway] staging to one that they share"
         ) from None
-    # Before anything that it names is imported: others may write into the staging folder.
-    if digest_of(text) != given.sha256:
+    # Before importing anything that it names: the staging folder may be writable by others.
+    if digest_of(text) != args.sha256:
         raise StagingError(
-            f"{given.run}/{path} is not what the task wrote (its SHA-256 is {digest_of(text)}, and"
-            f" the command line says {given.sha256}): somebody has changed it, and nothing was run"
+            f"{args.run}/{path} is not what the task wrote (its SHA-256 is {digest_of(text)}, and"
+            f" the command line has {args.sha256}): it was changed, and nothing was run"
         )
     work = Work.loads(text, path)
     if work.package_version and work.package_version != __version__:

@@ -1,6 +1,6 @@
-"""The script that spark-submit starts; the operator ships a copy of it beside the code.
+"""The script that spark-submit starts; the operator ships a copy of it with the code.
 
-Written for any Python 3, so that one that is too old says so itself.
+Compatible with any Python 3, so that an old one gets a clear error.
 """
 
 import sys

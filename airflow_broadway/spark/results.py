@@ -1,17 +1,17 @@
-"""What ``handle_batch`` may return, and the meaning of each.
+"""The return values of ``handle_batch`` on Spark.
 
 ==============================  ====================================================================
 ``None``                        every message succeeded
 ``failed(rows, reason=…)``      these messages failed, all others succeeded; combine with ``|``, or
                                 return a list of several
 a DataFrame of outcomes         columns ``message_id``, ``ok`` (boolean) or ``status`` (``"ok"`` or
-                                ``"failed"``), and, if there are reasons, ``reason``; a message that
-                                it leaves out has no outcome, and is released
+                                ``"failed"``), and optionally ``reason``; a message that is left out
+                                has no outcome, and is released
 an exception                    every message failed
 ==============================  ====================================================================
 
-Anything else fails the batch.  Pipelines import this module while a Dag is parsed, so it loads no
-Spark.
+Anything else fails the batch.  Pipelines import this module while Dags are parsed, so it does not
+import Spark.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FailedPart(NamedTuple):
 
 
 class Failed:
-    """Messages that failed, as made by :func:`failed`; ``a | b`` holds those of both."""
+    """Failed messages, as returned by :func:`failed`; ``a | b`` is the union."""
 
     __slots__ = ("parts",)
 
@@ -55,10 +55,10 @@ class Failed:
 
 
 def failed(rows: Any, reason: Any = "failed by handle_batch") -> Failed:
-    """Tell which messages of a batch failed; return it from ``handle_batch``.
+    """Marks messages of a batch as failed; return the result from ``handle_batch``.
 
-    A DataFrame is read after ``handle_batch`` has returned: what is not the same each time it is
-    computed (``rand()``, a changing table) needs ``.cache()`` first.
+    A DataFrame is read after ``handle_batch`` has returned: a nondeterministic one (``rand()``, a
+    changing table) needs ``.cache()`` first.
 
     :param rows: Rows of ``messages``, or any DataFrame with a column ``message_id``; or an iterable
         of message ids.  Repeated ids count once; an id that is not of the batch fails it whole.
@@ -91,8 +91,7 @@ class Outcomes(NamedTuple):
     """A DataFrame of outcomes, checked.
 
     :param frame: The DataFrame.
-    :param status: The name of the column that says how each message stands: ``"ok"`` or
-        ``"status"``.
+    :param status: The name of the status column: ``"ok"`` or ``"status"``.
     :param reasons: Whether it has a column ``reason``.
     """
 
@@ -102,9 +101,9 @@ class Outcomes(NamedTuple):
 
 
 def read(returned: object) -> Failed | Outcomes | None:
-    """Check what ``handle_batch`` returned.
+    """Checks the return value of ``handle_batch``.
 
-    :raises PipelineError: If it is none of what the module lists.
+    :raises PipelineError: If it is not among the values listed above.
     """
     if returned is None or isinstance(returned, Failed):
         return returned
@@ -129,7 +128,7 @@ def _outcomes(frame: Any) -> Outcomes:
     elif len(statuses) != 1:
         fault = f"with {'both' if statuses else 'neither'} of the columns ok and status"
     if fault:
-        # Reports cut reasons: what is wrong and its cure come first, the columns last.
+        # Reports truncate reasons: the error and the way out come first, the columns last.
         raise PipelineError(
             f"handle_batch returned a DataFrame {fault}; return None if all succeeded,"
             " failed(rows, reason=…), or message_id, ok and reason; its columns:"
@@ -148,17 +147,17 @@ def _outcomes(frame: Any) -> Outcomes:
 
 
 def is_frame(value: object) -> bool:
-    """Whether it is a Spark DataFrame, classic or of Spark Connect."""
+    """Returns whether a value is a Spark DataFrame, classic or of Spark Connect."""
     return _is_of_spark(value, "DataFrame")
 
 
 def is_column(value: object) -> bool:
-    """Whether it is a Spark Column, classic or of Spark Connect."""
+    """Returns whether a value is a Spark Column, classic or of Spark Connect."""
     return _is_of_spark(value, "Column")
 
 
 def _is_of_spark(value: object, name: str) -> bool:
-    # By name: this module must not load Spark, and Connect's classes share no base in Spark 3.5.
+    # By name: this module must not import Spark, and Connect's classes share no base in Spark 3.5.
     return any(
         base.__name__ == name and base.__module__.startswith("pyspark.sql.")
         for base in type(value).__mro__
@@ -166,6 +165,6 @@ def _is_of_spark(value: object, name: str) -> bool:
 
 
 def short(value: object) -> str:
-    """A value for an error: its type, and its text if short."""
+    """Formats a value for an error: its type, and its truncated text."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -1,7 +1,7 @@
-"""Sessions of Spark, classic and of Spark Connect: all that the two do differently.
+"""Spark sessions, classic and of Spark Connect, and all differences between the two.
 
-An application refuses Spark Connect, for the pipeline's code would not reach the server.  The
-handling of batches is ready for it all the same, so that only the code has to find its way.
+An application refuses Spark Connect, because the pipeline's code would not be available on the
+server.  The handling of batches already supports it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from airflow_broadway.core.log_context import keep_ids
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Why Spark Connect is refused, and the cure.
+#: The error for Spark Connect, with the way out.
 NO_CONNECT = (
     "Spark Connect is not supported yet; take it out, and run on a classic master (local[*], yarn,"
     " spark://… or k8s://…)"
 )
 
-#: What a session is set to unless the application's own configuration says otherwise.
+#: Default settings of a session; the application's configuration takes precedence.
 SETTINGS = {
-    # received_at, and every timestamp that a callback prints or truncates, is UTC.
+    # received_at, and every timestamp formatted or truncated by callbacks, is in UTC.
     "spark.sql.session.timeZone": "UTC",
-    # Explicit files are never listed by a Spark job, however many they are.
+    # Explicit files are never listed by a Spark job, regardless of their number.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
     "spark.sql.parquet.filterPushdown": "true",
     "spark.sql.adaptive.enabled": "true",
@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def _is_connect(spark: Any) -> bool:
-    """Whether a session is one of Spark Connect, which has no JVM at hand."""
+    """Returns whether a session is one of Spark Connect, without access to a JVM."""
     return ".connect." in type(spark).__module__
 
 
@@ -44,7 +44,7 @@ def _is_connect(spark: Any) -> bool:
 
 
 def open_session() -> SparkSession:
-    """The driver's session.
+    """Opens the driver's session.
 
     :raises PipelineError: If it would be one of Spark Connect.
     """
@@ -65,32 +65,32 @@ def open_session() -> SparkSession:
 
 
 def _silence_pools(session: Any) -> None:
-    """Keep out of the log that a pool has no file of its own: pools are made as they are needed."""
-    with suppress(Exception):  # only the log would be longer
+    """Suppresses the warning that a pool has no file: pools are created on demand."""
+    with suppress(Exception):  # affects the log only
         log4j = session._jvm.org.apache.logging.log4j
         name = "org.apache.spark.scheduler.FairSchedulableBuilder"
         log4j.core.config.Configurator.setLevel(name, log4j.Level.ERROR)
 
 
 def prepare_session(spark: SparkSession) -> None:
-    """Give a session of Connect the settings; a classic one has them from its start."""
+    """Applies the settings to a Connect session; a classic one has them from its start."""
     if _is_connect(spark):
         for name, value in SETTINGS.items():
             spark.conf.set(name, value)
 
 
 def application_id(spark: SparkSession) -> str:
-    """Spark's name of the application; empty under Connect."""
+    """Returns Spark's application id; empty under Connect."""
     return "" if _is_connect(spark) else str(spark.sparkContext.applicationId)
 
 
 def ui_address(spark: SparkSession) -> str:
-    """Where the application's UI is while it runs; empty if it has none, or under Connect."""
+    """Returns the URL of the application's UI; empty if it has none, or under Connect."""
     return "" if _is_connect(spark) else str(spark.sparkContext.uiWebUrl or "")
 
 
 def why_lost(spark: Any) -> str:
-    """Why Spark can do no more; empty while it can."""
+    """Returns why Spark is lost; empty while it is usable."""
     try:
         if _is_connect(spark):
             if spark.is_stopped:
@@ -105,38 +105,38 @@ def why_lost(spark: Any) -> str:
 
 
 def make_thread(spark: Any, name: str, target: Callable[[], None]) -> threading.Thread:
-    """A daemon thread that may start Spark's jobs."""
+    """Creates a daemon thread that may start Spark jobs."""
     target = keep_ids(target)
     if _is_connect(spark):
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread
 
     # Also closes the JVM's half of the thread at its end.
-    made: Any = InheritableThread(target=target, name=name)
-    made.daemon = True
-    return made  # type: ignore[no-any-return]
+    thread: Any = InheritableThread(target=target, name=name)
+    thread.daemon = True
+    return thread  # type: ignore[no-any-return]
 
 
 # -- a batch's session -----------------------------------------------------------------------------
 
 
 def new_session(spark: SparkSession) -> SparkSession:
-    """A session of a batch's own: its temporary views and settings are seen by no other."""
-    made: Any = spark
+    """Creates a session for one batch, with separate temporary views and settings."""
+    session: Any = spark
     if not _is_connect(spark):
-        made = spark.newSession()
+        session = spark.newSession()
     elif hasattr(spark, "cloneSession"):
-        made = spark.cloneSession()
+        session = spark.cloneSession()
     else:  # Spark Connect before 4.1
-        made = type(spark).builder.remote(spark.client._builder.url).create()  # type: ignore[attr-defined]
-        prepare_session(made)
-    return made  # type: ignore[no-any-return]
+        session = type(spark).builder.remote(spark.client._builder.url).create()  # type: ignore[attr-defined]
+        prepare_session(session)
+    return session  # type: ignore[no-any-return]
 
 
 def end_session(spark: Any) -> None:
-    """Give a batch's session back.
+    """Releases a batch's session.
 
-    A classic one goes with its last reference; the server of Connect keeps one until it is
+    A classic session ends with its last reference; the Connect server keeps one until it is
     released.
     """
     if _is_connect(spark):
@@ -145,22 +145,22 @@ def end_session(spark: Any) -> None:
             spark.client.close()
 
 
-def name_jobs(session: SparkSession, batch_id: str, what: str, pool: str) -> None:
-    """Give the jobs that this thread starts a group, by which :func:`cancel_jobs` finds them.
+def name_jobs(session: SparkSession, batch_id: str, description: str, pool: str) -> None:
+    """Assigns the jobs of this thread to a group, for :func:`cancel_jobs`.
 
-    :param what: What Spark's UI shows.
-    :param pool: The scheduler's pool, whose share of the cluster they get.
+    :param description: Their description in Spark's UI.
+    :param pool: Their scheduler pool.
     """
     if _is_connect(session):
         session.addTag(batch_id)
         return
     context = session.sparkContext
-    context.setJobGroup(batch_id, what, interruptOnCancel=True)
+    context.setJobGroup(batch_id, description, interruptOnCancel=True)
     context.setLocalProperty("spark.scheduler.pool", pool)
 
 
 def cancel_jobs(spark: Any, batch_id: str) -> None:
-    """Cancel the jobs of a batch, as far as that can be done."""
+    """Cancels the jobs of a batch; best effort."""
     with suppress(Exception):
         if _is_connect(spark):
             spark.interruptTag(batch_id)

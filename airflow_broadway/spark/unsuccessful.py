@@ -1,7 +1,7 @@
-"""Which messages of a batch did not succeed: the rows that what ``handle_batch`` returned names.
+"""Finds the messages of a batch that did not succeed, by the result of ``handle_batch``.
 
-Only those rows are read back into the driver, a small partition at a time.  So a batch of millions
-may fail in a driver of little memory.
+Only their rows are collected into the driver, one small partition at a time, so that a batch of
+millions can fail in a driver with little memory.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from airflow_broadway.spark.results import FAILED_STATUS, OK_STATUS, Failed, Out
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-#: Up to so many named messages are looked up by their ids; more are joined.
+#: The maximum number of named messages that are looked up by their ids; more are joined.
 SMALL = 1000
-#: Rows, and bytes, in a partition of what is read back, about: the driver holds one at a time.
+#: Approximate rows and bytes per collected partition: the driver holds one at a time.
 PART_ROWS, PART_BYTES = 10_000, 8 * 1024 * 1024
 #: Ids named in an error.
 SHOWN = 3
 
-#: The status of a message that ``handle_batch`` said nothing of.
+#: The status of a message that ``handle_batch`` did not return.
 MISSING = Status("missing")
 
 
 class Unsuccessful(NamedTuple):
-    """A message that did not succeed: its row, and how it stands."""
+    """A message that did not succeed: its row and its status."""
 
     row: Any
     status: Status
@@ -43,33 +43,33 @@ def unsuccessful(
     spark: SparkSession,
     frames: BatchFrames,
     batch: PlannedBatch,
-    found: Failed | Outcomes | Status | None,
+    result: Failed | Outcomes | Status | None,
     *,
     data: bool,
 ) -> Iterator[Unsuccessful]:
-    """The messages of a batch that did not succeed, streamed.
+    """Streams the messages of a batch that did not succeed.
 
-    :param found: What :func:`results.read` gave, or the status that the whole batch has.
-    :param data: Whether their rows carry what ``handle_failed`` sees.
-    :raises PipelineError: If what ``handle_batch`` returned names messages that are not of the
-        batch, or has a status that is not known.
+    :param result: The result of :func:`results.read`, or the status of the whole batch.
+    :param data: Whether to include the columns for ``handle_failed``.
+    :raises PipelineError: If the result of ``handle_batch`` names messages that are not of the
+        batch, or has an unknown status.
     """
-    if found is None:
+    if result is None:
         return iter(())
     rows = frames.private(spark, batch, data=data)
-    if isinstance(found, Status):
-        return (Unsuccessful(row, found) for row in _in_parts(rows, batch).toLocalIterator())
-    if isinstance(found, Failed):
-        named = _named_of_failed(spark, found)
+    if isinstance(result, Status):
+        return (Unsuccessful(row, result) for row in _in_parts(rows, batch).toLocalIterator())
+    if isinstance(result, Failed):
+        named = _named_of_failed(spark, result)
         if named is None:
             return iter(())
         few: list[Any] | None = (
             named if isinstance(named, list) else named.limit(SMALL + 1).collect()
         )
     else:
-        named = _named_of_outcomes(found)
+        named = _named_of_outcomes(result)
         few = named.limit(SMALL + 1).collect() if batch.size <= SMALL else None
-    complete = isinstance(found, Outcomes)
+    complete = isinstance(result, Outcomes)
     if few is not None and len(few) <= SMALL:
         return _from_few(rows, few, complete=complete)
     if isinstance(named, list):
@@ -78,29 +78,30 @@ def unsuccessful(
 
 
 def _in_parts(rows: DataFrame, batch: PlannedBatch) -> DataFrame:
-    """The same rows, in partitions so small that one fits into a driver of little memory."""
+    """Repartitions rows so that a partition fits into a driver with little memory."""
     parts = max(-(-batch.size // PART_ROWS), -(-batch.bytes // PART_BYTES))
     return rows if parts <= 1 else rows.repartition(parts, "message_id")
 
 
-#: A row for each message that was named; of several for one message the highest rank counts.
+#: A row for each named message; of several for one message the highest rank counts.
 _NAMED = "message_id string, rank int, status string, reason string"
 
 
 def _named_of_failed(
-    spark: SparkSession, found: Failed
+    spark: SparkSession, result: Failed
 ) -> list[tuple[str, int, str, str]] | DataFrame | None:
-    """Whom ``failed()`` named: a list of rows of ``_NAMED``, or a DataFrame; ``None`` for nobody.
+    """Returns the messages named by ``failed()``: a list of rows of ``_NAMED``, a DataFrame, or
+    ``None``.
 
-    The rank is the place of the ``failed()``: of several reasons for a message the last counts.
+    The rank is the position of the ``failed()``: of several reasons for a message the last counts.
     """
-    if not found.parts:
+    if not result.parts:
         return None
     ids: list[tuple[str, int, str, str]] = []
     frames: list[DataFrame] = []
-    for rank, (rows, reason) in enumerate(found.parts):
+    for rank, (rows, reason) in enumerate(result.parts):
         if isinstance(rows, tuple):
-            ids += [(each, rank, "failed", reason) for each in rows]
+            ids += [(message_id, rank, "failed", reason) for message_id in rows]
             continue
         column = F.lit(reason) if isinstance(reason, str) else reason
         frames.append(
@@ -116,27 +117,27 @@ def _named_of_failed(
     if ids:
         frames.append(spark.createDataFrame(ids, _NAMED))
     named = frames[0]
-    for each in frames[1:]:
-        named = named.unionByName(each)
+    for frame in frames[1:]:
+        named = named.unionByName(frame)
     return named
 
 
-def _named_of_outcomes(found: Outcomes) -> DataFrame:
-    """What a DataFrame of outcomes names, as rows of ``_NAMED``."""
-    status = F.lower(F.col(found.status).cast("string"))
+def _named_of_outcomes(result: Outcomes) -> DataFrame:
+    """Returns a DataFrame of outcomes as rows of ``_NAMED``."""
+    status = F.lower(F.col(result.status).cast("string"))
     word = F.when(status == "true", "ok").when(status == "false", "failed").otherwise(status)
     good, bad = word.isin(*OK_STATUS), word.isin(*FAILED_STATUS)
-    made: DataFrame = found.frame.select(
+    rows: DataFrame = result.frame.select(
         F.col("message_id").cast("string").alias("message_id"),
-        # A message named twice failed if either row says so; an unknown word is an error, later.
+        # A message named twice failed if either row failed; an unknown word raises later.
         F.when(good, 0).when(bad, 1).otherwise(2).alias("rank"),
         F.when(good, "ok")
         .when(bad, "failed")
-        .otherwise(F.coalesce(F.col(found.status).cast("string"), F.lit("null")))
+        .otherwise(F.coalesce(F.col(result.status).cast("string"), F.lit("null")))
         .alias("status"),
-        (_cut(F.col("reason")) if found.reasons else F.lit(None).cast("string")).alias("reason"),
+        (_cut(F.col("reason")) if result.reasons else F.lit(None).cast("string")).alias("reason"),
     )
-    return made
+    return rows
 
 
 def _cut(column: Any) -> Any:
@@ -144,43 +145,43 @@ def _cut(column: Any) -> Any:
 
 
 def _from_few(rows: DataFrame, named: list[Any], *, complete: bool) -> Iterator[Unsuccessful]:
-    """Look the rows of a few named messages up by their ids.
+    """Looks up the rows of a few named messages by their ids.
 
-    :param complete: Whether a message that was not named has no outcome (else it succeeded).
+    :param complete: Whether a message that is not named has no outcome; if not, it succeeded.
     """
-    found: dict[str, Any] = {}
-    for each in named:
-        message_id, rank, *_ = each
-        if message_id not in found or rank >= found[message_id][1]:
-            found[message_id] = each
-    for _, _, status, _ in found.values():
+    named_by_id: dict[str, Any] = {}
+    for named_row in named:
+        message_id, rank, *_ = named_row
+        if message_id not in named_by_id or rank >= named_by_id[message_id][1]:
+            named_by_id[message_id] = named_row
+    for _, _, status, _ in named_by_id.values():
         _check_status(status)
     wanted = rows
     if not complete:
-        if not found:
+        if not named_by_id:
             return
-        wanted = rows.where(F.col("message_id").isin([i for i in found if i is not None]))
+        wanted = rows.where(F.col("message_id").isin([i for i in named_by_id if i is not None]))
     seen = set()
     for row in wanted.toLocalIterator():
         message_id = row["message_id"]
         seen.add(message_id)
-        each = found.get(message_id)
-        if each is None:
+        named_row = named_by_id.get(message_id)
+        if named_row is None:
             yield Unsuccessful(row, MISSING)
-        elif each[2] != "ok":
-            yield Unsuccessful(row, _failed(each[3]))
-    _check_known([message_id for message_id in found if message_id not in seen])
+        elif named_row[2] != "ok":
+            yield Unsuccessful(row, _failed(named_row[3]))
+    _check_known([message_id for message_id in named_by_id if message_id not in seen])
 
 
 def _from_join(
     rows: DataFrame, named: DataFrame, batch: PlannedBatch, *, complete: bool
 ) -> Iterator[Unsuccessful]:
-    """The same by a join, however many were named."""
+    """Looks up the rows of any number of named messages by a join."""
     best = named.groupBy("message_id").agg(
         F.max(F.struct("rank", "status", "reason")).alias("_named")
     )
-    # Never by a broadcast.  Spark decides by compressed sizes, and ids compress well: of a megabyte
-    # that is sent, the driver builds a table of hundreds.
+    # Never a broadcast join: Spark decides by compressed sizes, and ids compress well: a compressed
+    # megabyte may become a table of hundreds in the driver.
     joined = best.hint("merge").join(
         rows.withColumn("_here", F.lit(True)), "message_id", "full" if complete else "left"
     )
@@ -215,11 +216,11 @@ def _check_status(status: str) -> None:
 
 
 def _check_known(unknown: list[str]) -> None:
-    # To pass over them could ack what was meant to fail: a column of other ids is easily taken.
+    # Ignoring them could ack messages that should have failed, if a wrong column was used.
     if unknown:
-        shown = ", ".join(repr(message_id) for message_id in unknown[:SHOWN])
+        some = ", ".join(repr(message_id) for message_id in unknown[:SHOWN])
         more = " and more" if len(unknown) > SHOWN else ""
         raise PipelineError(
-            f"handle_batch returned message ids that are not of this batch: {shown}{more}; take the"
+            f"handle_batch returned message ids that are not of this batch: {some}{more}; take the"
             " column message_id of `messages`"
         )

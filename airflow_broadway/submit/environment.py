@@ -1,6 +1,6 @@
-"""What a worker needs to start Spark: the program, its Java, its Python, its settings.
+"""The environment of Spark on a worker: the program, its Java, its Python, its settings.
 
-Everything that can be wrong here is found before a JVM starts, and said in one sentence.
+Errors are detected before a JVM starts, and reported in one sentence.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.spark.session import NO_CONNECT
 
-#: The oldest Java that Spark runs on.
+#: The oldest version of Java that Spark supports.
 MIN_JAVA = 17
 
-#: For a local master, most of whose time goes into starting: half the CPU of Java's own defaults.
+#: For a local master, where startup dominates: half the CPU of Java's defaults.
 LIGHT_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
-#: Without it a driver waits for ever when one of Spark's own threads has run out of memory.
+#: Without it a driver hangs forever when a thread of Spark runs out of memory.
 EXIT_ON_OUT_OF_MEMORY = "-XX:+ExitOnOutOfMemoryError"
-#: Java gets these before spark.driver.extraJavaOptions, in every deploy mode: users' flags win.
+#: Precedes spark.driver.extraJavaOptions in every deploy mode, so that users' flags win.
 _DEFAULT_OPTIONS = "spark.driver.defaultJavaOptions"
 
 _MASTER = re.compile(r"local(\[.*\])?|yarn.*|spark://.+|k8s://.+|mesos://.+")
 
 
 class SparkMissing(BroadwayError):
-    """This worker has no Spark, or no Java that runs it."""
+    """This worker has no Spark, or no suitable Java."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparkProgram:
-    """How Spark is started here.
+    """The spark-submit program of this worker.
 
-    :param binary: The program, with its path where that is needed.
-    :param bundled: Whether it is the one of the worker's own ``pyspark``.
-    :param env: Variables for it; they never override what is set.
+    :param binary: The program, with its path if necessary.
+    :param bundled: Whether it belongs to the worker's own ``pyspark``.
+    :param env: Its environment variables; they never override existing ones.
     """
 
     binary: str
@@ -53,9 +53,9 @@ class SparkProgram:
 
 
 def check_master(conn_id: str, master: str) -> str:
-    """Return a master's URL that spark-submit takes.
+    """Checks and returns a master URL for spark-submit.
 
-    :raises ConnectionMissing: Naming the connection and the forms there are.
+    :raises ConnectionMissing: Naming the connection and the supported forms.
     """
     if _MASTER.fullmatch(master):
         return master
@@ -68,35 +68,33 @@ def check_master(conn_id: str, master: str) -> str:
 
 
 def check_classic(env: Mapping[str, str], conf: Mapping[str, Any]) -> None:
-    """Return unless the driver would get a session of Spark Connect.
+    """Checks that the driver would not get a session of Spark Connect.
 
-    :raises SparkMissing: Naming what asks for it.
+    :raises SparkMissing: Naming the variable or setting that requests it.
     """
-    asked = [name for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED") if env.get(name)]
-    asked += [name for name in ("spark.remote",) if conf.get(name)]
+    causes = [name for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED") if env.get(name)]
+    causes += [name for name in ("spark.remote",) if conf.get(name)]
     if str(conf.get("spark.api.mode", "")).lower() == "connect":
-        asked.append("spark.api.mode=connect")
-    if asked:
-        raise SparkMissing(f"{asked[0]} is set for the driver: {NO_CONNECT}")
+        causes.append("spark.api.mode=connect")
+    if causes:
+        raise SparkMissing(f"{causes[0]} is set for the driver: {NO_CONNECT}")
 
 
 def find_spark(binary: str, env: Mapping[str, str]) -> SparkProgram:
-    """Find the program, and the Spark it belongs to.
+    """Finds the program and its Spark installation.
 
-    ``SPARK_HOME`` wins; then a program on PATH that is not this Python's own; then the ``pyspark``
-    that is installed here, whose start script fails unless its environment is active.
+    The order is ``SPARK_HOME``, then a program on PATH outside this Python environment, then the
+    installed ``pyspark``, whose start script fails unless its environment is active.
 
     :raises SparkMissing: If there is none.
     """
     home = env.get("SPARK_HOME")
     if home and (Path(home) / "bin" / binary).is_file():
         return SparkProgram(binary=str(Path(home) / "bin" / binary), bundled=home == _bundled())
-    found = shutil.which(binary, path=env.get("PATH"))
-    own = (
-        found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
-    )
-    if found and not own:
-        return SparkProgram(binary=found, bundled=False)
+    path = shutil.which(binary, path=env.get("PATH"))
+    own = path is not None and Path(path).parent.resolve() == Path(sys.executable).parent.resolve()
+    if path and not own:
+        return SparkProgram(binary=path, bundled=False)
     bundled = _bundled()
     if bundled and (Path(bundled) / "bin" / binary).is_file():
         return SparkProgram(
@@ -109,21 +107,21 @@ def find_spark(binary: str, env: Mapping[str, str]) -> SparkProgram:
 
 
 def _bundled() -> str | None:
-    """The folder of the ``pyspark`` installed here, if it is the whole and not only the client."""
+    """Returns the folder of the installed ``pyspark``, if it is more than the client."""
     try:
-        found = importlib.util.find_spec("pyspark")
+        spec = importlib.util.find_spec("pyspark")
     except (ImportError, ValueError):
         return None
-    for folder in (found.submodule_search_locations or []) if found else []:
+    for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / "jars").is_dir():
             return folder
     return None
 
 
 def check_java(env: Mapping[str, str]) -> None:
-    """Return if there is a Java that runs the bundled Spark.
+    """Checks that a Java for the bundled Spark is available.
 
-    :raises SparkMissing: Saying which is missing, or what the one found lacks.
+    :raises SparkMissing: Naming the missing program, version or module.
     """
     home = env.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else shutil.which("java", path=env.get("PATH"))
@@ -137,17 +135,17 @@ def check_java(env: Mapping[str, str]) -> None:
     if not java:
         raise SparkMissing(f"Spark needs Java, and no java program was found ({where}): {cure}")
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [java, "--list-modules"], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SparkMissing(f"{java} cannot be run ({error}): {cure}") from error
-    modules = done.stdout.split()
+    modules = result.stdout.split()
     version = next((m.partition("@")[2] for m in modules if m.startswith("java.base@")), "")
     number = re.match(r"\d+", version)
-    if done.returncode or number is None or int(number[0]) < MIN_JAVA:
-        shown = version or (done.stderr.strip().splitlines() or ["an unknown version"])[0]
-        raise SparkMissing(f"{java} is too old for Spark ({shown}; {where}): {cure}")
+    if result.returncode or number is None or int(number[0]) < MIN_JAVA:
+        found_version = version or (result.stderr.strip().splitlines() or ["an unknown version"])[0]
+        raise SparkMissing(f"{java} is too old for Spark ({found_version}; {where}): {cure}")
     if not any(module.startswith("jdk.incubator.vector") for module in modules):
         raise SparkMissing(
             f"{java} (version {version}) lacks the module jdk.incubator.vector, without which Spark"
@@ -156,17 +154,17 @@ def check_java(env: Mapping[str, str]) -> None:
 
 
 def default_conf(
-    master: str, given: Mapping[str, Any], elsewhere: Mapping[str, str]
+    master: str, operator_conf: Mapping[str, Any], file_conf: Mapping[str, str]
 ) -> dict[str, str]:
-    """Settings that an application gets unless someone has set them: the operator, a properties
-    file, or Spark's own defaults file.
+    """Returns default settings, except those set by the operator, a properties file, or Spark's
+    defaults file.
 
-    One is always among them: Java's default options, with the flag that ends a driver whose memory
-    has run out before whatever else is in them.
+    Java's default options are always included, preceded by the flag that ends a driver without
+    memory.
 
     :param master: The Spark master's URL.
-    :param given: The operator's ``conf``.
-    :param elsewhere: What :func:`file_settings` found.
+    :param operator_conf: The operator's ``conf``.
+    :param file_conf: The result of :func:`file_settings`.
     """
     conf = {"spark.scheduler.mode": "FAIR"}
     if master.startswith("local"):
@@ -178,21 +176,21 @@ def default_conf(
             # Adaptive execution merges them again; a local batch never needs Spark's 200.
             "spark.sql.shuffle.partitions": "8",
         }
-    options = str(given.get(_DEFAULT_OPTIONS) or elsewhere.get(_DEFAULT_OPTIONS) or "")
+    options = str(operator_conf.get(_DEFAULT_OPTIONS) or file_conf.get(_DEFAULT_OPTIONS) or "")
     if "ExitOnOutOfMemoryError" not in options:
         options = f"{EXIT_ON_OUT_OF_MEMORY} {options}".strip()
-    made = {name: each for name, each in conf.items() if name not in {**given, **elsewhere}}
-    return {**made, _DEFAULT_OPTIONS: options}
+    conf = {n: value for n, value in conf.items() if n not in {**operator_conf, **file_conf}}
+    return {**conf, _DEFAULT_OPTIONS: options}
 
 
 def file_settings(
     properties_file: str | None, env: Mapping[str, str], binary: str = ""
 ) -> dict[str, str]:
-    """The settings of a properties file, or of Spark's own defaults file.
+    """Reads the settings of a properties file, or of Spark's defaults file.
 
-    :param properties_file: The operator's; Spark then reads no other.
-    :param env: Variables of the program.
-    :param binary: The program, with its path where that is known: the file of its Spark counts.
+    :param properties_file: The operator's file, which replaces Spark's defaults file.
+    :param env: The program's environment variables.
+    :param binary: The program, with its path if known, which locates the defaults file.
     """
     if properties_file:
         return _settings_in(Path(properties_file))
@@ -209,7 +207,7 @@ def _settings_in(path: Path) -> dict[str, str]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return {}
-    text = re.sub(r"\\\r?\n\s*", "", text)  # a line that goes on in the next
+    text = re.sub(r"\\\r?\n\s*", "", text)  # line continuation
     lines = (line.strip() for line in text.splitlines())
     parts = (
         re.split(r"\s*[\s=:]\s*", line, maxsplit=1)
@@ -220,17 +218,17 @@ def _settings_in(path: Path) -> dict[str, str]:
 
 
 def s3_settings(
-    uri: str, connection: Connection | None, given: Mapping[str, Any]
+    uri: str, connection: Connection | None, operator_conf: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What Spark needs to reach a staging root in S3: settings, and secret variables.
+    """Returns Spark's settings and secret variables for a staging root in S3.
 
-    The settings are for the root's bucket alone, so that a lake elsewhere keeps its own.  Secrets
-    are never settings, which show on the command line.  They go by the environment of the driver,
-    which Spark hands on to its executors.
+    The settings apply to the root's bucket only, and do not affect other buckets.  Secrets are
+    never settings, which are visible on the command line.  They are environment variables of the
+    driver, which Spark passes on to its executors.
 
     :param uri: The root as ``s3a://bucket/…``.
-    :param connection: The Airflow AWS connection; ``None``: Spark's own chain of providers.
-    :param given: The operator's ``conf``, which wins.
+    :param connection: The Airflow AWS connection; ``None``: Spark's chain of credential providers.
+    :param operator_conf: The operator's ``conf``, which takes precedence.
     """
     if connection is None:
         return {}, {}
@@ -242,7 +240,7 @@ def s3_settings(
     endpoint = (services.get("s3") or {}).get("endpoint_url") or extra.get("endpoint_url")
     if endpoint:
         conf[f"{prefix}.endpoint"] = str(endpoint)
-        # Hardly a store but AWS has a host of its own for each bucket.
+        # Few stores except AWS have a host for each bucket.
         if "amazonaws.com" not in str(endpoint):
             conf[f"{prefix}.path.style.access"] = "true"
         ssl = not str(endpoint).startswith("http://")
@@ -257,14 +255,14 @@ def s3_settings(
         }
         if extra.get("aws_session_token"):
             secret["AWS_SESSION_TOKEN"] = str(extra["aws_session_token"])
-    return {name: value for name, value in conf.items() if name not in given}, secret
+    return {name: value for name, value in conf.items() if name not in operator_conf}, secret
 
 
 def python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that name the worker's Python, for the driver and executors whose is not chosen."""
-    made: dict[str, str] = {}
+    """Returns variables with the worker's Python, for driver and executors unless configured."""
+    variables: dict[str, str] = {}
     if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
-        made["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
+        variables["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
     if "spark.pyspark.python" not in conf and "PYSPARK_PYTHON" not in env:
-        made["PYSPARK_PYTHON"] = sys.executable
-    return made
+        variables["PYSPARK_PYTHON"] = sys.executable
+    return variables

@@ -1,4 +1,4 @@
-"""The Spark provider's hook of spark-submit, with what our application needs more."""
+"""The Spark provider's spark-submit hook, extended for our application."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 
 from airflow_broadway.spark.application import INCOMPLETE, REFUSED
 
-#: The line of the driver's log that names its application and the address of its UI.
+#: The line of the driver's log with the application's id and the URL of its UI.
 APPLICATION = re.compile(r"Spark application (\S+); its UI: (https?://[^\s,]+|)")
-#: What exit codes of the driver mean; 3 is Java's when its memory has run out.
+#: The meaning of the driver's exit codes; 3 is Java's code for out of memory.
 _MEANINGS = {
     INCOMPLETE: "the driver ended before every batch had an outcome",
     REFUSED: "the driver refused to start",
@@ -22,16 +22,16 @@ _MEANINGS = {
 }
 
 
-def _forgotten(application_id: str, ui: str) -> None:
-    """Nobody wants to know."""
+def _ignore(application_id: str, ui: str) -> None:
+    """Ignores the application."""
 
 
 class SubmitHook(SparkSubmitHook):
-    """The provider's hook, with a program by its full path, variables, and arguments made late."""
+    """The provider's hook, with the program's full path, variables, and late arguments."""
 
     _prepare: Callable[[], list[str]]
     _driver_env: dict[str, str]
-    _noted: Callable[[str, str], None]
+    _on_application: Callable[[str, str], None]
 
     @classmethod
     def of(
@@ -41,49 +41,49 @@ class SubmitHook(SparkSubmitHook):
         binary: str,
         env: Mapping[str, str],
         prepare: Callable[[], list[str]],
-        noted: Callable[[str, str], None] = _forgotten,
+        on_application: Callable[[str, str], None] = _ignore,
     ) -> SubmitHook:
-        """The same hook, with more.
+        """Extends a hook.
 
         :param binary: The program, with its path.
         :param env: Variables of the program's process.  Unlike ``env_vars`` they never become
-            settings, which would show on the command line.
+            settings, which are visible on the command line.
         :param prepare: Called right before Spark is started; returns the application's arguments.
-        :param noted: Called with the application's id and the address of its UI, empty if it has
-            none, once its driver's log says so.
+        :param on_application: Called with the application's id and the URL of its UI (empty if it
+            has none), when they appear in the driver's log.
         """
-        made = cls.__new__(cls)
-        made.__dict__.update(hook.__dict__)
-        made._connection = {**made._connection, "spark_binary": binary}
-        made._driver_env = dict(env)
-        made._prepare = prepare
-        made._noted = noted
-        return made
+        extended = cls.__new__(cls)
+        extended.__dict__.update(hook.__dict__)
+        extended._connection = {**extended._connection, "spark_binary": binary}
+        extended._driver_env = dict(env)
+        extended._prepare = prepare
+        extended._on_application = on_application
+        return extended
 
     def submit(self, application: str = "", **kwargs: Any) -> str | None:
         self._application_args = self._prepare()
         try:
             return super().submit(application, **kwargs)
         finally:
-            # The provider leaves the pipe of a process that has ended to the garbage collector.
+            # The provider leaves closing the pipe to the garbage collector.
             process = self._submit_sp
             if process is not None and process.poll() is not None:
                 process.stdout.close()
 
     def _process_spark_submit_log(self, itr: Iterator[Any]) -> None:
-        super()._process_spark_submit_log(self._listening(itr))
+        super()._process_spark_submit_log(self._watch(itr))
 
-    def _listening(self, lines: Iterator[Any]) -> Iterator[Any]:
-        """The same lines; of the first that tells of the application others hear."""
+    def _watch(self, lines: Iterator[Any]) -> Iterator[Any]:
+        """Passes the lines on, and reports the application when its line appears."""
         for line in lines:
-            found = APPLICATION.search(line)
-            if found is not None:
-                self._noted(found[1], found[2])
+            match = APPLICATION.search(line)
+            if match is not None:
+                self._on_application(match[1], match[2])
             yield line
 
     @property
     def ending(self) -> str:
-        """How the program ended, in words; empty if it has not, or was not started."""
+        """How the program ended, in words; empty if it is running or was not started."""
         code = None if self._submit_sp is None else self._submit_sp.poll()
         if code is None:
             return ""

@@ -1,7 +1,7 @@
-"""The code that is shipped to Spark: one zip file of the pipeline's package and of our own rooms.
+"""The code that is shipped to Spark: one zip file of the pipeline's package and our own packages.
 
-It is made when the task runs, from the very files that this process imported: the run's own version
-of the Dag bundle.  The same files give the same bytes, so equal runs submit equal applications.
+It is built when the task runs, from the files that this process imported: the run's version of the
+Dag bundle.  The build is reproducible, so equal runs submit equal applications.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.reference import import_class
 from airflow_broadway.core.text import many
 
-#: Bytes of a pipeline's package that are shipped at most, before compression.
+#: The maximum bytes of a pipeline's package, before compression.
 MAX_BYTES = 32 * 1024 * 1024
-#: Seconds that the check of a pipeline may take.
+#: The timeout for checking a pipeline, in seconds.
 CHECK_TIMEOUT = 120.0
 
 _EXTENSIONS = (".so", ".pyd", ".dylib")
 _SKIPPED = ("__pycache__", "node_modules")
 #: The folder of this package.
 _PACKAGE = Path(__file__).parents[1]
-#: The rooms of this package that run in a Spark driver.
-_OWN = ("core", "producers", "spark")
+#: The subpackages that run in a Spark driver.
+_SUBPACKAGES = ("core", "producers", "spark")
 
 ZIP_NAME = "airflow_broadway_pipeline.zip"
 LAUNCHER_NAME = "airflow_broadway_job.py"
 
 
 class Shipment(NamedTuple):
-    """What is handed to spark-submit.
+    """The files for spark-submit.
 
     :param zip: For ``--py-files``.
-    :param launcher: The application.
-    :param packages: The top-level names that are in the zip.
+    :param launcher: The application's script.
+    :param packages: The top-level packages in the zip.
     """
 
     zip: Path
@@ -51,7 +51,7 @@ class Shipment(NamedTuple):
 
 
 def ship(class_path: str, folder: Path) -> Shipment:
-    """Write the zip file and the launcher for a pipeline into ``folder``.
+    """Writes the zip file and the launcher for a pipeline into ``folder``.
 
     A package with compiled extensions cannot be imported from a zip file, so it is left out: the
     driver must have it installed.
@@ -64,10 +64,10 @@ def ship(class_path: str, folder: Path) -> Shipment:
     members = dict(_own_files())
     packages = ["airflow_broadway"]
     if top != "airflow_broadway":
-        found = dict(_pipeline_files(class_path))
-        if not any(name.endswith(_EXTENSIONS) for name in found):
-            _check_size(top, found)
-            members.update(found)
+        files = dict(_pipeline_files(class_path))
+        if not any(name.endswith(_EXTENSIONS) for name in files):
+            _check_size(top, files)
+            members.update(files)
             packages.append(top)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / ZIP_NAME
@@ -81,22 +81,22 @@ def ship(class_path: str, folder: Path) -> Shipment:
 def check_import(
     ref: Mapping[str, object], shipment: Shipment, *, py_files: Sequence[str] = (), python: str = ""
 ) -> list[str]:
-    """Load a pipeline as the driver will, but without Spark: that takes a fraction of a second.
+    """Imports a pipeline as the driver will, but without Spark, within a fraction of a second.
 
     :param ref: The pipeline's reference.
-    :param py_files: The user's own, all of them local.
-    :param python: The Python to load it with; this one unless given.
-    :returns: Warnings, for people.
-    :raises PipelineError: Naming what cannot be imported, and the cure.
+    :param py_files: The user's own files, all local.
+    :param python: The Python interpreter; this one by default.
+    :returns: Warnings.
+    :raises PipelineError: Naming what cannot be imported, and the way out.
     """
     path = [str(shipment.zip)]
-    path += [str(Path(each).parent) if each.endswith(".py") else each for each in py_files]
+    path += [str(Path(file).parent) if file.endswith(".py") else file for file in py_files]
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    # Not on the command line, which everybody on the host may read: options are rendered.
+    # Not on the command line, which is world-readable: options are rendered and may be secret.
     command = [python or sys.executable, str(shipment.launcher), "--check"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             input=json.dumps(ref),
             env=env,
@@ -108,33 +108,33 @@ def check_import(
         )
     except subprocess.TimeoutExpired:
         return [f"loading the pipeline took more than {CHECK_TIMEOUT:g} s; it was not checked"]
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
         raise PipelineError(
             f"Spark could not import the pipeline {ref['class']}: {lines[-1]}\n"
             f"Shipped were the packages {shipment.packages}; what else it imports must be installed"
             " in the driver's Python, or be given in py_files"
         )
-    return done.stdout.strip().splitlines()
+    return result.stdout.strip().splitlines()
 
 
 # --------------------------------------------------------------------------------------------------
 
 
 def _own_files() -> Iterator[tuple[str, Path]]:
-    # Airflow, should a pipeline import it in the driver, asks every provider for its info.
+    # If a pipeline imports Airflow in the driver, Airflow calls every provider's get_provider_info.
     for name in ("__init__.py", "get_provider_info.py", "pipeline.py", "types.py"):
         if (_PACKAGE / name).is_file():
             yield f"airflow_broadway/{name}", _PACKAGE / name
-    for room in _OWN:
-        yield from _tree(_PACKAGE / room, f"airflow_broadway/{room}")
+    for name in _SUBPACKAGES:
+        yield from _tree(_PACKAGE / name, f"airflow_broadway/{name}")
 
 
 def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
     module_name = class_path.partition(":")[0]
     top_name = module_name.partition(".")[0]
     top = sys.modules.get(top_name) or importlib.import_module(top_name)
-    locations = [Path(each) for each in getattr(top, "__path__", [])]
+    locations = [Path(folder) for folder in getattr(top, "__path__", [])]
     if not locations:
         file = getattr(top, "__file__", None)
         if file is None or not file.endswith(".py"):
@@ -144,9 +144,11 @@ def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
             )
         yield f"{top_name}.py", Path(file)
         return
-    if getattr(top, "__file__", None) is None:  # a namespace: only the part with the pipeline
+    if (
+        getattr(top, "__file__", None) is None
+    ):  # a namespace package: only the portion with the pipeline
         own = Path(str(sys.modules[module_name].__file__)).resolve()
-        locations = [each for each in locations if own.is_relative_to(each.resolve())]
+        locations = [path for path in locations if own.is_relative_to(path.resolve())]
     for location in locations:
         if not location.is_dir():
             raise PipelineError(
@@ -157,9 +159,9 @@ def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
 
 
 def _tree(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """All files below a folder, with the names they get."""
+    """Yields all files below a folder, with their names in the zip."""
     for path, folders, files in os.walk(folder):
-        folders[:] = sorted(each for each in folders if each not in _SKIPPED and each[0] != ".")
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED and name[0] != ".")
         inside = Path(path).relative_to(folder).as_posix()
         prefix = name if inside == "." else f"{name}/{inside}"
         for file in sorted(files):
@@ -187,7 +189,7 @@ def _write(target: Path, members: Mapping[str, Path]) -> None:
         for depth in range(1, len(parts))
     }
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
-        # A package without __init__.py is found by its folder's entry.
+        # Packages without __init__.py are imported by their folder's entry.
         for name in sorted([*folders, *members]):
             info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             info.external_attr = (0o755 if name.endswith("/") else 0o644) << 16

@@ -1,4 +1,4 @@
-"""What spark-submit is given: Spark is found, the code is packed, the settings are completed."""
+"""Prepares the inputs of spark-submit: the program, the packaged code, the settings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What users have chosen for spark-submit.
+    """The user's configuration of spark-submit.
 
-    :param master: The Spark master's URL; with ``deploy_mode`` and ``binary`` of the connection.
+    :param master: The Spark master's URL; like ``deploy_mode`` and ``binary`` from the connection.
     :param deploy_mode: ``"client"`` or ``"cluster"``.
     :param binary: The program's name.
     :param conf: Settings.
-    :param env_vars: Variables of the program's process.
+    :param env_vars: Environment variables of the program.
     :param properties_file: A file of settings.
     :param py_files: Code, comma-separated.
     """
@@ -49,13 +49,13 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What spark-submit is given, complete but for the application's arguments.
+    """The inputs of spark-submit, except for the application's arguments.
 
-    :param program: How Spark is started.
+    :param program: The spark-submit program.
     :param application: The path of the script.
     :param py_files: Code, comma-separated: the pipeline's first.
-    :param conf: Settings; they show on the command line, so none is a secret.
-    :param variables: Variables of the program's process, secrets among them.
+    :param conf: Settings; visible on the command line, so none is a secret.
+    :param variables: Environment variables of the program, including secrets.
     """
 
     program: SparkProgram
@@ -74,29 +74,29 @@ def prepare(
     storage: Connection | None = None,
     check: bool = True,
 ) -> Submission:
-    """Find Spark, pack the code, and complete what was chosen.
+    """Finds Spark, packages the code, and completes the configuration.
 
     :param ref: The pipeline's reference.
-    :param run_uri: The run's folder, as Spark finds it.
-    :param folder: Where to put what is made; it must last until Spark has started.
+    :param run_uri: The run's folder, as a URI for Spark.
+    :param folder: The output folder; it must exist until Spark has started.
     :param storage: The Airflow connection of a staging root in S3.
-    :param check: Whether to load the pipeline in a process of its own, as the driver will.
+    :param check: Whether to import the pipeline in a separate process, as the driver will.
     :raises BroadwayError: With one sentence on what is missing.
     """
     env = {**os.environ, **{name: str(value) for name, value in chosen.env_vars.items()}}
     program = find_spark(chosen.binary, env)
     env = {**program.env, **env}
     client = chosen.deploy_mode != "cluster"
-    elsewhere = file_settings(chosen.properties_file, env, program.binary)
-    check_classic(env, {**elsewhere, **chosen.conf})
+    file_conf = file_settings(chosen.properties_file, env, program.binary)
+    check_classic(env, {**file_conf, **chosen.conf})
     if program.bundled and client:
         check_java(env)
-    own = [each.strip() for each in chosen.py_files.split(",") if each.strip()]
+    own = [file.strip() for file in chosen.py_files.split(",") if file.strip()]
     shipment = ship(str(ref["class"]), folder)
     log.info("Shipping the packages %s to Spark.", shipment.packages)
     if check:
         _check(ref, shipment, own)
-    conf = {**chosen.conf, **default_conf(chosen.master, chosen.conf, elsewhere)}
+    conf = {**chosen.conf, **default_conf(chosen.master, chosen.conf, file_conf)}
     s3_conf, secret = s3_settings(run_uri, storage, conf)
     variables = dict(program.env)
     if client:
@@ -117,7 +117,7 @@ def prepare(
 
 
 def _check(ref: Mapping[str, Any], shipment: Shipment, own: list[str]) -> None:
-    if any("://" in each for each in own):  # what lies elsewhere cannot be loaded here
+    if any("://" in file for file in own):  # remote files cannot be imported here
         return
     for warning in check_import(ref, shipment, py_files=own):
         log.warning("%s", warning)

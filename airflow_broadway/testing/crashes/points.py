@@ -80,7 +80,7 @@ class Point(NamedTuple):
         return f"{self.execution} {self.call} #{self.nth}"
 
 
-class What(StrEnum):
+class Fault(StrEnum):
     """A fault that is injected at a point."""
 
     KILLED_BEFORE = "killed before"
@@ -111,18 +111,18 @@ class What(StrEnum):
 
     @property
     def kills(self) -> bool:
-        return self in (What.KILLED_BEFORE, What.KILLED_HALFWAY, What.KILLED_AFTER)
+        return self in (Fault.KILLED_BEFORE, Fault.KILLED_HALFWAY, Fault.KILLED_AFTER)
 
     @property
     def sleeps(self) -> bool:
-        return self in (What.ASLEEP_BEFORE, What.ASLEEP_AFTER)
+        return self in (Fault.ASLEEP_BEFORE, Fault.ASLEEP_AFTER)
 
 
 class Strike(NamedTuple):
     """A fault at a point."""
 
     point: Point
-    what: What
+    what: Fault
 
     def __str__(self) -> str:
         return f"{self.point}: {self.what.value}"
@@ -130,8 +130,8 @@ class Strike(NamedTuple):
     @property
     def fails_callbacks(self) -> bool:
         """Whether it may fail a callback of the execution."""
-        faults = (What.ERROR, What.ANSWER_LOST, What.TIME_OUT)
-        return self.what is What.DISK_FULL or (self.point.traits.own and self.what in faults)
+        faults = (Fault.ERROR, Fault.ANSWER_LOST, Fault.TIME_OUT)
+        return self.what is Fault.DISK_FULL or (self.point.traits.own and self.what in faults)
 
     @classmethod
     def parse(cls, text: str) -> Strike:
@@ -140,13 +140,13 @@ class Strike(NamedTuple):
         :raises ValueError: If the text is invalid.
         """
         match = _STRIKE.fullmatch(text.strip())
-        if match is None or match["what"] not in set(What):
-            whats = ", ".join(What)
+        if match is None or match["what"] not in set(Fault):
+            whats = ", ".join(Fault)
             raise ValueError(
                 f"expected RUN/TASK/TRY CALL #N: WHAT, where WHAT is one of {whats}; got: {text!r}"
             )
         call = Call(match["kind"], match["target"] or "")
-        return cls(Point(match["execution"], call, int(match["nth"])), What(match["what"]))
+        return cls(Point(match["execution"], call, int(match["nth"])), Fault(match["what"]))
 
 
 class Names:

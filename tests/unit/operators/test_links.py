@@ -177,8 +177,8 @@ def test_sparks_ui_is_linked_while_it_runs_and_its_history_afterwards(
 def test_the_drivers_log_tells_where_its_ui_is(line: str, heard: list[tuple[str, str]]) -> None:
     told: list[tuple[str, str]] = []
     hook = SubmitHook.__new__(SubmitHook)
-    hook._noted = lambda application_id, ui: told.append((application_id, ui))
+    hook._on_application = lambda application_id, ui: told.append((application_id, ui))
 
-    assert list(hook._listening(iter(["first\n", line]))) == ["first\n", line]
+    assert list(hook._watch(iter(["first\n", line]))) == ["first\n", line]
 
     assert told == heard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from airflow_broadway.testing.crashes import Call, Case, Fault, Point, Strike
-from airflow_broadway.testing.crashes.campaign import _turn
+from airflow_broadway.testing.crashes.campaign import _select_turn
 
 WHATS = (Fault.KILLED_BEFORE, Fault.KILLED_AFTER, Fault.ERROR)
 CASES = [
@@ -14,7 +14,7 @@ CASES = [
 
 
 def test_the_turn_comes_to_each_point_and_then_to_each_case() -> None:
-    turns = [_turn(CASES, 5, number) for number in range(6)]
+    turns = [_select_turn(CASES, 5, number) for number in range(6)]
 
     assert {case.strikes[0].point.call.target for turn in turns[:2] for case in turn} == {
         str(number) for number in range(10)
@@ -23,6 +23,6 @@ def test_the_turn_comes_to_each_point_and_then_to_each_case() -> None:
 
 
 def test_a_turn_is_the_same_whenever_it_is_taken() -> None:
-    assert _turn(CASES, 7, 3) == _turn(list(CASES), 7, 3)
-    assert _turn(CASES, 5, 6) == _turn(CASES, 5, 0)
-    assert _turn(CASES, 0, 6) == []
+    assert _select_turn(CASES, 7, 3) == _select_turn(list(CASES), 7, 3)
+    assert _select_turn(CASES, 5, 6) == _select_turn(CASES, 5, 0)
+    assert _select_turn(CASES, 0, 6) == []
