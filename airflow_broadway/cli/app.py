@@ -226,7 +226,7 @@ def _add_crash_test(commands: Any) -> None:
         "--only",
         action="append",
         default=[],
-        metavar="'POINT: WHAT [RECOVERY]'",
+        metavar="'POINT: FAULT [RECOVERY]'",
         help="only this case, as the report prints it; may be repeated",
     )
     parser.add_argument("--keep", action="store_true", help="keep the files of cases that failed")

@@ -332,7 +332,7 @@ def _open_dead_letters(args: argparse.Namespace) -> Iterator[DeadLetters]:
     reference, pipeline = named_pipeline(args.pipeline, args.named)
     if args.archive:
         if args.place is not None or args.conn_id is not None:
-            raise CommandError("--archive asks no broker: leave --place and --conn-id out")
+            raise CommandError("--archive uses no broker: omit --place and --conn-id")
         folder = archive_folder(open_store(args.staging), pipeline.name)
         yield ArchiveLetters(folder)
         return

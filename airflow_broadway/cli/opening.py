@@ -76,13 +76,13 @@ def connected(producer: Producer, reference: str, conn_id: str | None) -> Produc
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, str) and "{{" in item:
                 raise CommandError(
-                    f"the producer of {reference} has the template {name}={item!r}: give the"
+                    f"the producer of {reference} has the template {name}={item!r}: pass the"
                     ' pipeline as JSON, with {"class": …, "options": {"producer": {…}}}'
                 )
     if conn_id is None:
         return producer
     if "conn_id" not in names:
-        raise CommandError(f"{type(producer).__name__} has no connection: leave --conn-id out")
+        raise CommandError(f"{type(producer).__name__} has no connection: omit --conn-id")
     connected_producer: Producer = replace(producer, conn_id=conn_id)  # type: ignore[call-arg]
     return connected_producer
 

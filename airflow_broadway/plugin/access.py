@@ -150,7 +150,7 @@ async def _check_text(request: Request) -> None:
     values = (*request.path_params.values(), *request.query_params.values())
     if any("\0" in str(value) for value in values):
         raise HTTPException(
-            status.HTTP_422_UNPROCESSABLE_CONTENT, "No text holds a character of the number 0."
+            status.HTTP_422_UNPROCESSABLE_CONTENT, "Text must not contain NUL characters."
         )
 
 
@@ -173,9 +173,7 @@ async def _check_csrf(request: Request, user: GetUserDep) -> None:
     token = header if header is not None else (await request.form()).get(CSRF_FIELD)
     browser = request.cookies.get(BROWSER_COOKIE)
     if not isinstance(token, str) or not browser or not _is_token(token, user, browser):
-        raise HTTPException(
-            status.HTTP_403_FORBIDDEN, "The page was too old to act from: load it again."
-        )
+        raise HTTPException(status.HTTP_403_FORBIDDEN, "The form has expired: reload the page.")
 
 
 def _is_foreign(request: Request) -> bool:

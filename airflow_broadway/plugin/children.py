@@ -145,8 +145,8 @@ class Children:
         except (ValueError, KeyError, TypeError):
             ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise ChildError(
-                f"the process that asks the broker {ending} and without an answer: look with"
-                " `airflow-broadway` where a worker runs"
+                f"the process that queries the broker {ending} without an answer: use"
+                " `airflow-broadway` on a worker"
             ) from None
 
     async def _spawn(self, question: str) -> tuple[int, bytes]:
@@ -177,7 +177,7 @@ class Children:
             out = await _read(process.stdout, self._most_bytes)
             if out is None:
                 raise ChildError(
-                    f"the answer has more than {self._most_bytes:,} bytes: ask for less"
+                    f"the answer has more than {self._most_bytes:,} bytes: narrow the filter"
                 )
             code, ended = await process.wait(), True
             return code, out

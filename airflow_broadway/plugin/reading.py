@@ -54,7 +54,7 @@ class Reading:
                 return result
         except FileNotFoundError as error:
             raise StagingError(
-                f"the file {error.filename or error} of a run is gone from the staging folder"
+                f"the file {error.filename or error} of a run was deleted from the staging folder"
             ) from None
         except TimeoutError:
             if not bound.expired():

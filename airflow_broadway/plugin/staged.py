@@ -46,6 +46,6 @@ def staged_runs(dag_id: str, run_id: str, known: RunTasks) -> list[StagedRun]:
             runs.setdefault(run.pipeline, run)
     if not runs and known.state is None:
         raise RequestRefused(
-            f"Neither Airflow nor the staging folder knows a run {run_id} of the Dag {dag_id}."
+            f"Neither Airflow nor the staging folder has a run {run_id} of the Dag {dag_id}."
         )
     return list(runs.values())

@@ -93,7 +93,7 @@ def _run_work(
         if plan.batcher not in pipeline.batchers:
             raise PipelineError(
                 f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
-                f" {pipeline.name!r} has not (it has {sorted(pipeline.batchers)})"
+                f" {pipeline.name!r} does not have (it has {sorted(pipeline.batchers)})"
             )
     Ownership(files, work.name, work.try_number).check_try(fresh=True)
     say_started(files, work.name, work.try_number, WORK)

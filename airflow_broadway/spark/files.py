@@ -74,7 +74,7 @@ class HadoopFiles:
         if scheme in _S3 and not self._conditional:
             version = self._jvm.org.apache.hadoop.util.VersionInfo.getVersion()
             raise StagingError(
-                f"{uri} lies in S3, where this Spark's Hadoop ({version}) cannot create a file only"
+                f"{uri} is in S3, where this Spark's Hadoop ({version}) cannot create a file only"
                 " if there is none, so that two applications could both record an outcome of one"
                 " batch: it takes s3a of Hadoop 3.4.2 or newer, with"
                 " fs.s3a.create.conditional.enabled not false; or put staging elsewhere"

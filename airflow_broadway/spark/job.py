@@ -149,6 +149,6 @@ def _read_work(files: Files, args: argparse.Namespace) -> Work:
     if work.package_version and work.package_version != __version__:
         raise PipelineError(
             f"the task was planned by airflow-broadway {work.package_version}, but the driver has"
-            f" {__version__}: another copy stands before the one that was shipped on sys.path"
+            f" {__version__}: another copy precedes the shipped one on sys.path"
         )
     return work

@@ -112,8 +112,8 @@ def check_import(
         lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
         raise PipelineError(
             f"Spark could not import the pipeline {ref['class']}: {lines[-1]}\n"
-            f"Shipped were the packages {shipment.packages}; what else it imports must be installed"
-            " in the driver's Python, or be given in py_files"
+            f"The packages {shipment.packages} were shipped; other imports must be installed in the"
+            " driver's Python, or be listed in py_files"
         )
     return result.stdout.strip().splitlines()
 
@@ -152,7 +152,7 @@ def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
     for location in locations:
         if not location.is_dir():
             raise PipelineError(
-                f"the package {top_name!r} of the pipeline lies in {location}, which is no folder,"
+                f"the package {top_name!r} of the pipeline is in {location}, which is no folder,"
                 " so it cannot be shipped to Spark: install it there"
             )
         yield from _tree(location, top_name)

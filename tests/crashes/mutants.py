@@ -180,7 +180,7 @@ def main(name: str) -> None:
     ):
         made = partial(make, PIPELINES[mutant.pipeline])
         campaign = Campaign(made, MESSAGES, Path(folder))
-        alone, _ = campaign.unharmed().points
+        alone, _ = campaign.baseline().points
         point = next(
             each
             for each in alone

@@ -18,7 +18,7 @@ from typing import Any
 from airflow_broadway import Archive, Broadway, Message
 from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
 from airflow_broadway.testing.crashes import Letter
-from airflow_broadway.testing.crashes.callbacks import witnessed
+from airflow_broadway.testing.crashes.callbacks import recorded_calls
 from airflow_broadway.testing.crashes.sink import rows_of
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 from tests.crashes.before import SETTLING, LiveBefore, live_run
@@ -76,7 +76,7 @@ class _Backfills(LiveBefore):
         last = "handle_batch" if self.pipeline.batchers else "handle_message"
         done = {
             key
-            for call in witnessed(self.witness)
+            for call in recorded_calls(self.calls_file)
             if call.stage == last
             for key in call.succeeded or ()
         }

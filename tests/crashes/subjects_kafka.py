@@ -43,7 +43,7 @@ class _OnKafka(Subject):
 
     kind = "kafka"
     # The newest claims of a group stay as long as the group.
-    stays: ClassVar[str] = (
+    permanent: ClassVar[str] = (
         r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|(?:claims|letters)/.+)(?:\.json)?$"
     )
 

@@ -25,7 +25,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes import Letter, Subject
-from airflow_broadway.testing.crashes.callbacks import witnessed
+from airflow_broadway.testing.crashes.callbacks import recorded_calls
 from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
 from airflow_broadway.testing.crashes.interceptor import replace as replace_method
@@ -109,7 +109,7 @@ class _Letters(Subject):
         """The messages that were not handled since, and those that still have a letter of then."""
         handled = {
             key
-            for call in witnessed(self.witness)
+            for call in recorded_calls(self.calls_file)
             if not call.execution.startswith(_BEFORE)
             for key, _, _ in call.messages
         }

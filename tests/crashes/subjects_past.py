@@ -14,7 +14,7 @@ from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.model.run_source import RUN, RunSource
-from airflow_broadway.testing.crashes.callbacks import witnessed
+from airflow_broadway.testing.crashes.callbacks import recorded_calls
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 from tests.crashes.before import SETTLING, LiveBefore, live_run
 from tests.crashes.subjects import MakeSubject
@@ -65,7 +65,7 @@ class _PastRuns(LiveBefore):
         """The messages that were in a batch of a past run, and were not handled again."""
         done = {
             key
-            for call in witnessed(self.witness)
+            for call in recorded_calls(self.calls_file)
             if call.stage == "handle_batch"
             for key in call.succeeded or ()
         }

@@ -66,7 +66,7 @@ class _OnPubSub(OverReceipts):
     # The most that Pub/Sub allows.
     lease: ClassVar[float] = 600.0
     # What comes again is marked by notes that are kept longer than Pub/Sub keeps a message.
-    stays: ClassVar[str] = r"^[^/]+/pubsub/[^/]+/(?:attempts|deaths)/"
+    permanent: ClassVar[str] = r"^[^/]+/pubsub/[^/]+/(?:attempts|deaths)/"
 
     def __init__(
         self, host: str, clocks: Path, ordered: bool, pipeline: type[Broadway], folder: Path

@@ -51,7 +51,7 @@ class Rabbit(Subject):
 
     kind = "rabbitmq"
     moved_by_clock: ClassVar[bool] = False
-    stays: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|type\.json$)"
+    permanent: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|type\.json$)"
 
     def __init__(self, server: RabbitServer, pipeline: type[Broadway], folder: Path) -> None:
         super().__init__(pipeline, folder)

@@ -94,7 +94,7 @@ class _Sqs(OverReceipts):
 
     kind = "sqs"
     # Failures on record are kept for 16 days: longer than SQS keeps a message.
-    stays = r"^[^/]+/sqs/[^/]+/attempts/"
+    permanent = r"^[^/]+/sqs/[^/]+/attempts/"
     suffix: ClassVar[str] = ""
 
     def __init__(self, pipeline: type[Broadway], folder: Path, server: Moto) -> None:

@@ -44,7 +44,7 @@ def jvm() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def campaign(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     made = Campaign(partial(Embedded, OnSpark), MESSAGES, tmp_path_factory.mktemp("cases"))
-    made.unharmed()
+    made.baseline()
     return made
 
 
@@ -136,7 +136,7 @@ def test_a_users_sink_on_spark_that_replaces_is_fine(broadway_crash_test: CrashT
 
 
 def test_the_driver_has_points_of_its_own(campaign: Campaign) -> None:
-    points, _ = campaign.unharmed().points
+    points, _ = campaign.baseline().points
 
     calls = [point.call for point in points if point.execution == "one/driver/1"]
     assert calls[0].target.endswith("work/spark-000001.json")

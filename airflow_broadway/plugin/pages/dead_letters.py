@@ -105,7 +105,7 @@ class Filter:
 def _clean(value: object) -> str:
     text = str(value or "")
     if "\0" in text:
-        raise HTTPException(422, "No text holds a character of the number 0.")
+        raise HTTPException(422, "Text must not contain NUL characters.")
     return text
 
 

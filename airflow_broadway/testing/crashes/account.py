@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from airflow_broadway.testing.crashes.callbacks import STRUCK, Witnessed, witnessed
+from airflow_broadway.testing.crashes.callbacks import INJECTED, RecordedCall, recorded_calls
 from airflow_broadway.testing.crashes.sink import SinkError
 from airflow_broadway.testing.crashes.subject import Subject
 
 #: Permanent files: the root's file, the last run's folder and marker, the last depth report, crash
 #: records and the archive.
-_STAYS = re.compile(
+_PERMANENT = re.compile(
     r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$|_backlog\.json$)"
     r"|^[^/]+/_(?:archive|crashes)/"
 )
@@ -102,7 +102,7 @@ def account(
         messages, possibly the last.
     """
     tally = Account()
-    calls = list(witnessed(subject.witness))
+    calls = list(recorded_calls(subject.calls_file))
     _count_ends(tally, subject, ids, calls, fates, failing)
     _count_repeats(tally, calls)
     _compare_batches(tally, calls)
@@ -120,7 +120,7 @@ def _count_ends(
     tally: Account,
     subject: Subject,
     ids: Sequence[str],
-    calls: Sequence[Witnessed],
+    calls: Sequence[RecordedCall],
     fates: Mapping[int, str] | None,
     failing: Collection[str],
 ) -> None:
@@ -135,7 +135,7 @@ def _count_ends(
     letters = subject.letters()
     dead = {letter.message_id for letter in letters}
     # A fault before a callback leaves no record of its messages.
-    tried |= {letter.message_id for letter in letters if STRUCK in letter.reason}
+    tried |= {letter.message_id for letter in letters if INJECTED in letter.reason}
     tally.reasons = [letter.reason for letter in letters if letter.reason]
     for place, key in enumerate(ids):
         fate = DEAD if key in dead else ACKED if key in done else ""
@@ -206,7 +206,7 @@ def _times(number: int) -> str:
     return {0: "nowhere", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-def _count_repeats(tally: Account, calls: Sequence[Witnessed]) -> None:
+def _count_repeats(tally: Account, calls: Sequence[RecordedCall]) -> None:
     """Checks that at most one delivery of a message per attempt is not marked as redelivered; a
     repeated batch is the same delivery.
     """
@@ -224,7 +224,7 @@ def _count_repeats(tally: Account, calls: Sequence[Witnessed]) -> None:
             tally.unmarked.append(f"{key}, attempt {attempt}, in {stage}: {where}")
 
 
-def _compare_batches(tally: Account, calls: Sequence[Witnessed]) -> None:
+def _compare_batches(tally: Account, calls: Sequence[RecordedCall]) -> None:
     """Checks that a repeated batch has the same messages."""
     batches: dict[str, list[str]] = {}
     for call in calls:
@@ -237,7 +237,7 @@ def _compare_batches(tally: Account, calls: Sequence[Witnessed]) -> None:
 
 
 def _check_order(
-    tally: Account, calls: Sequence[Witnessed], groups: Mapping[str, str | None]
+    tally: Account, calls: Sequence[RecordedCall], groups: Mapping[str, str | None]
 ) -> None:
     """Checks that the messages of a group are first handled in the order sent."""
     place = {key: number for number, key in enumerate(groups)}
@@ -262,5 +262,5 @@ def _files(subject: Subject) -> list[str]:
     return [
         path
         for path in subject.staged()
-        if not _STAYS.search(path) and not re.search(subject.stays, path)
+        if not _PERMANENT.search(path) and not re.search(subject.permanent, path)
     ]

@@ -18,11 +18,11 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.crashes.frames import fine_of, is_frame, messages_of
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-#: The error text of a callback that was made to fail.
-STRUCK = "the callback was struck"
+#: The error text of a callback into which a fault was injected.
+INJECTED = "a fault was injected into the callback"
 
 
-class Witnessed(NamedTuple):
+class RecordedCall(NamedTuple):
     """A recorded call of ``handle_message`` or ``handle_batch``.
 
     :param stage: The callback; ``ack_immediately`` for messages that it settles immediately.
@@ -136,14 +136,14 @@ def _fine(result: Any) -> list[Message]:
     return [m for m in messages if isinstance(m, Message) and m.status.kind == "ok"]
 
 
-def witnessed(file: Path) -> Iterator[Witnessed]:
+def recorded_calls(file: Path) -> Iterator[RecordedCall]:
     """Yields the calls in order; a call that returned comes twice: begun, and ended."""
     if not file.exists():
         return
     for line in file.read_text().splitlines():
         record = json.loads(line)
         fine = record["succeeded"]
-        yield Witnessed(
+        yield RecordedCall(
             record["execution"],
             record["stage"],
             record["batch_id"],
@@ -153,4 +153,4 @@ def witnessed(file: Path) -> Iterator[Witnessed]:
 
 
 def _failed() -> Exception:
-    return RuntimeError(STRUCK)
+    return RuntimeError(INJECTED)

@@ -148,14 +148,14 @@ class Campaign:
         self._make = make
         self._bodies = list(bodies)
         self._folder = folder
-        self._unharmed: Baseline | None = None
+        self._baseline: Baseline | None = None
 
-    def unharmed(self) -> Baseline:
+    def baseline(self) -> Baseline:
         """Runs the pipeline without faults, once.
 
         :raises UnsoundPipeline: If messages are lost or repeated even then.
         """
-        if self._unharmed is None:
+        if self._baseline is None:
             first = self._sound(Case())  # warms up imports
             alone = self._sound(Case())
             if first.account.rows != alone.account.rows:
@@ -163,35 +163,35 @@ class Campaign:
             busy, again = self._sound(Case(traffic=True)), self._sound(Case(traffic=True))
             self._check_some_succeed(alone)
             if alone.account.fates != busy.account.fates:
-                raise UnsoundPipeline("what becomes of a message depends on when it is sent")
+                raise UnsoundPipeline("the outcome of a message depends on when it is sent")
             if alone.account.rows != busy.account.rows:
                 text = _other_rows(alone.account.rows, busy.account.rows)
-                raise UnsoundPipeline(f"{text}; the second time messages came one by one")
+                raise UnsoundPipeline(f"{text}; the second time, messages were sent one by one")
             steady, odd = zip(_steady(first, alone), _steady(again, busy), strict=True)
-            self._unharmed = Baseline(
+            self._baseline = Baseline(
                 steady, alone.account.fates, alone.account.rows, [*odd[0], *odd[1]]
             )
-        return self._unharmed
+        return self._baseline
 
     def _check_some_succeed(self, result: Result) -> None:
         tally = result.account
         if ACKED not in tally.fates.values():
             reason = f" ({tally.reasons[0]})" if tally.reasons else ""
             raise UnsoundPipeline(
-                f"nothing was struck, and still {len(tally.fates)} of {len(tally.fates)} messages"
-                f" failed{reason}: give messages that this pipeline can handle"
+                f"without any fault, all {len(tally.fates)} messages failed{reason}:"
+                " use messages that this pipeline can handle"
             )
 
     def _sound(self, case: Case) -> Result:
         result, folder = self.run(case)
         if not result.good:
             text = "; ".join(result.account.lines[:3])
-            raise UnsoundPipeline(f"nothing was struck, and still: {text}", folder / "log.txt")
+            raise UnsoundPipeline(f"failed without any fault: {text}", folder / "log.txt")
         return result
 
     def run(self, case: Case) -> tuple[Result, Path]:
         """Runs one case; removes its folder if it succeeded."""
-        known = self._unharmed
+        known = self._baseline
         folder = Path(tempfile.mkdtemp(prefix="case-", dir=self._folder))
         subject = self._make(folder)
         try:
@@ -249,15 +249,15 @@ class Campaign:
         :raises ValueError: If the text is invalid, or this pipeline does not have its first point.
         """
         case = Case.parse(text)
-        (wanted, what), *rest = case.strikes
-        points = self.unharmed().points[case.traffic]
+        (first, fault), *rest = case.strikes
+        points = self.baseline().points[case.traffic]
         for point in points:
-            if point[:3] == wanted[:3] and _is_distinct(point, what):
-                return case._replace(strikes=(Strike(point, what), *rest))
+            if point[:3] == first[:3] and _is_distinct(point, fault):
+                return case._replace(strikes=(Strike(point, fault), *rest))
         known = list(dict.fromkeys(map(str, points)))
-        near = get_close_matches(str(wanted), known, n=1, cutoff=0.0)
+        near = get_close_matches(str(first), known, n=1, cutoff=0.0)
         raise ValueError(
-            f"{wanted}: {what.value} cannot be, for this pipeline has no such point; the nearest of"
+            f"{first}: {fault.value} cannot be, for this pipeline has no such point; the nearest of"
             f" its {len(known)} points is {near[0]}"
         )
 
@@ -266,24 +266,24 @@ class Campaign:
 
         They must not run concurrently with other cases, because all cases share a broker.
         """
-        points = [point for point in self.unharmed().points[0] if point.traits.changes]
+        points = [point for point in self.baseline().points[0] if point.traits.changes]
         sample = random.Random(seed).sample(points, min(count, len(points)))
         return [Case((Strike(point, Fault.BROKER_RESTARTS),)) for point in sample]
 
     def _singles(self, family: Family, tasks: Collection[str]) -> Iterator[Case]:
         alone, busy = (
             [point for point in points if not tasks or point.execution.split("/")[1] in tasks]
-            for points in self.unharmed().points
+            for points in self.baseline().points
         )
         # With traffic, one recovery per point, in rotation.
         recoveries = cycle(_RECOVERIES[family])
         for points, traffic in ((alone, False), (busy, True)):
             for point in points:
-                for what in _STRIKES[family]:
-                    if _is_distinct(point, what):
+                for fault in _STRIKES[family]:
+                    if _is_distinct(point, fault):
                         recoveries_here = [next(recoveries)] if traffic else _RECOVERIES[family]
                         for recovery in recoveries_here:
-                            yield Case((Strike(point, what),), recovery, traffic)
+                            yield Case((Strike(point, fault),), recovery, traffic)
 
     def _pairs(self, count: int, rng: random.Random, tasks: Collection[str]) -> Iterator[Case]:
         """Yields cases with a second fault in the recovery; every other one with two recoveries."""
@@ -307,9 +307,9 @@ class Campaign:
                 continue
             point = rng.choice(after)
             before = Fault.ASLEEP_BEFORE if beside else Fault.KILLED_BEFORE
-            whats = (before, Fault.KILLED_AFTER, Fault.ASLEEP_AFTER)
-            what = rng.choice([what for what in whats if _is_distinct(point, what)])
-            yield first._replace(strikes=(*first.strikes, Strike(point, what)))
+            faults = (before, Fault.KILLED_AFTER, Fault.ASLEEP_AFTER)
+            fault = rng.choice([fault for fault in faults if _is_distinct(point, fault)])
+            yield first._replace(strikes=(*first.strikes, Strike(point, fault)))
 
     # -- execution -------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class Campaign:
 
         :param jobs: The number of concurrent processes.
         """
-        sums = Sums(unsteady=self.unharmed().unsteady)
+        sums = Sums(unsteady=self.baseline().unsteady)
         began = time.monotonic()
         # Keeps pages shared with the forks by avoiding garbage collection.
         gc.collect()
@@ -383,8 +383,8 @@ def _other_rows(one: Counter[str] | None, other: Counter[str] | None) -> str:
     one, other = one or Counter(), other or Counter()
     [row, *_] = sorted((one - other) | (other - one))
     return (
-        "the sink holds other rows in each run, though nothing was struck: leave out of them what"
-        " differs from run to run, such as batch_id, a timestamp or a random key; the first is"
+        "the sink has other rows in each run, even without faults: exclude values that differ from"
+        " run to run, such as batch_id, a timestamp or a random key; the first such row is"
         f" {row}"
     )
 
@@ -398,22 +398,22 @@ def _first_run(result: Result) -> list[Point]:
     ]
 
 
-def _is_distinct(point: Point, what: Fault) -> bool:
+def _is_distinct(point: Point, fault: Fault) -> bool:
     """Returns whether the fault differs from one at the previous or next call."""
     traits = point.traits
-    if what is Fault.KILLED_HALFWAY:
+    if fault is Fault.KILLED_HALFWAY:
         return traits.divides
-    if what is Fault.ASLEEP_BEFORE:
+    if fault is Fault.ASLEEP_BEFORE:
         return traits.changes and not traits.locked_before
-    if what is Fault.ASLEEP_AFTER:
+    if fault is Fault.ASLEEP_AFTER:
         return not traits.locked_after
-    if what is Fault.DISK_FULL:
+    if fault is Fault.DISK_FULL:
         return traits.room
-    if what is Fault.TIME_OUT:
+    if fault is Fault.TIME_OUT:
         return traits.hangs
-    if what in (Fault.SENT_TWICE, Fault.CONFLICT, Fault.STALE):
-        return what.value in traits.others.split(",")
-    return traits.changes or what in (Fault.ERROR, Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND)
+    if fault in (Fault.SENT_TWICE, Fault.CONFLICT, Fault.STALE):
+        return fault.value in traits.others.split(",")
+    return traits.changes or fault in (Fault.ERROR, Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND)
 
 
 def _add(sums: Sums, result: Result, folder: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from airflow_broadway.testing.crashes.account import Account, account
-from airflow_broadway.testing.crashes.callbacks import Witnessed, witnessed
+from airflow_broadway.testing.crashes.callbacks import RecordedCall, recorded_calls
 from airflow_broadway.testing.crashes.points import Strike
-from airflow_broadway.testing.crashes.scheduler import Ended, Execution, Run, Scheduler
+from airflow_broadway.testing.crashes.scheduler import EndState, Execution, Run, Scheduler
 from airflow_broadway.testing.crashes.subject import Subject
 
 #: The maximum number of runs to drain the queue.
@@ -71,7 +71,7 @@ class Case(NamedTuple):
         match = _CASE.fullmatch(text.strip())
         if match is None or (match["recovery"] or "retry") not in set(Recovery):
             ways = ", ".join(Recovery)
-            raise ValueError(f"expected POINT: WHAT [one of {ways}], got: {text!r}")
+            raise ValueError(f"expected POINT: FAULT [one of {ways}], got: {text!r}")
         strikes = tuple(map(Strike.parse, match["struck"].split(", then ")))
         return cls(strikes, Recovery(match["recovery"] or "retry"), bool(match["traffic"]))
 
@@ -155,9 +155,9 @@ class _Case:
         scheduler = self._scheduler
         for place, task in enumerate(scheduler.tasks):
             execution = self._attempt(run, task)
-            if execution.ended is Ended.DONE and _is_complete(run, task):
+            if execution.ended is EndState.DONE and _is_complete(run, task):
                 continue
-            if execution.ended is Ended.HUNG:
+            if execution.ended is EndState.HUNG:
                 self._mistakes.append(f"{execution.name} hung")
             self._recover(run, place)
             return
@@ -172,7 +172,7 @@ class _Case:
         """Resumes a suspended execution, which must notice that others have taken over its work."""
         calls, outcomes = self._batch_calls(), self._outcomes()
         self._scheduler.wake(execution)
-        if execution.ended is Ended.HUNG:
+        if execution.ended is EndState.HUNG:
             self._mistakes.append(f"{execution.name} hung when it woke")
         if self._subject.unstaged:  # its batches are in memory only
             return
@@ -189,9 +189,9 @@ class _Case:
         if in_batch and self._outcomes() - outcomes:
             self._mistakes.append(f"{execution.name} woke, and recorded outcomes without a check")
 
-    def _batch_calls(self) -> list[Witnessed]:
+    def _batch_calls(self) -> list[RecordedCall]:
         """Returns the calls of ``handle_batch`` so far."""
-        calls = witnessed(self._subject.witness)
+        calls = recorded_calls(self._subject.calls_file)
         return [call for call in calls if call.stage == "handle_batch" and call.succeeded is None]
 
     def _outcomes(self) -> set[Path]:
@@ -256,13 +256,13 @@ class _Case:
         for task in tasks:
             for _ in range(_TRIES):
                 execution = self._attempt(run, task, failed=failed)
-                if beside and execution.ended is Ended.ASLEEP:
+                if beside and execution.ended is EndState.ASLEEP:
                     yield True
                     self._scheduler.resume(execution, run, task)
-                if execution.ended is Ended.DONE and _is_complete(run, task):
+                if execution.ended is EndState.DONE and _is_complete(run, task):
                     break
             else:
-                if execution.ended is not Ended.DONE:
+                if execution.ended is not EndState.DONE:
                     text = f"{execution.name} {execution.ended.value}, after all tries"
                     self._mistakes.append(text)
                     break
@@ -275,7 +275,7 @@ class _Case:
         scheduler = self._scheduler
         execution = scheduler.attempt(run, task, failed=failed)
         self._send_traffic()
-        while task == "ack" and execution.ended is Ended.DONE and run.returned[task] is None:
+        while task == "ack" and execution.ended is EndState.DONE and run.returned[task] is None:
             self._pass_time(self._subject.hold_failed / 3)
             execution = scheduler.attempt(run, task, failed=failed)
         return execution
@@ -300,7 +300,7 @@ class _Case:
         """Executes more runs, after the retention of the previous ones."""
         if any(_OPEN.search(path) for path in self._subject.staged()):
             self._run_again("after")  # accounts for those that died
-        for looks in reversed(range(self._subject.looks)):
+        for looks in reversed(range(self._subject.aging_runs)):
             self._pass_time(_RETENTION)
             self._run_again(f"look-{looks}" if looks else "last")
 

@@ -139,7 +139,7 @@ class Interceptor:
                 self._do_late()
             else:
                 self.struck = True
-                result = self._inject(strike.what, do, half, failures)
+                result = self._inject(strike.fault, do, half, failures)
             if locked():
                 point = self.seen[index]
                 self.seen[index] = point._replace(traits=traits._replace(locked_after=True))
@@ -172,50 +172,50 @@ class Interceptor:
 
     def _inject(
         self,
-        what: Fault,
+        fault: Fault,
         do: Callable[[], R],
         half: Callable[[], object] | None,
         failures: _Failures,
     ) -> R:
-        if what is Fault.KILLED_BEFORE:
+        if fault is Fault.KILLED_BEFORE:
             self._die()
-        elif what is Fault.KILLED_HALFWAY:
+        elif fault is Fault.KILLED_HALFWAY:
             assert half is not None, "this call cannot be made by half"
             half()
             self._die()
-        elif what is Fault.ERROR:
+        elif fault is Fault.ERROR:
             self.on_strike()
             raise failures.error()
-        elif what is Fault.TIME_OUT:
+        elif fault is Fault.TIME_OUT:
             assert failures.hangs is not None, "this call has no time-out"
             self.on_strike()
             self.pass_time(_TIME_OUT)
             if failures.late:
                 self.do_later(do)
             raise failures.hangs()
-        elif what in failures.others:
+        elif fault in failures.others:
             self.on_strike()
-            otherwise: R = failures.others[what]()
+            otherwise: R = failures.others[fault]()
             return otherwise
-        elif what is Fault.DISK_FULL:
+        elif fault is Fault.DISK_FULL:
             self.on_strike()
             self._full = True
             if failures.full is not None:
                 raise failures.full()
-        elif what is Fault.ASLEEP_BEFORE:
+        elif fault is Fault.ASLEEP_BEFORE:
             self._sleep()
-        elif what is Fault.BROKER_RESTARTS:
+        elif fault is Fault.BROKER_RESTARTS:
             self.on_strike()
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif what in (Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND):
+        elif fault in (Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND):
             self.on_strike()
-            self.ahead += _HOUR if what is Fault.CLOCK_AHEAD else -_HOUR
+            self.ahead += _HOUR if fault is Fault.CLOCK_AHEAD else -_HOUR
         result = do()
-        if what is Fault.KILLED_AFTER:
+        if fault is Fault.KILLED_AFTER:
             self._die()
-        elif what is Fault.ASLEEP_AFTER:
+        elif fault is Fault.ASLEEP_AFTER:
             self._sleep()
-        elif what is Fault.ANSWER_LOST:
+        elif fault is Fault.ANSWER_LOST:
             self.on_strike()
             raise failures.lost()
         return result

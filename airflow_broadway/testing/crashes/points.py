@@ -20,7 +20,7 @@ _RANDOM = re.compile(
 _TIMESTAMP = re.compile(r"\d{8}T\d{6,}Z?|\d{4}-\d\d-\d\d|(?<!\w)\d{10}(?!\w)")
 #: The text form of a strike.
 _STRIKE = re.compile(
-    r"(?P<execution>\S+) (?P<kind>\S+)(?: (?P<target>.+))? #(?P<nth>[1-9]\d*): (?P<what>[a-z ]+)"
+    r"(?P<execution>\S+) (?P<kind>\S+)(?: (?P<target>.+))? #(?P<nth>[1-9]\d*): (?P<fault>[a-z ]+)"
 )
 _TEMPORARY = re.compile(re.escape(TEMPORARY) + r"\w+")
 
@@ -122,16 +122,16 @@ class Strike(NamedTuple):
     """A fault at a point."""
 
     point: Point
-    what: Fault
+    fault: Fault
 
     def __str__(self) -> str:
-        return f"{self.point}: {self.what.value}"
+        return f"{self.point}: {self.fault.value}"
 
     @property
     def fails_callbacks(self) -> bool:
         """Whether it may fail a callback of the execution."""
         faults = (Fault.ERROR, Fault.ANSWER_LOST, Fault.TIME_OUT)
-        return self.what is Fault.DISK_FULL or (self.point.traits.own and self.what in faults)
+        return self.fault is Fault.DISK_FULL or (self.point.traits.own and self.fault in faults)
 
     @classmethod
     def parse(cls, text: str) -> Strike:
@@ -140,13 +140,13 @@ class Strike(NamedTuple):
         :raises ValueError: If the text is invalid.
         """
         match = _STRIKE.fullmatch(text.strip())
-        if match is None or match["what"] not in set(Fault):
-            whats = ", ".join(Fault)
+        if match is None or match["fault"] not in set(Fault):
+            names = ", ".join(Fault)
             raise ValueError(
-                f"expected RUN/TASK/TRY CALL #N: WHAT, where WHAT is one of {whats}; got: {text!r}"
+                f"expected RUN/TASK/TRY CALL #N: FAULT, with one of {names}; got: {text!r}"
             )
         call = Call(match["kind"], match["target"] or "")
-        return cls(Point(match["execution"], call, int(match["nth"])), Fault(match["what"]))
+        return cls(Point(match["execution"], call, int(match["nth"])), Fault(match["fault"]))
 
 
 class Names:

@@ -74,8 +74,8 @@ def _table(sums: Sums) -> list[str]:
 
 def _unsteady(sums: Sums) -> Iterator[str]:
     yield from wrap(
-        f"Not struck: {many(len(sums.unsteady), 'call')}, made in some runs only, where nothing is"
-        " struck. What depends on time, on chance or on other threads makes such calls.",
+        f"Skipped: {many(len(sums.unsteady), 'call')}, made in some runs only, even without faults."
+        " Such calls depend on time, on chance or on other threads.",
         100,
     )
     yield from (f"  {point}" for point in sums.unsteady[:_LINES])

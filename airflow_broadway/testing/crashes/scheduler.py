@@ -43,7 +43,7 @@ PATIENCE = 120.0
 _SLEPT = 60.0
 
 
-class Ended(StrEnum):
+class EndState(StrEnum):
     """How an execution ended."""
 
     DONE = "done"
@@ -59,7 +59,7 @@ class Execution:
 
     name: str
     pid: int
-    ended: Ended = Ended.DONE
+    ended: EndState = EndState.DONE
     #: Its external calls.
     seen: list[Point] = field(default_factory=list)
     #: Whether its fault was injected.
@@ -119,14 +119,14 @@ class Scheduler:
     @property
     def asleep(self) -> list[Execution]:
         """The suspended executions, in order of start."""
-        return [execution for execution in self.executions if execution.ended is Ended.ASLEEP]
+        return [execution for execution in self.executions if execution.ended is EndState.ASLEEP]
 
     def close(self) -> None:
         """Kills suspended executions, so that no process outlives the case."""
         for execution in self.asleep:
             os.kill(execution.pid, signal.SIGKILL)
             os.waitpid(execution.pid, 0)
-            execution.ended = Ended.DIED
+            execution.ended = EndState.DIED
         wait_for_drivers(self._drivers, 0.0)
 
     def run(self, run_id: str) -> Run:
@@ -158,7 +158,7 @@ class Scheduler:
         return execution
 
     def _record_result(self, execution: Execution, run: Run, task: str) -> None:
-        if execution.ended is Ended.DONE:
+        if execution.ended is EndState.DONE:
             run.returned[task] = json.loads(self._path(execution.name).read_text())["returned"]
 
     def wake(self, execution: Execution) -> None:
@@ -195,16 +195,16 @@ class Scheduler:
             if time.monotonic() > limit:
                 os.kill(execution.pid, signal.SIGKILL)
                 os.waitpid(execution.pid, 0)
-                execution.ended = Ended.HUNG
+                execution.ended = EndState.HUNG
                 return
             time.sleep(pause)
             pause = min(pause * 1.5, 0.01)
         if os.WIFSTOPPED(status):
-            execution.ended = Ended.ASLEEP
+            execution.ended = EndState.ASLEEP
         elif os.WIFSIGNALED(status):
-            execution.ended = Ended.DIED
+            execution.ended = EndState.DIED
         else:
-            execution.ended = Ended.FAILED if os.WEXITSTATUS(status) else Ended.DONE
+            execution.ended = EndState.FAILED if os.WEXITSTATUS(status) else EndState.DONE
         self._read(execution)
         if execution.driver is not None:
             self._read(execution.driver)
@@ -223,7 +223,7 @@ class Scheduler:
 
     def _restarts_at(self, execution: Execution) -> bool:
         strike = self._strikes.get(execution.name)
-        return strike is not None and strike.what is Fault.BROKER_RESTARTS
+        return strike is not None and strike.fault is Fault.BROKER_RESTARTS
 
     def _path(self, name: str, suffix: str = "json") -> Path:
         """Returns the path of an execution's report, or of its clock offset (``"ahead"``)."""

@@ -70,4 +70,4 @@ def _timed_out(sock: socket.socket) -> Callable[[], Exception] | None:
 
 
 def _reset() -> OSError:
-    return ConnectionResetError("the connection was struck")
+    return ConnectionResetError("a fault was injected into the connection")

@@ -305,7 +305,7 @@ class SparkTask:
             # Half: the task dies, and its driver continues.
             return self._interceptor.call("driver", "", do, half=begin, error=_Lost)
         except _Lost:
-            return "spark-submit was struck"
+            return "a fault was injected into spark-submit"
 
 
 class _Lost(Exception):

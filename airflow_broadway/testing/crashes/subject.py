@@ -53,9 +53,9 @@ class Subject(ABC):
     #: Whether advancing the clock also advances the leases; if not, real time must pass.
     moved_by_clock: ClassVar[bool] = True
     #: Matches the paths of files below the staging root that are permanent.
-    stays: ClassVar[str] = r"^\b$"
+    permanent: ClassVar[str] = r"^\b$"
     #: The number of runs, a week apart, until retention has removed all old files.
-    looks: ClassVar[int] = 1
+    aging_runs: ClassVar[int] = 1
     #: Whether leases lapse, so that other runs take over messages of a run that is still running.
     lapses: ClassVar[bool] = True
     #: Whether a run is one task that stages nothing, as with BroadwayRunOperator.
@@ -79,13 +79,17 @@ class Subject(ABC):
         return f"file://{self.work}/staging"
 
     @property
-    def witness(self) -> Path:
+    def calls_file(self) -> Path:
         """The file in which callback calls are recorded."""
         return self.folder / "witness.jsonl"
 
     def boundaries(self) -> list[Boundary]:
         """Returns the boundaries at which the pipeline's external calls are intercepted."""
-        return [LocalFiles(self.work), Sqlite(), Callbacks(self.pipeline, self.witness, self.id_of)]
+        return [
+            LocalFiles(self.work),
+            Sqlite(),
+            Callbacks(self.pipeline, self.calls_file, self.id_of),
+        ]
 
     @property
     def salt(self) -> str:
@@ -126,7 +130,7 @@ class Subject(ABC):
 
         :raises TypeError: If the subject has no broker process.
         """
-        raise TypeError(f"{type(self).__name__} has no broker that could be restarted")
+        raise TypeError(f"{type(self).__name__} has no broker process to restart")
 
     def pass_time(self, seconds: float) -> None:  # noqa: B027 - most brokers have no clock to move
         """Advances the broker's own clock together with that of the tasks."""

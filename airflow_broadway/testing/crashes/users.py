@@ -32,7 +32,7 @@ class CrashTestError(BroadwayError):
     """A crash test cannot be run; the text gives the reason."""
 
 
-class Users(Embedded):
+class UserSubject(Embedded):
     """A user's pipeline over the embedded queue, run deterministically.
 
     Concurrency and batch timeouts would make runs differ, so the pipeline runs with a concurrency
@@ -101,16 +101,16 @@ class CrashTest:
     def __post_init__(self) -> None:
         if sys.platform != "linux":
             raise CrashTestError(
-                "a crash test needs Linux: each task is a fork that is killed, and what it does to"
-                f" files is seen in /proc; this is {sys.platform}"
+                "a crash test needs Linux: tasks are forks that are killed, and their file accesses"
+                f" are traced through /proc; this is {sys.platform}"
             )
         _check(self.pipeline)
         if not self.messages:
             raise CrashTestError("there is no message to send")
         if self.prepare is not None and self.jobs > 1:
             raise CrashTestError(
-                "cases share the sink that is emptied before each of them, so they run one after"
-                " another: leave out --jobs"
+                "cases share the sink that is emptied before each of them, so they must run one"
+                " after another: omit --jobs"
             )
 
     def run(
@@ -128,7 +128,7 @@ class CrashTest:
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         folder = Path(tempfile.mkdtemp(prefix="crash-test-", dir=memory))
         try:
-            make = partial(Users, self.pipeline, self.sink, self.prepare)
+            make = partial(UserSubject, self.pipeline, self.sink, self.prepare)
             campaign = Campaign(make, self.messages, folder)
             with warm_spark() if uses_spark(self.pipeline) else nullcontext():
                 cases = self._cases(campaign)
@@ -196,8 +196,8 @@ def _check(pipeline: type[Pipeline]) -> None:
     name = pipeline.__name__
     if pipeline.producer is None:
         raise CrashTestError(
-            f"{name} has no producer: give the class one; the test puts the embedded queue in its"
-            " place"
+            f"{name} has no producer: add one to the class; the test replaces it by the embedded"
+            " queue"
         )
     if uses_spark(pipeline) and find_spec("pyspark") is None:
         raise CrashTestError(f"{name} has a Spark batcher, and pyspark is not installed here")

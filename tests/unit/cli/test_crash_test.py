@@ -101,7 +101,7 @@ def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(test: CrashTest, **_: object) -> Sums:
-        error = UnsoundPipeline("nothing was struck, and still: lost: a")
+        error = UnsoundPipeline("failed without any fault: lost: a")
         error.tail = ["ValueError: no good"]
         raise error
 
@@ -110,7 +110,7 @@ def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
 
     assert told.code == 2
     assert "  ValueError: no good\n" in told.err
-    assert told.err.endswith("nothing was struck, and still: lost: a\n")
+    assert told.err.endswith("failed without any fault: lost: a\n")
 
 
 def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
@@ -157,7 +157,7 @@ def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_fail
     assert lines.count(f"      again {CASE}") == 3
     assert "    and 2 more" in lines
     assert "  and 2 cases more" in lines
-    assert "Not struck: 1 call, made in some runs only" in "\n".join(lines)
+    assert "Skipped: 1 call, made in some runs only" in "\n".join(lines)
     assert "  one/process/1 return #1" in lines
     assert lines[-1] == "9 cases at 1 point: 5 failed."
 

@@ -329,7 +329,7 @@ def test_of_an_archive_no_broker_is_asked(archive: Folder, capsys: Capsys) -> No
     refused = ran(capsys, "dead-letters", "list", *ME, "--archive", "--place", "other")
 
     assert refused.code == 2
-    assert "--archive asks no broker" in refused.err
+    assert "--archive uses no broker" in refused.err
 
 
 def test_a_payload_is_exported_byte_for_byte(queue: SqliteQueue, capsys: Capsys) -> None:

@@ -186,9 +186,8 @@ def test_a_run_that_nobody_knows_is_404_in_a_sentence(site: Site, run: Run, belo
     answer = site.browser("VIEWER").get(f"/broadway/dags/sums/runs/manual__2{below}")
 
     assert answer.status_code == 404
-    assert (
-        "Neither Airflow nor the staging folder knows a run manual__2 of the Dag sums."
-        in text_of(answer.text)
+    assert "Neither Airflow nor the staging folder has a run manual__2 of the Dag sums." in text_of(
+        answer.text
     )
 
 
@@ -466,7 +465,9 @@ def test_a_message_file_that_is_gone_or_leads_elsewhere_is_a_sentence(
     answer = site.browser("USER").get(f"{PAGE}/message?q={q}")
 
     assert answer.status_code == 503
-    said = "by a symbolic link: remove the link" if planted else "is gone from the staging folder"
+    said = (
+        "by a symbolic link: remove the link" if planted else "was deleted from the staging folder"
+    )
     assert said in text_of(answer.text)
     assert site.browser("VIEWER").get(f"{PAGE}/message?q={q}").status_code != 500
 

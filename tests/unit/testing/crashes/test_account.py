@@ -86,7 +86,7 @@ class Told(Subject):
             "batch_id": batch_id,
             "messages": [(key, 1, again) for key in keys],
         }
-        with self.witness.open("a") as file:
+        with self.calls_file.open("a") as file:
             file.write(json.dumps({**told, "succeeded": None}) + "\n")
             if ended:
                 fine = list(keys if succeeded is None else succeeded)

@@ -37,7 +37,7 @@ def test_a_case_is_read_back_from_its_text(text: str) -> None:
 def test_without_brackets_the_recovery_is_a_retry() -> None:
     case = Case.parse("one/process/1 return #1: error")
     assert (case.recovery, case.traffic) == (Recovery.RETRY, False)
-    assert case.strikes[0].what is Fault.ERROR
+    assert case.strikes[0].fault is Fault.ERROR
 
 
 @pytest.mark.parametrize(
