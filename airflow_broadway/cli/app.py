@@ -205,7 +205,7 @@ def _add_crash_test(commands: Any) -> None:
     )
     parser.add_argument(
         "--share",
-        type=_share,
+        type=_parse_share,
         default=1.0,
         metavar="S",
         help="0 to 1: the share of the cases at the package's own calls; all cases at callbacks"
@@ -213,7 +213,7 @@ def _add_crash_test(commands: Any) -> None:
     )
     parser.add_argument(
         "--pairs",
-        type=_count,
+        type=_parse_count,
         default=0,
         metavar="N",
         help="number of cases with two faults; none by default",
@@ -232,7 +232,7 @@ def _add_crash_test(commands: Any) -> None:
     parser.add_argument("--keep", action="store_true", help="keep the files of cases that failed")
 
 
-def _share(text: str) -> float:
+def _parse_share(text: str) -> float:
     try:
         share = float(text)
     except ValueError:
@@ -242,7 +242,7 @@ def _share(text: str) -> float:
     return share
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     return 0 if text == "0" else positive(text)
 
 

@@ -35,7 +35,7 @@ def archive(args: argparse.Namespace) -> int:
     return code
 
 
-def _interval(args: argparse.Namespace, *, required: bool = True) -> Interval | None:
+def _parse_interval(args: argparse.Namespace, *, required: bool = True) -> Interval | None:
     """Returns the interval of the arguments; timestamps without a time zone are in UTC.
 
     :raises CommandError: If one end is missing, or the interval is empty.
@@ -61,7 +61,7 @@ def _parse_timestamp(name: str, text: str) -> datetime:
 
 
 def _list(folder: Folder, args: argparse.Namespace) -> int:
-    selection = look(folder, _interval(args, required=False))
+    selection = look(folder, _parse_interval(args, required=False))
     counts: dict[str, list[int]] = {}
     for hour, files in sorted(selection.hours.items()):
         start = start_of(hour).strftime("%Y-%m-%dT%H:00Z" if args.hours else "%Y-%m-%d")
@@ -154,7 +154,7 @@ def _purge(folder: Folder, args: argparse.Namespace) -> int:
 
 
 def _required_interval(args: argparse.Namespace) -> Interval:
-    interval = _interval(args)
+    interval = _parse_interval(args)
     assert interval is not None
     return interval
 

@@ -194,7 +194,7 @@ def add_depth(commands: Any) -> None:
     add_staging(parser)
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=_parse_seconds,
         default=DEPTH_SECONDS,
         metavar="S",
         help=f"seconds before a broker counts as unresponsive; {DEPTH_SECONDS:g} by default",
@@ -209,7 +209,7 @@ def _depth(args: argparse.Namespace) -> int:
         return depth(args)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     """Parses a number of seconds above 0."""
     try:
         seconds = float(text)

@@ -24,7 +24,7 @@ def check(args: argparse.Namespace) -> int:
     producer = connected(pipeline.producer, args.reference, args.conn_id)
     env = producer_env(pipeline.name, staging_root(args.staging))
     findings = sorted(
-        dict.fromkeys(finding for shard in producer.shards() for finding in _findings(shard, env)),
+        dict.fromkeys(finding for shard in producer.shards() for finding in _check(shard, env)),
         key=lambda finding: _ORDER.index(finding.level),
     )
     failed = any(finding.level == "error" for finding in findings)
@@ -36,7 +36,7 @@ def check(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _findings(producer: Producer, env: ProducerEnv) -> list[Finding]:
+def _check(producer: Producer, env: ProducerEnv) -> list[Finding]:
     try:
         return producer.check(env)
     except ProducerUnavailable:

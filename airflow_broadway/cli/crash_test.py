@@ -26,10 +26,10 @@ def crash_test(args: argparse.Namespace) -> int:
     sys.path[:] = [os.path.abspath(path) for path in ["", *sys.path]]
     test = CrashTest(
         pipeline=pipeline_of(args.pipeline),
-        messages=_messages(args),
+        messages=_read_messages(args),
         sink=function_of(args.sink) if args.sink else None,
         prepare=function_of(args.prepare) if args.prepare else None,
-        families=_families(args.families),
+        families=_parse_families(args.families),
         share=args.share,
         pairs=args.pairs,
         seed=args.seed,
@@ -57,7 +57,7 @@ def crash_test(args: argparse.Namespace) -> int:
     return int(not sums.good)
 
 
-def _messages(args: argparse.Namespace) -> list[bytes]:
+def _read_messages(args: argparse.Namespace) -> list[bytes]:
     if args.messages is None:
         return [b"%d" % number for number in range(args.count)]
     lines = Path(args.messages).read_bytes().splitlines()
@@ -67,7 +67,7 @@ def _messages(args: argparse.Namespace) -> list[bytes]:
     return messages
 
 
-def _families(text: str) -> list[Family]:
+def _parse_families(text: str) -> list[Family]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in set(Family)]
     if unknown:

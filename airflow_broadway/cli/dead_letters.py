@@ -57,14 +57,14 @@ def _list(dlq: DeadLetters, args: argparse.Namespace) -> int:
     total = dlq.count() if args.by_reason else None
     listing = _collect(
         dlq,
-        _choice(args),
+        _parse_choice(args),
         limit=args.limit,
         offset=args.offset,
         seconds=args.seconds,
         by_reason=args.by_reason,
     )
     if args.json:
-        letters = [_row(letter) for letter in listing.letters]
+        letters = [_to_row(letter) for letter in listing.letters]
         print_json(letters if total is None else listing.to_json(dlq, total))
     elif not listing.matching:
         print_lines(f"No dead letters in {dlq.place}.")
@@ -107,7 +107,7 @@ class _Listing:
             "whole": self.whole,
             "reasons": [{"count": n, "stage": s, "reason": r} for (s, r), n in counts],
             "other_reasons": self.matching - sum(n for _, n in counts),
-            "letters": [_row(letter) for letter in self.letters],
+            "letters": [_to_row(letter) for letter in self.letters],
         }
 
 
@@ -124,7 +124,7 @@ def _collect(
     listing, clock = _Listing([]), SystemClock()
     deadline = math.inf if seconds is None else clock.monotonic() + seconds
     # With a time limit, non-matching dead letters must return here as well.
-    with _iterate(dlq, choice if seconds is None else EVERY) as letters:
+    with _open_letters(dlq, choice if seconds is None else EVERY) as letters:
         for letter in letters:
             if choice.takes(letter):
                 page_full = listing.matching >= offset + limit
@@ -177,7 +177,7 @@ def _show(dlq: DeadLetters, args: argparse.Namespace) -> int:
     if not wanted:
         raise CommandError("no message ids: name at least one dead letter")
     by_original_id: dict[str, DeadLetter] = {}
-    with _iterate(dlq, Choice(ids=frozenset(wanted))) as letters:
+    with _open_letters(dlq, Choice(ids=frozenset(wanted))) as letters:
         for letter in letters:
             if letter.message_id in wanted:
                 by_id[letter.message_id] = letter
@@ -229,7 +229,7 @@ def _print_moved(
 # -- filters ---------------------------------------------------------------------------------------
 
 
-def _choice(args: argparse.Namespace) -> Choice:
+def _parse_choice(args: argparse.Namespace) -> Choice:
     return Choice(
         ids=frozenset(args.message_id) if args.message_id else None,
         reason=args.reason,
@@ -244,7 +244,7 @@ def _required_choice(args: argparse.Namespace) -> Choice:
 
     :raises CommandError: If neither filters nor ``--all`` are given, or both.
     """
-    choice = _choice(args)
+    choice = _parse_choice(args)
     if args.all == (choice != Choice()):
         raise CommandError(
             "use either --all or filters (--message-id, --reason, --stage, --since, --until),"
@@ -254,7 +254,7 @@ def _required_choice(args: argparse.Namespace) -> Choice:
 
 
 @contextmanager
-def _iterate(dlq: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
+def _open_letters(dlq: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
     """Iterates over the matching dead letters; releases unread ones on exit."""
     letters: Any = dlq.letters(choice)
     with closing(letters):
@@ -284,10 +284,10 @@ def _format_letter(letter: DeadLetter, args: argparse.Namespace) -> list[str]:
     lines.append(f"{'payload:':<12}{many(len(letter.body), 'byte')}")
     if len(body) < len(letter.body):
         lines[-1] += f", of which these are the first {len(body):,} (--bytes shows more)"
-    return [*lines, *_payload(body, letter.body, args.format)]
+    return [*lines, *_format_payload(body, letter.body, args.format)]
 
 
-def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
+def _format_payload(body: bytes, whole: bytes, form: str) -> list[str]:
     if form == "hex":
         return hex_lines(body)
     if form == "json":
@@ -301,7 +301,7 @@ def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
     return body.decode("utf-8", "backslashreplace").split("\n")
 
 
-def _row(letter: DeadLetter) -> dict[str, Any]:
+def _to_row(letter: DeadLetter) -> dict[str, Any]:
     """Returns a dead letter without body and properties, with the sender's texts truncated."""
     value = letter._asdict()
     del value["properties"]

@@ -54,19 +54,19 @@ def _depths(question: Mapping[str, Any]) -> list[dict[str, Any]]:
     for pipeline in question["queues"]:
         query = DepthQuery(pipeline["key"])
         queries.append(query)
-        look = partial(_depth, pipeline["queues"], pipeline["staging"])
+        look = partial(_read_depth, pipeline["queues"], pipeline["staging"])
         threading.Thread(target=query.run, args=(look,), daemon=True).start()
     DepthQuery.wait(queries, question["seconds"], SystemClock())
     return [query.to_json() for query in queries]
 
 
-def _depth(queues: str, staging: str | None) -> Any:
+def _read_depth(queues: str, staging: str | None) -> Any:
     return look_at(WatchedQueues.loads(queues, own=True), staging)
 
 
 def _list(question: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a page of dead letters, and the count of each reason."""
-    with _opened(question) as place:
+    with _open_dead_letters(question) as place:
         return listed_letters(
             place,
             choice_of(question["choice"]),
@@ -78,7 +78,7 @@ def _list(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def _show(question: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns a dead letter with its payload, truncated; ``None`` if it was moved or deleted."""
-    with _opened(question) as place:
+    with _open_dead_letters(question) as place:
         letters: Any = place.letters(Choice(ids=frozenset([question["id"]])))
         with closing(letters):
             # A sender may use this id for another message: only the broker's id counts.
@@ -89,7 +89,7 @@ def _show(question: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _opened(question: Mapping[str, Any]) -> Iterator[DeadLetters]:
+def _open_dead_letters(question: Mapping[str, Any]) -> Iterator[DeadLetters]:
     queues = WatchedQueues.loads(question["queues"], own=True)
     if len(queues.producers) != 1:
         raise ProducerError(

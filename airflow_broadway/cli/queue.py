@@ -21,11 +21,11 @@ PORTION_BYTES = 16 * 1024 * 1024
 
 def queue(args: argparse.Namespace) -> int:
     """Creates a queue, or sends messages to it."""
-    with SqliteQueue(_path(args), args.queue) as target:
+    with SqliteQueue(_queue_path(args), args.queue) as target:
         return {"create": _create, "send": _send}[args.action](target, args)
 
 
-def _path(args: argparse.Namespace) -> str:
+def _queue_path(args: argparse.Namespace) -> str:
     """Returns the path of the queue file, from ``--path`` or an Airflow connection."""
     if args.path is not None:
         return str(args.path)
@@ -44,8 +44,8 @@ def _create(target: SqliteQueue, args: argparse.Namespace) -> int:
 def _send(target: SqliteQueue, args: argparse.Namespace) -> int:
     sent = 0
     try:
-        with _input(args.input) as lines:
-            for portion in _portions(lines):
+        with _open_input(args.input) as lines:
+            for portion in _split_portions(lines):
                 sent += len(target.send(portion))
     except (BroadwayError, OSError) as error:
         if not sent:
@@ -55,7 +55,7 @@ def _send(target: SqliteQueue, args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _input(name: str) -> Iterator[BinaryIO]:
+def _open_input(name: str) -> Iterator[BinaryIO]:
     if name == "-":
         yield sys.stdin.buffer
         return
@@ -63,7 +63,7 @@ def _input(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _portions(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+def _split_portions(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
     """Yields the lines in portions, without line ends; empty lines are skipped."""
     portion: list[bytes] = []
     size = 0

@@ -19,12 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def note(
-    user: BaseUser,
-    dag_id: str,
-    event: str,
-    details: Mapping[str, Any],
-    *,
-    run_id: str | None = None,
+    user: BaseUser, dag_id: str, event: str, extra: Mapping[str, Any], *, run_id: str | None = None
 ) -> None:
     """Writes an entry, before the action is carried out.
 
@@ -40,7 +35,7 @@ def note(
                     run_id=run_id,
                     owner=name,
                     owner_display_name=name,
-                    extra=json.dumps(details),
+                    extra=json.dumps(extra),
                 )
             )
     except SQLAlchemyError:

@@ -36,7 +36,7 @@ def bars(
     step = WIDTH / slots
     begin = WIDTH - step * len(values)
     elements = [
-        _bar(begin + step * place, step, value, top, f"{name}: {_format_value(value, fmt)}")
+        _draw_bar(begin + step * place, step, value, top, f"{name}: {_format_value(value, fmt)}")
         for place, (value, name) in enumerate(zip(values, names, strict=True))
     ]
     return Markup(
@@ -51,7 +51,7 @@ def bars(
     )
 
 
-def _bar(x: float, step: float, value: float | None, top: float, title: str) -> Markup:
+def _draw_bar(x: float, step: float, value: float | None, top: float, title: str) -> Markup:
     width = step * (1 - _GAP)
     if value is None:
         return Markup(

@@ -210,10 +210,8 @@ def _environment() -> dict[str, str]:
     Its configuration file may still contain them.  ``-I`` makes Python ignore ``PYTHON*`` variables
     and the working folder.
     """
-    signing = {
-        f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")
-    }
-    return {name: value for name, value in os.environ.items() if name not in signing}
+    keys = {f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")}
+    return {name: value for name, value in os.environ.items() if name not in keys}
 
 
 async def _read(stream: asyncio.StreamReader, most: int) -> bytes | None:

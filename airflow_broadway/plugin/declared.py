@@ -66,7 +66,7 @@ def declared_in(dag_id: str, dag: Mapping[str, Any]) -> list[Declared]:
     for stored in dag["dag"].get("tasks", ()):
         task = arguments_of(stored)
         if kind_of(task) in ("process", "run"):
-            pipeline = _declared(dag_id, task)
+            pipeline = _parse_pipeline(dag_id, task)
             if pipeline is not None:
                 pipelines.setdefault(pipeline.name, pipeline)
     return list(pipelines.values())
@@ -77,7 +77,7 @@ def arguments_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     task = stored.get(Encoding.VAR, stored)
     partial = task.get("partial_kwargs") or {}
     kwargs = {**partial.get(Encoding.VAR, partial), **task}
-    return {**kwargs, **{name: _plain(kwargs.get(name)) for name in ("pipeline", "staging")}}
+    return {**kwargs, **{name: _unwrap(kwargs.get(name)) for name in ("pipeline", "staging")}}
 
 
 def kind_of(task: Mapping[str, Any]) -> str | None:
@@ -97,7 +97,7 @@ def kind_of(task: Mapping[str, Any]) -> str | None:
     return _KINDS.get(str(task.get("_task_module")))
 
 
-def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
+def _parse_pipeline(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
     reference = task.get("pipeline")
     if not isinstance(reference, Mapping) or not isinstance(reference.get("class"), str):
         return None
@@ -117,13 +117,13 @@ def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
     )
 
 
-def _plain(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     """Returns a serialized value without Airflow's type markers."""
     if isinstance(value, Mapping):
         if Encoding.VAR in value and Encoding.TYPE in value:
-            return _plain(value[Encoding.VAR])
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+            return _unwrap(value[Encoding.VAR])
+        return {str(key): _unwrap(item) for key, item in value.items()}
+    return [_unwrap(item) for item in value] if isinstance(value, list) else value
 
 
 # -- Airflow's database ----------------------------------------------------------------------------
@@ -163,12 +163,12 @@ def declared_pipelines(dag_ids: Collection[str] | None = None) -> list[Declared]
     with create_session() as session:
         for row_id, dag_hash, dag_id, paused in session.execute(rows).all():
             if dag_ids is None or dag_id in dag_ids:
-                of_dag = _read(session, row_id, dag_hash, dag_id)
+                of_dag = _load_pipelines(session, row_id, dag_hash, dag_id)
                 pipelines += (replace(pipeline, paused=bool(paused)) for pipeline in of_dag)
     return pipelines
 
 
-def _read(session: Any, row_id: Any, dag_hash: str, dag_id: str) -> list[Declared]:
+def _load_pipelines(session: Any, row_id: Any, dag_hash: str, dag_id: str) -> list[Declared]:
     key = (row_id, dag_hash)
     if key not in _READ:
         row = session.get(SerializedDagModel, row_id)

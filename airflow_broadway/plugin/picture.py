@@ -180,7 +180,7 @@ def word_of(state: str) -> str:
     return _WORDS.get(state, (state, ""))[0]
 
 
-def _with_failures(state: tuple[str, str], failed: int, handled: int | None) -> tuple[str, str]:
+def _add_failures(state: tuple[str, str], failed: int, handled: int | None) -> tuple[str, str]:
     """Adds failed messages to the label and tone of a finished stage."""
     word, tone = state
     if tone != "good" or not failed:
@@ -190,19 +190,19 @@ def _with_failures(state: tuple[str, str], failed: int, handled: int | None) -> 
 
 def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Picture:
     """Lays out the diagram of a run; from its tasks only if nothing has been received."""
-    flows = _flows(overview, tasks)
-    classes = _classes(overview)
+    flows = _collect_flows(overview, tasks)
+    classes = _count_classes(overview)
     rows = max(len(flows), len(classes), 1)
     height = rows * (_HIGH + _GAP) - _GAP + 2 * _TOP
     sheet = _Sheet()
-    queue = _box(_QUEUE, height, 0, 1, title=_source(overview, tasks))
-    process = _process_box(overview, tasks, height)
+    queue = _place_box(_QUEUE, height, 0, 1, title=_source_label(overview, tasks))
+    process = _place_process(overview, tasks, height)
     sheet.boxes += [queue, process]
-    received = _received(overview)
+    received = _count_received(overview)
     live = bool(overview and any(receipt.live for receipt in overview.receipts))
     sheet.join(queue, process, received, _total_rate(overview), live=live)
     ends = [
-        _box(
+        _place_box(
             _END,
             height,
             place,
@@ -213,9 +213,9 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
         )
         for place, (name, count) in enumerate(classes)
     ]
-    handled = _batchers(sheet, flows, tasks, process, height)
+    handled = _add_batchers(sheet, flows, tasks, process, height)
     several = len(ends) > 1
-    settled = _box((_END[0] - _BRACE * several, 0), height, 0, 1, title="")
+    settled = _place_box((_END[0] - _BRACE * several, 0), height, 0, 1, title="")
     for box, done, rate, busy in handled:
         sheet.join(box, settled, done, rate, live=busy, parting=len(handled) == 1)
     if not handled:
@@ -229,8 +229,8 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
         height=height + (_BELOW if early and handled else 0),
         boxes=sheet.boxes,
         arrows=sheet.arrows,
-        brace=_brace(ends) if several else "",
-        sentence=_sentence(received, flows, classes),
+        brace=_brace_path(ends) if several else "",
+        sentence=_describe(received, flows, classes),
     )
 
 
@@ -246,12 +246,12 @@ def _early_failures(process: Box, last: Box, count: int, height: int) -> Arrow:
     )
 
 
-def _brace(boxes: Sequence[Box]) -> str:
+def _brace_path(boxes: Sequence[Box]) -> str:
     x, ys = _END[0] - _BRACE, [box.y + box.height // 2 for box in boxes]
     return f"M{x} {ys[0]}V{ys[-1]}" + "".join(f"M{x} {y}h{_BRACE}" for y in ys)
 
 
-def _box(
+def _place_box(
     column: tuple[int, int], height: int, place: int, places: int, *, title: str, **fields: Any
 ) -> Box:
     """Returns a box in the middle of its share of a column."""
@@ -260,7 +260,7 @@ def _box(
     return Box(x=column[0], y=y, width=column[1], title=title, **fields)
 
 
-def _source(overview: Overview | None, tasks: PipelineTasks | None) -> str:
+def _source_label(overview: Overview | None, tasks: PipelineTasks | None) -> str:
     kind = str(overview.source.get("kind", "live")) if overview else "live"
     if kind in _SOURCES:
         return _SOURCES[kind]
@@ -268,18 +268,18 @@ def _source(overview: Overview | None, tasks: PipelineTasks | None) -> str:
     return _QUEUES.get(next(iter(brokers), tasks.broker if tasks else ""), "queue")
 
 
-def _process_box(overview: Overview | None, tasks: PipelineTasks | None, height: int) -> Box:
+def _place_process(overview: Overview | None, tasks: PipelineTasks | None, height: int) -> Box:
     processes = tasks.of_kind("process", "run") if tasks else []
     instances = sum(len(task.instances) for task in processes)
     failed = sum(receipt.failed or 0 for receipt in overview.receipts) if overview else 0
     word = word_for(processes[0] if processes else None)
-    state, tone = _with_failures(word, failed, _received(overview))
+    state, tone = _add_failures(word, failed, _count_received(overview))
     title = "run" if processes and processes[0].kind == "run" else "process"
     line = f"{instances} tasks" if instances > 1 else ""
-    return _box(_PROCESS, height, 0, 1, title=title, line=line, state=state, tone=tone)
+    return _place_box(_PROCESS, height, 0, 1, title=title, line=line, state=state, tone=tone)
 
 
-def _received(overview: Overview | None) -> int | None:
+def _count_received(overview: Overview | None) -> int | None:
     if overview is None:
         return None
     if not overview.receipts:
@@ -293,7 +293,7 @@ def _total_rate(overview: Overview | None) -> float | None:
     return sum(rates) if rates else None
 
 
-def _flows(overview: Overview | None, tasks: PipelineTasks | None) -> list[Flow]:
+def _collect_flows(overview: Overview | None, tasks: PipelineTasks | None) -> list[Flow]:
     """Returns the batchers: those with messages, and those with a task but no messages yet."""
     flows = list(overview.flows) if overview else []
     with_messages = {flow.batcher for flow in flows}
@@ -316,7 +316,7 @@ def _flows(overview: Overview | None, tasks: PipelineTasks | None) -> list[Flow]
     return [*flows[: _MOST - 1], others]
 
 
-def _batchers(
+def _add_batchers(
     sheet: _Sheet, flows: Sequence[Flow], tasks: PipelineTasks | None, process: Box, height: int
 ) -> list[tuple[Box, int, float | None, bool]]:
     """Adds the boxes of the batchers, and one box for each task that handles batches."""
@@ -329,7 +329,7 @@ def _batchers(
         if flow.planned is not None and handler is task:  # one task does both
             state, tone = "", ""
         line = f"{flow.batches:,} batch{'es' if flow.batches != 1 else ''}" if flow.batches else ""
-        box = _box(
+        box = _place_box(
             _BATCH, height, place, len(flows), title=flow.batcher, line=line, state=state, tone=tone
         )
         sheet.boxes.append(box)
@@ -339,11 +339,11 @@ def _batchers(
         handlers[key] = handler
     handle_boxes = []
     for place, (key, members) in enumerate(groups.items()):
-        handle_boxes.append(_handle_box(sheet, handlers[key], members, height, place, len(groups)))
+        handle_boxes.append(_add_handler(sheet, handlers[key], members, height, place, len(groups)))
     return handle_boxes
 
 
-def _handle_box(
+def _add_handler(
     sheet: _Sheet,
     task: StageTask | None,
     members: Sequence[tuple[Flow, Box]],
@@ -355,11 +355,11 @@ def _handle_box(
     done, batches = sum(flow.done for flow in flows), sum(flow.batches for flow in flows)
     handled = sum(flow.handled for flow in flows)
     failed = sum((flow.failed or 0) + (flow.missing or 0) for flow in flows)
-    state, tone = _with_failures(word_for(task), failed, handled)
+    state, tone = _add_failures(word_for(task), failed, handled)
     spark = (task is not None and task.kind == "spark") or any(flow.applications for flow in flows)
     title = "Spark" if spark else "Python" if task is not None else "handle_batch"
     line = f"{done:,} of {batches:,} done" if batches else ""
-    box = _box(_HANDLE, height, place, places, title=title, line=line, state=state, tone=tone)
+    box = _place_box(_HANDLE, height, place, places, title=title, line=line, state=state, tone=tone)
     sheet.boxes.append(box)
     live = done < batches and tone == "busy"
     for flow, batcher in members:
@@ -377,7 +377,7 @@ def _handle_box(
     return box, handled, rate, live
 
 
-def _classes(overview: Overview | None) -> list[tuple[str, int | None]]:
+def _count_classes(overview: Overview | None) -> list[tuple[str, int | None]]:
     """Returns the outcome classes that have messages; ``acked`` is always included."""
     totals = overview.totals if overview else {}
     known = overview is not None
@@ -388,7 +388,7 @@ def _classes(overview: Overview | None) -> list[tuple[str, int | None]]:
     ]
 
 
-def _sentence(
+def _describe(
     received: int | None, flows: Sequence[Flow], classes: Sequence[tuple[str, int | None]]
 ) -> str:
     """Returns the text alternative of the diagram."""

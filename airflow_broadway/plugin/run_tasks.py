@@ -147,27 +147,27 @@ def tasks_of_run(dag_id: str, run_id: str) -> RunTasks:
         state = session.scalar(query)
         if state is None:
             return RunTasks(state=None)
-        return RunTasks(state=str(state), pipelines=_pipelines(session, dag_id, run_id))
+        return RunTasks(state=str(state), pipelines=_load_pipelines(session, dag_id, run_id))
 
 
-def _pipelines(session: Session, dag_id: str, run_id: str) -> list[PipelineTasks]:
-    instances = _instances(session, dag_id, run_id)
-    data = _serialized(session, dag_id, instances)
+def _load_pipelines(session: Session, dag_id: str, run_id: str) -> list[PipelineTasks]:
+    instances = _load_instances(session, dag_id, run_id)
+    data = _load_serialized_dag(session, dag_id, instances)
     if data is None:
         return []
     members_of: dict[str, list[tuple[Mapping[str, Any], StageTask]]] = {}
-    for attributes in _ours(data):
+    for attributes in _iter_our_tasks(data):
         task_id = str(attributes["task_id"])
-        rows = [_instance(row) for row in instances if row.task_id == task_id]
+        rows = [_to_instance(row) for row in instances if row.task_id == task_id]
         task = StageTask(
             task_id=task_id,
             kind=attributes["kind"],
             downstream=frozenset(attributes.get("downstream_task_ids", ())),
             instances=rows,
-            links=_links(session, dag_id, run_id, attributes),
+            links=_load_links(session, dag_id, run_id, attributes),
         )
         members_of.setdefault(_pipeline_key(attributes["pipeline"]), []).append((attributes, task))
-    return [_pipeline(session, dag_id, run_id, members) for members in members_of.values()]
+    return [_build_pipeline(session, dag_id, run_id, members) for members in members_of.values()]
 
 
 def _pipeline_key(reference: Any) -> str:
@@ -177,12 +177,12 @@ def _pipeline_key(reference: Any) -> str:
     return json.dumps(reference, sort_keys=True, default=str)
 
 
-def _instances(session: Session, dag_id: str, run_id: str) -> Sequence[TaskInstance]:
+def _load_instances(session: Session, dag_id: str, run_id: str) -> Sequence[TaskInstance]:
     query = select(TaskInstance).where(TaskInstance.dag_id == dag_id, TaskInstance.run_id == run_id)
     return session.scalars(query.order_by(TaskInstance.task_id, TaskInstance.map_index)).all()
 
 
-def _instance(row: TaskInstance) -> Instance:
+def _to_instance(row: TaskInstance) -> Instance:
     return Instance(
         map_index=row.map_index,
         state=str(row.state or "none"),
@@ -192,7 +192,7 @@ def _instance(row: TaskInstance) -> Instance:
     )
 
 
-def _links(session: Session, dag_id: str, run_id: str, task: Mapping[str, Any]) -> list[Link]:
+def _load_links(session: Session, dag_id: str, run_id: str, task: Mapping[str, Any]) -> list[Link]:
     """Returns the extra links of a task: names from the serialized Dag, URLs from XCom."""
     names = {key: name for name, key in (task.get("_operator_extra_links") or {}).items()}
     if not names:
@@ -212,7 +212,7 @@ def _links(session: Session, dag_id: str, run_id: str, task: Mapping[str, Any]) 
     ]
 
 
-def _serialized(
+def _load_serialized_dag(
     session: Session, dag_id: str, instances: Sequence[TaskInstance]
 ) -> Mapping[str, Any] | None:
     """Returns the Dag version of this run: a newer one may have other tasks."""
@@ -224,7 +224,7 @@ def _serialized(
     return None if row is None else row.data
 
 
-def _ours(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _iter_our_tasks(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     """Yields the attributes of our tasks in a serialized Dag, including mapped tasks."""
     for task in data["dag"]["tasks"]:
         attributes = arguments_of(task)
@@ -233,7 +233,7 @@ def _ours(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
             yield {**attributes, "kind": kind}
 
 
-def _pipeline(
+def _build_pipeline(
     session: Session,
     dag_id: str,
     run_id: str,
@@ -243,7 +243,7 @@ def _pipeline(
     staging = next((task["staging"] for task, _ in members if task["staging"]), None)
     if staging is not None and "{" in staging:
         task_ids = [task.task_id for _, task in members]
-        staging = _rendered(session, dag_id, run_id, task_ids)
+        staging = _load_root(session, dag_id, run_id, task_ids)
     reference = attributes["pipeline"] if isinstance(attributes["pipeline"], Mapping) else {}
     known = reference.get("about") or {}
     override = (reference.get("options") or {}).get("name")
@@ -257,7 +257,7 @@ def _pipeline(
     )
 
 
-def _rendered(session: Session, dag_id: str, run_id: str, task_ids: Sequence[str]) -> str | None:
+def _load_root(session: Session, dag_id: str, run_id: str, task_ids: Sequence[str]) -> str | None:
     """Returns the rendered staging root, from a task that has run."""
     fields = RenderedTaskInstanceFields
     query = select(fields.rendered_fields).where(

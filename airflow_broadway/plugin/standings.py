@@ -158,17 +158,17 @@ class _Reader:
     def standings(self, declared: Sequence[Declared], recall: Recall) -> list[Standing]:
         """Returns the status of all pipelines, from their newest runs."""
         latest = latest_runs({pipeline.dag_id for pipeline in declared}, LOOKED)
-        runs = self._past_runs((pipeline, latest[pipeline.dag_id]) for pipeline in declared)
+        runs = self._read_past_runs((pipeline, latest[pipeline.dag_id]) for pipeline in declared)
         with ThreadPoolExecutor(READERS, "broadway-standings") as pool:
-            held = list(pool.map(self._held, declared))
-        reports = self._reports(declared)
+            held = list(pool.map(self._read_held, declared))
+        reports = self._read_reports(declared)
         return [
             Standing(
                 declared=pipeline,
                 latest=latest[pipeline.dag_id],
                 runs=runs.get(_key(pipeline), {}),
                 held=messages,
-                unread="" if isinstance(store := self._store(pipeline), Store) else store,
+                unread="" if isinstance(store := self._open_store(pipeline), Store) else store,
                 reported=reports.get((pipeline.staging, pipeline.key)),
                 depth=recall(pipeline.staging, pipeline.key)
                 or depth_of(reports.get((pipeline.staging, pipeline.key)), self._now),
@@ -186,7 +186,7 @@ class _Reader:
             )
             for standing in standings
         )
-        runs = self._past_runs(further)
+        runs = self._read_past_runs(further)
         return [
             replace(
                 standing,
@@ -196,7 +196,7 @@ class _Reader:
             for standing in standings
         ]
 
-    def _store(self, declared: Declared) -> Store | str:
+    def _open_store(self, declared: Declared) -> Store | str:
         root = declared.staging
         if root not in self._stores:
             try:
@@ -207,8 +207,8 @@ class _Reader:
                 self._stores[root] = str(error)
         return self._stores[root]
 
-    def _held(self, declared: Declared) -> Held | None:
-        store = self._store(declared)
+    def _read_held(self, declared: Declared) -> Held | None:
+        store = self._open_store(declared)
         if not isinstance(store, Store):
             return None
         try:
@@ -216,7 +216,7 @@ class _Reader:
         except StagingError as error:  # one damaged file must not hide the other pipelines
             return Held(messages=None, receiving=0, late=(f"{error}.",), run_ids=())
 
-    def _reports(
+    def _read_reports(
         self, declared: Sequence[Declared]
     ) -> dict[tuple[str | None, PipelineKey], Reported]:
         """Returns the last report of each pipeline's queues, by root."""
@@ -231,13 +231,13 @@ class _Reader:
                     reports[root, key] = report
         return reports
 
-    def _past_runs(
+    def _read_past_runs(
         self, wanted: Iterable[tuple[Declared, Sequence[LatestRun]]]
     ) -> dict[tuple[str, str], dict[str, PastRun]]:
         """Returns the accounts of these runs: (Dag, pipeline) → run id → run."""
         keys: dict[str | None, list[RunKey]] = {}
         for declared, runs in wanted:
-            if isinstance(self._store(declared), Store):
+            if isinstance(self._open_store(declared), Store):
                 keys.setdefault(declared.staging, []).extend(
                     RunKey(declared.name, declared.dag_id, run.run_id) for run in runs
                 )

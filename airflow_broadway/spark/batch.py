@@ -186,7 +186,7 @@ class _Batch:
 
     def run(self) -> Outcome:
         """Handles the batch and records its outcome; see :meth:`BatchRunner.run`."""
-        result = self._call()
+        result = self._run_callback()
         exceptions, counts, whole = self._write_exceptions(result)
         size = self._planned.size
         if counts.unnamed:
@@ -209,9 +209,9 @@ class _Batch:
 
     # -- the callback ------------------------------------------------------------------------------
 
-    def _call(self) -> Failed | Outcomes | Status | None:
+    def _run_callback(self) -> Failed | Outcomes | Status | None:
         """Returns the checked result of ``handle_batch``, or the status of a failed batch."""
-        messages = self._messages()
+        messages = self._read_messages()
         span = None
         if telemetry.handlers(*_EVENTS):
             span = telemetry.Span("batch_processor", {**self._metadata, "messages": messages})
@@ -238,12 +238,12 @@ class _Batch:
         info = self._batch.info
         return pipeline.handle_batch(info.batcher, messages, info, self._app.context)
 
-    def _messages(self) -> DataFrame:
+    def _read_messages(self) -> DataFrame:
         try:
             return self._runner.frames.messages(self._session, self._planned)
         except Exception as error:  # Spark checks that the files exist
             self._app.check_alive(error)
-            raise _unreadable("messages", self._planned, error) from error
+            raise _unreadable_error("messages", self._planned, error) from error
 
     def _failed_whole(self, error: BaseException) -> Status:
         """Returns the status of a batch whose callback raised, unless Spark is lost."""
@@ -289,7 +289,7 @@ class _Batch:
                     if returned:
                         raise _CallbackError(error) from error
                     self._app.check_alive(error)
-                    raise _unreadable("failed messages", self._planned, error) from error
+                    raise _unreadable_error("failed messages", self._planned, error) from error
                 if line is None:
                     return
                 yield dump_entry(line.entry, source=line.source)
@@ -297,7 +297,7 @@ class _Batch:
         return self._batch.keep(lines()), counts
 
 
-def _unreadable(what: str, batch: PlannedBatch, error: BaseException) -> Unreadable:
+def _unreadable_error(what: str, batch: PlannedBatch, error: BaseException) -> Unreadable:
     return Unreadable(
         f"{what} of the batch {batch.batch_id} cannot be read back"
         f" ({type(error).__name__}: {cut(str(error), MAX_REASON)})"

@@ -90,9 +90,9 @@ class Judge:
             elif message.status is MISSING:
                 counts.missing += 1
                 counts.unnamed += 1
-                source = _source(message.row, batch)
+                source = _source_index(message.row, batch)
                 row = message.row
-                yield _line(
+                yield _build_line(
                     row["message_id"], row["attempt"], _delivery_of_row(row), RELEASE, source
                 )
                 continue
@@ -127,10 +127,12 @@ class Judge:
             if left.pop((message.message_id, source), None) is None:
                 continue  # returned twice by handle_failed, or not of this batch
             counts.failed += 1
-            yield _line(message.message_id, message.attempt, _delivery(message), verdict, source)
+            yield _build_line(
+                message.message_id, message.attempt, _delivery(message), verdict, source
+            )
         for (message_id, source), message in left.items():  # handle_failed did not return it
             counts.missing += 1
-            yield _line(message_id, message.attempt, _delivery(message), RELEASE, source)
+            yield _build_line(message_id, message.attempt, _delivery(message), RELEASE, source)
 
     def _message(
         self, unsettled: Unsuccessful, batch: PlannedBatch, acknowledger: RunAcknowledger
@@ -153,7 +155,7 @@ class Judge:
             status=unsettled.status,
             acknowledger=NO_ACK
             if row["_acked"]
-            else AckRef(acknowledger, _source(row, batch), _delivery_of_row(row)),
+            else AckRef(acknowledger, _source_index(row, batch), _delivery_of_row(row)),
             **fields,
         )
 
@@ -199,12 +201,12 @@ def _delivery_of_row(row: Any) -> Delivery:
     )
 
 
-def _source(row: Any, batch: PlannedBatch) -> int | None:
+def _source_index(row: Any, batch: PlannedBatch) -> int | None:
     """Returns the index of a row's generation; ``None`` in a batch of one generation."""
     return int(row["source"]) if len(batch.sources) > 1 else None
 
 
-def _line(
+def _build_line(
     message_id: str, attempt: int, data: Delivery, verdict: Verdict, source: int | None
 ) -> EntryLine:
     # Always with its body: some brokers release a message by publishing it again.

@@ -136,7 +136,7 @@ class BatchFrames:
 
     def messages(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         """Returns the DataFrame argument of ``handle_batch``."""
-        return self._rows(spark, batch).select(*COLUMNS)
+        return self._read_rows(spark, batch).select(*COLUMNS)
 
     def private(self, spark: SparkSession, batch: PlannedBatch, *, data: bool) -> DataFrame:
         """Returns the same rows with the columns for settlement, to be collected into Python.
@@ -149,14 +149,14 @@ class BatchFrames:
         columns: list[Column | str] = ["message_id", "attempt", "redelivered"]
         if data:
             columns = [micros(F.col(name), self._kind(name)).alias(name) for name in COLUMNS]
-        return self._rows(spark, batch).select(*columns, "source", *PRIVATE)
+        return self._read_rows(spark, batch).select(*columns, "source", *PRIVATE)
 
     def _kind(self, name: str) -> DataType | None:
         if name == "received_at":
             return Atomic.TIMESTAMP
         return self.schema.struct if name == "data" and self.schema else None
 
-    def _rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
+    def _read_rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]
         # Paths may contain glob characters, such as brackets.
         reader = spark.read.schema(self._file_schema).option("__globPaths__", "false")

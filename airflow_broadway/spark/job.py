@@ -91,7 +91,7 @@ def _check(reference: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    log.info("%s", _versions())
+    log.info("%s", _check_versions())
     uri: str = args.run
     files: Files | None = None
     if local_path(uri) is not None:  # fails early, before a session is started
@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
             spark.stop()
 
 
-def _versions() -> str:
+def _check_versions() -> str:
     """Returns the first line of the log.
 
     :raises PipelineError: If there is no Spark, or one too old.

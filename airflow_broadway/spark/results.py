@@ -110,7 +110,7 @@ def read(returned: object) -> Failed | Outcomes | None:
     if isinstance(returned, (list, tuple)) and all(isinstance(item, Failed) for item in returned):
         return Failed(tuple(part for item in returned for part in item.parts))
     if is_frame(returned):
-        return _outcomes(returned)
+        return _check_outcomes(returned)
     kind = "element" if isinstance(returned, (list, tuple)) else "return"
     raise PipelineError(
         f"handle_batch returned {short(returned)}; on Spark it returns None when all messages"
@@ -119,7 +119,7 @@ def read(returned: object) -> Failed | Outcomes | None:
     )
 
 
-def _outcomes(frame: Any) -> Outcomes:
+def _check_outcomes(frame: Any) -> Outcomes:
     columns = list(frame.columns)
     statuses = [name for name in ("ok", "status") if name in columns]
     fault = ""

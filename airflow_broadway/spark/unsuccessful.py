@@ -58,7 +58,7 @@ def unsuccessful(
         return iter(())
     rows = frames.private(spark, batch, data=data)
     if isinstance(result, Status):
-        return (Unsuccessful(row, result) for row in _in_parts(rows, batch).toLocalIterator())
+        return (Unsuccessful(row, result) for row in _repartition(rows, batch).toLocalIterator())
     if isinstance(result, Failed):
         named = _named_of_failed(spark, result)
         if named is None:
@@ -77,7 +77,7 @@ def unsuccessful(
     return _from_join(rows, named, batch, complete=complete)
 
 
-def _in_parts(rows: DataFrame, batch: PlannedBatch) -> DataFrame:
+def _repartition(rows: DataFrame, batch: PlannedBatch) -> DataFrame:
     """Repartitions rows so that a partition fits into a driver with little memory."""
     parts = max(-(-batch.size // PART_ROWS), -(-batch.bytes // PART_BYTES))
     return rows if parts <= 1 else rows.repartition(parts, "message_id")
@@ -109,7 +109,7 @@ def _named_of_failed(
                 F.col("message_id").cast("string").alias("message_id"),
                 F.lit(rank).alias("rank"),
                 F.lit("failed").alias("status"),
-                _cut(column).alias("reason"),
+                _truncate(column).alias("reason"),
             )
         )
     if not frames:
@@ -135,12 +135,14 @@ def _named_of_outcomes(result: Outcomes) -> DataFrame:
         .when(bad, "failed")
         .otherwise(F.coalesce(F.col(result.status).cast("string"), F.lit("null")))
         .alias("status"),
-        (_cut(F.col("reason")) if result.reasons else F.lit(None).cast("string")).alias("reason"),
+        (_truncate(F.col("reason")) if result.reasons else F.lit(None).cast("string")).alias(
+            "reason"
+        ),
     )
     return rows
 
 
-def _cut(column: Any) -> Any:
+def _truncate(column: Any) -> Any:
     return F.substring(column.cast("string"), 1, MAX_REASON)
 
 
@@ -169,7 +171,7 @@ def _from_few(rows: DataFrame, named: list[Any], *, complete: bool) -> Iterator[
         if named_row is None:
             yield Unsuccessful(row, MISSING)
         elif named_row[2] != "ok":
-            yield Unsuccessful(row, _failed(named_row[3]))
+            yield Unsuccessful(row, _failed_status(named_row[3]))
     _check_known([message_id for message_id in named_by_id if message_id not in seen])
 
 
@@ -188,7 +190,7 @@ def _from_join(
     status = F.col("_named.status")
     wanted = joined.where(F.col("_here").isNull() | status.isNull() | (status != "ok"))
     unknown: list[str] = []
-    for row in _in_parts(wanted, batch).toLocalIterator():
+    for row in _repartition(wanted, batch).toLocalIterator():
         named_row = row["_named"]
         if not row["_here"]:
             unknown.append(row["message_id"])
@@ -199,11 +201,11 @@ def _from_join(
             yield Unsuccessful(row, MISSING)
             continue
         _check_status(named_row["status"])
-        yield Unsuccessful(row, _failed(named_row["reason"]))
+        yield Unsuccessful(row, _failed_status(named_row["reason"]))
     _check_known(unknown)
 
 
-def _failed(reason: str | None) -> Status:
+def _failed_status(reason: str | None) -> Status:
     return Status("failed", reason or "failed by handle_batch")
 
 

@@ -90,12 +90,14 @@ def find_spark(binary: str, env: Mapping[str, str]) -> SparkProgram:
     """
     home = env.get("SPARK_HOME")
     if home and (Path(home) / "bin" / binary).is_file():
-        return SparkProgram(binary=str(Path(home) / "bin" / binary), bundled=home == _bundled())
+        return SparkProgram(
+            binary=str(Path(home) / "bin" / binary), bundled=home == _find_bundled_spark()
+        )
     path = shutil.which(binary, path=env.get("PATH"))
     own = path is not None and Path(path).parent.resolve() == Path(sys.executable).parent.resolve()
     if path and not own:
         return SparkProgram(binary=path, bundled=False)
-    bundled = _bundled()
+    bundled = _find_bundled_spark()
     if bundled and (Path(bundled) / "bin" / binary).is_file():
         return SparkProgram(
             binary=str(Path(bundled) / "bin" / binary), bundled=True, env={"SPARK_HOME": bundled}
@@ -106,7 +108,7 @@ def find_spark(binary: str, env: Mapping[str, str]) -> SparkProgram:
     )
 
 
-def _bundled() -> str | None:
+def _find_bundled_spark() -> str | None:
     """Returns the folder of the installed ``pyspark``, if it is more than the client."""
     try:
         spec = importlib.util.find_spec("pyspark")
@@ -193,16 +195,16 @@ def file_settings(
     :param binary: The program, with its path if known, which locates the defaults file.
     """
     if properties_file:
-        return _settings_in(Path(properties_file))
+        return _read_settings(Path(properties_file))
     if env.get("SPARK_CONF_DIR"):
-        return _settings_in(Path(env["SPARK_CONF_DIR"]) / "spark-defaults.conf")
+        return _read_settings(Path(env["SPARK_CONF_DIR"]) / "spark-defaults.conf")
     home = Path(env["SPARK_HOME"]) if env.get("SPARK_HOME") else None
     if home is None and os.path.isabs(binary):
         home = Path(binary).resolve().parent.parent
-    return _settings_in(home / "conf" / "spark-defaults.conf") if home else {}
+    return _read_settings(home / "conf" / "spark-defaults.conf") if home else {}
 
 
-def _settings_in(path: Path) -> dict[str, str]:
+def _read_settings(path: Path) -> dict[str, str]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -61,17 +61,17 @@ def ship(class_path: str, folder: Path) -> Shipment:
     """
     import_class(class_path)
     top = class_path.partition(":")[0].partition(".")[0]
-    members = dict(_own_files())
+    members = dict(_iter_own_files())
     packages = ["airflow_broadway"]
     if top != "airflow_broadway":
-        files = dict(_pipeline_files(class_path))
+        files = dict(_iter_pipeline_files(class_path))
         if not any(name.endswith(_EXTENSIONS) for name in files):
             _check_size(top, files)
             members.update(files)
             packages.append(top)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / ZIP_NAME
-    _write(target, members)
+    _write_zip(target, members)
     launcher = folder / LAUNCHER_NAME
     source = _PACKAGE / "spark" / "launcher.py"
     launcher.write_bytes(source.read_bytes())
@@ -121,16 +121,16 @@ def check_import(
 # --------------------------------------------------------------------------------------------------
 
 
-def _own_files() -> Iterator[tuple[str, Path]]:
+def _iter_own_files() -> Iterator[tuple[str, Path]]:
     # If a pipeline imports Airflow in the driver, Airflow calls every provider's get_provider_info.
     for name in ("__init__.py", "get_provider_info.py", "pipeline.py", "types.py"):
         if (_PACKAGE / name).is_file():
             yield f"airflow_broadway/{name}", _PACKAGE / name
     for name in _SUBPACKAGES:
-        yield from _tree(_PACKAGE / name, f"airflow_broadway/{name}")
+        yield from _iter_tree(_PACKAGE / name, f"airflow_broadway/{name}")
 
 
-def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
+def _iter_pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
     module_name = class_path.partition(":")[0]
     top_name = module_name.partition(".")[0]
     top = sys.modules.get(top_name) or importlib.import_module(top_name)
@@ -155,10 +155,10 @@ def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
                 f"the package {top_name!r} of the pipeline is in {location}, which is no folder,"
                 " so it cannot be shipped to Spark: install it there"
             )
-        yield from _tree(location, top_name)
+        yield from _iter_tree(location, top_name)
 
 
-def _tree(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+def _iter_tree(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
     """Yields all files below a folder, with their names in the zip."""
     for path, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and name[0] != ".")
@@ -182,7 +182,7 @@ def _check_size(top: str, members: Mapping[str, Path]) -> None:
     )
 
 
-def _write(target: Path, members: Mapping[str, Path]) -> None:
+def _write_zip(target: Path, members: Mapping[str, Path]) -> None:
     folders = {
         "/".join(parts[:depth]) + "/"
         for parts in (name.split("/") for name in members)

@@ -81,12 +81,12 @@ class Filter:
         :raises HTTPException: 422, if a timestamp is invalid.
         """
         texts = {field.name: _clean(values.get(field.name)).strip() for field in fields(cls)}
-        return cls(**texts | {name: _timestamp(name, texts[name]) for name in ("since", "until")})
+        return cls(**texts | {name: _parse_time(name, texts[name]) for name in ("since", "until")})
 
     def choice(self) -> dict[str, Any]:
         """Returns the filter as the run param ``dead_letters``."""
         filters = {"reason": self.reason, "stage": self.stage}
-        filters |= {"since": _utc(self.since), "until": _utc(self.until)}
+        filters |= {"since": _add_zone(self.since), "until": _add_zone(self.until)}
         ids = {"ids": [self.id]} if self.id else {}
         return {name: value for name, value in filters.items() if value} | ids
 
@@ -109,7 +109,7 @@ def _clean(value: object) -> str:
     return text
 
 
-def _timestamp(name: str, text: str) -> str:
+def _parse_time(name: str, text: str) -> str:
     """Returns a timestamp in UTC in the format of a form field, without its zone."""
     if not text:
         return ""
@@ -121,7 +121,7 @@ def _timestamp(name: str, text: str) -> str:
     return at.replace(tzinfo=None).isoformat()
 
 
-def _utc(text: str) -> str:
+def _add_zone(text: str) -> str:
     return f"{text}+00:00" if text else ""
 
 
@@ -134,8 +134,8 @@ async def show_list(
 ) -> HTMLResponse:
     """Shows the dead letters that match a filter, in pages, and the count of each reason."""
     filters = Filter.of(request.query_params)
-    number = _number(request.query_params.get("page"))
-    place = await READING(_place, dag_id, pipeline)
+    number = _parse_page_number(request.query_params.get("page"))
+    place = await READING(_find_place, dag_id, pipeline)
     listing, trouble = None, ""
     if asks_brokers():
         try:
@@ -162,7 +162,7 @@ async def show_one(
     form = request.query_params.get("as")
     if form not in (None, *FORMS):
         raise HTTPException(422, f"A payload is shown as {', '.join(FORMS)}.")
-    place = await READING(_place, dag_id, pipeline)
+    place = await READING(_find_place, dag_id, pipeline)
     if not asks_brokers():
         raise ChildError(OFF)
     details = {"pipeline": pipeline, "id": _clean(message_id)}
@@ -171,10 +171,10 @@ async def show_one(
     letter = (await CHILDREN.ask(question | place.question())).value
     if not letter:
         raise HTTPException(404, f"{message_id} is no dead letter, or no more.")
-    return await run_in_threadpool(_letter_page, request, dag_id, pipeline, letter, form)
+    return await run_in_threadpool(_render_letter, request, dag_id, pipeline, letter, form)
 
 
-def _letter_page(
+def _render_letter(
     request: Request, dag_id: str, pipeline: str, letter: dict[str, Any], form: str | None
 ) -> HTMLResponse:
     raw = letter.get("body_base64")
@@ -198,7 +198,7 @@ async def _list(place: Place, filters: Filter, *, limit: int, offset: int = 0) -
     return {**answer.value, "at": answer.at}
 
 
-def _number(text: str | None) -> int:
+def _parse_page_number(text: str | None) -> int:
     """Parses a page number, from 1."""
     return max(1, int(text)) if text and text.isascii() and text.isdigit() and len(text) < 9 else 1
 
@@ -235,7 +235,7 @@ class Place:
         return {"queues": self.reported.queues, "staging": self.staging}
 
 
-def _place(dag_id: str, name: str) -> Place:
+def _find_place(dag_id: str, name: str) -> Place:
     """Returns access to a pipeline's dead letters.
 
     :raises HTTPException: 404, if the Dag has no such pipeline.
@@ -281,8 +281,8 @@ async def _act(
 ) -> HTMLResponse:
     form = await request.form()
     filters = Filter.of(form)
-    ids = _ids(form)
-    place = await READING(_place, dag_id, pipeline)
+    ids = _selected_ids(form)
+    place = await READING(_find_place, dag_id, pipeline)
     variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "action": action}
     variables |= {"filters": filters, "ids": ids, "most": MOST_NAMED, "paused": place.paused}
     variables["depth"] = place.depth
@@ -296,7 +296,7 @@ async def _act(
     return await run_in_threadpool(page, request, "dead_letters_done.html", **variables)
 
 
-def _ids(form: FormData) -> list[str]:
+def _selected_ids(form: FormData) -> list[str]:
     """Returns the selected ids; empty if all dead letters that match the filter are meant.
 
     :raises HTTPException: 422, if nothing is selected.

@@ -64,7 +64,7 @@ def _search(
 ) -> dict[str, Any]:
     """Returns the message's stories, or else the messages that contain the text."""
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
-    runs_searched = [*runs, *_others(runs)] if everywhere and search else runs
+    runs_searched = [*runs, *_find_others(runs)] if everywhere and search else runs
     stories: Sequence[Story] = ()
     if search:
         stories = find_message(runs_searched, search, with_payload=with_payload)
@@ -79,5 +79,5 @@ def _search(
     }
 
 
-def _others(runs: Sequence[StagedRun]) -> list[StagedRun]:
+def _find_others(runs: Sequence[StagedRun]) -> list[StagedRun]:
     return [other for run in runs for other in other_runs(run.store, run)]

@@ -45,10 +45,12 @@ async def show(
 
     :param q: Filters pipelines and Dags by name.
     """
-    listing = await READING(_listing, user, number, q)
+    listing = await READING(_build_listing, user, number, q)
     if ask:
-        listing = await _with_depths(listing)
-    return await run_in_threadpool(_page, request, "pipelines.html", listing, user, q, queried=ask)
+        listing = await _add_depths(listing)
+    return await run_in_threadpool(
+        _render, request, "pipelines.html", listing, user, q, queried=ask
+    )
 
 
 @router.get("/pipelines")
@@ -56,13 +58,13 @@ async def listed(
     request: Request, user: GetUserDep, number: Number = 1, q: Text = ""
 ) -> HTMLResponse:
     """Returns the list of the page, with current depths."""
-    listing = await _with_depths(await READING(_listing, user, number, q))
+    listing = await _add_depths(await READING(_build_listing, user, number, q))
     return await run_in_threadpool(
-        _page, request, "_pipelines.html", listing, user, q, queried=True
+        _render, request, "_pipelines.html", listing, user, q, queried=True
     )
 
 
-def _listing(user: Any, number: int, q: str) -> Page:
+def _build_listing(user: Any, number: int, q: str) -> Page:
     """Returns a page of the matching pipelines, from staging and Airflow's database."""
     declared = declared_pipelines()
     readable = readable_dags(user, {pipeline.dag_id for pipeline in declared})
@@ -75,7 +77,7 @@ def _listing(user: Any, number: int, q: str) -> Page:
     return page_of(seen_root, matching, DEPTHS.recall, number=number, now=datetime.now(UTC))
 
 
-async def _with_depths(listing: Page) -> Page:
+async def _add_depths(listing: Page) -> Page:
     """Returns the page with current depths, if brokers may be queried."""
     if not asks_brokers():
         return listing
@@ -85,7 +87,7 @@ async def _with_depths(listing: Page) -> Page:
     return listing.reordered(DEPTHS.recall)
 
 
-def _page(
+def _render(
     request: Request, template: str, listing: Page, user: Any, q: str, *, queried: bool
 ) -> HTMLResponse:
     # The reasons may name hosts, files and queues of other teams.
@@ -98,13 +100,13 @@ def _page(
         queried=queried,
         asks=asks_brokers(),
         states=_STATES,
-        charts={(s.declared.dag_id, s.declared.name): _charts(s) for s in listing.standings},
+        charts={(s.declared.dag_id, s.declared.name): _render_charts(s) for s in listing.standings},
         editable={dag_id for dag_id in unknown if may_edit(dag_id, user)},
         withheld=WITHHELD,
     )
 
 
-def _charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
+def _render_charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
     """Returns a pipeline's charts: title, newest value, top of the axis, image."""
     runs = [run for _, run in reversed(standing.history) if run is not None and not run.dry]
     names = [run.run_id for run in runs]
@@ -114,7 +116,7 @@ def _charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
     rendered = []
     for title, values, fmt, maximum in (
         ("Messages per minute", [run.per_minute for run in runs], count, None),
-        ("Share that failed", shares, _percent, max(MANY_FAILED, most_failed)),
+        ("Share that failed", shares, _format_percent, max(MANY_FAILED, most_failed)),
         ("Duration", [run.seconds for run in runs], seconds, None),
         ("Longest wait", [run.waited for run in runs], seconds, None),
     ):
@@ -125,7 +127,7 @@ def _charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
     return rendered
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     if value is None:
         return "–"
     if 0 < value < 0.001:

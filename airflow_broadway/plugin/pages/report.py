@@ -18,11 +18,11 @@ router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RU
 @router.get("/report")
 async def show(dag_id: str, run_id: str) -> PlainTextResponse:
     """Returns the reports of a run."""
-    text = await READING(_text, dag_id, run_id)
+    text = await READING(_render_reports, dag_id, run_id)
     return PlainTextResponse(text or "This run has no report yet: its task ack writes it.\n")
 
 
-def _text(dag_id: str, run_id: str) -> str:
+def _render_reports(dag_id: str, run_id: str) -> str:
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
     reports = [report for report in map(kept_report, runs) if report is not None]
     return "\n".join(map(markdown_of, reports))

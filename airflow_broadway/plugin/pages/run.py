@@ -42,6 +42,9 @@ class BatchQuery:
     batcher: str = ""
 
 
+BatchQueryDep = Annotated[BatchQuery, Depends()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """One pipeline of a run.
@@ -61,39 +64,31 @@ class Section:
 
 @router.get("")
 async def show(
-    request: Request,
-    dag_id: str,
-    run_id: str,
-    query: Annotated[BatchQuery, Depends()],
-    edits: MayEdit,
+    request: Request, dag_id: str, run_id: str, query: BatchQueryDep, edits: MayEdit
 ) -> HTMLResponse:
     """Shows all pipelines of a run, one section each."""
-    variables = await _variables(request, dag_id, run_id, query, edits=edits)
+    variables = await _load_variables(request, dag_id, run_id, query, edits=edits)
     status = HTTPStatus.SERVICE_UNAVAILABLE if variables["unread"] else HTTPStatus.OK
     return await run_in_threadpool(page, request, "run.html", status=status, **variables)
 
 
 @router.get("/live")
 async def show_live(
-    request: Request,
-    dag_id: str,
-    run_id: str,
-    query: Annotated[BatchQuery, Depends()],
-    edits: MayEdit,
+    request: Request, dag_id: str, run_id: str, query: BatchQueryDep, edits: MayEdit
 ) -> HTMLResponse:
     """Returns the sections only; the page's script replaces the previous ones."""
-    variables = await _variables(request, dag_id, run_id, query, edits=edits)
+    variables = await _load_variables(request, dag_id, run_id, query, edits=edits)
     return await run_in_threadpool(page, request, "_run.html", **variables)
 
 
-async def _variables(
+async def _load_variables(
     request: Request, dag_id: str, run_id: str, query: BatchQuery, *, edits: bool
 ) -> dict[str, Any]:
     """Returns the template variables of a run."""
     known = await run_in_threadpool(tasks_of_run, dag_id, run_id)
     unread = ""
     try:
-        sections = await READING(_sections, dag_id, run_id, known, query)
+        sections = await READING(_build_sections, dag_id, run_id, known, query)
     except StagingError as error:
         if known.state is None:
             raise
@@ -119,19 +114,19 @@ async def _variables(
 # -- sections --------------------------------------------------------------------------------------
 
 
-def _sections(dag_id: str, run_id: str, known: RunTasks, query: BatchQuery) -> list[Section]:
+def _build_sections(dag_id: str, run_id: str, known: RunTasks, query: BatchQuery) -> list[Section]:
     """Returns the pipelines of a run: those in Airflow, then others found in staging only."""
     staged = {run.pipeline: run for run in staged_runs(dag_id, run_id, known)}
     sections = []
     for tasks in known.pipelines:
-        run = _run_of(tasks, staged)
+        run = _find_run(tasks, staged)
         if run is not None:
             del staged[run.pipeline]
-        sections.append(_section(run, tasks, known, query))
-    return [*sections, *(_section(run, None, known, query) for run in staged.values())]
+        sections.append(_build_section(run, tasks, known, query))
+    return [*sections, *(_build_section(run, None, known, query) for run in staged.values())]
 
 
-def _run_of(tasks: PipelineTasks, staged: dict[str, StagedRun]) -> StagedRun | None:
+def _find_run(tasks: PipelineTasks, staged: dict[str, StagedRun]) -> StagedRun | None:
     """Returns the staged run of a pipeline, by its name or by its receiving tasks."""
     if tasks.name in staged:
         return staged[tasks.name]
@@ -142,7 +137,7 @@ def _run_of(tasks: PipelineTasks, staged: dict[str, StagedRun]) -> StagedRun | N
     return None
 
 
-def _section(
+def _build_section(
     run: StagedRun | None, tasks: PipelineTasks | None, known: RunTasks, query: BatchQuery
 ) -> Section:
     recorded = None if run is None else Recorded(run)

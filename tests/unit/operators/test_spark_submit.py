@@ -528,7 +528,7 @@ def test_a_connection_of_another_kind_is_refused(
 
 
 def test_no_spark_submit_is_one_clear_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("airflow_broadway.submit.environment._bundled", lambda: None)
+    monkeypatch.setattr("airflow_broadway.submit.environment._find_bundled_spark", lambda: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         SparkMissing, match=r"neither on PATH nor in SPARK_HOME.*pip install pyspark"

@@ -200,9 +200,9 @@ def test_a_pipeline_that_the_driver_cannot_import(
     write(code / "ship_bad.py")
     shipment = ship("ship_bad:Shop", tmp_path / "out")
     write(code / "ship_bad.py", more=more)
-    _shipping._write(
+    _shipping._write_zip(
         shipment.zip,
-        dict(_shipping._pipeline_files("ship_bad:Shop")) | dict(_shipping._own_files()),
+        dict(_shipping._iter_pipeline_files("ship_bad:Shop")) | dict(_shipping._iter_own_files()),
     )
     with pytest.raises(PipelineError) as found:
         check_import({"class": "ship_bad:Shop", "options": {}}, shipment)
