@@ -65,7 +65,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("struck_shop:Fine --sink rows", "a function is named as module:function"),
         ("struck_shop:Fine --sink struck_shop:nope", "cannot be imported: AttributeError"),
         ("struck_shop:Fine --sink struck_shop:number", "is no function"),
-        ("struck_shop:Fine --prepare struck_shop:rows --jobs 2", "leave out --jobs"),
+        ("struck_shop:Fine --prepare struck_shop:rows --jobs 2", "omit --jobs"),
         ("struck_shop:Fine --messages nowhere.txt", "No such file"),
         ("struck_shop:Fine --messages empty.txt", "no line that is not empty"),
         ("struck_shop:Fine --families crashes,floods", "got: 'floods'"),

@@ -207,7 +207,7 @@ def test_a_pipeline_that_the_driver_cannot_import(
     with pytest.raises(PipelineError) as found:
         check_import({"class": "ship_bad:Shop", "options": {}}, shipment)
     assert text in str(found.value)
-    assert "must be installed in the driver's Python, or be given in py_files" in str(found.value)
+    assert "must be installed in the driver's Python, or be listed in py_files" in str(found.value)
     assert "Traceback" not in str(found.value)
     sys.modules.pop("ship_bad", None)
 

@@ -54,7 +54,7 @@ def test_what_is_fine_gives_the_sums(broadway_crash_test: CrashTesting) -> None:
 
 
 def test_a_pipeline_that_fails_every_message_is_told_so(broadway_crash_test: CrashTesting) -> None:
-    with pytest.raises(CrashTestError, match="give messages that this pipeline can handle") as told:
+    with pytest.raises(CrashTestError, match="use messages that this pipeline can handle") as told:
         broadway_crash_test(Fails, ["1"])
     assert "no good" in str(told.value)
 
