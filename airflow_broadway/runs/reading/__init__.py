@@ -1,5 +1,5 @@
-"""Reads runs from a staging root, for the command line, the pages and the report alike.
+"""Reads runs from a staging root for the command line, the web pages and the report.
 
-Needs neither Airflow nor HTML, and changes no file.  A page reads manifests, plans and sums, and of
-outcomes only as many as its numbers allow; payloads only if a user searches for one.
+Read-only; needs neither Airflow nor HTML.  A page reads manifests, plans, sums and a bounded number
+of outcomes.  Payloads are read only if a user searches for one.
 """

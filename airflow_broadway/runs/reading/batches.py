@@ -16,20 +16,20 @@ from airflow_broadway.staging.run_folder import StagedRun
 #: Batches on a page.
 PAGE: Final = 100
 
-#: Files that are read of one plan's outcomes; one may hold copies of a thousand.
+#: Maximum number of outcome files read per plan; a file may hold copies of a thousand.
 MOST_FILES: Final = 1000
-#: Outcomes that are read to order batches by what became of them, ...
+#: Maximum number of outcomes read to sort or filter batches by outcome, ...
 MOST_SORTED: Final = 50_000
-#: ... and to count what a run that goes on has come to.
+#: ... and to count the results of an active run.
 MOST_OUTCOMES: Final = 1000
 
-#: What batches can be sorted by: the plan's own facts, ...
+#: The sort keys of batches from the plan, ...
 _BY_PLAN: Final[dict[str, Callable[[PlannedBatch], Any]]] = {
     "key": lambda batch: json.dumps(batch.batch_key, sort_keys=True),
     "messages": lambda batch: batch.size,
     "trigger": lambda batch: batch.trigger,
 }
-#: ... and what their outcomes say.
+#: ... and from their outcomes.
 _BY_OUTCOME: Final[dict[str, Callable[[Outcome], Any]]] = {
     "attempts": lambda outcome: outcome.try_number,
     "seconds": lambda outcome: outcome.seconds,
@@ -37,10 +37,10 @@ _BY_OUTCOME: Final[dict[str, Callable[[Outcome], Any]]] = {
     "failed": lambda outcome: outcome.failed + outcome.missing,
     "reason": lambda outcome: outcome.error,
 }
-#: ``plan`` is the order of the plans: by batcher, then as the batches were closed.
+#: ``plan`` is the order of the plans: by batcher, then in the order in which batches were closed.
 SORTS: Final = ("plan", *_BY_PLAN, *_BY_OUTCOME)
 
-#: Which batches are shown: all, those that no outcome is recorded of, and those with failures.
+#: The filters: all batches, those without a recorded outcome, and those with failures.
 STATES: Final = ("all", "open", "failed")
 
 
@@ -49,12 +49,12 @@ class BatchRow:
     """A batch in the table.
 
     :param key: The key, as JSON unless it is text; empty for a merged batch.
-    :param keys: How many keys it carries.
-    :param part: Whether it is a part of a batch that was split, since processes died of it.
-    :param outcome: What became of it: ``succeeded``, ``failed`` (all of it, or some), ``crashed``
-        (set aside), or ``""`` while nothing is recorded.
-    :param attempt: The try of its task that handled it.
-    :param reason: What failed the whole batch.
+    :param keys: Number of keys in it.
+    :param part: Whether it is a part of a batch that was split after a crash.
+    :param outcome: ``succeeded``, ``failed``, ``some failed``, ``crashed`` (dead-lettered after a
+        crash), or ``""`` without a recorded outcome.
+    :param attempt: The try number of the task that handled it.
+    :param reason: The error that failed the whole batch.
     """
 
     batcher: str
@@ -81,10 +81,10 @@ class BatchRow:
 class BatchPage:
     """A page of the table.
 
-    :param total: Batches in all, of the state asked for.
-    :param page: Which page it is, from 1; ``pages`` are there.
-    :param sort: What it is sorted by; not what was asked for where ``too_many`` says so.
-    :param too_many: Whether there are too many outcomes to sort or choose by them.
+    :param total: Number of batches that match the filter.
+    :param page: Page number from 1 to ``pages``.
+    :param sort: The sort key; not the requested one if ``too_many`` is true.
+    :param too_many: Whether there are too many outcomes to sort or filter by them.
     """
 
     rows: Sequence[BatchRow]
@@ -100,7 +100,7 @@ class BatchPage:
 
 
 def reads_ahead(recorded: Recorded, plans: Sequence[BatchPlan], most: int = MOST_OUTCOMES) -> bool:
-    """Read the outcomes of plans if they are few; whether they are read."""
+    """Reads the outcomes of plans if they are at most ``most``; returns whether they were read."""
     if sum(len(recorded.ids(plan)) for plan in plans) > most:
         return False
     return all(recorded.read_ahead(plan, MOST_FILES) for plan in plans)
@@ -121,31 +121,31 @@ def page_of_batches(
     batcher: str = "",
     recorded: Recorded | None = None,
 ) -> BatchPage:
-    """A page of a run's batches; what is asked for and is not there becomes what is.
+    """Returns a page of a run's batches; replaces unknown arguments by valid ones.
 
-    :param sort: One of :data:`SORTS`; batches without what it goes by come last.
+    :param sort: One of :data:`SORTS`; batches without the sort key come last.
     :param state: One of :data:`STATES`.
-    :param batcher: Only this one's; empty: all.
+    :param batcher: Name of a batcher, or empty for all.
     :raises StagingError: If files cannot be read.
     """
     recorded = recorded or Recorded(run)
     sort, state = sort if sort in SORTS else "plan", state if state in STATES else "all"
     batchers = run.files.list("batches")
-    chosen = [each for each in batchers if batcher in ("", each)]
-    plans = [plan for each in chosen for plan in recorded.standing(each)]
-    places = list(_distinct(recorded, plans))
+    chosen = [name for name in batchers if batcher in ("", name)]
+    plans = [plan for name in chosen for plan in recorded.standing(name)]
+    places = list(_iter_distinct(recorded, plans))
     wants_outcomes = sort in _BY_OUTCOME or state == "failed"
     too_many = wants_outcomes and not reads_ahead(recorded, plans, MOST_SORTED)
     if too_many:
         sort = "plan" if sort in _BY_OUTCOME else sort
         state = "all" if state == "failed" else state
-    places = [each for each in places if _is_in(recorded, each, state)]
-    places = _ordered(recorded, places, sort, descending=descending)
+    places = [place for place in places if _is_in(recorded, place, state)]
+    places = _sort_places(recorded, places, sort, descending=descending)
     pages = max(1, -(-len(places) // PAGE))
     page = min(max(1, page), pages)
-    shown = places[(page - 1) * PAGE : page * PAGE]
+    visible = places[(page - 1) * PAGE : page * PAGE]
     return BatchPage(
-        rows=_rows(recorded, shown),
+        rows=_rows(recorded, visible),
         total=len(places),
         page=page,
         pages=pages,
@@ -158,8 +158,8 @@ def page_of_batches(
     )
 
 
-def _distinct(recorded: Recorded, plans: Iterable[BatchPlan]) -> Iterable[_Place]:
-    """The batches of plans in order, each once: a later plan may have the same."""
+def _iter_distinct(recorded: Recorded, plans: Iterable[BatchPlan]) -> Iterable[_Place]:
+    """Yields the batches of plans in order, without the duplicates of later plans."""
     seen: set[tuple[str, str]] = set()
     for plan in plans:
         for batch in recorded.batches(plan):
@@ -181,7 +181,7 @@ def _outcome_of(recorded: Recorded, place: _Place) -> Outcome:
     return recorded.outcomes_of(place.plan, [place.batch])[place.batch.batch_id]
 
 
-def _ordered(
+def _sort_places(
     recorded: Recorded, places: list[_Place], sort: str, *, descending: bool
 ) -> list[_Place]:
     if sort in _BY_PLAN:
@@ -189,32 +189,32 @@ def _ordered(
         return sorted(places, key=lambda place: by_plan(place.batch), reverse=descending)
     if sort in _BY_OUTCOME:
         by_outcome = _BY_OUTCOME[sort]
-        with_one = [each for each in places if each.batch.batch_id in recorded.ids(each.plan)]
-        without = [each for each in places if each.batch.batch_id not in recorded.ids(each.plan)]
+        with_one = [place for place in places if place.batch.batch_id in recorded.ids(place.plan)]
+        last = [place for place in places if place.batch.batch_id not in recorded.ids(place.plan)]
         with_one.sort(
             key=lambda place: by_outcome(_outcome_of(recorded, place)), reverse=descending
         )
-        return with_one + without
+        return with_one + last
     return places[::-1] if descending else places
 
 
-def _rows(recorded: Recorded, shown: Sequence[_Place]) -> list[BatchRow]:
+def _rows(recorded: Recorded, visible: Sequence[_Place]) -> list[BatchRow]:
     by_plan: dict[str, list[_Place]] = {}
-    for place in shown:
+    for place in visible:
         by_plan.setdefault(place.plan.path, []).append(place)
-    found: dict[tuple[str, str], Outcome] = {}
+    results: dict[tuple[str, str], Outcome] = {}
     for path, places in by_plan.items():
-        outcomes = recorded.outcomes_of(places[0].plan, [each.batch for each in places])
-        found |= {(path, batch_id): outcome for batch_id, outcome in outcomes.items()}
-    return [_row(each, found.get((each.plan.path, each.batch.batch_id))) for each in shown]
+        outcomes = recorded.outcomes_of(places[0].plan, [place.batch for place in places])
+        results |= {(path, batch_id): outcome for batch_id, outcome in outcomes.items()}
+    return [_row(place, results.get((place.plan.path, place.batch.batch_id))) for place in visible]
 
 
 def _row(place: _Place, outcome: Outcome | None) -> BatchRow:
     batch = place.batch
-    about: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "batcher": place.plan.batcher,
         "batch_id": batch.batch_id,
-        "key": _key_text(batch),
+        "key": _format_key(batch),
         "keys": batch.keys,
         "messages": batch.size,
         "trigger": batch.trigger,
@@ -222,10 +222,10 @@ def _row(place: _Place, outcome: Outcome | None) -> BatchRow:
         "part": batch.part is not None,
     }
     if outcome is None:
-        return BatchRow(**about, outcome="")
+        return BatchRow(**fields, outcome="")
     return BatchRow(
-        **about,
-        outcome=_word_for(outcome),
+        **fields,
+        outcome=_describe_outcome(outcome),
         successful=outcome.successful,
         failed=outcome.failed,
         missing=outcome.missing,
@@ -238,14 +238,14 @@ def _row(place: _Place, outcome: Outcome | None) -> BatchRow:
     )
 
 
-def _key_text(batch: PlannedBatch) -> str:
+def _format_key(batch: PlannedBatch) -> str:
     if batch.keys > 1:
         return ""
     key = batch.batch_key
     return key if isinstance(key, str) else json.dumps(key, ensure_ascii=False)
 
 
-def _word_for(outcome: Outcome) -> str:
+def _describe_outcome(outcome: Outcome) -> str:
     if outcome.error.startswith(CRASHED):
         return "crashed"
     if outcome.error or not outcome.successful:

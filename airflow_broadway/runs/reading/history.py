@@ -1,8 +1,8 @@
-"""The last runs of a pipeline: what they received, how fast, what failed, how late; what is held.
+"""Recent runs of a pipeline (throughput, failures, delay) and the messages in unsettled executions.
 
-Whoever asks names the runs: a pipeline may have ten thousand, and of those that nobody asks for no
-file is looked at.  A run costs one file, its report; what is held costs a listing, and three files
-for each execution that is not settled.  What nobody knows is ``None``, never 0.
+The caller names the runs, because a pipeline may have ten thousand; no file of any other run is
+read.  A run costs one file, its report.  Unsettled executions cost a listing and three files each.
+Unknown values are ``None``, never 0.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from airflow_broadway.runs.account import REPORT, summarize_trouble
 from airflow_broadway.staging.run_folder import OPENED, SETTLED, StagedRun, iter_open
 from airflow_broadway.staging.store import Store
 
-#: How much a sign matters: people are to act, or to look.
+#: Severity of a sign: act, or check.
 BAD, WARN = "bad", "warn"
-#: The share of a lease, from its end, in which somebody should have renewed it.
+#: A lease with less than this share of its duration left is overdue for renewal.
 _LATE_SHARE: Final = 0.25
-#: From so many dead letters of a run on, or at a broker, people are to look.
+#: Dead letters of a run or at a broker that raise a warning.
 MANY_DEAD: Final = 100
-#: From this share of a run's messages on, that failed.
+#: Share of a run's messages that failed from which a warning is raised.
 MANY_FAILED: Final = 0.1
-#: Seconds from which on a message has waited for long.
+#: Age of the oldest message in seconds from which a warning is raised.
 OLD_BACKLOG: Final = 3600.0
 
 
@@ -44,17 +44,17 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """A run that was accounted for.
+    """A run that has its report.
 
-    :param started: When the first of its executions began; ``None`` of one that received nothing.
-    :param ended: When it was accounted for.
-    :param seconds: From the one to the other.
-    :param per_minute: Messages received, by those seconds.
-    :param failure_share: Of the messages with an outcome, those that failed: 0 to 1.
-    :param waited: For how many seconds, at the most, a message had waited at its broker.
-    :param trouble: Why people should look at it; empty if nothing is wrong.
-    :param source: Where its messages came from, if not from the queue.
-    :param dry: Whether it only looked: it counts for nothing.
+    :param started: Start of its first execution; ``None`` if it received nothing.
+    :param ended: Time of the report.
+    :param seconds: Seconds between ``started`` and ``ended``.
+    :param per_minute: Received messages per minute over these seconds.
+    :param failure_share: Failed messages divided by messages with an outcome: 0 to 1.
+    :param waited: The longest time in seconds that a message had waited at its broker.
+    :param trouble: The problem that needs attention; empty if there is none.
+    :param source: The kind of source, if not the queue.
+    :param dry: Whether it was a dry run, which is not counted.
     """
 
     run_id: str
@@ -76,13 +76,13 @@ class PastRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What executions hold that are not settled.
+    """Messages held by executions that are not settled.
 
-    :param messages: Of those that have published what they received, and of the others what they
-        last said; ``None``: not known.
-    :param receiving: Executions that have not, and may hold more by now.
-    :param late: Sentences on leases that nobody has renewed in time, and on what cannot be read.
-    :param run_ids: The runs, the oldest first.
+    :param messages: Messages by manifest, or by the last reported count of executions that are
+        still receiving; ``None`` if unknown.
+    :param receiving: Executions without a manifest, which may hold more by now.
+    :param late: Sentences about leases overdue for renewal, and about unreadable files.
+    :param run_ids: The runs, oldest first.
     """
 
     messages: int | None
@@ -92,9 +92,9 @@ class Held:
 
 
 class Sign(NamedTuple):
-    """Why people should look at a pipeline.
+    """A problem of a pipeline that needs attention.
 
-    :param run_id: The run to look at, if it is one.
+    :param run_id: The run concerned, if there is one.
     """
 
     level: str
@@ -105,34 +105,34 @@ class Sign(NamedTuple):
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def past_runs(store: Store, wanted: Iterable[RunKey]) -> dict[RunKey, PastRun]:
-    """Those of these runs that were accounted for, by one read each; many at a time.
+def past_runs(store: Store, keys: Iterable[RunKey]) -> dict[RunKey, PastRun]:
+    """Returns those of these runs that have a report; reads one file per run, concurrently.
 
     :raises StagingError: If the root cannot be read.
     """
-    files = {f"{StagedRun(store, **key._asdict()).path}/{REPORT}": key for key in wanted}
-    found: dict[RunKey, PastRun] = {}
+    files = {f"{StagedRun(store, **key._asdict()).path}/{REPORT}": key for key in keys}
+    runs: dict[RunKey, PastRun] = {}
     for path, text in store.folder("").read_all(list(files)):
-        run = None if text is None else _past_run(files[path].run_id, text)
+        run = None if text is None else _parse_past_run(files[path].run_id, text)
         if run is not None:
-            found[files[path]] = run
-    return found
+            runs[files[path]] = run
+    return runs
 
 
-def _past_run(run_id: str, text: str) -> PastRun | None:
-    """A run by its report; ``None`` if that cannot be read: the run's own page says why."""
+def _parse_past_run(run_id: str, text: str) -> PastRun | None:
+    """Parses a run's report; ``None`` if it is unreadable, which the run's own page explains."""
     try:
         report = json.loads(text)
-        return _of_report(run_id, report)
+        return _parse_report(run_id, report)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
-def _of_report(run_id: str, report: Mapping[str, Any]) -> PastRun:
+def _parse_report(run_id: str, report: Mapping[str, Any]) -> PastRun:
     totals, generations = report["totals"], report["generations"]
-    starts = [_instant(each["started_at"]) for each in generations if each["started_at"]]
-    waits = [each["waited"] for each in generations if each.get("waited") is not None]
-    started, ended = min(starts, default=None), _instant(report["at"])
+    starts = [_parse_timestamp(entry["started_at"]) for entry in generations if entry["started_at"]]
+    waits = [entry["waited"] for entry in generations if entry.get("waited") is not None]
+    started, ended = min(starts, default=None), _parse_timestamp(report["at"])
     seconds = None if started is None else max(0.0, (ended - started).total_seconds())
     handled = handled_of(totals)
     return PastRun(
@@ -154,17 +154,17 @@ def _of_report(run_id: str, report: Mapping[str, Any]) -> PastRun:
     )
 
 
-def _instant(text: str) -> datetime:
+def _parse_timestamp(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
-# -- what is held ----------------------------------------------------------------------------------
+# -- held messages ---------------------------------------------------------------------------------
 
 
 def held_messages(store: Store, pipeline: str, dag_id: str, now: datetime) -> Held:
-    """What unsettled executions of a pipeline hold in a Dag.
+    """Counts the messages that unsettled executions of a pipeline in a Dag hold.
 
-    :raises StagingError: If the root cannot be read, or a file of a run.
+    :raises StagingError: If the root or a file of a run cannot be read.
     """
     messages = receiving = 0
     late: list[str] = []
@@ -173,7 +173,7 @@ def held_messages(store: Store, pipeline: str, dag_id: str, now: datetime) -> He
         if record.state == SETTLED:
             continue
         run_ids[run.run_id] = None
-        if record.state == OPENED:  # its task renews the lease by itself
+        if record.state == OPENED:  # its own task renews the lease
             live = read_live(run.files, record.generation)
             receiving += 1
             messages += live.received if live is not None else 0
@@ -181,7 +181,7 @@ def held_messages(store: Store, pipeline: str, dag_id: str, now: datetime) -> He
         path = paths.manifest(record.generation)
         try:
             received = Manifest.loads(run.files.read(path), path).received
-        except FileNotFoundError:  # given back before it was published
+        except FileNotFoundError:  # released before it was published
             continue
         messages += received
         lease = run.lease(record)
@@ -194,14 +194,14 @@ def held_messages(store: Store, pipeline: str, dag_id: str, now: datetime) -> He
     return Held(messages=messages, receiving=receiving, late=tuple(late), run_ids=tuple(run_ids))
 
 
-# -- what needs a look -----------------------------------------------------------------------------
+# -- signs of trouble ------------------------------------------------------------------------------
 
 
 def signs_of(runs: Sequence[PastRun], held: Held | None, failed: str | None = None) -> list[Sign]:
-    """Why people should look at a pipeline, the gravest first; empty if they need not.
+    """Lists problems of a pipeline that need attention, most severe first.
 
-    :param runs: The last ones, the newest first; dry runs are passed over.
-    :param failed: The newest run, if Airflow calls it failed.
+    :param runs: Recent runs, newest first; dry runs are skipped.
+    :param failed: The newest run, if its state in Airflow is failed.
     """
     runs = [run for run in runs if not run.dry]
     signs = [Sign(BAD, sentence) for sentence in (held.late if held is not None else ())]
@@ -223,11 +223,11 @@ def signs_of(runs: Sequence[PastRun], held: Held | None, failed: str | None = No
 
 
 def _signs_of_newest(run: PastRun) -> list[Sign]:
-    """What is remarkable in a run that went well."""
+    """Lists warnings about a run without errors."""
     signs = []
     if run.dead_lettered >= MANY_DEAD:
-        letters = many(run.dead_lettered, "message")
-        signs.append(Sign(WARN, f"{letters} of the last run became dead letters.", run.run_id))
+        messages = many(run.dead_lettered, "message")
+        signs.append(Sign(WARN, f"{messages} of the last run became dead letters.", run.run_id))
     if run.failure_share is not None and run.failure_share >= MANY_FAILED:
         share = f"{run.failure_share:.0%} of the messages of the last run failed."
         signs.append(Sign(WARN, share, run.run_id))
@@ -235,9 +235,9 @@ def _signs_of_newest(run: PastRun) -> list[Sign]:
 
 
 def waiting_signs(dead: int | None, oldest_age: float | None, as_of: str) -> list[Sign]:
-    """Why people should look at what waits at the broker.
+    """Lists warnings about the backlog and the dead letters at the broker.
 
-    :param as_of: When that was so, for people.
+    :param as_of: Time of the measurement, as readable text.
     """
     signs = []
     if dead is not None and dead >= MANY_DEAD:

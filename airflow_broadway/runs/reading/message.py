@@ -1,4 +1,4 @@
-"""Finds a message in staged runs, by its id or by a text in it, and reports what became of it."""
+"""Finds a message in staged runs by its id or by text in it, and reports its history."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from airflow_broadway.staging.settling.journal import settled_journal
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.tables import ParquetFile
 
-#: Messages that a search by text names at most.
+#: Maximum number of messages in the result of a text search.
 MOST_HITS: Final = 20
-#: Seconds after which a search by text ends, and says so.
+#: Seconds after which a text search ends with a partial result.
 MOST_SECONDS: Final = 10.0
-#: Runs of a Dag that are looked through for a message, the newest first.
+#: Maximum number of runs of a Dag searched for a message, newest first.
 MOST_RUNS: Final = 50
 #: The columns of message files that hold a payload: as received first, then as
 #: ``handle_message`` returned it.
 _DATA: Final = ("_payload", "data_bytes", "data", "data_json")
-#: Those that a text is searched in.
+#: The columns that a text search reads.
 _SEARCHED: Final = (*_DATA, "batch_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagePlace:
-    """Where a run has a message, and what became of it there.
+    """The position of a message in a run, and its outcome there.
 
     :param task: The task instance that received it, such as ``process[0]``.
-    :param handled_at: When the handling of its batch began.
-    :param outcome: What its callbacks came to, in words; ``None`` if nothing is recorded.
-    :param verdict: What is done with it at its broker, where that is not the default.
-    :param settlement: How far its generation is, in words.
-    :param settled_at: When that was settled; ``None`` before.
+    :param handled_at: Time at which handling of its batch began.
+    :param outcome: The result of its callbacks, in words; ``None`` if none is recorded.
+    :param verdict: The action at its broker, unless it is the default.
+    :param settlement: The settlement state of its generation, in words.
+    :param settled_at: Time at which its generation was settled; ``None`` before.
     """
 
     dag_id: str
@@ -70,9 +70,9 @@ class MessagePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of a message's way.
+    """A step in the history of a message.
 
-    :param at: When, as ISO 8601; empty where that is not recorded.
+    :param at: Time as ISO 8601; empty if it is not recorded.
     :param tone: ``good``, ``warn``, ``bad``, ``busy`` or empty.
     """
 
@@ -84,9 +84,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """What became of a message at one receipt.
+    """The history of one receipt of a message.
 
-    :param payload: What it carries; ``None`` if that was not asked for, or is not staged.
+    :param payload: Its payload; ``None`` if it was not requested or is not staged.
     """
 
     place: MessagePlace
@@ -96,11 +96,11 @@ class Story:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextHits:
-    """Messages in which a text is.
+    """Messages that contain a text.
 
     :param ids: Their ids, in order of receipt.
-    :param looked_at: Messages that were looked at.
-    :param whole: Whether that were all that are staged.
+    :param looked_at: Number of messages searched.
+    :param whole: Whether all staged messages were searched.
     """
 
     ids: Sequence[str]
@@ -112,33 +112,33 @@ class TextHits:
 
 
 def other_runs(store: Store, run: StagedRun) -> list[StagedRun]:
-    """The other runs of the same pipeline and Dag, the newest folders first: so many at most."""
+    """Lists other runs of the same pipeline and Dag, newest first, up to ``MOST_RUNS``."""
     runs = iter_runs(store, dag_id=run.dag_id, pipeline=run.pipeline)
-    found = [each for each in runs if each.run_id != run.run_id]
-    return found[::-1][:MOST_RUNS]
+    others = [other for other in runs if other.run_id != run.run_id]
+    return others[::-1][:MOST_RUNS]
 
 
 def find_message(
     runs: Iterable[StagedRun], message_id: str, *, with_payload: bool = False
 ) -> list[Story]:
-    """Find a message in these runs: once for each generation that received it, in that order.
+    """Finds a message in these runs, once per generation that received it, in order of receipt.
 
-    :param with_payload: Whether to read what the message carries, too.
+    :param with_payload: Whether to also read the payload.
     :raises StagingError: If files cannot be read.
     """
     stories = [
         story
         for run in runs
         for record in run.generations()
-        for story in _stories(run, record, message_id, with_payload=with_payload)
+        for story in _find_stories(run, record, message_id, with_payload=with_payload)
     ]
     return sorted(stories, key=lambda story: story.place.received_at)
 
 
-def _stories(
+def _find_stories(
     run: StagedRun, record: GenerationRecord, message_id: str, *, with_payload: bool
 ) -> Iterator[Story]:
-    """What became of the message in a generation: it received it once, or not at all."""
+    """Yields the message's history in a generation, which received it at most once."""
     manifest = run.manifest(record.generation)
     if manifest is None:
         return
@@ -146,17 +146,17 @@ def _stories(
     files = [(batcher, path) for batcher, paths in manifest.files.items() for path in paths]
     batcher, row = None, None
     if line is None or with_payload:
-        batcher, row = _staged_row(run, files, message_id)
+        batcher, row = _find_staged_row(run, files, message_id)
     if line is not None:
-        # A callback settled it immediately: the row, if there is one, is only its data.
-        fate = _fate_without_batch(manifest, line)
+        # A callback settled it immediately; a row, if there is one, holds only its data.
+        fields = _fields_without_batch(manifest, line)
     elif row is not None and batcher is not None:
-        fate = {
+        fields = {
             "received_at": row["received_at"].isoformat(),
             "attempt": row["attempt"],
             "redelivered": row["redelivered"],
             "batcher": batcher,
-            **_in_batch(run, batcher, record.generation, message_id),
+            **_batch_fields(run, batcher, record.generation, message_id),
         }
     else:
         return
@@ -167,13 +167,13 @@ def _stories(
         generation=record.generation,
         task=name_of(record),
         **_settlement(run, record),
-        **fate,
+        **fields,
     )
     payload = _payload(row, line) if with_payload else None
     yield Story(place=place, steps=list(_steps(place)), payload=payload)
 
 
-def _fate_without_batch(manifest: Manifest, line: EntryLine) -> dict[str, Any]:
+def _fields_without_batch(manifest: Manifest, line: EntryLine) -> dict[str, Any]:
     verdict = line.entry.verdict
     return {
         **dict.fromkeys(("redelivered", "batcher", "batch_id", "handled_at")),
@@ -186,7 +186,7 @@ def _fate_without_batch(manifest: Manifest, line: EntryLine) -> dict[str, Any]:
 
 
 def _settlement(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
-    """How far a generation is, for people."""
+    """Describes the settlement state of a generation."""
     journal = settled_journal(run, record.generation)
     if journal is None:
         return {"settlement": record.state, "settled_at": None}
@@ -195,44 +195,44 @@ def _settlement(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
     return {"settlement": f"settled{more}", "settled_at": journal.at}
 
 
-def _in_batch(run: StagedRun, batcher: str, generation: str, message_id: str) -> dict[str, Any]:
-    """What its batch says of a message."""
-    about: dict[str, Any] = dict.fromkeys(
+def _batch_fields(run: StagedRun, batcher: str, generation: str, message_id: str) -> dict[str, Any]:
+    """Reads the outcome of a message from its batch."""
+    fields: dict[str, Any] = dict.fromkeys(
         ("batch_id", "handled_at", "outcome", "verdict", "reason")
     )
-    found = _batch_of(run, batcher, generation, message_id)
-    if found is None:
-        return about
-    plan, planned, outcome = found
-    about["batch_id"] = planned.batch_id
+    batch = _find_batch(run, batcher, generation, message_id)
+    if batch is None:
+        return fields
+    plan, planned, outcome = batch
+    fields["batch_id"] = planned.batch_id
     if outcome is None:
-        return about
-    about["handled_at"] = outcome.started_at or None
+        return fields
+    fields["handled_at"] = outcome.started_at or None
     source = plan.generations.index(generation)
     line = _line(run, [outcome.exceptions] if outcome.exceptions else [], message_id, source)
     if line is None:
-        return {**about, "outcome": "succeeded"}
+        return {**fields, "outcome": "succeeded"}
     verdict = line.entry.verdict
-    said = _UNSAID.get(verdict.action.value, "succeeded")
+    without_reason = _WITHOUT_REASON.get(verdict.action.value, "succeeded")
     return {
-        **about,
-        "outcome": "failed" if verdict.reason else said,
+        **fields,
+        "outcome": "failed" if verdict.reason else without_reason,
         "verdict": _verdict(line),
         "reason": verdict.reason or None,
     }
 
 
-#: What an exception without a reason means: handle_batch did not say what became of it.
-_UNSAID: Final = {"release": "none: handle_batch left it out"}
+#: Meaning of a verdict without a reason: handle_batch returned no result for the message.
+_WITHOUT_REASON: Final = {"release": "none: handle_batch left it out"}
 
 
 def _verdict(line: EntryLine) -> str:
     action, delay, _, _ = line.entry.verdict
     text = f"{action.value} in {delay:g} s" if delay else action.value
-    return f"{text} (at once)" if line.settled else text
+    return f"{text} (immediately)" if line.settled else text
 
 
-def _batch_of(
+def _find_batch(
     run: StagedRun, batcher: str, generation: str, message_id: str
 ) -> tuple[BatchPlan, PlannedBatch, Outcome | None] | None:
     recorded = Recorded(run)
@@ -252,10 +252,10 @@ def _batch_of(
     return None
 
 
-def _staged_row(
+def _find_staged_row(
     run: StagedRun, files: Iterable[tuple[str, str]], message_id: str
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """The batcher that a message is staged for, and its row; ``None`` where no file has it."""
+    """Finds the batcher that a message is staged for and its row; ``None`` if it is in no file."""
     for batcher, path in files:
         columns = ["attempt", "redelivered", "received_at", *_DATA]
         for row in _rows(run, [path], message_id, columns):
@@ -266,9 +266,9 @@ def _staged_row(
 def _rows(
     run: StagedRun, files: Iterable[str], message_id: str, columns: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a message in some Parquet files: only the ids are read where it is not.
+    """Yields the rows of a message; of row groups without it only the id column is read.
 
-    :param columns: Those that are read, as far as a file has them.
+    :param columns: The columns to read, where a file has them.
     """
     for path in files:
         with ParquetFile(run.files, path) as file:
@@ -283,14 +283,14 @@ def _rows(
 def _line(
     run: StagedRun, files: Sequence[str], message_id: str, source: int | None = None
 ) -> EntryLine | None:
-    """The line that files of entries have of a message.
+    """Finds the line of a message in entry files.
 
-    :param source: Of which generation of the batch; lines without one are of any.
+    :param source: Index of the generation in the batch; a line without an index matches any.
     """
     quoted = json.dumps(message_id)
     for path in files:
         for text in entry_lines(run.files, path):
-            if quoted not in text:  # most lines: not worth parsing
+            if quoted not in text:  # skips parsing of most lines
                 continue
             line = load_line(text)
             if line.entry.message_id == message_id and line.source in (None, source):
@@ -299,8 +299,8 @@ def _line(
 
 
 def _payload(row: Mapping[str, Any] | None, line: EntryLine | None) -> Payload | None:
-    """What a message carries: as it was received where that is kept, else what ``handle_message``
-    returned; of one that failed early, what its verdict has of it.
+    """Returns the payload as received if it is stored, else the data that ``handle_message``
+    returned.  For a message that failed earlier it is the payload in its verdict.
     """
     for name in _DATA:
         value = None if row is None else row.get(name)
@@ -313,12 +313,12 @@ def _payload(row: Mapping[str, Any] | None, line: EntryLine | None) -> Payload |
 
 
 def _steps(place: MessagePlace) -> Iterator[Step]:
-    came = []
+    details = []
     if place.attempt is not None:
-        came.append(f"attempt {place.attempt}")
+        details.append(f"attempt {place.attempt}")
     if place.redelivered:
-        came.append("it had come before")
-    yield Step(what=f"received by {place.task}", detail=", ".join(came), at=place.received_at)
+        details.append("redelivered")
+    yield Step(what=f"received by {place.task}", detail=", ".join(details), at=place.received_at)
     if place.batcher is None:
         failed = place.outcome is not None
         yield Step(
@@ -330,11 +330,11 @@ def _steps(place: MessagePlace) -> Iterator[Step]:
         yield Step(what=f"handled, and staged for the batcher {place.batcher}", tone="good")
         yield _batch_step(place)
     if place.settled_at is None:
-        what = f"not settled yet: its generation is {place.settlement}"
-        yield Step(what=what, tone="busy")
+        status = f"not settled yet: its generation is {place.settlement}"
+        yield Step(what=status, tone="busy")
         return
     yield Step(
-        what=_done(place),
+        what=_describe_settlement(place),
         detail=place.settlement.removeprefix("settled").strip(" ()"),
         at=place.settled_at,
         tone=_tone(place),
@@ -354,10 +354,10 @@ def _batch_step(place: MessagePlace) -> Step:
     )
 
 
-def _done(place: MessagePlace) -> str:
-    """What its broker was told."""
+def _describe_settlement(place: MessagePlace) -> str:
+    """Describes the action at the broker."""
     if place.batcher is not None and place.outcome is None:
-        return "given back: its batch had no outcome"
+        return "released: its batch had no outcome"
     return f"settled: {place.verdict or 'ack'}"
 
 
@@ -370,79 +370,79 @@ def _tone(place: MessagePlace) -> str:
     return "bad" if verdict.startswith("dead_letter") else "warn"
 
 
-# -- by a text -------------------------------------------------------------------------------------
+# -- search by text --------------------------------------------------------------------------------
 
 
 def ids_with_text(
     run: StagedRun, text: str, *, share: float = 1.0, clock: Clock | None = None
 ) -> TextHits:
-    """The messages of a run in which a text is, whatever its case; so many at most.
+    """Finds up to ``MOST_HITS`` messages of a run that contain a text, case-insensitively.
 
-    :param share: The part of the time that there is for this run.
+    :param share: The share of ``MOST_SECONDS`` that this run may take.
     :raises StagingError: If files cannot be read.
     """
     clock = clock or SystemClock()
     ends = clock.monotonic() + MOST_SECONDS * share
     ids: dict[str, None] = {}
     looked_at = 0
-    for message_ids, found in _searched(run, text):
+    for message_ids, matching_ids in _scan_run(run, text):
         looked_at += message_ids
-        ids.update(dict.fromkeys(found))
+        ids.update(dict.fromkeys(matching_ids))
         if len(ids) >= MOST_HITS or clock.monotonic() > ends:
             return TextHits(ids=list(ids)[:MOST_HITS], looked_at=looked_at, whole=False)
     return TextHits(ids=list(ids), looked_at=looked_at, whole=True)
 
 
-def _searched(run: StagedRun, text: str) -> Iterator[tuple[int, list[str]]]:
-    """A part of the messages after the other: how many, and the ids of those that have it."""
+def _scan_run(run: StagedRun, text: str) -> Iterator[tuple[int, list[str]]]:
+    """Searches part by part; yields the number of messages and the matching ids of each part."""
     for record in run.generations():
         manifest = run.manifest(record.generation)
         if manifest is not None:
             for files in manifest.files.values():
                 for path in files:
-                    yield from _in_file(run, path, text)
-            yield from _in_entries(run, manifest, text)
+                    yield from _scan_file(run, path, text)
+            yield from _scan_entries(run, manifest, text)
 
 
-def _in_file(run: StagedRun, path: str, text: str) -> Iterator[tuple[int, list[str]]]:
+def _scan_file(run: StagedRun, path: str, text: str) -> Iterator[tuple[int, list[str]]]:
     with ParquetFile(run.files, path) as file:
         data = [name for name in file.columns if name in _SEARCHED]
         for group in range(file.groups):
             table = file.read(group, ["message_id", *data])
             mask = _matches([table.column(name) for name in data], text)
             ids = [] if mask is None else table.column("message_id").filter(mask).to_pylist()
-            yield table.num_rows, [str(each) for each in ids]
+            yield table.num_rows, [str(message_id) for message_id in ids]
 
 
-def _in_entries(run: StagedRun, manifest: Manifest, text: str) -> Iterator[tuple[int, list[str]]]:
-    wanted = text.casefold().encode()
+def _scan_entries(run: StagedRun, manifest: Manifest, text: str) -> Iterator[tuple[int, list[str]]]:
+    needle = text.casefold().encode()
     for path in manifest.entries:
         for line in entry_lines(run.files, path):
             entry = load_line(line).entry
             body = (entry.payload or b"").lower()
-            yield 1, [entry.message_id] if wanted in body else []
+            yield 1, [entry.message_id] if needle in body else []
 
 
 def _matches(columns: Iterable[Any], text: str) -> Any:
-    """Which rows have the text in one of these columns, or of their fields."""
+    """Returns the mask of rows with the text in one of these columns or of their fields."""
     mask = None
     for column in columns:
         for leaf in _leaves(column.combine_chunks()):
-            found = pc.fill_null(pc.match_substring(leaf, text, ignore_case=True), False)
-            mask = found if mask is None else pc.or_(mask, found)
+            leaf_mask = pc.fill_null(pc.match_substring(leaf, text, ignore_case=True), False)
+            mask = leaf_mask if mask is None else pc.or_(mask, leaf_mask)
     return mask
 
 
 def _leaves(array: Any) -> Iterator[Any]:
-    """The texts of a column: of each field of a struct, numbers and instants as text."""
+    """Yields a column as text arrays, one per struct field; casts numbers and timestamps."""
     kind = array.type
     if pa.types.is_struct(kind):
         for index in range(kind.num_fields):
             yield from _leaves(pc.struct_field(array, index))
     elif pa.types.is_string(kind) or pa.types.is_binary(kind):
         yield array
-    elif pa.types.is_nested(kind):  # lists and maps: as JSON has them
-        values = [json.dumps(each, default=str, ensure_ascii=False) for each in array.to_pylist()]
+    elif pa.types.is_nested(kind):  # lists and maps become JSON
+        values = [json.dumps(value, default=str, ensure_ascii=False) for value in array.to_pylist()]
         yield pa.array(values, pa.string())
     else:
         yield array.cast(pa.string())

@@ -1,6 +1,6 @@
-"""A run at a glance: its executions, the way of its messages, the sum of them, its leases.
+"""Overview of a run: executions, message flow per batcher, totals and leases.
 
-Of a run that goes on the numbers are as of now; what nobody can know yet is ``None``, never 0.
+Numbers of an active run are current.  Unknown values are ``None``, never 0.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from airflow_broadway.staging.run_folder import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseFacts:
-    """The right to hold an execution's messages.
+    """The lease on an execution's messages.
 
-    :param deadline: When it lapses unless it is renewed.
+    :param deadline: Time at which it lapses unless renewed.
     :param remaining: Seconds until then; negative once it has lapsed.
-    :param by_task: Whether the process task renews it by itself, and nobody else knows the deadline
-        as of now.
+    :param by_task: Whether the process task renews it; the deadline may then be out of date.
     """
 
     deadline: datetime
@@ -48,16 +47,17 @@ class LeaseFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """One execution of a process task, a generation.
+    """One execution of a process task, which is one generation.
 
-    :param broker: The kind of what holds its messages, such as ``"sqlite"``.
-    :param received: Messages by its manifest, or, while it receives, as it last said; ``None``: it
-        has said nothing yet.
-    :param rate: Messages received in a second.
-    :param failed: Of these, failed before any batch.
-    :param live: Whether it has published no manifest: the numbers are those of a moment ago.
+    :param broker: The kind of broker that holds its messages, such as ``"sqlite"``.
+    :param received: Messages by its manifest, or the last reported count while it receives;
+        ``None`` before the first report.
+    :param rate: Messages received per second.
+    :param failed: Messages that failed before any batch.
+    :param live: Whether it has no manifest yet; its numbers may then be slightly out of date.
     :param lease: ``None`` once it is settled.
-    :param account: Its messages by class, as in a report; ``None`` without a manifest or journal.
+    :param account: Its messages by outcome class, as in a report; ``None`` without a manifest or
+        journal.
     """
 
     generation: str
@@ -81,19 +81,19 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The way through one batcher.
+    """The message flow through one batcher.
 
-    :param staged: Messages that were staged for it.
+    :param staged: Messages staged for it.
     :param planned: Messages in its batches; ``None`` before they are planned.
     :param done: Batches with an outcome, and ``handled`` the messages in them.
-    :param failed_batches: Batches that failed whole.
-    :param successful: Messages that succeeded, and ``failed``, ``missing`` such as did not; all
-        ``None`` where there are too many outcomes to read before the run has its report.
-    :param rate: Messages handled in a second, from the first batch's start to the last one's end.
-    :param triggers: Why batches were closed, and how many for that.
-    :param split: Batches that processes died of, and were split.
-    :param crashed: Messages that were set aside, since processes died of them.
-    :param applications: Spark's names of the applications that handled batches.
+    :param failed_batches: Batches that failed as a whole.
+    :param successful: Messages that succeeded; ``failed`` and ``missing`` count those that did not.
+        All are ``None`` while there is no report and there are too many outcomes to read.
+    :param rate: Messages handled per second, from the first batch's start to the last one's end.
+    :param triggers: Trigger → number of batches that it closed.
+    :param split: Batches split after a crash.
+    :param crashed: Messages dead-lettered because a process crashed on them.
+    :param applications: Ids of the Spark applications that handled batches.
     """
 
     batcher: str
@@ -119,12 +119,12 @@ class Overview:
     """A run of one pipeline.
 
     :param path: Its folder in staging.
-    :param totals: Messages received, and by class; as in a report.
-    :param balanced: Whether the sum is right; ``None`` while something is unsettled.
-    :param settled: Whether each execution is settled.
-    :param watched: Whether an ack sensor has looked within the last minute.
-    :param report_at: When the report was written; empty without one.
-    :param look: What a dry run found, in sentences; empty of any other run.
+    :param totals: Messages received and by outcome class, as in a report.
+    :param balanced: Whether the classes add up; ``None`` while an execution is unsettled.
+    :param settled: Whether every execution is settled.
+    :param watched: Whether an ack sensor has poked the run within the last minute.
+    :param report_at: Time of the report; empty without one.
+    :param look: Findings of a dry run, as sentences; empty for any other run.
     """
 
     summary: RunSummary
@@ -146,18 +146,18 @@ class Overview:
 
     @property
     def receiving(self) -> int | None:
-        """Messages of executions that have published nothing yet; they are in no sum."""
-        counts = [each.received for each in self.receipts if each.live]
-        return None if not counts or None in counts else sum(each or 0 for each in counts)
+        """Messages of executions without a manifest, which are not in the totals."""
+        counts = [receipt.received for receipt in self.receipts if receipt.live]
+        return None if not counts or None in counts else sum(count or 0 for count in counts)
 
     @property
     def unpublished_failures(self) -> int:
-        """Messages that have failed in executions that have published nothing yet."""
-        return sum(each.failed or 0 for each in self.receipts if each.live)
+        """Failed messages of executions without a manifest."""
+        return sum(receipt.failed or 0 for receipt in self.receipts if receipt.live)
 
     @property
     def all_failed(self) -> bool:
-        """Whether no message succeeded, and some failed."""
+        """Whether some messages failed and none succeeded."""
         failed = self.totals.get("dead_lettered", 0) + self.totals.get("requeued", 0)
         return bool(failed) and not self.totals.get("acked", 0)
 
@@ -165,9 +165,9 @@ class Overview:
 def overview_of(
     run: StagedRun, *, clock: Clock | None = None, recorded: Recorded | None = None
 ) -> Overview:
-    """What a run's files say now.
+    """Builds the overview of a run from its files.
 
-    :raises StagingError: If they cannot be read, or are not as they were written.
+    :raises StagingError: If they cannot be read or are damaged.
     """
     clock = clock or SystemClock()
     recorded = recorded or Recorded(run)
@@ -176,48 +176,50 @@ def overview_of(
     receipts = [_receipt(run, record, clock) for record in records]
     current = report if report is not None and _is_current(report, records) else None
     flows = _flows(recorded, receipts, current)
-    settled = bool(report or records) and all(each.state == SETTLED for each in records)
+    settled = bool(report or records) and all(record.state == SETTLED for record in records)
     if records:
-        accounts = [each.account for each in receipts if each.account is not None]
-        failed = {each.batcher: {"failed": each.failed or 0} for each in flows}
+        accounts = [receipt.account for receipt in receipts if receipt.account is not None]
+        failed = {flow.batcher: {"failed": flow.failed or 0} for flow in flows}
         totals = totals_of(accounts, failed)
-        balanced = all(each["balanced"] for each in accounts) if settled else None
-    else:  # of an empty run the report is all that is left
+        balanced = all(account["balanced"] for account in accounts) if settled else None
+    else:  # the report is the only file of an empty run
         totals = report["totals"] if report else dict.fromkeys(("received", *CLASSES), 0)
         balanced = report["balanced"] if report else None
-    about = current or {}
-    found = (report or {}).get("look")
+    report_fields = current or {}
+    look = (report or {}).get("look")
     return Overview(
         summary=summary_of(run),
         path=f"{run.store.uri}/{run.path}",
-        source=next((each.source for each in reversed(records) if each.source), {})
+        source=next((record.source for record in reversed(records) if record.source), {})
         or (report or {}).get("source", {}),
-        notes=about.get("notes", ()),
+        notes=report_fields.get("notes", ()),
         receipts=receipts,
         flows=flows,
         totals=totals,
         balanced=balanced,
         settled=settled,
         watched=Heartbeat(run, clock).is_fresh(),
-        reasons=reasons_in(recorded, records, [each.batcher for each in flows], current),
-        isolation=isolation_of(recorded, [each.batcher for each in flows])
+        reasons=reasons_in(recorded, records, [flow.batcher for flow in flows], current),
+        isolation=isolation_of(recorded, [flow.batcher for flow in flows])
         if run.files.list("deaths") or run.files.list("interruptions")
         else {},
-        failed_tasks=about.get("failed_tasks", ()),
+        failed_tasks=report_fields.get("failed_tasks", ()),
         errors=_errors(receipts),
         report_at=(report or {}).get("at", ""),
-        look=() if found is None else look_lines(found),
+        look=() if look is None else look_lines(look),
     )
 
 
 def _is_current(report: Mapping[str, Any], records: Sequence[GenerationRecord]) -> bool:
-    """Whether a report tells of all executions: a task may have been cleared since."""
-    told = {each["generation"] for each in report["generations"]}
-    return all(each.generation in told and each.state == SETTLED for each in records)
+    """Whether a report covers all executions: a task may have been cleared since."""
+    reported = {generation["generation"] for generation in report["generations"]}
+    return all(record.generation in reported and record.state == SETTLED for record in records)
 
 
 def _errors(receipts: Sequence[Receipt]) -> list[str]:
-    return sorted({error for each in receipts if each.account for error in each.account["errors"]})
+    return sorted(
+        {error for receipt in receipts if receipt.account for error in receipt.account["errors"]}
+    )
 
 
 # -- executions ------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def _errors(receipts: Sequence[Receipt]) -> list[str]:
 def _receipt(run: StagedRun, record: GenerationRecord, clock: Clock) -> Receipt:
     manifest = run.manifest(record.generation) if record.state != OPENED else None
     live = read_live(run.files, record.generation) if record.state == OPENED else None
-    about: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "generation": record.generation,
         "task": name_of(record),
         "task_id": record.task_id,
@@ -240,11 +242,11 @@ def _receipt(run: StagedRun, record: GenerationRecord, clock: Clock) -> Receipt:
         "account": None if record.state == OPENED else account_of(run, record),
     }
     if manifest is not None:
-        return Receipt(**about, **_of_manifest(manifest))
-    return Receipt(**about, **_of_live(live, record))
+        return Receipt(**fields, **_fields_from_manifest(manifest))
+    return Receipt(**fields, **_fields_from_live(live, record))
 
 
-def _of_manifest(manifest: Manifest) -> dict[str, Any]:
+def _fields_from_manifest(manifest: Manifest) -> dict[str, Any]:
     seconds = manifest.seconds.get("total", 0.0)
     return {
         "received": manifest.received,
@@ -256,7 +258,7 @@ def _of_manifest(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _of_live(live: LiveCounts | None, record: GenerationRecord) -> dict[str, Any]:
+def _fields_from_live(live: LiveCounts | None, record: GenerationRecord) -> dict[str, Any]:
     if live is None:
         return {
             **dict.fromkeys(("received", "received_bytes", "failed", "rate")),
@@ -294,20 +296,20 @@ def _flows(
     recorded: Recorded, receipts: Sequence[Receipt], report: Mapping[str, Any] | None
 ) -> list[Flow]:
     staged: dict[str, int] = {}
-    for each in receipts:
-        for batcher, count in each.batchers.items():
+    for receipt in receipts:
+        for batcher, count in receipt.batchers.items():
             staged[batcher] = staged.get(batcher, 0) + count
     there = recorded.run.files.list("batches")
-    told = (report or {}).get("batchers", {})
-    names = sorted({*staged, *there, *told})
-    return [_flow(recorded, name, staged.get(name, 0), told.get(name)) for name in names]
+    reported = (report or {}).get("batchers", {})
+    names = sorted({*staged, *there, *reported})
+    return [_flow(recorded, name, staged.get(name, 0), reported.get(name)) for name in names]
 
 
-#: What is told of a batcher before anything is planned for it.
+#: The fields of a batcher without plans.
 _NOTHING: Final[dict[str, Any]] = {"planned": None, "batches": 0, "done": 0, "handled": 0}
 
 
-def _flow(recorded: Recorded, batcher: str, staged: int, told: Mapping[str, Any] | None) -> Flow:
+def _flow(recorded: Recorded, batcher: str, staged: int, row: Mapping[str, Any] | None) -> Flow:
     plans = recorded.counted(batcher)
     if not plans:
         return Flow(batcher=batcher, staged=staged, **_NOTHING)
@@ -321,7 +323,7 @@ def _flow(recorded: Recorded, batcher: str, staged: int, told: Mapping[str, Any]
     for plan in plans:
         for trigger, count in plan.triggers.items():
             triggers[trigger] = triggers.get(trigger, 0) + count
-    about: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "batcher": batcher,
         "staged": staged,
         "planned": sum(plan.messages for plan in plans),
@@ -339,32 +341,32 @@ def _flow(recorded: Recorded, batcher: str, staged: int, told: Mapping[str, Any]
             for _, outcome in recorded.outcomes(plan)
             if outcome is not None
         ]
-        return Flow(**about, **_of_outcomes(outcomes))
-    if told:
-        counts = {name: told[name] for name in ("successful", "failed", "failed_batches")}
-        return Flow(**about, **counts)
-    return Flow(**about)
+        return Flow(**fields, **_fields_from_outcomes(outcomes))
+    if row:
+        counts = {name: row[name] for name in ("successful", "failed", "failed_batches")}
+        return Flow(**fields, **counts)
+    return Flow(**fields)
 
 
-def _of_outcomes(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _fields_from_outcomes(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
-        "successful": sum(each.successful for each in outcomes),
-        "failed": sum(each.failed for each in outcomes),
-        "missing": sum(each.missing for each in outcomes),
-        "failed_batches": sum(bool(each.error) for each in outcomes),
-        "crashed": sum(each.error.startswith(CRASHED) for each in outcomes),
+        "successful": sum(outcome.successful for outcome in outcomes),
+        "failed": sum(outcome.failed for outcome in outcomes),
+        "missing": sum(outcome.missing for outcome in outcomes),
+        "failed_batches": sum(bool(outcome.error) for outcome in outcomes),
+        "crashed": sum(outcome.error.startswith(CRASHED) for outcome in outcomes),
         "rate": _rate(outcomes),
-        "applications": sorted({each.application_id for each in outcomes} - {""}),
+        "applications": sorted({outcome.application_id for outcome in outcomes} - {""}),
     }
 
 
 def _rate(outcomes: Sequence[Outcome]) -> float | None:
-    """Messages a second, over the time in which batches were handled."""
-    timed = [each for each in outcomes if each.started_at]
+    """Calculates messages per second over the time in which batches were handled."""
+    timed = [outcome for outcome in outcomes if outcome.started_at]
     if not timed:
         return None
-    starts = [datetime.fromisoformat(each.started_at).timestamp() for each in timed]
-    ends = [start + each.seconds for start, each in zip(starts, timed, strict=True)]
+    starts = [datetime.fromisoformat(outcome.started_at).timestamp() for outcome in timed]
+    ends = [start + outcome.seconds for start, outcome in zip(starts, timed, strict=True)]
     took = max(ends) - min(starts)
-    messages = sum(each.successful + each.failed + each.missing for each in timed)
+    messages = sum(outcome.successful + outcome.failed + outcome.missing for outcome in timed)
     return messages / took if took > 0 else None

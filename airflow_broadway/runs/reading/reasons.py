@@ -1,4 +1,4 @@
-"""Why messages failed, and what is done with them: retried, dead letters, or else."""
+"""Failure reasons of a run's messages, with counts by outcome class."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from airflow_broadway.runs.reading.batches import reads_ahead
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord
 
-#: Bytes of verdicts that are read to count reasons before a report says them.
+#: Maximum bytes of verdicts read to count reasons while there is no report.
 MOST_BYTES: Final = 4 * 1024 * 1024
-#: Characters of a reason; longer ones that begin alike count as one.
+#: Maximum characters of a reason; longer reasons with the same prefix count as one.
 _LENGTH: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """A reason for which messages failed.
+    """A failure reason and its number of messages.
 
-    :param stage: The stage that failed them; empty if that is not known.
-    :param classes: Class of the account → how many of them; ``None`` where that is not known.
+    :param stage: The stage that failed them; empty if unknown.
+    :param classes: Outcome class → number of messages; ``None`` if unknown.
     """
 
     count: int
@@ -36,9 +36,9 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasons:
-    """The most frequent reasons first.
+    """Failure reasons, most frequent first.
 
-    :param known: Whether these are all: of a run that goes on, verdicts may be too many to read.
+    :param known: Whether the reasons could be read: an active run may have too many verdicts.
     """
 
     rows: Sequence[Reason]
@@ -51,9 +51,9 @@ def reasons_in(
     batchers: Sequence[str],
     report: Mapping[str, Any] | None,
 ) -> Reasons:
-    """The reasons in what is recorded, if that is little, else in the report.
+    """Counts the reasons in the recorded verdicts if these are small, else reads the report.
 
-    :param report: The run's report, if it tells of all that is recorded.
+    :param report: The run's report, if it covers all generations.
     """
     plans = [recorded.counted(batcher) for batcher in batchers]
     if all(reads_ahead(recorded, of_batcher) for of_batcher in plans):
@@ -63,20 +63,20 @@ def reasons_in(
             return Reasons(rows=_count(recorded, files), known=True)
     if report is None:
         return Reasons(rows=(), known=False)
-    return Reasons(rows=[Reason(**each) for each in report["reasons"]], known=True)
+    return Reasons(rows=[Reason(**row) for row in report["reasons"]], known=True)
 
 
 def count_reasons(
     recorded: Recorded, records: Sequence[GenerationRecord], batchers: Iterable[str]
 ) -> list[Reason]:
-    """Count the messages of a run that failed by reason, however many they are."""
+    """Counts the failed messages of a run by reason, without a size limit."""
     return _count(recorded, _files(recorded, records, batchers))
 
 
 def _files(
     recorded: Recorded, records: Sequence[GenerationRecord], batchers: Iterable[str]
 ) -> dict[str, Any]:
-    """The files with verdicts, and their sums."""
+    """Maps the files with verdicts to their sums."""
     files: dict[str, Any] = {}
     for record in records:
         manifest = recorded.run.manifest(record.generation)
@@ -104,16 +104,16 @@ def _count(recorded: Recorded, files: Mapping[str, Any]) -> list[Reason]:
         for (stage, reason), classes in merged_reasons(counts).items()
     ]
     rows.sort(key=lambda row: -row.count)
-    rest = rows[SHOWN_REASONS:]
-    if not rest:
+    less_frequent = rows[SHOWN_REASONS:]
+    if not less_frequent:
         return rows
     others = Counter[str]()
-    for row in rest:
+    for row in less_frequent:
         others.update(row.classes or {})
     more = Reason(
         count=others.total(),
         stage="",
-        reason=many(len(rest), "other reason"),
+        reason=many(len(less_frequent), "other reason"),
         classes=dict(others),
     )
     return [*rows[:SHOWN_REASONS], more]

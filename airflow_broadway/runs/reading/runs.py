@@ -1,4 +1,4 @@
-"""Finds staged runs, and their batches.  Nothing here prints, or changes a file."""
+"""Finds staged runs and their batches.  Read-only, prints nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from airflow_broadway.staging.run_folder import (
 )
 from airflow_broadway.staging.store import Folder, Store
 
-#: What a generation comes to, in order.
+#: The states of a generation, in order.
 _STATES: Final = (OPENED, PUBLISHED, SETTLING, SETTLED)
 
 
@@ -36,17 +36,17 @@ _STATES: Final = (OPENED, PUBLISHED, SETTLING, SETTLED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A staged run on one line.
+    """A staged run in one row.
 
-    Counts are messages; those of a run without a report are ``None``, except what its manifests say
-    was received.
+    Counts are messages.  Without a report only ``received`` is known, from the manifests; the other
+    counts are ``None``.
 
-    :param balanced: Whether each message received is in exactly one class; ``None`` without a
+    :param balanced: Whether each received message is in exactly one class; ``None`` without a
         report.
-    :param trouble: Why people should look at it, as a sentence; empty if nothing is wrong.
-    :param state: ``"open"``, ``"published"``, ``"settling"``, ``"settled"``: that of its generation
-        which is least far.
-    :param opened_at: When it began, as ISO 8601 text; empty if it never received.
+    :param trouble: The problem that needs attention, as a sentence; empty if there is none.
+    :param state: ``"open"``, ``"published"``, ``"settling"``, ``"settled"``: the earliest state
+        among its generations.
+    :param opened_at: Start time as ISO 8601 text; empty if it never received.
     """
 
     dag_id: str
@@ -63,7 +63,7 @@ class RunSummary:
 
 
 class StagedBatch(NamedTuple):
-    """A batch of a run; without an outcome it was never handled, or not to its end."""
+    """A batch of a run; without an outcome its handling has not started or not finished."""
 
     plan: BatchPlan
     planned: PlannedBatch
@@ -80,7 +80,7 @@ def iter_runs(
     run_id: str | None = None,
     pipeline: str | None = None,
 ) -> Iterator[StagedRun]:
-    """The staged runs, in order of their folders.
+    """Yields the staged runs in the order of their folders.
 
     :raises StagingError: If the root cannot be read.
     """
@@ -89,21 +89,21 @@ def iter_runs(
         dags = _folders(store, name) if dag_id is None else [encode_name(dag_id)]
         for dag in dags:
             path = f"{name}/{dag}"
-            found = _folders(store, path) if run_id is None else [encode_name(run_id)]
-            for each in found:
-                run = _identified(store, store.folder(f"{path}/{each}"))
+            run_folders = _folders(store, path) if run_id is None else [encode_name(run_id)]
+            for run_folder in run_folders:
+                run = _identify_run(store, store.folder(f"{path}/{run_folder}"))
                 if run is not None:
                     yield run
 
 
 def check_pipeline(store: Store, name: str) -> None:
-    """Refuse a pipeline's name of which nothing is staged or archived: a mistyped one looks empty.
+    """Rejects a pipeline name without staged or archived runs, which is probably a typo.
 
-    :raises RequestRefused: Naming the pipelines that there are.
+    :raises RequestRefused: If there are none; names the existing pipelines.
     """
-    known = _folders(store, "")
-    if encode_name(name) not in known:
-        names = ", ".join(map(readable_name, known)) or "none"
+    known_folders = _folders(store, "")
+    if encode_name(name) not in known_folders:
+        names = ", ".join(map(readable_name, known_folders)) or "none"
         raise RequestRefused(
             f"no run of a pipeline {name!r} has staged or archived anything under {store.uri};"
             f" pipelines there: {names}"
@@ -111,7 +111,10 @@ def check_pipeline(store: Store, name: str) -> None:
 
 
 def _folders(store: Store, path: str) -> list[str]:
-    """The folders of pipelines, Dags and runs below ``path``; ours begin with ``_`` or ``.``."""
+    """Lists the folders of pipelines, Dags or runs below ``path``.
+
+    Names that begin with ``_`` or ``.`` are internal and left out.
+    """
     full = f"{store.root}/{path}".rstrip("/")
     with translated(f"list {path or 'the runs'}", store.uri):
         names = store.backend.list(full)
@@ -122,8 +125,8 @@ def _folders(store: Store, path: str) -> list[str]:
     ]
 
 
-def _identified(store: Store, folder: Folder) -> StagedRun | None:
-    """The run of a folder, by the ids that its files give: a long id is not whole in its name."""
+def _identify_run(store: Store, folder: Folder) -> StagedRun | None:
+    """Reads a run's ids from its files, since a folder name holds a long id truncated."""
     opened = generations_in(folder.list(paths.GENERATIONS))
     for path in (*map(paths.generation, opened[:1]), REPORT):
         try:
@@ -135,20 +138,20 @@ def _identified(store: Store, folder: Folder) -> StagedRun | None:
             continue
         except (ValueError, KeyError, TypeError) as error:
             raise StagingDamaged(f"{folder.path}/{path} is damaged ({error!r})") from error
-    return None  # no run, or removed since
+    return None  # not a run, or removed since the listing
 
 
 def find_run(store: Store, dag_id: str, run_id: str, pipeline: str | None = None) -> StagedRun:
-    """The one run of these ids.
+    """Returns the only run with these ids.
 
-    :param pipeline: Which pipeline's, if several staged a run of these ids.
-    :raises RequestRefused: If there is none, or several.
+    :param pipeline: Name of the pipeline; needed if several staged a run with these ids.
+    :raises RequestRefused: If no run matches, or several do.
     """
-    found = list(iter_runs(store, dag_id=dag_id, run_id=run_id, pipeline=pipeline))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = [each.pipeline for each in found]
+    runs = list(iter_runs(store, dag_id=dag_id, run_id=run_id, pipeline=pipeline))
+    if len(runs) == 1:
+        return runs[0]
+    if runs:
+        names = [run.pipeline for run in runs]
         raise RequestRefused(
             f"the pipelines {names} all staged a run {run_id!r} of the Dag {dag_id!r}: choose one"
             " with --pipeline-name"
@@ -164,23 +167,23 @@ def find_run(store: Store, dag_id: str, run_id: str, pipeline: str | None = None
 def list_runs(
     store: Store, *, dag_id: str | None = None, pipeline: str | None = None
 ) -> list[RunSummary]:
-    """The staged runs, oldest first."""
-    found = [summary_of(run) for run in iter_runs(store, dag_id=dag_id, pipeline=pipeline)]
-    return sorted(found, key=lambda each: (each.opened_at, each.dag_id, each.run_id))
+    """Lists the staged runs, oldest first."""
+    summaries = map(summary_of, iter_runs(store, dag_id=dag_id, pipeline=pipeline))
+    return sorted(summaries, key=lambda row: (row.opened_at, row.dag_id, row.run_id))
 
 
 def summary_of(run: StagedRun) -> RunSummary:
-    """A run on one line."""
+    """Summarizes a run in one row."""
     ids: dict[str, Any] = {"dag_id": run.dag_id, "run_id": run.run_id, "pipeline": run.pipeline}
     records = run.generations()
     report = kept_report(run)
-    # An empty run leaves its report alone.
+    # The report is the only file of an empty run.
     nothing = (SETTLED, report["at"]) if report is not None else (OPENED, "")
-    state = min((each.state for each in records), key=_STATES.index, default=nothing[0])
-    opened_at = min((each.opened_at for each in records), default=nothing[1])
+    state = min((record.state for record in records), key=_STATES.index, default=nothing[0])
+    opened_at = min((record.opened_at for record in records), default=nothing[1])
     if report is None:
-        manifests = (run.manifest(each.generation) for each in records)
-        received = sum(each.received for each in manifests if each is not None)
+        manifests = (run.manifest(record.generation) for record in records)
+        received = sum(manifest.received for manifest in manifests if manifest is not None)
         return RunSummary(**ids, received=received, state=state, opened_at=opened_at)
     totals = report["totals"]
     return RunSummary(
@@ -197,7 +200,7 @@ def summary_of(run: StagedRun) -> RunSummary:
 
 
 def staged_batches(run: StagedRun) -> Iterator[StagedBatch]:
-    """The batches of a run, by batcher, in the order of their plans."""
+    """Yields the batches of a run by batcher, in the order of their plans."""
     recorded = Recorded(run)
     for batcher in run.files.list("batches"):
         seen: set[str] = set()
