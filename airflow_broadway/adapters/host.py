@@ -23,7 +23,7 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.runs.ports import Ports, Task
-from airflow_broadway.runs.sources.choice import PARAMS, Asked
+from airflow_broadway.runs.sources.choice import PARAMS, SourceRequest
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -126,7 +126,7 @@ class Host:
 
     # -- what the run was triggered with ---------------------------------------------------------
 
-    def source_request(self, declared: str = "") -> Asked:
+    def source_request(self, declared: str = "") -> SourceRequest:
         """Return where the run's messages should come from: by its params, or else by its type and
         data interval.
 
@@ -141,7 +141,7 @@ class Host:
                 "dead_letters was given, and Airflow hands no conf to the params of a run: turn"
                 " [core] dag_run_conf_overrides_params on; nothing was received"
             )
-        return Asked(
+        return SourceRequest(
             run_id=str(self.ti.run_id),
             kind=str(kind or declared),
             start=_instant("interval_start", start),

@@ -27,7 +27,7 @@ from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
-from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
@@ -177,7 +177,7 @@ class BatchTask:
         self._ports = ports
         self._batcher = batcher
         self._batches: PythonBatches | None = None
-        self._apart: Apart | None = None
+        self._apart: ChildProcess | None = None
         self._stopped = False
         #: The pipeline with the producer that delivered what is planned.
         self._served = pipeline
@@ -249,7 +249,7 @@ class BatchTask:
                 batches.run()
 
         # While no other thread of ours is at work.
-        self._apart = apart = Apart(work, batches.stop)
+        self._apart = apart = ChildProcess(work, batches.stop)
         if self._stopped:  # in between
             apart.stop()
         try:

@@ -1,1 +1,1 @@
-"""Looking at a queue without taking of it: who looks, when that is told, and who serves it."""
+"""Watches the depth of queues without receiving: reports and threshold events."""

@@ -1,15 +1,15 @@
-"""When it is told that a backlog has reached its bounds: once a crossing.
+"""Reports that a backlog has reached its bounds, once per crossing.
 
 ::
 
             the backlog reaches a bound, and the Dag may have another run
-    armed ───────────────────────────────────────────────────────────────► told
+    armed ───────────────────────────────────────────────────────────────► reported
       ▲                                                                      │
-      └──────────────── a run was made, or the backlog fell ─────────────────┘
+      └──────────── a run was created, or the backlog decreased ─────────────┘
 
-Nothing is lost.  While the Dag has as many runs as it may have, the crossing waits to be told: the
-runs at work take what waits.  What was told and led to no run, as Airflow drops an event of a Dag
-that is paused, is told again, later each time.
+No crossing is lost.  While the Dag is at its maximum number of runs, the report is delayed: the
+active runs drain the backlog.  A report that leads to no run, for example because Airflow drops the
+events of a paused Dag, is repeated with increasing delay.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
 
-#: The longest wait after looks that failed, in seconds, unless the interval is longer.
+#: Maximum backoff after failed checks in seconds, unless the interval is longer.
 MAX_BACKOFF: Final = 300.0
-#: Seconds until what led to no run is told again; doubled each time, up to the second.
+#: Seconds until a report that led to no run is repeated, doubled each time; and their maximum.
 REPEAT: Final = 60.0
 MAX_REPEAT: Final = 900.0
-#: Seconds for which a crossing waits, at most, while the Dag has all the runs that it may have.
-#: Airflow then keeps the event until one has ended.  Backfills cannot be told from other runs here.
+#: Maximum seconds by which a report is delayed while the Dag is at its maximum number of runs.
+#: Airflow then keeps the event until a run ends.  Backfills count like other runs here.
 MAX_HOLD: Final = 900.0
 
 
 class Runs(NamedTuple):
     """The runs of a Dag.
 
-    :param open: Those queued or at work.
-    :param ever: All that Airflow knows.
+    :param open: Queued and running ones.
+    :param ever: All in Airflow's database.
     """
 
     open: int
@@ -50,29 +50,29 @@ class Runs(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Told:
-    """A crossing that was told."""
+class _Report:
+    """A reported crossing."""
 
     first: datetime
     ever: int
     times: int = 1
-    #: On the monotonic clock: when it is told again, unless a run was made by then.
+    #: Monotonic time at which it is repeated, unless a run was created by then.
     again: float = 0.0
 
 
 def reasons(bounds: Backlog, depth: QueueDepth) -> list[str]:
-    """Which bounds a backlog has reached, in words; an age that is not known reaches none."""
-    found = []
+    """Describes the bounds that a backlog has reached; an unknown age reaches none."""
+    reached = []
     if bounds.min_messages is not None and depth.ready >= bounds.min_messages:
-        found.append(f"{many(depth.ready, 'message')} (min_messages={bounds.min_messages:,})")
+        reached.append(f"{many(depth.ready, 'message')} (min_messages={bounds.min_messages:,})")
     age = depth.oldest_age
     if bounds.max_age is not None and depth.ready and age is not None and age >= bounds.max_age:
-        found.append(f"the oldest since {age:,.0f} s (max_age={bounds.max_age:,g})")
-    return found
+        reached.append(f"the oldest since {age:,.0f} s (max_age={bounds.max_age:,g})")
+    return reached
 
 
 def described(depth: QueueDepth) -> str:
-    """How full the queue is, in words."""
+    """Describes the depth of a queue."""
     text = many(depth.ready, "message")
     if not depth.ready:
         return text
@@ -83,15 +83,15 @@ def described(depth: QueueDepth) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class BacklogWatch:
-    """Looks at a backlog again and again; takes nothing.
+    """Checks a backlog periodically without receiving.
 
-    :param bounds: When it is to be told.
-    :param look: Asks how full the queue is; may block, and may raise.
-    :param runs: Asks for the runs of the Dag; the same.  ``None``: there is no Dag, and the first
-        crossing is the only one.
-    :param max_runs: How many runs the Dag may have at a time.
-    :param lag: Seconds by which a look may be behind: for so long nothing is told after a run was
-        made or has ended, for what it took may still be counted.
+    :param bounds: The bounds that trigger a report.
+    :param look: Reads the depth of the queue; may block and may raise.
+    :param runs: Reads the runs of the Dag; may block and may raise.  ``None`` if there is no Dag;
+        then only the first crossing is reported.
+    :param max_runs: Maximum number of active runs of the Dag.
+    :param lag: Staleness of the depth in seconds.  For so long after a run was created or has ended
+        nothing is reported, since the depth may still count the messages that it received.
     """
 
     bounds: Backlog
@@ -100,22 +100,22 @@ class BacklogWatch:
     max_runs: int = 1
     lag: float = 0.0
     clock: Clock = field(default_factory=SystemClock)
-    _told: _Told | None = None
+    _reported: _Report | None = None
     _held_since: float | None = None
-    #: The runs at the last look that asked for them, and when they were seen to change.
-    _seen: Runs | None = None
+    #: The runs at the last check that read them, and the time of their last change.
+    _last_runs: Runs | None = None
     _changed_at: float = float("-inf")
     _failures: int = 0
-    #: What is not known, and was said: once, until it is known again.
+    #: The last warning about an unknown value, logged once until the value is known again.
     _unknown: str = ""
 
     def step(self) -> tuple[dict[str, Any] | None, float]:
-        """One look.
+        """Checks once.
 
-        :returns: What to tell, if anything, and the seconds until the next look.
+        :returns: The event to report, if any, and the seconds until the next check.
         """
         try:
-            found = self._step()
+            event = self._step()
         except Exception as error:
             self._failures += 1
             most = max(MAX_BACKOFF, self.bounds.poke_interval)
@@ -131,66 +131,68 @@ class BacklogWatch:
         if self._failures:
             log.info("Could look at the backlog again after %s.", many(self._failures, "failure"))
             self._failures = 0
-        return found, self.bounds.poke_interval
+        return event, self.bounds.poke_interval
 
     def _step(self) -> dict[str, Any] | None:
         at = self.clock.now()
         depth = self.look()
-        self._say_unknown(depth)
+        self._log_unknown(depth)
         if depth is None:
             return None
         why = reasons(self.bounds, depth)
         if not why:
-            self._told = self._held_since = None  # it fell
+            self._reported = self._held_since = None  # the backlog decreased
             return None
         runs = Runs(0, 0) if self.runs is None else self.runs()
-        if self._seen is not None and runs != self._seen:
+        if self._last_runs is not None and runs != self._last_runs:
             self._changed_at = self.clock.monotonic()
-        self._seen = runs
+        self._last_runs = runs
         self._rearm(runs)
         if self._is_due(runs):
-            return self._tell(at, runs, depth, why)
+            return self._event(at, runs, depth, why)
         return None
 
     def _rearm(self, runs: Runs) -> None:
-        """A run that was made since may not have taken what it will take: that is awaited by
-        :meth:`_is_due`, as far as the Dag may have no further run.
+        """Rearms once a run was created.
+
+        That run may not have drained the backlog yet; :meth:`_is_due` waits for it while the Dag is
+        at its maximum number of runs.
         """
-        if self._told is None:
+        if self._reported is None:
             return
-        if runs.ever > self._told.ever:
-            self._told = None
-        else:  # old runs may be deleted
-            self._told.ever = runs.ever
+        if runs.ever > self._reported.ever:
+            self._reported = None
+        else:  # old runs may have been deleted
+            self._reported.ever = runs.ever
 
     def _is_due(self, runs: Runs) -> bool:
         now = self.clock.monotonic()
         if runs.open >= self.max_runs:
             if self._held_since is None:
                 self._held_since = now
-                log.info("The backlog has reached its bounds; %s at work.", many(runs.open, "run"))
+                log.info("The backlog has reached its bounds; %s active.", many(runs.open, "run"))
             if now - self._held_since < MAX_HOLD:
                 return False
         else:
             self._held_since = None
             if now - self._changed_at < self.lag:
                 return False
-        return self._told is None or now >= self._told.again
+        return self._reported is None or now >= self._reported.again
 
-    def _tell(self, at: datetime, runs: Runs, depth: QueueDepth, why: list[str]) -> dict[str, Any]:
-        told = self._told
-        if told is None:
-            told = self._told = _Told(first=at, ever=runs.ever)
+    def _event(self, at: datetime, runs: Runs, depth: QueueDepth, why: list[str]) -> dict[str, Any]:
+        report = self._reported
+        if report is None:
+            report = self._reported = _Report(first=at, ever=runs.ever)
         else:
-            told.times += 1
+            report.times += 1
             log.warning(
-                "What was told at %s has led to no run: told %d times by now.  Is the Dag paused,"
+                "The event of %s has led to no run: reported %d times by now.  Is the Dag paused,"
                 " or at its max_active_runs?",
-                told.first.isoformat(),
-                told.times,
+                report.first.isoformat(),
+                report.times,
             )
-        wait = min(MAX_REPEAT, REPEAT * 2.0 ** min(told.times - 1, 30))
-        told.again = self.clock.monotonic() + wait
+        wait = min(MAX_REPEAT, REPEAT * 2.0 ** min(report.times - 1, 30))
+        report.again = self.clock.monotonic() + wait
         self._held_since = None if runs.open < self.max_runs else self.clock.monotonic()
         return {
             "reason": " and ".join(why),
@@ -200,12 +202,12 @@ class BacklogWatch:
             "dead": depth.dead,
             "oldest_age": depth.oldest_age,
             "at": at.isoformat(),
-            "crossing": told.first.isoformat(),
-            "told": told.times,
+            "crossing": report.first.isoformat(),
+            "told": report.times,
         }
 
-    def _say_unknown(self, depth: QueueDepth | None) -> None:
-        """Say once what is not known: it is never taken for 0."""
+    def _log_unknown(self, depth: QueueDepth | None) -> None:
+        """Logs once that a value is unknown; unknown is never treated as 0."""
         unknown = ""
         if depth is None:
             unknown = "The broker does not say how full the queue is"

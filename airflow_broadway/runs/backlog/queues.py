@@ -1,7 +1,7 @@
-"""The queues of a pipeline as whoever only looks at them needs them: no code of users, no secret.
+"""The queues of a pipeline for read-only use, without user code and secrets.
 
-A trigger is stored as JSON, and runs in a process that has none of the users' modules.  So it gets
-the producer's class and options, less those that are functions: looking at a queue calls none.
+A trigger is stored as JSON and runs in a process without the users' modules.  So it gets the
+producer's class and options, except functions, which reading a depth never calls.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from airflow_broadway.core.pipeline import Pipeline
 
 #: The modules of this package's producers.
 _OWN = "airflow_broadway.producers."
-#: Options of every producer that no depth depends on, and whose values may be of any form.
+#: Options of every producer that do not affect the depth and may have values of any type.
 _SETTLING = frozenset({"on_success", "on_failure", "rate_limiting", "retry", "transformer"})
 
 
 class WatchedQueues:
-    """The queues that a pipeline's producers drain.
+    """The queues that a pipeline's producers consume.
 
     :param pipeline: The pipeline's name.
     :param producers: One for each queue.
@@ -39,27 +39,27 @@ class WatchedQueues:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> WatchedQueues:
-        """Those of a pipeline."""
+        """Returns the queues of a pipeline."""
         return cls(pipeline.name, pipeline.producer.shards())
 
     @property
     def tells_age(self) -> bool:
-        """Whether the age of the oldest message may be known."""
+        """Whether the brokers may report the age of the oldest message."""
         return all(producer.tells_age for producer in self.producers)
 
     @property
     def lag(self) -> float:
-        """Seconds by which what is known of them may be behind."""
+        """Staleness of the depth in seconds."""
         return max(producer.depth_lag for producer in self.producers)
 
     def dumps(self) -> str:
-        """Return them as JSON that :meth:`loads` reads; checked by doing so.
+        """Returns JSON for :meth:`loads`, validated by loading it.
 
-        :raises OptionsError: If an option holds a secret or a template, or is no JSON.
+        :raises OptionsError: If an option holds a secret or a template, or is not JSON.
         """
         queues = [
-            {"producer": _class_path(type(each)), "options": dict(_plain(each, "producer"))}
-            for each in self.producers
+            {"producer": _class_path(type(queue)), "options": dict(_options(queue, "producer"))}
+            for queue in self.producers
         ]
         value = {"pipeline": self.pipeline, "lag": self.lag, "queues": queues}
         text = json.dumps(value, sort_keys=True)
@@ -68,53 +68,53 @@ class WatchedQueues:
 
     @classmethod
     def loads(cls, text: str, *, own: bool = False) -> WatchedQueues:
-        """Read what :meth:`dumps` wrote.
+        """Parses the output of :meth:`dumps`.
 
-        :param own: Whether producers of this package only are imported, and no option may have
-            their clients load or run anything: no code of users.
-        :raises PipelineError: If a producer's class cannot be imported here, or may not.
+        :param own: Whether to import only producers of this package, and to reject options that
+            make their clients load or run code.
+        :raises PipelineError: If a producer's class cannot or must not be imported here.
         :raises OptionsError: If an option breaks its rule.
         """
         value = json.loads(text)
         producers = [
-            build(_import(each["producer"], own=own), each["options"], "producer", rendered=True)
-            for each in value["queues"]
+            build(_import(queue["producer"], own=own), queue["options"], "producer", rendered=True)
+            for queue in value["queues"]
         ]
         if own:
-            for each in producers:
-                _refuse_unsafe(each)
+            for producer in producers:
+                _refuse_unsafe(producer)
         return cls(value["pipeline"], producers)
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        """How full they are together; ``None`` if a broker does not say.
+        """Returns the total depth; ``None`` if a broker does not report it.
 
-        :raises BroadwayError: If a broker cannot be asked.
+        :raises BroadwayError: If a broker cannot be reached.
         """
-        found = [producer.depth(env) for producer in self.producers]
-        known = [each for each in found if each is not None]
-        if len(known) < len(found) or not known:
+        reported = [producer.depth(env) for producer in self.producers]
+        depths = [depth for depth in reported if depth is not None]
+        if len(depths) < len(reported) or not depths:
             return None
-        waiting = [each.oldest_age for each in known if each.ready]
+        waiting = [depth.oldest_age for depth in depths if depth.ready]
         ages = [age for age in waiting if age is not None]
         return QueueDepth(
-            ready=sum(each.ready for each in known),
-            delayed=sum(each.delayed for each in known),
-            leased=sum(each.leased for each in known),
-            dead=sum(each.dead for each in known),
-            # Of one unknown age nobody knows whether it is the oldest.
+            ready=sum(depth.ready for depth in depths),
+            delayed=sum(depth.delayed for depth in depths),
+            leased=sum(depth.leased for depth in depths),
+            dead=sum(depth.dead for depth in depths),
+            # A message of unknown age may be the oldest.
             oldest_age=max(ages) if ages and len(ages) == len(waiting) else None,
         )
 
 
-def _plain(options: Options, path: str) -> Iterator[tuple[str, Any]]:
-    """The options that differ from their defaults, as :func:`build` reads them."""
+def _options(options: Options, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the options that differ from their defaults, in the format of :func:`build`."""
     derived = getattr(options, "_auto", ())
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         value, where = getattr(options, field.name), f"{path}.{field.name}"
         if field.name in _SETTLING or field.name in derived or callable(value):
             continue
         if isinstance(value, Options):
-            yield field.name, dict(_plain(value, where))
+            yield field.name, dict(_options(value, where))
         elif value != field.default:
             _check(value, where)
             yield field.name, value
@@ -122,7 +122,7 @@ def _plain(options: Options, path: str) -> Iterator[tuple[str, Any]]:
 
 def _check(value: object, where: str) -> None:
     if is_template(value):
-        raise OptionsError(where, "no template: whoever watches a queue has no run", value)
+        raise OptionsError(where, "no template: a watched queue has no run to render it", value)
     if HIDDEN in shown(value):
         raise OptionsError(where, "no secret, for a trigger is stored: give it by conn_id", value)
     if not JSON.holds(value):
@@ -157,14 +157,14 @@ def _import(path: str, *, own: bool) -> type[Producer]:
             " its dead letters with `airflow-broadway dead-letters` where a worker runs"
         )
     try:
-        found: Any = importlib.import_module(module)
+        cls: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            cls = getattr(cls, part)
     except (ImportError, AttributeError) as error:
         raise PipelineError(
             f"the producer {path!r} cannot be imported here: {error}; install its module where the"
             " triggerer runs"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Producer)):
+    if not (isinstance(cls, type) and issubclass(cls, Producer)):
         raise PipelineError(f"{path!r} is no producer")
-    return found
+    return cls

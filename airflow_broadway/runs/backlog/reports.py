@@ -1,7 +1,7 @@
-"""The last reported depth of a pipeline's queues: one small file for a pipeline of a Dag.
+"""The last reported depth of a pipeline's queues, one small file per pipeline and Dag.
 
-Whichever task, trigger or sensor reads the depth replaces the file.  The pages of the API server
-show it with its time, and find the producer's options in it: so they need no code of a pipeline.
+Every task, trigger or sensor that reads the depth replaces the file.  The pages of the API server
+display it with its time and read the producer's options from it, so they import no pipeline code.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class PipelineKey(NamedTuple):
 class BacklogReport:
     """The depth of a pipeline's queues at one time.
 
-    :param at: When the broker was asked; aware UTC.
-    :param by: The task, trigger or sensor that asked, such as ``"run manual__1"``.
-    :param depth: ``None`` where the broker reports none.
-    :param queues: The producers' options, as :meth:`WatchedQueues.dumps` writes them; empty where
-        they cannot be written down.
-    :param withheld: Why they cannot, as a sentence; empty if they can.
+    :param at: Time of the measurement; aware UTC.
+    :param by: The task, trigger or sensor that measured it, such as ``"run manual__1"``.
+    :param depth: ``None`` if the broker reports none.
+    :param queues: The producers' options, as :meth:`WatchedQueues.dumps` writes them; empty if
+        they cannot be serialized.
+    :param withheld: The reason why they cannot, as a sentence; empty if they can.
     """
 
     at: datetime
@@ -57,7 +57,7 @@ class BacklogReport:
     withheld: str = ""
 
     def dumps(self) -> str:
-        """Return the report as JSON that :meth:`loads` reads."""
+        """Returns the report as JSON for :meth:`loads`."""
         value = {
             "version": VERSION,
             "release": __version__,
@@ -71,7 +71,7 @@ class BacklogReport:
 
     @classmethod
     def loads(cls, text: str, path: str) -> BacklogReport:
-        """Read what :meth:`dumps` wrote.
+        """Parses the output of :meth:`dumps`.
 
         :raises StagingError: If a newer release wrote it, or it is damaged.
         """
@@ -108,7 +108,7 @@ def report_backlog(
     at: datetime,
     by: str,
 ) -> None:
-    """Replace the report of a pipeline; any failure is logged, since nothing depends on it."""
+    """Replaces the report of a pipeline; logs any failure, since nothing depends on it."""
     try:
         try:
             options, withheld = queues.dumps(), ""
@@ -121,7 +121,7 @@ def report_backlog(
 
 
 def unreported(error: Exception) -> str:
-    """Why a depth could not be reported, as a line of a log."""
+    """Formats the log line about a depth that could not be reported."""
     kind, text = type(error).__name__, redacted(str(error))
     return f"The depth of the queue could not be reported to the pages: {kind}: {text}"
 
@@ -129,11 +129,11 @@ def unreported(error: Exception) -> str:
 def read_reports(
     store: Store, keys: Iterable[PipelineKey]
 ) -> dict[PipelineKey, BacklogReport | StagingError]:
-    """Return the last reports of pipelines, by one read each; of an unreadable one its error."""
-    wanted = list(keys)
+    """Returns the last report of each pipeline, or its error if it is unreadable; one read each."""
+    pipelines = list(keys)
     with ThreadPoolExecutor(READERS, "broadway-reports") as pool:
-        found = zip(wanted, pool.map(partial(_read, store), wanted), strict=True)
-        return {key: report for key, report in found if report is not None}
+        reports = zip(pipelines, pool.map(partial(_read, store), pipelines), strict=True)
+        return {key: report for key, report in reports if report is not None}
 
 
 def _read(store: Store, key: PipelineKey) -> BacklogReport | StagingError | None:

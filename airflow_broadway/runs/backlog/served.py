@@ -1,8 +1,8 @@
-"""Which run serves the events of a backlog: one that began after they were told.
+"""Claims backlog events for one run, so that a duplicate event does not drain the queue twice.
 
-Two triggerers may tell one crossing, as while one takes over from another.  Airflow makes one run
-of both events, or a second run if the first was made by then.  The first run took what waited; so
-the second finds that a run began after its events, and ends.
+Two triggerers may report the same crossing, for example while one takes over from the other.
+Airflow starts one run for both events, or a second run if the first has already been created.  The
+first run drains the backlog.  The second finds that a run began after its events, and ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.staging.run_folder import StagedRun, dag_folder
 from airflow_broadway.staging.store import Folder
 
-#: In the folder of a pipeline's runs in a Dag: the last run that events started, and when.  No
+#: The last run started by events and its time, in the folder of a pipeline's runs in a Dag.  No
 #: run's folder begins with ``_``.
 _MARK: Final = "_events/served.json"
 
@@ -24,21 +24,21 @@ _MARK: Final = "_events/served.json"
 def claim_events(
     run: StagedRun, events: Sequence[Mapping[str, Any]], clock: Clock | None = None
 ) -> str | None:
-    """Claim the events that started a run for it, before it receives.
+    """Claims the events that started a run, before it receives.
 
-    Two runs that begin at the same moment may both have them: the later then finds what is left.
+    Two runs that begin at the same moment may both claim them; the later one drains the remainder.
 
-    :param events: What :class:`BacklogWatch` told.
-    :returns: Why another run has served them, if one has; else ``None``.
+    :param events: Events reported by :class:`BacklogWatch`.
+    :returns: The reason why another run has served them; ``None`` if none has.
     :raises StagingError: If the mark cannot be written.
     """
     folder = dag_folder(run.store, run.pipeline, run.dag_id)
-    told = max(datetime.fromisoformat(str(event["at"])) for event in events)
+    reported_at = max(datetime.fromisoformat(str(event["at"])) for event in events)
     mark = _read(folder)
-    if mark is not None and mark[0] != run.run_id and mark[1] > told:
+    if mark is not None and mark[0] != run.run_id and mark[1] > reported_at:
         return (
-            f"What started this run was told at {told.isoformat()}: {events[-1]['reason']}.  The"
-            f" run {mark[0]} began at {mark[1].isoformat()}, and took what waited"
+            f"The event of this run is of {reported_at.isoformat()}: {events[-1]['reason']}.  The"
+            f" run {mark[0]} began at {mark[1].isoformat()}, after it, and drained the backlog"
         )
     now = (clock or SystemClock()).now()
     folder.replace(_MARK, json.dumps({"run_id": run.run_id, "at": now.isoformat()}))
@@ -46,7 +46,7 @@ def claim_events(
 
 
 def _read(folder: Folder) -> tuple[str, datetime] | None:
-    """The last run, and when it began; ``None`` if that is not known."""
+    """Reads the last run and its start; ``None`` if unknown."""
     try:
         value = json.loads(folder.read(_MARK))
         return str(value["run_id"]), datetime.fromisoformat(value["at"])

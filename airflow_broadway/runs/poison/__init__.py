@@ -1,1 +1,1 @@
-"""Batches that processes die of: what the next process handles, and a process that may die."""
+"""Crash isolation: child processes for batches, and the search for the message that crashes one."""

@@ -1,9 +1,9 @@
-"""Chooses which batches the next process of a task handles, under a budget.
+"""Chooses the batches that the next process of a task handles, under a budget.
 
-One task's processes come one after another: Spark applications, or forks of a Python batcher's
-task.  Before each, :meth:`Isolation.choose` reads what died, splits and sets aside batches, and
-chooses those that the process handles.  All of it is in files: another try of the task goes on from
-there.
+The processes of a task run one after another: Spark applications, or forks of a Python batcher's
+task.  Before each, :meth:`Isolation.choose` reads the recorded deaths, splits or dead-letters
+batches, and chooses those that the process handles.  All state is in files, so another try of the
+task continues from there.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 class Isolation:
     """The processes that one execution of a task starts in one run.
 
-    A process that dies while this execution lives counts as a death.  One that an earlier execution
-    left behind was interrupted: its whole task died, which proves nothing.
+    A process that dies while this execution lives counts as a death.  A process of an earlier
+    execution counts as interrupted: its whole task died, which proves nothing.
 
     :param name: The task's name in the staging folder.
-    :param folder: Where its tries have their files.
+    :param folder: The folder of its tries.
     :param most: See :data:`MOST_PROCESSES`.
-    :param cleared: Rises each time the task is cleared, which grants as many processes once more.
+    :param cleared: Number of times that the task was cleared; each clear renews the budget.
     """
 
     def __init__(
@@ -61,68 +61,68 @@ class Isolation:
         self._most = most
         self._cleared = cleared
         self._before: int | None = None
-        #: Names this execution in the files of the tries that it starts.
+        #: The id of this execution in the files of the tries that it starts.
         self.parent = uuid.uuid4().hex
-        #: The latest try of earlier executions.
+        #: The last try of earlier executions.
         self._earlier: int | None = None
         #: Processes that had begun when the last step was chosen.
         self._begun = 0
         self._deaths = Deaths(run.files, name, folder)
         self._on_record: dict[str, OnRecord] = {}
-        #: What the next process handles.
+        #: The batches of the next process.
         self.step = Step()
 
     def choose(self, *, over: bool = True) -> bool:
-        """Choose what the next process handles; ``False``: there is to be none.
+        """Chooses the batches of the next process; returns ``False`` if there is none to start.
 
-        :param over: Whether no process is at work any more, so that each that did not end has died.
+        :param over: Whether no process is running any more, so that every unfinished one has died.
         """
         if self._earlier is None:
             self._earlier = highest_try(self._run.files, self._name, self._folder)
             if not self._earlier and not self._suspects:
                 return self._plans.left > 0
         while True:
-            held = self._look(over=over)
-            if not held:
+            open_batches = self._read_open_batches(over=over)
+            if not open_batches:
                 return False
             deaths = self._deaths
             begun = deaths.tries - deaths.interruptions - self._before_clear()
             if deaths.count and begun >= self._most:
                 log.error(
                     "%s of this task have begun in this run, and %d of them died: no more is begun;"
-                    " what has no outcome is given back, and comes with a later run.",
+                    " messages without an outcome are released, and a later run receives them.",
                     many(begun, "process"),
                     deaths.count,
                 )
                 return False
-            self._read_records(held)
+            self._read_records(open_batches)
             self.step = step = next_step(
-                [batch for _, batch in held],
+                [batch for _, batch in open_batches],
                 deaths,
                 max_crashes=self._pipeline.producer.max_crashes,
-                proven=len(held) < self._plans.total,
+                proven=len(open_batches) < self._plans.total,
                 suspects=self._suspects,
                 on_record=self._on_record,
             )
             if not step.split and not step.aside:
-                self._narrow(held)
+                self._restrict_to_one_plan(open_batches)
                 self._begun = deaths.tries
                 return True
-            heads = {batch.batch_id: head for head, batch in held}
-            if not self._done(heads, step):
+            heads = {batch.batch_id: head for head, batch in open_batches}
+            if not self._split_and_dead_letter(heads, step):
                 return False
 
     def _before_clear(self) -> int:
-        """Processes that had begun when the task was cleared last: they are not counted."""
+        """Returns the processes begun before the last clear, which the budget excludes."""
         if self._before is None:
             files = self._run.files
             path = paths.budget(self._name, self._cleared, self._folder)
             earlier = [
-                each
-                for each in files.list(paths.budgets(self._folder))
-                if each.startswith(f"{self._name}-")
+                name
+                for name in files.list(paths.budgets(self._folder))
+                if name.startswith(f"{self._name}-")
             ]
-            # Before the first clear all count that have begun.
+            # Before the first clear all processes count.
             begun = self._deaths.tries - self._deaths.interruptions if earlier else 0
             if files.create(path, json.dumps({"version": VERSION, "before": begun})):
                 self._before = begun
@@ -131,29 +131,29 @@ class Isolation:
         return self._before
 
     def goes_on(self) -> bool:
-        """Whether another process is to follow the one that is over."""
-        if not self._look(over=True):
+        """Whether another process must follow the finished one."""
+        if not self._read_open_batches(over=True):
             return False
         last = self._deaths.tries
         if last == self._begun or not self._deaths.began(last):
-            return False  # it never came to a batch: no other would
+            return False  # it did not reach a batch, nor would another one
         if not self._deaths.is_child(last, self.parent):
             return False  # another execution of the task has taken over
         if not self._deaths.ended(last):
             return True
         chosen = self.step.run
-        # It ended in order: what it left it could not handle.
+        # It ended normally: it could not handle the batches that it left open.
         return chosen is not None and not {
             batch.batch_id for _, batch in self._plans.open_batches()
         }.intersection(chosen)
 
     def stopped(self) -> None:
-        """Say that the process at work is stopped by its task; called where that is killed."""
+        """Records that the task stops its running process; called before that is killed."""
         number = highest_try(self._run.files, self._name, self._folder)
         try:
             say_ended(self._run.files, self._name, number, self._folder)
         except (BroadwayError, OSError) as error:
-            log.warning("Could not write down that a process was stopped: %s", error)
+            log.warning("Could not record that a process was stopped: %s", error)
 
     @property
     def has_deaths(self) -> bool:
@@ -169,7 +169,7 @@ class Isolation:
 
     @cached_property
     def _suspects(self) -> bool:
-        """Whether messages came again, of a pipeline with crashes on record."""
+        """Whether messages are redelivered and the pipeline has crashes on record."""
         came_again = any(batch.redelivered for _, batch in self._plans.open_batches())
         return came_again and self._history.crashes > 0
 
@@ -178,8 +178,8 @@ class Isolation:
         run = self._run
         return load_crash_history(run.store, run.pipeline, run.clock.now())
 
-    def _read_records(self, held: list[tuple[BatchPlan, PlannedBatch]]) -> None:
-        """Read what is on record of the messages of each batch."""
+    def _read_records(self, open_batches: list[tuple[BatchPlan, PlannedBatch]]) -> None:
+        """Reads the crash records of the messages of each batch."""
         if not self._suspects or not self._history.in_hand:
             return
         from airflow_broadway.staging.isolation import on_record  # loads pyarrow
@@ -187,34 +187,34 @@ class Isolation:
         for plan in self._plans.heads:
             batches = [
                 batch
-                for head, batch in held
+                for head, batch in open_batches
                 if head is plan and batch.redelivered and batch.batch_id not in self._on_record
             ]
             if batches:
                 self._on_record |= on_record(self._run, plan, batches, self._history)
 
-    def _look(self, *, over: bool) -> list[tuple[BatchPlan, PlannedBatch]]:
-        """The open batches whose messages the run still holds."""
+    def _read_open_batches(self, *, over: bool) -> list[tuple[BatchPlan, PlannedBatch]]:
+        """Returns the open batches whose messages the run still holds."""
         self._plans.look()
         void = self._plans.void()
-        held = [each for each in self._plans.open_batches() if each[1].batch_id not in void]
-        if held:
+        batches = [batch for batch in self._plans.open_batches() if batch[1].batch_id not in void]
+        if batches:
             earlier = self._earlier or 0
-            # The last of them may be at work on a cluster.
+            # The last one may still run on a cluster.
             self._deaths.look(parent=self.parent, over=earlier if over else earlier - 1)
-        return held
+        return batches
 
-    def _narrow(self, held: list[tuple[BatchPlan, PlannedBatch]]) -> None:
-        """Of a process that runs one batch after another: those of one plan."""
+    def _restrict_to_one_plan(self, open_batches: list[tuple[BatchPlan, PlannedBatch]]) -> None:
+        """Restricts a process that runs batches one by one to the batches of one plan."""
         step = self.step
         if not step.alone or not step.run:
             return
-        plan_of = {batch.batch_id: head.path for head, batch in held}
+        plan_of = {batch.batch_id: head.path for head, batch in open_batches}
         first = plan_of[step.run[0]]
-        self.step = step._replace(run=[each for each in step.run if plan_of[each] == first])
+        self.step = step._replace(run=[name for name in step.run if plan_of[name] == first])
 
-    def _done(self, heads: dict[str, BatchPlan], step: Step) -> bool:
-        """Split and set aside; ``False`` if the run no longer holds the messages."""
+    def _split_and_dead_letter(self, heads: dict[str, BatchPlan], step: Step) -> bool:
+        """Splits and dead-letters batches; returns ``False`` if the lease has lapsed."""
         from airflow_broadway.staging.isolation import set_aside, split  # loads pyarrow
 
         by = f"{self._name} on {host_name()}"
@@ -236,7 +236,7 @@ class Isolation:
                     heads[batch.batch_id],
                     batch,
                     producer,
-                    why=self._why(batch),
+                    why=self._crash_reason(batch),
                     ownership=ownership,
                     by=by,
                     history=self._history if self._suspects else None,
@@ -246,8 +246,8 @@ class Isolation:
             return False
         return True
 
-    def _why(self, batch: PlannedBatch) -> str:
-        """Why a message is set aside, for people."""
+    def _crash_reason(self, batch: PlannedBatch) -> str:
+        """Returns the reason for dead-lettering a message, as text."""
         alone = self._deaths.alone(batch)
         if alone >= self._pipeline.producer.max_crashes:
             return f"it ended {many(alone, 'process')} that handled nothing else"

@@ -1,8 +1,8 @@
-"""Says which messages of a live run may have ended an earlier process, by the crashes on record.
+"""Finds the messages of a live run that may have crashed an earlier process, by crash records.
 
 Each redelivered message is a suspect while the pipeline has a crash on record; see
 :mod:`airflow_broadway.staging.crash_records`.  A message that was in hand in one crash is handled
-among few others, and one that was in hand in several is handled alone.
+in a small group; one that was in hand in several crashes is handled alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def suspects_of(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> StagedSuspects | None:
-    """Return the suspects of a run; ``None`` where no broker delivers its messages again."""
+    """Returns the suspects of a run; ``None`` if no broker redelivers its messages."""
     return StagedSuspects(run, pipeline, env) if pipeline.run.source.asks_broker else None
 
 
@@ -44,7 +44,7 @@ class StagedSuspects:
 
     @cached_property
     def _history(self) -> CrashHistory:
-        """The crashes on record; read when the first redelivered message is met."""
+        """The crashes on record; read at the first redelivered message."""
         history = load_crash_history(self._run.store, self._run.pipeline, self._env.clock.now())
         if not history.crashes:
             return history
@@ -56,15 +56,15 @@ class StagedSuspects:
         return history
 
     def is_suspect(self, message: Message) -> bool:
-        """Return whether the message is redelivered, and a crash is on record."""
+        """Returns whether the message is redelivered and a crash is on record."""
         return message.redelivered and self._history.crashes > 0
 
     def reason_to_blame(self, message: Message) -> str:
-        """Return why the message is dead-lettered at once; empty if it is handled.
+        """Returns the reason for dead-lettering the message immediately; empty if it is handled.
 
-        Its crashes are forgotten then: a dead letter that is sent back begins anew.
+        The crash records of a dead-lettered message are cleared: once requeued, it starts afresh.
 
-        :raises StagingError: If that cannot be written.
+        :raises StagingError: If the records cannot be written.
         """
         key = message.message_id
         deaths = self._history.alone.get(key, 0)
@@ -76,7 +76,7 @@ class StagedSuspects:
         return f"it was the only message in hand when {deaths} tasks died"
 
     def portions(self, messages: Sequence[Message]) -> Iterator[list[Message]]:
-        """Part messages, in order, by how often each was in hand in a crash."""
+        """Splits messages, in order, into portions by their number of crashes."""
         in_hand = self._history.in_hand
         portion: list[Message] = []
         bound: int | None = None
@@ -91,9 +91,9 @@ class StagedSuspects:
             yield portion
 
     def note_in_hand(self, messages: Sequence[Message]) -> None:
-        """Write down which messages the child process handles; it is for the death of the task.
+        """Records the messages that the child process handles, in case the task dies.
 
-        :raises StagingError: If that cannot be written.
+        :raises StagingError: If the record cannot be written.
         """
         ids = [message.message_id for message in messages]
         text = json.dumps({"version": VERSION, "ids": ids})

@@ -1,1 +1,1 @@
-"""Where a run's messages come from: which source, and the producer that serves it."""
+"""The source of a run's messages, and the producer that serves it."""

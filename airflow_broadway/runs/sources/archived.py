@@ -1,7 +1,8 @@
-"""An interval of the archive as the source of a run: nobody else holds its messages.
+"""Reads an interval of the archive as the source of a run.
 
-So its lease never ends, and settling it is the run's own journal.  What failed is kept beside the
-archive: nothing delivers it again but another run of the interval.
+No broker holds these messages.  So the lease never lapses, and settlement is only recorded in the
+run's journal.  Failed messages are stored next to the archive, and only another run of the interval
+redelivers them.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ from airflow_broadway.staging.store import Folder
 
 log = logging.getLogger(__name__)
 
-#: The deadline of a lease that nobody could take over.
-FOR_EVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
-#: Seconds between two renewals that a lease would have, if it were renewed.
-_RENEWED: Final = 86_400.0
-#: Rows that are made messages of at a time.
+#: The deadline of a lease that never lapses.
+NEVER_LAPSES: Final = datetime(9999, 1, 1, tzinfo=UTC)
+#: Duration in seconds recorded for the lease, which needs no renewal.
+_LEASE_SECONDS: Final = 86_400.0
+#: Rows converted to messages at a time.
 _ROWS: Final = 4096
 
 
 class PastProducer:
-    """The pipeline's own producer, but that its messages come from what is past.
+    """The pipeline's producer, with messages from the archive or a past run.
 
-    Whatever is not said here is as its options say: the transformer, what callbacks may configure.
+    Other attributes, such as the transformer, are those of the pipeline's producer.
     """
 
     keeps_payload = False
@@ -81,38 +82,38 @@ class PastProducer:
         return getattr(self.live, name)
 
     def publishes(self, action: Action) -> bool:
-        """Nothing is published: there is no broker."""
+        """Returns ``False``: there is no broker to publish to."""
         return False
 
     def may_publish(self, own: Delivery) -> bool:
-        """Nothing is published: there is no broker."""
+        """Returns ``False``: there is no broker to publish to."""
         return False
 
     def group_of(self, message: Message) -> None:
-        """No message comes again, and so none holds others back."""
+        """Returns ``None``: without redelivery no message blocks others of its group."""
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        """No broker is asked."""
+        """Returns ``None``: there is no broker."""
         return None
 
     def source(self, env: ProducerEnv) -> Source:
-        """The messages of the interval."""
+        """Opens the messages of the interval."""
         return ArchiveSource(env, cast("Archive", self._archive))
 
     def custodian(self, env: ProducerEnv) -> Custodian:
-        """Settles what nobody holds."""
+        """Opens the custodian of messages without a broker."""
         return PastCustodian(env)
 
 
 def of_archive(pipeline: Pipeline, source: RunSource) -> Producer:
-    """The producer that serves an interval of the archive."""
+    """Returns the producer that serves an interval of the archive."""
     return cast("Producer", PastProducer(pipeline, source))
 
 
 class ArchiveSource:
-    """The messages of an interval, in order; the first of several producers has them all.
+    """The messages of an interval, in order; the first of several producers reads them all.
 
-    :raises RequestRefused: If the interval is not whole, and the archive is to refuse that.
+    :raises RequestRefused: If the interval has gaps and ``on_gap`` is ``"refuse"``.
     :raises StagingError: If it cannot be read.
     """
 
@@ -121,54 +122,54 @@ class ArchiveSource:
         self._archive = folder_of(env)
         self._generation = env.generation
         self._stopped = bool(env.index)
-        found, gaps = found_in(env, interval, options)
-        self._rows = self._messages(tables(self._archive, found, interval))
+        contents, gaps = find_range(env, interval, options)
+        self._rows = self._messages(tables(self._archive, contents, interval))
         self.lease = Lease(
             kind=ARCHIVE,
             generation=env.generation,
-            seconds=_RENEWED,
-            deadline=FOR_EVER,
+            seconds=_LEASE_SECONDS,
+            deadline=NEVER_LAPSES,
             owner=dict(env.owner),
             state={
                 "ordered": True,
-                "interval": [each.isoformat() for each in interval],
-                "notes": [] if self._stopped else [*gaps, *remarks_of(found)],
+                "interval": [bound.isoformat() for bound in interval],
+                "notes": [] if self._stopped else [*gaps, *remarks_of(contents)],
             },
         )
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        """The next messages; nothing at the end."""
+        """Returns the next messages; none at the end."""
         if self._stopped:
             return []
-        made: list[Message] = []
+        messages: list[Message] = []
         for message in self._rows:
-            made.append(message)
-            if len(made) >= demand:
+            messages.append(message)
+            if len(messages) >= demand:
                 break
-        return made
+        return messages
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Nobody else can take them."""
+        """Returns all messages: no other consumer can take them."""
         return messages
 
     def stop(self) -> Sequence[Message]:
-        """Read no more."""
+        """Stops reading."""
         self._stopped = True
         return []
 
     def close(self) -> None:
-        """Read no more."""
+        """Stops reading."""
         self._stopped = True
 
-    def _messages(self, found: Iterator[pa.Table]) -> Iterator[Message]:
+    def _messages(self, interval_tables: Iterator[pa.Table]) -> Iterator[Message]:
         ref = AckRef(None, self._generation, Delivery())
         position = 0
-        for table in found:
+        for table in interval_tables:
             for start in range(0, table.num_rows, _ROWS):
                 for row in table.slice(start, _ROWS).to_pylist():
                     key = row["batch_key"]
                     yield Message(
-                        _data_of(row["payload"], row["form"]),
+                        _decode_data(row["payload"], row["form"]),
                         metadata=metadata_of(row["metadata"]),
                         acknowledger=ref,
                         message_id=row["message_id"],
@@ -181,16 +182,16 @@ class ArchiveSource:
                     position += 1
 
 
-def found_in(env: ProducerEnv, interval: Interval, options: Archive) -> tuple[Found, list[str]]:
-    """What the archive has of an interval, and what is known to be missing, which is logged.
+def find_range(env: ProducerEnv, interval: Interval, options: Archive) -> tuple[Found, list[str]]:
+    """Finds the archived files of an interval and its known gaps; logs the gaps.
 
-    :raises RequestRefused: If the interval is not whole, and the archive is to refuse that.
+    :raises RequestRefused: If the interval has gaps and ``on_gap`` is ``"refuse"``.
     :raises StagingError: If it cannot be read.
     """
     archive = folder_of(env)
-    found = look(archive, interval)
-    gaps = gaps_of(archive, found, interval, options, env.clock.now())
-    gaps += _unsettled(env, interval, options)
+    contents = look(archive, interval)
+    gaps = gaps_of(archive, contents, interval, options, env.clock.now())
+    gaps += _find_unsettled(env, interval, options)
     if gaps and options.on_gap == "refuse":
         raise RequestRefused(
             f"the interval from {interval} is not whole in the archive: {'; '.join(gaps)}."
@@ -198,13 +199,13 @@ def found_in(env: ProducerEnv, interval: Interval, options: Archive) -> tuple[Fo
         )
     for gap in gaps:
         log.warning("The interval from %s: %s.", interval, gap)
-    return found, gaps
+    return contents, gaps
 
 
-def _unsettled(env: ProducerEnv, interval: Interval, options: Archive) -> list[str]:
-    """What live runs have received, and nobody has settled yet: it may be of it.
+def _find_unsettled(env: ProducerEnv, interval: Interval, options: Archive) -> list[str]:
+    """Counts unsettled executions of live runs, whose messages may belong to the interval.
 
-    Of any Dag: the archive is the pipeline's, whichever fills it.
+    Covers all Dags, since they share the pipeline's archive.
     """
     count = 0
     for _, record in iter_unsettled(env.store, env.pipeline, None):
@@ -214,10 +215,10 @@ def _unsettled(env: ProducerEnv, interval: Interval, options: Archive) -> list[s
     if not count:
         return []
     runs = many(count, "execution")
-    return [f"{runs} of live runs are not settled yet, and what they received of it is not read"]
+    return [f"{runs} of live runs are not settled yet, and their messages of it are not read"]
 
 
-def _data_of(payload: bytes, form: str | None) -> Any:
+def _decode_data(payload: bytes, form: str | None) -> Any:
     if form is None:
         return payload
     text = payload.decode("utf-8", "surrogatepass")
@@ -225,59 +226,59 @@ def _data_of(payload: bytes, form: str | None) -> Any:
 
 
 def folder_of(env: ProducerEnv) -> Folder:
-    """The archive of the pipeline of an environment."""
+    """Returns the archive folder of the environment's pipeline."""
     return archive_folder(env.store, env.pipeline)
 
 
 class PastCustodian:
-    """Settles messages that no broker holds: it counts, and keeps what failed."""
+    """Settles messages without a broker: counts them and stores those that failed."""
 
     def __init__(self, env: ProducerEnv) -> None:
         self._env = env
 
     def renew(self, lease: Lease) -> Lease | None:
-        """It does not end."""
+        """Returns the lease unchanged: it never lapses."""
         return lease
 
     def holds(self, lease: Lease) -> bool:
-        """Nobody can take its messages."""
+        """Returns ``True``: no other consumer can take its messages."""
         return True
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        """Count each message, and keep those that failed; the same whenever it is asked again."""
+        """Counts each message and stores those that failed; idempotent."""
         counts: Counter[str] = Counter()
-        failed = list(_failed(settlement.entries(), counts))
+        failed = list(_iter_failed(settlement.entries(), counts))
         if failed:
             put_failed(folder_of(self._env), lease, failed, self._env.clock.now())
         if settlement.expected is not None:
             left = settlement.expected - sum(counts.values())
-            counts[_class_of(settlement.rest)] += max(0, left)
+            counts[_outcome_class(settlement.rest)] += max(0, left)
         return SettleReport.from_json(dict(counts))
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        """The same, of a few."""
+        """Settles some messages before the rest."""
         counts: Counter[str] = Counter()
-        failed = list(_failed(entries, counts))
+        failed = list(_iter_failed(entries, counts))
         if failed:
             name = f"{lease.generation}-{uuid.uuid4().hex[:8]}"
             put_failed(folder_of(self._env), lease, failed, self._env.clock.now(), name=name)
         return SettleReport.from_json(dict(counts))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no connection is open."""
 
 
-def _failed(entries: Iterable[Entry], counts: Counter[str]) -> Iterator[Entry]:
-    """Count entries by what becomes of them here; those that failed."""
+def _iter_failed(entries: Iterable[Entry], counts: Counter[str]) -> Iterator[Entry]:
+    """Counts entries by outcome class; yields those that failed."""
     for entry in entries:
-        name = _class_of(entry.verdict)
+        name = _outcome_class(entry.verdict)
         counts[name] += 1
         if name == CLASS_OF[Action.DEAD_LETTER]:
             yield entry
 
 
-def _class_of(verdict: Verdict) -> str:
-    """What a verdict comes to where no broker delivers anything again."""
+def _outcome_class(verdict: Verdict) -> str:
+    """Maps a verdict to its outcome class, where no broker redelivers."""
     if verdict.action is Action.LEAVE and not verdict.reason:
         return CLASS_OF[Action.ACK]
     if verdict.action in (Action.ACK, Action.RELEASE):

@@ -1,9 +1,9 @@
-"""The source ``dead_letters``: a run sends dead letters back, and drains the queue behind that; or
-it deletes some, and receives nothing.
+"""The source ``dead_letters``: a run requeues dead letters and then drains the queue; or it deletes
+dead letters and receives nothing.
 
-So a dead letter goes the way of any message of its queue: by its own route, in the hands of one
-run at a time, on its first attempt, through the code of today.  Whoever is killed on the way leaves
-each of them in the queue or among the dead letters.
+A requeued dead letter is handled like any message of its queue: by its own route, held by one run
+at a time, on its first attempt, by the current code.  If the process is killed meanwhile, every
+dead letter is still in the queue or among the dead letters.
 """
 
 from __future__ import annotations
@@ -23,115 +23,114 @@ from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
 
-#: The param of a run that says which dead letters it moves, and how.
+#: The param of a run that selects dead letters and the action on them.
 PARAM: Final = "dead_letters"
-#: What can be done with them: sent back to their queue, or deleted.
+#: The actions: requeue to the original queue, or delete.
 REQUEUE, DELETE = "requeue", "delete"
-#: Letters that an error names.
+#: Maximum number of dead letters that an error names.
 _MOST_NAMED: Final = 10
-#: What the param may hold.
+#: The text fields of the param.
 _TEXTS: Final = ("pipeline", "action", "reason", "stage", "since", "until")
 
 
-def check_choice(given: Any) -> dict[str, Any]:
-    """Return the param, checked; empty if it is empty: all dead letters are sent back.
+def check_choice(param: Any) -> dict[str, Any]:
+    """Validates the param; returns ``{}`` if it is empty, which requeues all dead letters.
 
-    :raises RequestRefused: Naming what is wrong with it.
+    :raises RequestRefused: If it is invalid; names the problem.
     """
-    if given in (None, "", {}):
+    if param in (None, "", {}):
         return {}
-    if not isinstance(given, Mapping):
-        raise RequestRefused(f"{PARAM} is an object such as {{'stage': 'batch'}}: {given!r:.80}")
-    unknown = sorted(set(given) - {*_TEXTS, "ids"})
+    if not isinstance(param, Mapping):
+        raise RequestRefused(f"{PARAM} is an object such as {{'stage': 'batch'}}: {param!r:.80}")
+    unknown = sorted(set(param) - {*_TEXTS, "ids"})
     if unknown:
-        known = ", ".join((*_TEXTS, "ids"))
-        raise RequestRefused(f"{PARAM} has the unknown names {unknown}: it may have {known}")
+        valid = ", ".join((*_TEXTS, "ids"))
+        raise RequestRefused(f"{PARAM} has the unknown names {unknown}: it may have {valid}")
     for name in _TEXTS:
-        if not isinstance(given.get(name, ""), str):
-            raise RequestRefused(f"{PARAM}.{name} is a text: {given[name]!r:.80}")
-    ids = given.get("ids", [])
-    if not isinstance(ids, (list, tuple)) or not all(isinstance(each, str) for each in ids):
+        if not isinstance(param.get(name, ""), str):
+            raise RequestRefused(f"{PARAM}.{name} is a text: {param[name]!r:.80}")
+    ids = param.get("ids", [])
+    if not isinstance(ids, (list, tuple)) or not all(isinstance(key, str) for key in ids):
         raise RequestRefused(f"{PARAM}.ids is a list of message ids: {ids!r:.80}")
-    if given.get("action", REQUEUE) not in (REQUEUE, DELETE):
+    if param.get("action", REQUEUE) not in (REQUEUE, DELETE):
         raise RequestRefused(
-            f"{PARAM}.action is {REQUEUE!r} or {DELETE!r}: {given['action']!r:.80}"
+            f"{PARAM}.action is {REQUEUE!r} or {DELETE!r}: {param['action']!r:.80}"
         )
-    found = {name: value for name, value in given.items() if value}
-    choice_of(found)
-    return found
+    fields = {name: value for name, value in param.items() if value}
+    choice_of(fields)
+    return fields
 
 
-def choice_of(given: Mapping[str, Any]) -> Choice:
-    """The dead letters that a checked param chooses.
+def choice_of(param: Mapping[str, Any]) -> Choice:
+    """Converts a validated param to the selection of dead letters.
 
-    :raises RequestRefused: If one of its timestamps is none.
+    :raises RequestRefused: If a timestamp is invalid.
     """
-    ids = given.get("ids")
+    ids = param.get("ids")
     return Choice(
         ids=frozenset(ids) if ids else None,
-        reason=given.get("reason", ""),
-        stage=given.get("stage", ""),
-        since=_timestamp(given, "since"),
-        until=_timestamp(given, "until"),
+        reason=param.get("reason", ""),
+        stage=param.get("stage", ""),
+        since=_timestamp(param, "since"),
+        until=_timestamp(param, "until"),
     )
 
 
-def _timestamp(given: Mapping[str, Any], name: str) -> datetime | None:
-    if not given.get(name):
+def _timestamp(param: Mapping[str, Any], name: str) -> datetime | None:
+    if not param.get(name):
         return None
     try:
-        at = datetime.fromisoformat(given[name])
+        at = datetime.fromisoformat(param[name])
     except ValueError:
         raise RequestRefused(
-            f"{PARAM}.{name} is no timestamp such as 2026-01-31T12:00:00+00:00: {given[name]!r:.80}"
+            f"{PARAM}.{name} is no timestamp such as 2026-01-31T12:00:00+00:00: {param[name]!r:.80}"
         ) from None
     return at.replace(tzinfo=UTC) if at.tzinfo is None else at
 
 
 def deletes(source: RunSource) -> bool:
-    """Whether a run deletes dead letters, and receives nothing."""
+    """Whether a run deletes dead letters and receives nothing."""
     return source.kind == DEAD_LETTERS and source.only.get("action") == DELETE
 
 
 def move_letters(pipeline: Pipeline, env: ProducerEnv) -> None:
-    """Send dead letters back, or delete them, if they are the source of the run, before it
-    receives.
+    """Requeues or deletes dead letters before the run receives, if they are its source.
 
-    Of a run's producers the first does so.
+    Only the first of a run's producers does so.
 
-    :raises RequestRefused: If none that was chosen was moved.  An earlier try of the task may have
-        moved them: then it is a warning, unless some have to stay.
-    :raises BroadwayError: If the place for dead letters is not there, or cannot be reached.
+    :raises RequestRefused: If no selected dead letter was moved.  On a later try, which may follow
+        one that moved them, this is only logged unless the broker refused to move some.
+    :raises BroadwayError: If the dead-letter queue does not exist or cannot be reached.
     """
     source = pipeline.run.source
     if source.kind != DEAD_LETTERS or env.index:
         return
     choice = choice_of(source.only)
-    with closing(pipeline.producer.dead_letters(env)) as letters:
-        moved = letters.delete(choice) if deletes(source) else letters.requeue(choice)
-        place = letters.place
-    found = "" if choice == EVERY else f" that were chosen by {dict(source.only)}"
+    with closing(pipeline.producer.dead_letters(env)) as dead_letters:
+        moved = dead_letters.delete(choice) if deletes(source) else dead_letters.requeue(choice)
+        place = dead_letters.place
+    selection = "" if choice == EVERY else f" selected by {dict(source.only)}"
     first_try = env.owner.get("try_number", 1) == 1
     if not moved.count and (moved.refused or (choice != EVERY and first_try)):
-        raise _nothing_moved(source, moved, place, found)
+        raise _none_moved(source, moved, place, selection)
     number = many(moved.count, "dead letter")
     if deletes(source):
-        log.info("Deleted %s of %s%s: this run receives nothing.", number, place, found)
+        log.info("Deleted %s of %s%s: this run receives nothing.", number, place, selection)
     else:
-        log.info("Sent %s of %s back%s: this run drains them.", number, place, found)
+        log.info("Requeued %s of %s%s: this run drains them.", number, place, selection)
     if moved.unknown:
-        log.warning("No dead letters of %s, or no more: %s.", place, ", ".join(moved.unknown))
+        log.warning("Not, or no longer, dead letters of %s: %s.", place, ", ".join(moved.unknown))
     for key, why in moved.refused.items():
-        log.error("The dead letter %s of %s stays there: %s", key, place, why)
+        log.error("The dead letter %s of %s was not moved: %s", key, place, why)
 
 
-def _nothing_moved(source: RunSource, moved: Moved, place: str, found: str) -> RequestRefused:
-    why = [f"{key} stays: {reason}" for key, reason in moved.refused.items()]
+def _none_moved(source: RunSource, moved: Moved, place: str, selection: str) -> RequestRefused:
+    why = [f"{key} was not moved: {reason}" for key, reason in moved.refused.items()]
     if moved.unknown:
-        why.append(f"no dead letters, or no more: {', '.join(moved.unknown[:_MOST_NAMED])}")
-    done = "deleted" if deletes(source) else "sent back"
+        why.append(f"not, or no longer, dead letters: {', '.join(moved.unknown[:_MOST_NAMED])}")
+    done = "deleted" if deletes(source) else "requeued"
     return RequestRefused(
-        f"no dead letters of {place}{found} were {done}"
+        f"no dead letters of {place}{selection} were {done}"
         f" ({'; '.join(why[:_MOST_NAMED]) or 'there are none'}), and nothing was received: look"
         " with `airflow-broadway dead-letters list`"
     )

@@ -1,7 +1,7 @@
-"""A run that only looks: it counts what a run like it would take, and takes nothing.
+"""A dry run counts the messages that an equal run would receive, without side effects.
 
-No message is received, no dead letter sent back, nothing of an earlier run is settled or removed.
-What was found lies in the run's folder until the account of the run has it.
+It receives no message, requeues no dead letter, and settles or removes nothing of earlier runs.
+Its result is kept in the run's folder until the run's report includes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.account import LOOK, keep_report
 from airflow_broadway.runs.ports import Ports, Task, producer_env
-from airflow_broadway.runs.sources.archived import found_in
+from airflow_broadway.runs.sources.archived import find_range
 from airflow_broadway.runs.sources.dead_letters import choice_of, deletes
 from airflow_broadway.runs.sources.past_run import chosen_batches
 from airflow_broadway.runs.sources.pipelines import with_source
@@ -28,17 +28,17 @@ from airflow_broadway.staging.run_folder import StagedRun
 
 log = logging.getLogger(__name__)
 
-#: Says in a reference that its task only looked.
+#: The value of ``stopped`` in the reference of a dry run.
 DRY_RUN: Final = "dry_run"
 
 
 class DryRun:
-    """What a task that receives does in a dry run.
+    """The dry run of a process task.
 
-    :param pipeline: As it is loaded: with its own producer.
-    :param index: Which of the pipeline's producers it is, from 0; ``None``: the only one.  The
-        first looks for all.
-    :raises RequestRefused: If nothing serves the source.
+    :param pipeline: The pipeline as loaded, with its own producer.
+    :param index: Index of the pipeline's producer, from 0; ``None`` if it is the only one.  The
+        first counts for all.
+    :raises RequestRefused: If no producer serves the source.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class DryRun:
         )
 
     def run(self, *, report: bool = False) -> dict[str, Any]:
-        """Look, log what was found, and keep it; returns the reference that later tasks get.
+        """Counts, logs and stores the result; returns the reference for later tasks.
 
-        :param report: Keep the run's report, too: no other task will.
-        :raises RequestRefused: If a run like this one would be refused.
-        :raises BroadwayError: If the broker or staging cannot be asked.
+        :param report: Whether to write the run's report too, because no other task will.
+        :raises RequestRefused: If an equal run would be refused.
+        :raises BroadwayError: If the broker or staging cannot be reached.
         """
         reference = {
             "generation": "",
@@ -77,33 +77,32 @@ class DryRun:
             "stopped": DRY_RUN,
         }
         if self._index:
-            log.info("Dry run: the first process task looks for all.")
+            log.info("Dry run: the first process task counts for all.")
             return reference
-        found = self.look()
-        for line in look_lines(found):
+        look = self.look()
+        for line in look_lines(look):
             log.info("%s", line)
         if report:
             at = self._env.clock.now()
-            keep_report(self._run, [], batchers={}, reasons=[], failed_tasks=[], at=at, look=found)
+            keep_report(self._run, [], batchers={}, reasons=[], failed_tasks=[], at=at, look=look)
         else:
-            self._run.files.replace(LOOK, json.dumps(found, indent=1, sort_keys=True))
-        return {**reference, "look": found}
+            self._run.files.replace(LOOK, json.dumps(look, indent=1, sort_keys=True))
+        return {**reference, "look": look}
 
     def look(self) -> dict[str, Any]:
-        """What there is, and what a run would take of it, as a JSON value.
+        """Counts the messages that a run would receive; returns a JSON value.
 
-        ``messages`` is ``None`` where nobody knows, and ``at_most`` says that some of them may
-        not be wanted.
+        ``messages`` is ``None`` if unknown.  ``at_most`` is true if the count is an upper bound.
         """
         kind = self._source.kind
-        found = _LOOKS.get(kind, DryRun._at_queue)(self)
+        count = _COUNTERS.get(kind, DryRun._count_queue)(self)
         bounds = {
             name: value
             for name, value in asdict(self._budget).items()
             if name.startswith("max_") and value is not None
         }
         return {
-            **found,
+            **count,
             "source": {"kind": kind, **self._source.to_json()},
             "bounds": bounds,
             "producers": 1 if self._index is None else self._live.producer.concurrency,
@@ -112,51 +111,51 @@ class DryRun:
 
     # -- sources -------------------------------------------------------------------------------
 
-    def _at_queue(self) -> dict[str, Any]:
+    def _count_queue(self) -> dict[str, Any]:
         depth = self._live.producer.depth(self._env)
-        return _counted(None if depth is None else depth.ready, depth=depth)
+        return _count_fields(None if depth is None else depth.ready, depth=depth)
 
-    def _among_dead_letters(self) -> dict[str, Any]:
+    def _count_dead_letters(self) -> dict[str, Any]:
         choice = choice_of(self._source.only)
-        with closing(self._live.producer.dead_letters(self._env)) as letters:
+        with closing(self._live.producer.dead_letters(self._env)) as dead_letters:
             if choice == EVERY:
-                dead = letters.count()
+                dead = dead_letters.count()
             else:
-                with closing(cast(Any, letters.letters(choice))) as chosen:
+                with closing(cast(Any, dead_letters.letters(choice))) as chosen:
                     dead = sum(1 for _ in chosen)
         if deletes(self._source):
-            return {**_counted(0), "dead_letters": dead, "deletes": True}
+            return {**_count_fields(0), "dead_letters": dead, "deletes": True}
         depth = self._live.producer.depth(self._env)
         waiting = None if depth is None else dead + depth.ready
-        return {**_counted(waiting, depth=depth), "dead_letters": dead}
+        return {**_count_fields(waiting, depth=depth), "dead_letters": dead}
 
-    def _in_archive(self) -> dict[str, Any]:
+    def _count_archive(self) -> dict[str, Any]:
         archive, interval = self._pipeline.archive, self._source.interval
-        assert archive is not None  # or the source would have been refused
+        assert archive is not None  # otherwise the source would have been refused
         assert interval is not None
-        found, gaps = found_in(self._env, interval, archive)
-        return _counted(found.messages, at_most=True, notes=gaps)
+        contents, gaps = find_range(self._env, interval, archive)
+        return _count_fields(contents.messages, at_most=True, notes=gaps)
 
-    def _in_log(self) -> dict[str, Any]:
-        return _counted(self._live.producer.count_interval(self._env), at_most=True)
+    def _count_log(self) -> dict[str, Any]:
+        return _count_fields(self._live.producer.count_interval(self._env), at_most=True)
 
-    def _of_past_run(self) -> dict[str, Any]:
+    def _count_past_run(self) -> dict[str, Any]:
         _, chosen = chosen_batches(self._run, self._pipeline)
         return {
-            **_counted(sum(each.planned.size for each in chosen)),
+            **_count_fields(sum(batch.planned.size for batch in chosen)),
             "batches": len(chosen),
         }
 
 
-_LOOKS: Final = {
-    DEAD_LETTERS: DryRun._among_dead_letters,
-    ARCHIVE: DryRun._in_archive,
-    LOG: DryRun._in_log,
-    RUN: DryRun._of_past_run,
+_COUNTERS: Final = {
+    DEAD_LETTERS: DryRun._count_dead_letters,
+    ARCHIVE: DryRun._count_archive,
+    LOG: DryRun._count_log,
+    RUN: DryRun._count_past_run,
 }
 
 
-def _counted(
+def _count_fields(
     messages: int | None,
     *,
     depth: QueueDepth | None = None,

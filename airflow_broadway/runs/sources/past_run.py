@@ -1,8 +1,7 @@
-"""A past run as the source of a run: its batches again, with their messages, boundaries and ids.
+"""Replays the batches of a past run with the same messages, boundaries and ids.
 
-The process task writes the past run's batches as the plans of its own generation, where the batch
-tasks find them: they plan nothing anew.  Nothing is settled at a broker, and the past run's
-outcomes stand.
+The process task writes the past run's batches as plans of its own generation, and the batch tasks
+run these plans.  Nothing is settled at a broker.  The outcomes of the past run are unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.reading.runs import StagedBatch, find_run, staged_batches
-from airflow_broadway.runs.sources.archived import FOR_EVER, PastProducer
+from airflow_broadway.runs.sources.archived import NEVER_LAPSES, PastProducer
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.planner import folder_of, new_name
@@ -35,14 +34,14 @@ from airflow_broadway.staging.tables import ParquetFile, TableFiles
 
 log = logging.getLogger(__name__)
 
-#: Seconds of a lease that nobody renews.
-_SECONDS: Final = 86_400.0
-#: What the positions of two generations are apart that become one: none has as many messages.
-_APART: Final = 2**40
+#: Duration in seconds recorded for the lease, which needs no renewal.
+_LEASE_SECONDS: Final = 86_400.0
+#: Distance between the positions of merged generations; larger than any generation.
+_POSITION_STRIDE: Final = 2**40
 
 
 class _RunProducer(PastProducer):
-    """The pipeline's own producer, but that its messages are those of a past run's batches."""
+    """The pipeline's producer, with the messages of a past run's batches."""
 
     @property
     def keeps_payload(self) -> bool:  # type: ignore[override]
@@ -51,14 +50,14 @@ class _RunProducer(PastProducer):
 
 
 def of_run(pipeline: Pipeline, source: RunSource) -> Producer:
-    """The producer that serves a past run."""
+    """Returns the producer that serves a past run."""
     return cast("Producer", _RunProducer(pipeline, source))
 
 
 def chosen_batches(run: StagedRun, pipeline: Pipeline) -> tuple[StagedRun, list[StagedBatch]]:
-    """The past run that is the source of this one, and those of its batches that run again.
+    """Returns the past run that is the source of this run, and the batches to replay.
 
-    :raises RequestRefused: If there is no such run, or its batches cannot run again.
+    :raises RequestRefused: If there is no such run, or its batches cannot be replayed.
     """
     source = pipeline.run.source
     past = find_run(run.store, run.dag_id, source.run_id, run.pipeline)
@@ -70,28 +69,28 @@ def chosen_batches(run: StagedRun, pipeline: Pipeline) -> tuple[StagedRun, list[
 def _choose(run: StagedRun, batch_ids: Collection[str]) -> list[StagedBatch]:
     """Returns the batches with an outcome, or those that are named.
 
-    The messages of a batch without an outcome went back to their broker, or will, and another run
-    handles them: such a batch runs again only by name.  So does one that an execution handled
-    before the run read its past interval once more: that execution's rows were replaced.
+    The messages of a batch without an outcome are released and handled by another run, so such a
+    batch is replayed only by name.  The same holds for a batch of an execution whose past interval
+    the run read once more later: the rows of that execution were replaced.
 
-    :raises RequestRefused: If nothing is left, or something named is not there.
+    :raises RequestRefused: If no batch is left, or a named batch does not exist.
     """
     batches = list(staged_batches(run))
     if not batches:
         raise RequestRefused(
-            f"run {run.run_id!r} has no staged batches: no batcher task of it ended"
+            f"run {run.run_id!r} has no staged batches: none of its batcher tasks has finished"
         )
     if batch_ids:
-        wanted = set(batch_ids)
-        chosen = [batch for batch in batches if batch.planned.batch_id in wanted]
-        unknown = sorted(wanted - {batch.planned.batch_id for batch in chosen})
+        requested = set(batch_ids)
+        chosen = [batch for batch in batches if batch.planned.batch_id in requested]
+        unknown = sorted(requested - {batch.planned.batch_id for batch in chosen})
         if unknown:
             raise RequestRefused(
                 f"run {run.run_id!r} has no batch {', '.join(unknown)}: `airflow-broadway show`"
-                " lists those it has"
+                " lists its batches"
             )
         return chosen
-    replaced = _replaced(run)
+    replaced = _find_replaced(run)
     chosen = [
         batch
         for batch in batches
@@ -100,16 +99,16 @@ def _choose(run: StagedRun, batch_ids: Collection[str]) -> list[StagedBatch]:
     if not chosen:
         raise RequestRefused(
             f"none of {many(len(batches), 'batch')} of run {run.run_id!r} was handled: their"
-            " messages go back to the queue, and the next run handles them; to run some again all"
-            " the same, name them in source_batches"
+            " messages return to the queue, and the next run handles them; to replay some"
+            " nevertheless, name them in source_batches"
         )
     return chosen
 
 
-def _replaced(run: StagedRun) -> set[str]:
-    """The generations before the last one that began to read a past interval, or a past run."""
+def _find_replaced(run: StagedRun) -> set[str]:
+    """Returns the generations replaced by the last one that read a past interval or a past run."""
     records = run.generations()
-    # The first of its producers reads all of it, or prepares its sink.
+    # Only the first producer reads a past run or prepares the sink.
     past = [
         record
         for record in records
@@ -128,9 +127,9 @@ def _replaced(run: StagedRun) -> set[str]:
 
 
 def _check_batchers(run: StagedRun, pipeline: Pipeline, chosen: Sequence[StagedBatch]) -> None:
-    """Refuses a pipeline that cannot handle these batches.
+    """Rejects a pipeline that cannot handle these batches.
 
-    :raises RequestRefused: If it lacks a batcher, or has it for another engine.
+    :raises RequestRefused: If it lacks a batcher, or the batcher has another engine.
     """
     for plan in {batch.plan.path: batch.plan for batch in chosen}.values():
         batcher = pipeline.batchers.get(plan.batcher)
@@ -139,17 +138,17 @@ def _check_batchers(run: StagedRun, pipeline: Pipeline, chosen: Sequence[StagedB
                 f"the pipeline {pipeline.name!r} has no batcher {plan.batcher!r}; it has"
                 f" {sorted(pipeline.batchers)}"
             )
-        staged = _engine(run, plan)
+        staged = _staged_engine(run, plan)
         if staged not in (None, batcher.engine):
             raise RequestRefused(
                 f"the batches of {plan.batcher!r} were staged for engine={staged!r}, and the"
-                f" pipeline now has engine={batcher.engine!r}: run them again with the class as it"
-                " was"
+                f" pipeline now has engine={batcher.engine!r}: replay them with the previous"
+                " version of the class"
             )
 
 
-def _engine(run: StagedRun, plan: BatchPlan) -> str | None:
-    """For which engine a plan's data was staged; ``None`` if it has none."""
+def _staged_engine(run: StagedRun, plan: BatchPlan) -> str | None:
+    """Returns the engine for which a plan's data was staged; ``None`` if there is no data."""
     for name in plan.data:
         path = f"{plan.path}/{name}"
         if run.files.exists(path):
@@ -159,18 +158,18 @@ def _engine(run: StagedRun, plan: BatchPlan) -> str | None:
 
 
 def _check_data(run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch]) -> None:
-    """Checks that the data of batches is there.
+    """Checks that the data of batches exists.
 
-    :raises RequestRefused: If it is not.
+    :raises RequestRefused: If it does not.
     """
     run.store.check_root(plan.root_id, plan.host)
     for index in sorted({file for batch in batches for file in batch.files}):
         path = f"{plan.path}/{plan.data[index]}"
         if not run.files.exists(path):
             raise RequestRefused(
-                f"the staged data of run {run.run_id!r} is gone:"
-                f" {run.store.uri}/{run.path}/{path} is not there, so its batches cannot run again"
-                " (retention, or somebody, removed it)"
+                f"the staged data of run {run.run_id!r} is missing:"
+                f" {run.store.uri}/{run.path}/{path} does not exist, so its batches cannot be"
+                " replayed (it was removed by retention or by hand)"
             )
 
 
@@ -187,21 +186,21 @@ class PastRun:
         self._env = env
 
     def stop(self, reason: str) -> None:
-        """What it does takes no longer than a stop may."""
+        """Does nothing: the task ends within the stop timeout anyway."""
 
     def run(self) -> dict[str, Any]:
-        """Have the past run's batches stand as this run's plans; returns the reference.
+        """Writes the past run's batches as this run's plans; returns the reference.
 
-        :raises RequestRefused: If there is no such run, or its batches cannot run again.
+        :raises RequestRefused: If there is no such run, or its batches cannot be replayed.
         :raises StagingError: If staging fails.
         """
         started = self._env.clock.now()
-        chosen = [] if self._env.index else self._chosen()
+        chosen = [] if self._env.index else self._choose_batches()
         lease = Lease(
             kind=RUN,
             generation=self._env.generation,
-            seconds=_SECONDS,
-            deadline=FOR_EVER,
+            seconds=_LEASE_SECONDS,
+            deadline=NEVER_LAPSES,
             owner=dict(self._env.owner),
         )
         owner = self._env.owner
@@ -213,16 +212,16 @@ class PastRun:
             source=self._pipeline.run.source.to_json(),
         )
         counts: dict[str, int] = {}
-        for batcher, batches in _by_batcher(chosen).items():
+        for batcher, batches in _group_by_batcher(chosen).items():
             counts[batcher] = self._plan(batcher, batches).messages
         manifest = self._manifest(lease, counts, chosen, started.isoformat())
         self._run.put_lease(lease)
         self._run.publish(manifest)
         past = self._pipeline.run.source.run_id
-        log.info("%s of run %s are run again.", many(len(chosen), "batch"), past)
+        log.info("%s of run %s will be replayed.", many(len(chosen), "batch"), past)
         return manifest.reference()
 
-    def _chosen(self) -> list[StagedBatch]:
+    def _choose_batches(self) -> list[StagedBatch]:
         self._past, chosen = chosen_batches(self._run, self._pipeline)
         return chosen
 
@@ -251,25 +250,25 @@ class PastRun:
     # -- plans ---------------------------------------------------------------------------------
 
     def _plan(self, batcher: str, chosen: Sequence[StagedBatch]) -> BatchPlan:
-        """Write the plan of one batcher: the same batches, of this generation."""
+        """Writes the plan of one batcher, with the same batches under this generation."""
         run, generation = self._run, self._env.generation
         path = f"{folder_of(batcher, [generation])}/{new_name(run, 'run')}"
         plans: dict[str, tuple[BatchPlan, list[PlannedBatch]]] = {}
         for plan, planned, _ in chosen:
             plans.setdefault(plan.path, (plan, []))[1].append(planned)
         data: list[str] = []
-        made: list[PlannedBatch] = []
+        replayed: list[PlannedBatch] = []
         for plan, batches in plans.values():
             _check_data(self._past, plan, batches)
             if len(plans) == 1 and len(plan.generations) == 1:
                 names, offset = self._link(plan, path), 0
             else:
-                offset = max((row[1] + 1 for batch in made for row in batch.rows), default=0)
+                offset = max((row[1] + 1 for batch in replayed for row in batch.rows), default=0)
                 names = self._rewrite(plan, path, offset, len(data))
-            made += [self._batch(batch, len(data), offset) for batch in batches]
+            replayed += [self._batch(batch, len(data), offset) for batch in batches]
             data += names
         first = next(iter(plans.values()))[0]
-        return self._write(first, path, data, made)
+        return self._write(first, path, data, replayed)
 
     def _batch(self, batch: PlannedBatch, files: int, offset: int) -> PlannedBatch:
         return dataclasses.replace(
@@ -278,8 +277,8 @@ class PastRun:
             rows=[[low + offset, high + offset] for low, high in batch.rows],
             redelivered=batch.size,
             sources={self._env.generation: batch.size},
-            part=batch.part and [[0, source * _APART + at] for source, at in batch.part],
-            error="",  # as if its splitter had been mended
+            part=batch.part and [[0, source * _POSITION_STRIDE + at] for source, at in batch.part],
+            error="",  # the splitter may have been fixed since
         )
 
     def _link(self, plan: BatchPlan, path: str) -> list[str]:
@@ -288,13 +287,13 @@ class PastRun:
         return list(plan.data)
 
     def _rewrite(self, plan: BatchPlan, path: str, offset: int, number: int) -> list[str]:
-        """Its data files anew: all of this one generation, their batches numbered on."""
+        """Rewrites data files with this one generation and consecutive batch numbers."""
         names = []
         for index, name in enumerate(plan.data, number):
             with ParquetFile(self._past.files, f"{plan.path}/{name}") as file:
                 target: TableFiles | None = None
                 for group in range(file.groups):
-                    table = _renumbered(file.read(group), offset)
+                    table = _renumber(file.read(group), offset)
                     if target is None:
                         stem = f"{path}/again-{index:05d}"
                         target = TableFiles(self._run.files, stem, table.schema, whole=True)
@@ -311,7 +310,7 @@ class PastRun:
         summing = Summing()
         for _ in summing.through(lines):
             pass
-        made = dataclasses.replace(
+        new_plan = dataclasses.replace(
             plan,
             path=path,
             generations=[self._env.generation],
@@ -322,20 +321,20 @@ class PastRun:
             notes=[],
             lines=summing.to_json(),
         )
-        self._run.files.write_lines(f"{path}/plan.jsonl", [made.dumps(), *lines])
-        return made
+        self._run.files.write_lines(f"{path}/plan.jsonl", [new_plan.dumps(), *lines])
+        return new_plan
 
 
-def _by_batcher(chosen: Sequence[StagedBatch]) -> dict[str, list[StagedBatch]]:
-    made: dict[str, list[StagedBatch]] = {}
+def _group_by_batcher(chosen: Sequence[StagedBatch]) -> dict[str, list[StagedBatch]]:
+    groups: dict[str, list[StagedBatch]] = {}
     for batch in chosen:
-        made.setdefault(batch.plan.batcher, []).append(batch)
-    return made
+        groups.setdefault(batch.plan.batcher, []).append(batch)
+    return groups
 
 
-def _renumbered(table: pa.Table, offset: int) -> pa.Table:
-    # Each generation counted its own: a part of a batch that was split goes by source and position.
-    before = pc.multiply(table["source"].cast(pa.int64()), _APART)
+def _renumber(table: pa.Table, offset: int) -> pa.Table:
+    # Positions are per generation, and parts of a split batch refer to source and position.
+    before = pc.multiply(table["source"].cast(pa.int64()), _POSITION_STRIDE)
     for name, column in (
         ("position", pc.add(table["position"], before)),
         ("source", array_of([0] * table.num_rows, pa.int32())),

@@ -1,8 +1,8 @@
-"""A pipeline as one source of messages wants it: with the producer that serves that source.
+"""Combines a pipeline with the producer that serves a source of messages.
 
-A process task chooses the source (:mod:`.choice`), and each of its generations records it.  Every
-later task goes by the record, so that all agree, and what another source delivered to a run before
-is settled where it came from.
+A process task chooses the source (:mod:`.choice`) and records it in each of its generations.  Every
+later task reads that record.  So all tasks use the same source, and messages of another source are
+settled at their own.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 
 
-def _its_own(pipeline: Pipeline, source: RunSource) -> Producer:
+def _own_producer(pipeline: Pipeline, source: RunSource) -> Producer:
     own: Producer = pipeline.producer
     return own
 
 
-def _of_archive(pipeline: Pipeline, source: RunSource) -> Producer:
+def _archive_producer(pipeline: Pipeline, source: RunSource) -> Producer:
     from airflow_broadway.runs.sources.archived import of_archive
 
     return of_archive(pipeline, source)
 
 
-def _of_run(pipeline: Pipeline, source: RunSource) -> Producer:
+def _past_run_producer(pipeline: Pipeline, source: RunSource) -> Producer:
     from airflow_broadway.runs.sources.past_run import of_run
 
     return of_run(pipeline, source)
 
 
-#: The producer that serves a source, made of the pipeline as it is loaded.
+#: Builds the producer that serves a source, from the pipeline as loaded.
 _PRODUCERS: Final[Mapping[str, Callable[[Pipeline, RunSource], Producer]]] = {
-    ARCHIVE: _of_archive,
-    DEAD_LETTERS: _its_own,  # they are sent back first: see .dead_letters
-    LIVE: _its_own,
-    LOG: _its_own,
-    RUN: _of_run,
+    ARCHIVE: _archive_producer,
+    DEAD_LETTERS: _own_producer,  # they are requeued first: see .dead_letters
+    LIVE: _own_producer,
+    LOG: _own_producer,
+    RUN: _past_run_producer,
 }
 
 
 def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
-    """The pipeline with the producer that serves a source; its callbacks see it in ``run.source``.
+    """Returns a pipeline with the producer that serves a source, and with ``run.source`` set.
 
-    :param pipeline: As it is loaded: with its own producer.
-    :raises RequestRefused: If nothing serves it.
+    :param pipeline: The pipeline as loaded, with its own producer.
+    :raises RequestRefused: If no producer serves the source.
     """
     if pipeline.run.source == source:
         return pipeline
@@ -63,15 +63,15 @@ def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
         raise RequestRefused(
             f"nothing serves the source {source.kind!r} of the producer {pipeline.producer.kind!r}"
         )
-    made = copy.copy(pipeline)
-    made.__dict__.pop("_context", None)  # what ``setup`` makes may go by the source
-    made.producer = serve(pipeline, source)
-    made.run = replace(pipeline.run, source=source)
-    return made
+    copied = copy.copy(pipeline)
+    copied.__dict__.pop("_context", None)  # the result of ``setup`` may depend on the source
+    copied.producer = serve(pipeline, source)
+    copied.run = replace(pipeline.run, source=source)
+    return copied
 
 
 def source_of(run: StagedRun, generations: Collection[str]) -> RunSource:
-    """The source of some generations of a run, of which one task made batches."""
+    """Reads the source of generations of a run that were planned together."""
     for name in generations:
         if run.files.exists(paths.generation(name)):
             return RunSource.from_json(run.generation(name).source)
@@ -79,14 +79,14 @@ def source_of(run: StagedRun, generations: Collection[str]) -> RunSource:
 
 
 def pipeline_of(pipeline: Pipeline, record: GenerationRecord) -> Pipeline:
-    """The pipeline with the producer that delivered a generation."""
+    """Returns the pipeline with the producer that delivered a generation."""
     return with_source(pipeline, RunSource.from_json(record.source))
 
 
 class Custodians:
-    """Opens a custodian for each source that generations came from; for one thread.
+    """Opens one custodian per source of generations; for use by one thread.
 
-    :param owner: Who settles; that of the generation's lease unless given.
+    :param owner: The owner that settles; default: the owner of the generation's lease.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Custodians:
         self._opened: list[tuple[dict[str, Any], Custodian]] = []
 
     def of(self, record: GenerationRecord) -> Custodian:
-        """The custodian of a generation's messages."""
+        """Returns the custodian of a generation's messages."""
         for source, custodian in self._opened:
             if source == record.source:
                 return custodian
         pipeline = pipeline_of(self._pipeline, record)
-        made: Custodian = pipeline.producer.custodian(
+        opened: Custodian = pipeline.producer.custodian(
             producer_env(
                 pipeline,
                 self._ports,
@@ -121,11 +121,11 @@ class Custodians:
                 clock=self._clock,
             )
         )
-        self._opened.append((record.source, made))
-        return made
+        self._opened.append((record.source, opened))
+        return opened
 
     def close(self) -> None:
-        """Release connections.  Safe to repeat."""
+        """Releases connections; idempotent."""
         for _, custodian in self._opened:
             custodian.close()
         self._opened.clear()

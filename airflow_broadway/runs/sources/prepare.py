@@ -1,7 +1,7 @@
-"""Before a past interval is handled again its sink is made ready, once in a run.
+"""Prepares the sink once per run before a past interval is handled again.
 
-The process task does it, right before its messages count: before any batch of the run, whatever
-engines and tasks these have, and also where no message is left for one of them.
+The process task does so immediately before it publishes its manifest.  That is before any batch of
+the run, on every engine, and also if the interval has no messages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
-    """Call ``prepare_backfill``, if the run is one; of its producers the first does so.
+    """Calls ``prepare_backfill`` in a backfill; only the first of its producers does so.
 
     :raises LeaseLapsed: If a newer execution of the task has begun.
-    :raises PipelineError: If batches of the run were handled already, which it would undo.
-    :raises Exception: Whatever the callback raises.
+    :raises PipelineError: If batches of the run, which the callback would undo, were handled.
+    :raises Exception: Any exception of the callback.
     """
     source = pipeline.run.source
     interval = source.interval
@@ -31,18 +31,18 @@ def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
         return
     if run.files.exists(paths.intent(env.generation)):
         raise LeaseLapsed(
-            f"generation {env.generation} was given up before its sink was prepared: a newer"
-            " execution of its task does it"
+            f"generation {env.generation} was abandoned before its sink was prepared: a newer"
+            " execution of its task prepares it"
         )
-    # What an execution of another source did is part of what is prepared for.
+    # Results of executions with another source are replaced like any earlier results.
     before = [
-        (each.map_index == env.owner.get("map_index"), manifest)
-        for each in run.generations()
-        if each.generation != env.generation and each.source == source.to_json()
-        if (manifest := run.manifest(each.generation)) is not None
+        (record.map_index == env.owner.get("map_index"), manifest)
+        for record in run.generations()
+        if record.generation != env.generation and record.source == source.to_json()
+        if (manifest := run.manifest(record.generation)) is not None
     ]
     if source.goes_on and any(own for own, _ in before):
-        log.info("The sink was prepared for the interval from %s; this run goes on.", interval)
+        log.info("The sink was prepared for the interval from %s; this run continues.", interval)
         return
     handled = any(manifest.received for own, manifest in before if not own)
     if handled and run.files.list("outcomes"):

@@ -111,7 +111,7 @@ def test_params_choose_before_the_operator_and_the_operator_before_the_type() ->
         (Queue, context("backfill"), "the producer 'sqlite' reads a live queue.*archive ="),
         (Queue, context("manual", source="archive"), "'Queue' has no archive to read"),
         (Queue, context("manual", source="log"), "'sqlite' has no log to read an interval of"),
-        (Kept, context("backfill", source="live"), "its source is to be the live queue"),
+        (Kept, context("backfill", source="live"), "its source is set to the live queue"),
         (Kept, context("backfill", (None, None)), "is a backfill without a data interval"),
         (Kept, context("backfill", (NOON, NOON)), "is a backfill without a data interval"),
         (Kept, context("manual", (None, None), source="archive"), "is without an interval"),

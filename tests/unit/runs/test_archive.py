@@ -600,7 +600,7 @@ def test_what_was_never_handled_is_run_again_only_by_name(world: World) -> None:
     assert plan is not None
     [(_, batch)] = OpenPlans(run.staged, [plan.path]).open_batches()
 
-    with pytest.raises(RequestRefused, match=r"go back to the queue.*name them in source_batches"):
+    with pytest.raises(RequestRefused, match=r"return to the queue.*name them in source_batches"):
         world.run("again", of_run("past")).process()
     report = world.run("named", of_batches("past", batch.batch_id)).all()
 
@@ -840,7 +840,7 @@ def test_an_execution_that_was_given_up_touches_no_sink(tmp_path: Path) -> None:
     env = replace(ProducerEnv(), generation="0" * 32, store=world.store)
     run.staged.files.replace(f"{'0' * 32}/journal-intent.json", "{}")
 
-    with pytest.raises(LeaseLapsed, match="given up before its sink was prepared"):
+    with pytest.raises(LeaseLapsed, match="abandoned before its sink was prepared"):
         prepare_sink(run.staged, served, env)
     assert prepared(world) == 0
 

@@ -11,7 +11,7 @@ from airflow_broadway.core.errors import ProducerError, RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteQueue
-from airflow_broadway.runs.sources.choice import Asked, choose_source
+from airflow_broadway.runs.sources.choice import SourceRequest, choose_source
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.runs.unstaged import UnstagedTask
 from tests.unit.runs.steps import PlainSums, Run
@@ -86,7 +86,9 @@ def test_a_run_sends_back_the_letters_that_are_chosen_and_no_other(tmp_path: Pat
     run = mended(tmp_path, list(range(1, 16)), "manual__letters")
     with run.queue() as queue:
         chosen = [each.message_id for each in queue.dead_letters(limit=None)][:2]
-    source = choose_source(run.pipeline, Asked("r", kind=DEAD_LETTERS, letters={"ids": chosen}))
+    source = choose_source(
+        run.pipeline, SourceRequest("r", kind=DEAD_LETTERS, letters={"ids": chosen})
+    )
     task = ProcessTask(
         run.staged, run.pipeline, run.task(), run.ports, budget=Budget(), source=source
     )
@@ -100,7 +102,7 @@ def test_a_run_deletes_the_letters_that_are_chosen_and_receives_nothing(tmp_path
     run = mended(tmp_path, list(range(1, 16)), "manual__letters")
     run.send([8, 9])
     letters = {"pipeline": run.pipeline.name, "action": "delete", "stage": "process"}
-    source = choose_source(run.pipeline, Asked("r", kind=DEAD_LETTERS, letters=letters))
+    source = choose_source(run.pipeline, SourceRequest("r", kind=DEAD_LETTERS, letters=letters))
     with run.queue() as queue:
         early = [each for each in queue.dead_letters(limit=None) if each.stage == "process"]
     assert 0 < len(early) < 5
@@ -137,13 +139,13 @@ def test_a_choice_of_letters_that_is_none_refuses_the_run(
 ) -> None:
     run = Run(tmp_path, "manual__letters")
     with pytest.raises(RequestRefused, match=said):
-        choose_source(run.pipeline, Asked("r", kind=DEAD_LETTERS, letters=letters))
+        choose_source(run.pipeline, SourceRequest("r", kind=DEAD_LETTERS, letters=letters))
 
 
 def test_letters_of_another_pipeline_of_the_dag_leave_a_run_as_it_is(tmp_path: Path) -> None:
     run = Run(tmp_path, "manual__letters")
     letters = {"pipeline": "another", "action": "delete"}
-    asked = Asked("r", kind=DEAD_LETTERS, letters=letters)
+    asked = SourceRequest("r", kind=DEAD_LETTERS, letters=letters)
 
     assert choose_source(run.pipeline, asked) == RunSource()
     with pytest.raises(RequestRefused, match="dead_letters is given"):
@@ -157,7 +159,7 @@ def test_a_run_that_moves_none_of_the_chosen_letters_is_an_error_which_a_retry_i
 ) -> None:
     run = mended(tmp_path, [7], "manual__letters")
     run.send([8])
-    asked = Asked("r", kind=DEAD_LETTERS, letters={"action": action, **choice})
+    asked = SourceRequest("r", kind=DEAD_LETTERS, letters={"action": action, **choice})
     source = choose_source(run.pipeline, asked)
 
     def task(try_number: int) -> ProcessTask:
@@ -189,5 +191,5 @@ def test_a_run_whose_letters_have_to_stay_is_an_error_on_every_try(
         budget=Budget(),
         source=SOURCE,
     )
-    with pytest.raises(RequestRefused, match="l-1 stays: its queue is gone"):
+    with pytest.raises(RequestRefused, match="l-1 was not moved: its queue is gone"):
         task.run()

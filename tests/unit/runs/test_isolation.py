@@ -23,7 +23,7 @@ from airflow_broadway.core.formats.ownership import begin_try, highest_try
 from airflow_broadway.core.formats.parts import part_id
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.runs import tasks
-from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.tasks import BatchTask
 from airflow_broadway.staging import crash_records
@@ -109,7 +109,7 @@ class World:
 
     def first_try(self) -> str:
         """A try that handles batches in the task's own process; how that ended."""
-        return Apart(lambda: self.task().handle(self.plan)).wait()
+        return ChildProcess(lambda: self.task().handle(self.plan)).wait()
 
     def killed_try(self, number: int, when: Callable[[], bool]) -> bool:
         """A try whose processes are all killed from outside, once something is so; whether they
@@ -120,7 +120,7 @@ class World:
             os.setpgid(0, 0)
             self.task(number).handle(self.plan)
 
-        apart = Apart(work)
+        apart = ChildProcess(work)
         while not when():
             if os.waitpid(apart._pid, os.WNOHANG)[0]:
                 return False
@@ -232,7 +232,7 @@ def test_where_a_fork_cannot_ask_the_host_none_is_made_for_suspects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(tmp_path, deadly=[], count=12, in_hand=[()])
-    monkeypatch.delattr(tasks, "Apart")
+    monkeypatch.delattr(tasks, "ChildProcess")
     counts = world.task(forks=False).handle(world.plan)
     assert counts is not None
     assert counts["successful"] == 12
@@ -320,7 +320,7 @@ def test_a_try_that_is_killed_on_its_way_is_gone_on_with(tmp_path: Path) -> None
     world = World(tmp_path, deadly=[3], count=12)
     world.first_try()
     for number in range(2, 40):
-        apart = Apart(lambda number=number: world.task(number).handle(world.plan))  # type: ignore[misc]
+        apart = ChildProcess(lambda number=number: world.task(number).handle(world.plan))  # type: ignore[misc]
         time.sleep(0.05)
         os.kill(apart._pid, 9)
         os.waitpid(apart._pid, 0)
@@ -453,7 +453,7 @@ def test_a_message_that_was_alone_in_hand_too_often_is_set_aside(tmp_path: Path)
         os.setpgid(0, 0)
         world.task(1).handle(world.plan)
 
-    assert Apart(work).wait() == "killed by SIGKILL"
+    assert ChildProcess(work).wait() == "killed by SIGKILL"
 
     # Then the next try sets it aside, the others being handled, and forgets its crashes
     world.run.pipeline.context["way"] = "exit"
@@ -520,7 +520,7 @@ def test_a_process_whose_own_child_outlives_it_is_waited_for_no_longer(tmp_path:
         (tmp_path / "child").write_text(str(child))
         os._exit(1)
 
-    apart, began = Apart(work), time.monotonic()
+    apart, began = ChildProcess(work), time.monotonic()
     try:
         assert (apart.wait(), apart.raised) == ("exit code 1", "")
     finally:

@@ -27,7 +27,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import begin_try
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.runs.plans import OpenPlans
-from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.tasks import BatchTask
 from airflow_broadway.staging.crash_records import load_crash_history
 from airflow_broadway.staging.planner import plan_batches
@@ -94,7 +94,7 @@ class Runs:
             os.setpgid(0, 0)
             made.handle(plan)
 
-        return Apart(work).wait()
+        return ChildProcess(work).wait()
 
     def one(self) -> dict[str, Any]:
         """A whole run; its report."""

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import TEMPORARY, LocalFiles
-from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.staging.errors import cannot
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.settling.journal import record_settled
@@ -417,7 +417,7 @@ def test_a_fork_has_a_client_of_its_own(tmp_path: Path) -> None:
     assert folder.list("") == ["a.json"]
 
     # When a fork looks at it, then it sees the same
-    apart = Apart(lambda: (tmp_path / "seen").write_text(folder.read("a.json")))
+    apart = ChildProcess(lambda: (tmp_path / "seen").write_text(folder.read("a.json")))
     assert (apart.wait(), apart.raised) == ("", "")
     assert (tmp_path / "seen").read_text() == "text"
     # And this process goes on with its own

@@ -14,7 +14,7 @@ import pytest
 
 from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
 from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
-from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.testing import PipelineDriver
 from tests.unit.core.stages._killers import Killers, Sleeps
 from tests.waiting import eventually
@@ -32,7 +32,7 @@ def _in_a_fork(note: Path) -> None:
         note.write_text(str(os.getpid()))
         time.sleep(60.0)
 
-    Apart(work).wait()
+    ChildProcess(work).wait()
 
 
 @pytest.mark.parametrize("begins", [_in_a_processor, _in_a_fork])

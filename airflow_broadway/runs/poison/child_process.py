@@ -1,4 +1,4 @@
-"""Does work in a process of its own, which may die of it."""
+"""Runs work in a forked child process, which may crash."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ log = logging.getLogger(__name__)
 
 #: Exit code of a process whose work raised.
 _RAISED: Final = 1
-#: Seconds that a process gets to end when it is told to.
+#: Seconds between SIGTERM and SIGKILL.
 _END_TIMEOUT: Final = 10.0
-#: Bytes of what a process says of an error: a pipe takes as many at once.
-_MOST_TOLD: Final = 4096
+#: Maximum bytes of an error message from the child: a pipe writes as many atomically.
+_MAX_ERROR_BYTES: Final = 4096
 
 
-class Apart:
-    """A copy of this process that does some work, and ends.
+class ChildProcess:
+    """A fork of this process that does some work and ends.
 
-    It is a fork: connections, callbacks and what they have set up are there as they were.  So make
-    it while no other thread of this process is at work.
+    It inherits connections and callbacks with their state.  So create it while no other thread of
+    this process is active.
 
-    :param work: What it does; what that returns is lost.
-    :param stop: What it does when it is told to stop; it is killed by that unless given.
+    :param work: The function to run; its result is ignored.
+    :param stop: The handler of SIGTERM; by default the signal kills the child.
     """
 
     def __init__(
@@ -38,50 +38,50 @@ class Apart:
     ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        #: What its work raised, for people; known once it has ended.
+        #: The exception of its work, as text; known once it has ended.
         self.raised = ""
-        self._told, tell = os.pipe()
-        # Its own children may outlive it, and hold the other end: nobody waits for them.
-        os.set_blocking(self._told, False)
-        # Whoever stops it before it can listen waits until it does.
+        self._error_read, error_write = os.pipe()
+        # Its own children may outlive it and keep the other end open: do not wait for them.
+        os.set_blocking(self._error_read, False)
+        # A SIGTERM sent before the handler is installed stays pending until then.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         parent = os.getpid()
         self._pid = os.fork()
         if not self._pid:
             tie_to_parent(parent)
-            # The host's own handler would take itself for that of another process, and do nothing.
+            # The host's own handler would detect another process and do nothing.
             signal.signal(signal.SIGTERM, (lambda *_: stop()) if stop else signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            _be(work, tell)
+            _run_child(work, error_write)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(tell)
+        os.close(error_write)
 
     def stop(self) -> None:
-        """Tell it to stop.  Called from a signal handler."""
+        """Sends SIGTERM.  Called from a signal handler."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGTERM)
 
     def wait(self) -> str:
-        """Wait until it ends; how it did, for people, empty if in order."""
+        """Waits until it ends; returns how it ended as text, empty on success."""
         try:
             _, status = os.waitpid(self._pid, 0)
-        except BaseException:  # this process is to stop: so is the other
+        except BaseException:  # this process stops, so the child must
             self._end()
             raise
         code = os.waitstatus_to_exitcode(status)
         if code == _RAISED:
-            with suppress(BlockingIOError):  # it ended by that code without a word
-                self.raised = os.read(self._told, _MOST_TOLD).decode(errors="replace")
-        os.close(self._told)
+            with suppress(BlockingIOError):  # the work exited with that code itself
+                self.raised = os.read(self._error_read, _MAX_ERROR_BYTES).decode(errors="replace")
+        os.close(self._error_read)
         if code < 0:
             with suppress(ValueError):
                 return f"killed by {signal.Signals(-code).name}"
         return f"exit code {code}" if code else ""
 
     def _end(self) -> None:
-        """Tell it to end, and kill it if it does not."""
+        """Sends SIGTERM, then SIGKILL after a timeout."""
         limit = time.monotonic() + _END_TIMEOUT
-        os.close(self._told)
+        os.close(self._error_read)
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGTERM)
             while not os.waitpid(self._pid, os.WNOHANG)[0]:
@@ -92,14 +92,17 @@ class Apart:
                 time.sleep(0.05)
 
 
-def _be(work: Callable[[], object], tell: int) -> None:
+def _run_child(work: Callable[[], object], error_write: int) -> None:
     code = 0
     try:
         work()
-    except BaseException as error:  # whatever it is: this process has nobody to raise it to
+    except BaseException as error:  # any exception: a child has no caller to raise to
         code = _RAISED
-        log.exception("What a process of its own was to do failed.")
-        os.write(tell, f"{type(error).__name__}: {error}".encode(errors="replace")[:_MOST_TOLD])
+        log.exception("The work of a child process failed.")
+        os.write(
+            error_write,
+            f"{type(error).__name__}: {error}".encode(errors="replace")[:_MAX_ERROR_BYTES],
+        )
     finally:
         with suppress(Exception):
             logging.shutdown()
