@@ -1,1 +1,1 @@
-"""What the tasks of a run do; knows no Airflow."""
+"""The tasks of a run, independent of Airflow."""

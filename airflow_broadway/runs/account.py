@@ -1,4 +1,4 @@
-"""The account of a run: every message of every execution in one class, kept as ``report.json``."""
+"""Accounts for every message of every execution of a run in ``report.json``."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 #: The report's file, in the run's folder.
 REPORT: Final = "report.json"
-#: The same in words.
+#: The same as Markdown.
 REPORT_TEXT: Final = "report.md"
-#: What a dry run found, until the report has it.
+#: The result of a dry run, until the report includes it.
 LOOK: Final = "look.json"
 
 
@@ -49,20 +49,20 @@ def keep_report(
     missing: str = "",
     empty: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Account for the executions of a run, and keep the report in the run's folder.
+    """Accounts for the executions of a run and writes the report to the run's folder.
 
-    A run that balances is marked so, which lets retention remove it; an empty one leaves its report
-    and no other file.  Its settled generations are open no more.
+    Marks a balanced run, so that retention may remove it.  Of an empty run only the report is kept.
+    The run's settled generations are no longer listed as open.
 
-    :param isolation: What processes died of, if any did; see :func:`isolation_of`.
-    :param look: What a dry run found.
-    :param missing: Which messages of the process tasks are not in this folder; see
+    :param isolation: Deaths of processes and their results, if any; see :func:`isolation_of`.
+    :param look: The result of a dry run.
+    :param missing: A sentence about messages of the process tasks that are not in this folder; see
         :func:`unseen`.
-    :param empty: Generation → the reference of its process task, of those without a message.
-    :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
-    :param reasons: Why messages failed, the most frequent reasons first; see
+    :param empty: Generation → the reference of its process task, for those without messages.
+    :param batchers: Batches by trigger and outcome, per batcher; see :func:`batchers_of`.
+    :param reasons: The failure reasons, most frequent first; see
         :func:`airflow_broadway.runs.reading.reasons.count_reasons`.
-    :raises StagingError: If it cannot be written.
+    :raises StagingError: If the report cannot be written.
     """
     generations = [account_of(run, record) for record in records]
     for account in generations:
@@ -76,7 +76,7 @@ def keep_report(
         "run_id": run.run_id,
         "path": f"{run.store.uri}/{run.path}/{REPORT}",
         "totals": totals,
-        "balanced": not missing and all(each["balanced"] for each in generations),
+        "balanced": not missing and all(account["balanced"] for account in generations),
         **({"unseen": missing} if missing else {}),
         "generations": generations,
         "batchers": dict(batchers),
@@ -86,59 +86,59 @@ def keep_report(
         "failed_tasks": list(failed_tasks),
         "errors": [
             *([missing] if missing else []),
-            *sorted({error for each in generations for error in each["errors"]}),
+            *sorted({error for account in generations for error in account["errors"]}),
         ],
-        **_about_source(records, run),
+        **_source_fields(records, run),
         "at": at.isoformat(),
     }
     run.files.replace(REPORT, json.dumps(report, indent=1, sort_keys=True))
     if totals["received"] or look:  # an empty run leaves one file
         run.files.replace(REPORT_TEXT, markdown_of(report))
-    # One that is still open, such as a task that was just cleared, is left to a later account.
+    # A generation that is still open, such as that of a task just cleared, is for a later report.
     settled = [record for record in records if record.state == SETTLED]
     if report["balanced"]:
         mark_balanced(run)
         if not totals["received"]:
             _forget(run, settled)
-    # Last: whoever dies before it leaves the run to a sweep, which comes here again.
+    # Last: if the process dies before, a sweep still finds the run and repeats this function.
     for record in settled:
         run.forget_open(record.generation)
     return report
 
 
-def _about_source(records: Sequence[GenerationRecord], run: StagedRun) -> dict[str, Any]:
-    """Where the messages came from, and what is known to be missing; empty of the live queue."""
+def _source_fields(records: Sequence[GenerationRecord], run: StagedRun) -> dict[str, Any]:
+    """Returns the source of the messages and its known gaps; empty for the live queue."""
     sources = [record.source for record in records if record.source]
     if not sources:
         return {}
     notes: list[str] = []
     for record in records:
-        notes += [each for each in run.lease(record).state.get("notes", ()) if each not in notes]
+        notes += [note for note in run.lease(record).state.get("notes", ()) if note not in notes]
     return {"source": sources[-1], "notes": notes}
 
 
 def unseen(
     run: StagedRun, references: Iterable[Mapping[str, Any]], *, settles_itself: bool = False
 ) -> str:
-    """Compare the references of a run's process tasks with its staging folder.
+    """Compares the references of a run's process tasks with its staging folder.
 
-    :param settles_itself: Whether each process task settles its messages before it returns, as
-        those of a pipeline without batchers do.
-    :returns: One sentence on messages that are not in this folder; empty if all are.
+    :param settles_itself: Whether each process task settles its messages before it returns, as in
+        a pipeline without batchers.
+    :returns: A sentence about messages that are not in this folder; empty if all are.
     """
-    what = "cannot be settled or accounted for here"
+    effect = "cannot be settled or accounted for here"
     if settles_itself:
-        what = "were settled by the task that received them, and cannot be accounted for here"
-    named = [each for each in references if "root_id" in each]  # a dry run stages nothing
-    elsewhere = [each for each in named if each["root_id"] != run.store.root_id()]
+        effect = "were settled by the task that received them, and cannot be accounted for here"
+    named = [row for row in references if "root_id" in row]  # a dry run stages nothing
+    elsewhere = [row for row in named if row["root_id"] != run.store.root_id()]
     if elsewhere:
-        received = many(sum(each["received"] for each in elsewhere), "message")
+        received = many(sum(reference["received"] for reference in elsewhere), "message")
         tasks = many(len(elsewhere), "process task")
         try:
             run.store.check_roots(elsewhere)
         except StagingError as error:
-            return f"{received} of {tasks} {what}: {error}"
-    differing = [each for each in named if each["received"] != _published(run, each["generation"])]
+            return f"{received} of {tasks} {effect}: {error}"
+    differing = [row for row in named if row["received"] != _published(run, row["generation"])]
     if not differing:
         return ""
     first = differing[0]
@@ -148,20 +148,20 @@ def unseen(
         f" {many(first['received'], 'message')} that host {first['host']!r} staged under the root"
         f" {first['root_id']}{others}, and host {host_name()!r} sees"
         f" {many(_published(run, first['generation']), 'message')} of it under the same root in"
-        f" {run.store.uri}/{run.path}: they {what}; set {SETTING} to a folder that all hosts share"
-        " if one root is a copy of another, restore the files if they were removed"
+        f" {run.store.uri}/{run.path}: they {effect}; set {SETTING} to a folder that all hosts"
+        " share if one root is a copy of another, restore the files if they were removed"
         f"{'' if settles_itself else ', or clear the process task'}"
     )
 
 
 def _published(run: StagedRun, generation: str) -> int:
-    """Return how many messages a generation's manifest has; 0 without one."""
+    """Returns the number of messages in a generation's manifest; 0 without one."""
     manifest = run.manifest(generation)
     return 0 if manifest is None else manifest.received
 
 
 def kept_report(run: StagedRun) -> dict[str, Any] | None:
-    """The report that was kept before; ``None`` if there is none that can be read."""
+    """Reads the report; ``None`` if there is none or it is unreadable."""
     try:
         report: dict[str, Any] = json.loads(run.files.read(REPORT))
     except (FileNotFoundError, ValueError):
@@ -170,28 +170,28 @@ def kept_report(run: StagedRun) -> dict[str, Any] | None:
 
 
 def kept_look(run: StagedRun) -> dict[str, Any] | None:
-    """What a dry run found, if this is one that nobody has accounted for."""
+    """Reads the result of a dry run that has no report yet."""
     try:
-        found: dict[str, Any] = json.loads(run.files.read(LOOK))
+        look: dict[str, Any] = json.loads(run.files.read(LOOK))
     except FileNotFoundError:
         return None
-    return found
+    return look
 
 
 def summarize_trouble(report: Mapping[str, Any]) -> str:
-    """Return why a run needs a look, as one sentence; empty if it does not."""
+    """Returns the problems of a run that need attention as a sentence; empty if there are none."""
     unbalanced = [] if report["balanced"] else ["the sum does not balance"]
     return "; ".join([*unbalanced, *trouble_of(report)])
 
 
 def trouble_of(report: Mapping[str, Any], fail_when: Any = "all") -> list[str]:
-    """Return why a run needs a look, besides that its sum does not balance; one sentence each.
+    """Lists the problems of a run that need attention, except that it does not balance.
 
-    :param report: As :func:`keep_report` returns it.
-    :param fail_when: When failed messages are trouble; see :func:`failures_trouble`.
+    :param report: A report of :func:`keep_report`.
+    :param fail_when: The threshold of failed messages; see :func:`failures_trouble`.
     """
     totals, failed = report["totals"], report.get("failed_tasks")
-    found = [
+    sentences = [
         f"tasks failed: {', '.join(failed)}; mend the cause, what was given back comes with the"
         " next run"
         if failed
@@ -199,11 +199,11 @@ def trouble_of(report: Mapping[str, Any], fail_when: Any = "all") -> list[str]:
         settling_trouble(totals["lapsed"], totals["settle_failed"], halted=totals.get("halted", 0)),
         failures_trouble(totals, fail_when),
     ]
-    return [each for each in found if each]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:
-    """Remove an empty run's files but for its report: of most queues, most runs are empty."""
+    """Removes an empty run's files except its report, since most runs of most queues are empty."""
     try:
         for record in records:
             run.forget(record.generation)
@@ -216,15 +216,15 @@ def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:
 def totals_of(
     generations: Iterable[Mapping[str, Any]], batchers: Mapping[str, Any]
 ) -> dict[str, int]:
-    """The account of a run: the sums of those of its executions.
+    """Adds up the accounts of a run's executions.
 
     :param batchers: As for :func:`keep_report`.
     """
     counts = Counter[str]()
-    for each in generations:
-        counts.update({k: v for k, v in each.items() if isinstance(v, int)})
+    for account in generations:
+        counts.update({k: v for k, v in account.items() if isinstance(v, int)})
     totals = {name: counts[name] for name in ("received", *CLASSES, "accounted")}
-    failed = counts["failed"] + sum(each["failed"] for each in batchers.values())
+    failed = counts["failed"] + sum(batcher["failed"] for batcher in batchers.values())
     totals["failed"] = failures_of(failed, totals)
     if counts["halted"]:
         totals["halted"] = counts["halted"]
@@ -232,7 +232,7 @@ def totals_of(
 
 
 def account_of(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
-    """One execution: what it received, and in which classes that is; as in a report."""
+    """Accounts for one execution: messages received and per outcome class, as in a report."""
     manifest = run.manifest(record.generation)
     journal = settled_journal(run, record.generation)
     report = journal.report + journal.settled_now if journal else SettleReport()
@@ -260,8 +260,8 @@ def account_of(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
 
 
 def batchers_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
-    """Batches by trigger and outcome, for each batcher."""
-    made: dict[str, Any] = {}
+    """Counts batches by trigger and outcome, per batcher."""
+    by_batcher: dict[str, Any] = {}
     for name in batchers:
         counts = Counter[str](messages=0, batches=0, successful=0, failed=0, failed_batches=0)
         triggers = Counter[str]()
@@ -276,22 +276,22 @@ def batchers_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
                     counts["failed"] += outcome.failed
                     counts["failed_batches"] += bool(outcome.error)
                     seconds += outcome.seconds
-        made[name] = {**counts, "triggers": dict(triggers), "seconds": round(seconds, 3)}
-    return made
+        by_batcher[name] = {**counts, "triggers": dict(triggers), "seconds": round(seconds, 3)}
+    return by_batcher
 
 
 def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
-    """Count the processes and whole tasks that died at batches, and what came of it; empty if none
-    did, and nothing came of earlier runs' crashes.
+    """Counts processes and tasks that died at batches, and the split and dead-lettered messages.
 
-    ``split``: batches, and parts of such, that were split; ``crashed``: messages set aside.
+    ``split`` counts batches and parts that were split; ``crashed`` counts dead-lettered messages.
+    Empty if all are 0.
     """
     files = recorded.run.files
     deaths, interruptions = (
         sum(len(files.list(f"{kind}/{folder}")) for folder in files.list(kind))
         for kind in ("deaths", "interruptions")
     )
-    found = []
+    batches = []
     for name in batchers:
         split = crashed = 0
         for plan in recorded.counted(name):
@@ -299,7 +299,7 @@ def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
             outcomes = (outcome for _, outcome in recorded.outcomes(plan) if outcome)
             crashed += sum(outcome.error.startswith(CRASHED) for outcome in outcomes)
         if split or crashed:
-            found.append({"batcher": name, "split": split, "crashed": crashed})
-    if not (deaths or interruptions or found):
+            batches.append({"batcher": name, "split": split, "crashed": crashed})
+    if not (deaths or interruptions or batches):
         return {}
-    return {"deaths": deaths, "interruptions": interruptions, "batches": found}
+    return {"deaths": deaths, "interruptions": interruptions, "batches": batches}

@@ -1,7 +1,7 @@
-"""What a sensor leaves in a run's folder while it watches the run: its sign of life, and its holds.
+"""The files that a sensor writes to a run's folder while it watches the run: heartbeat and holds.
 
-Whoever works on the run reads the sign of life: without a fresh one no sensor looks, and others
-renew and settle in its place (:mod:`airflow_broadway.runs.stand_in`).
+Tasks of the run read the heartbeat.  If it is stale, no sensor is active, and the tasks renew and
+settle in its place (:mod:`airflow_broadway.runs.stand_in`).
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which a heartbeat is stale: the Dag is paused, or its sensor was marked.  Longer
-#: than any poke interval with the rescheduling after it.
+#: Seconds after which a heartbeat is stale: the Dag is paused, or its sensor's state was set by
+#: hand.  Longer than any poke interval including rescheduling.
 HEARTBEAT_TIMEOUT: Final = 60.0
 
-#: The file that says since when each task group of the run is held.
+#: The file with the start of the hold of each task group of the run.
 _HOLDS: Final = "hold.json"
 
 
 class Heartbeat:
-    """The sign that a sensor looks after a run."""
+    """The heartbeat of the sensor that watches a run."""
 
     def __init__(self, run: StagedRun, clock: Clock) -> None:
         self._files = run.files
         self._clock = clock
 
     def beat(self) -> None:
-        """Leave the sign; one that cannot be written is logged, and others then stand in."""
+        """Writes the heartbeat; logs a failure, after which tasks stand in for the sensor."""
         text = json.dumps({"at": self._clock.now().isoformat()})
         try:
             self._files.replace(paths.HEARTBEAT, text)
         except StagingError as error:
-            log.warning("Could not leave a sign of life: %s", error)
+            log.warning("Could not write the heartbeat: %s", error)
 
     def is_fresh(self) -> bool:
-        """Whether a sensor looked within ``HEARTBEAT_TIMEOUT``."""
+        """Whether a sensor wrote it within ``HEARTBEAT_TIMEOUT``."""
         try:
             at = json.loads(self._files.read(paths.HEARTBEAT))["at"]
         except FileNotFoundError:
@@ -53,9 +53,9 @@ class Heartbeat:
 
 
 class Hold:
-    """Since when the messages of failed tasks are kept, for people to mend what failed.
+    """The time for which the messages of failed tasks are kept, so that the cause can be fixed.
 
-    :param group: Which task group of the run it is for: a run may have several.
+    :param group: The task group of the run, which may have several.
     """
 
     def __init__(self, run: StagedRun, group: str, clock: Clock) -> None:
@@ -64,15 +64,15 @@ class Hold:
         self._clock = clock
 
     def is_on(
-        self, seconds: float, failed: Sequence[str], held: Sequence[GenerationRecord]
+        self, seconds: float, failed: Sequence[str], unsettled: Sequence[GenerationRecord]
     ) -> bool:
-        """Whether ``held`` is still to be kept; begins the hold, and says so, at the first call.
+        """Whether messages are still on hold; begins and logs the hold at the first call.
 
-        :param seconds: How long to hold; 0: not at all.
-        :param failed: The tasks to mend and clear.
-        :param held: The generations that are not settled.
+        :param seconds: Duration of the hold; 0 for none.
+        :param failed: The tasks to fix and clear.
+        :param unsettled: The generations that are not settled.
         """
-        if not seconds or not held:
+        if not seconds or not unsettled:
             return False
         now = self._clock.now()
         holds = self._read()
@@ -82,23 +82,23 @@ class Hold:
             self._files.replace(_HOLDS, json.dumps({**holds, self._group: now.isoformat()}))
             until = now + timedelta(seconds=left)
             log.warning(
-                "Tasks %s failed. Their messages stay held until %s: mend the cause and clear these"
-                " tasks before then, and the run goes on with them. What is not cleared by then is"
-                " given back. Held: %s.",
+                "Tasks %s failed. Their messages stay held until %s: fix the cause and clear these"
+                " tasks before then, and the run continues with them. Messages of tasks that are"
+                " not cleared by then are released. Held: %s.",
                 list(failed),
                 until.strftime("%Y-%m-%d %H:%M:%S UTC"),
-                ", ".join(f"{name_of(record)} ({record.generation})" for record in held),
+                ", ".join(f"{name_of(record)} ({record.generation})" for record in unsettled),
             )
         return left > 0
 
     def end(self) -> None:
-        """Forget the hold: what failed was cleared, and may fail again."""
+        """Ends the hold after failed tasks were cleared, since they may fail again."""
         try:
             holds = self._read()
             if holds.pop(self._group, None) is not None:
                 self._files.replace(_HOLDS, json.dumps(holds))
         except StagingError as error:
-            log.warning("Could not forget a hold: %s", error)
+            log.warning("Could not end a hold: %s", error)
 
     def _read(self) -> dict[str, str]:
         try:
@@ -109,5 +109,5 @@ class Hold:
 
 
 def name_of(record: GenerationRecord) -> str:
-    """The task instance of a generation, as Airflow's UI shows it: ``process[0]``."""
+    """Returns the task instance of a generation as in Airflow's UI: ``process[0]``."""
     return record.task_id if record.map_index < 0 else f"{record.task_id}[{record.map_index}]"

@@ -1,6 +1,6 @@
-"""The metrics of a run: a closed list, sent wherever the host sends metrics.
+"""The metrics of a run, a closed list, sent to the host's metrics backend.
 
-Tags are pipeline, dag_id, batcher and trigger; never keys or ids, whose number has no bound.
+Tags are pipeline, dag_id, batcher and trigger; never keys or ids, which are unbounded.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from airflow_broadway.core.custody.report import SettleReport
 
 
 class Metric(StrEnum):
-    """Every name there is, with its kind and meaning."""
+    """All metric names, with kind and meaning."""
 
     #: Counter: messages received by process tasks.
     RECEIVED = "broadway.messages.received"
     #: Counter: messages that a callback failed.
     FAILED = "broadway.messages.failed"
-    #: Counters: messages by what their broker did with them.
+    #: Counters: messages by outcome class at the broker.
     ACKED = "broadway.messages.acked"
     REQUEUED = "broadway.messages.requeued"
     DEAD_LETTERED = "broadway.messages.dead_lettered"
     RELEASED = "broadway.messages.released"
-    #: Counter: messages whose lease had lapsed before they were settled; above 0 is loud.
+    #: Counter: messages whose lease had lapsed before settlement; values above 0 need attention.
     LAPSED = "broadway.messages.lapsed"
     #: Counter: batches handled; tags batcher and trigger.
     BATCHES = "broadway.batches"
-    #: Timer, milliseconds as Airflow's: one batch; tag batcher.
+    #: Timer, in milliseconds like Airflow's: one batch; tag batcher.
     BATCH_DURATION = "broadway.batch.duration"
     #: Gauge: messages of a batch; tag batcher.
     BATCH_SIZE = "broadway.batch.size"
     #: Gauges: messages ready in the queue, and the age of the oldest in seconds.
     QUEUE_DEPTH = "broadway.queue.depth"
     QUEUE_OLDEST_AGE = "broadway.queue.oldest_age"
-    #: Gauge: seconds until the lease that lapses next does.
+    #: Gauge: seconds until the next lease lapses.
     LEASE_REMAINING = "broadway.lease.remaining"
 
 
 class MetricSink(Protocol):
-    """Where the host sends metrics; called from one thread."""
+    """The host's metrics backend; called from one thread."""
 
     def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
-        """Add to a counter."""
+        """Adds to a counter."""
         ...
 
     def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
-        """Set a gauge."""
+        """Sets a gauge."""
         ...
 
     def seconds(self, name: str, seconds: float, tags: Mapping[str, str]) -> None:
-        """Record a duration."""
+        """Records a duration."""
         ...
 
 
 class NoMetrics:
-    """Sends nothing: the default outside Airflow."""
+    """Discards metrics; the default outside Airflow."""
 
     def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
         pass
@@ -77,20 +77,20 @@ class Metrics:
         self._tags = {"pipeline": pipeline, "dag_id": dag_id}
 
     def count(self, metric: Metric, count: int, **tags: str) -> None:
-        """Add to a counter; nothing is sent for 0."""
+        """Adds to a counter; sends nothing for 0."""
         if count:
             self._sink.count(metric.value, count, {**self._tags, **tags})
 
     def gauge(self, metric: Metric, value: float, **tags: str) -> None:
-        """Set a gauge."""
+        """Sets a gauge."""
         self._sink.gauge(metric.value, value, {**self._tags, **tags})
 
     def seconds(self, metric: Metric, seconds: float, **tags: str) -> None:
-        """Record a duration."""
+        """Records a duration."""
         self._sink.seconds(metric.value, seconds, {**self._tags, **tags})
 
     def settled(self, report: SettleReport) -> None:
-        """Count what a settlement did."""
+        """Counts the messages of a settlement."""
         self.count(Metric.ACKED, report.acked)
         self.count(Metric.REQUEUED, report.requeued)
         self.count(Metric.DEAD_LETTERED, report.dead_lettered)
@@ -98,10 +98,10 @@ class Metrics:
         self.count(Metric.LAPSED, report.lapsed)
 
     def depth(self, depth: QueueDepth, *, tells_age: bool = True) -> None:
-        """Send the queue's backlog and the age of its oldest message.
+        """Sends the queue's backlog and the age of its oldest message.
 
-        :param tells_age: Whether its broker reports ages.  If not, an empty queue must not leave a
-            gauge of 0 that would stand for whatever waits later.
+        :param tells_age: Whether its broker reports ages.  If not, an empty queue must not set the
+            gauge to 0, because the gauge would keep that value for later messages.
         """
         self.gauge(Metric.QUEUE_DEPTH, depth.ready)
         if tells_age and (depth.oldest_age is not None or not depth.ready):

@@ -1,4 +1,4 @@
-"""What a task's batches produced, for the asset events of its outlets."""
+"""The results of a task's batches, for the asset events of its outlets."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Final
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.staging.run_folder import StagedRun
 
-#: Batches whose ids an event has, at most: events lie in Airflow's database.
+#: Maximum number of batch ids in an event, since events are stored in Airflow's database.
 MAX_IDS: Final = 1_000
 
 
 @dataclass(slots=True)
 class Produced:
-    """What the batches of one batcher, or of several, came to.
+    """The results of the batches of one or several batchers.
 
-    :param batches: Those with an outcome in which any message succeeded.
-    :param successful: Messages.
-    :param failed: Messages of these batches.
+    :param batches: Batches in which at least one message succeeded.
+    :param successful: Messages that succeeded.
+    :param failed: Messages of these batches that failed.
     """
 
     batches: int = 0
@@ -28,14 +28,14 @@ class Produced:
     batch_ids: list[str] = field(default_factory=list)
 
     def add(self, other: Produced) -> None:
-        """Count what another batcher's came to."""
+        """Adds the results of another batcher."""
         self.batches += other.batches
         self.successful += other.successful
         self.failed += other.failed
         self.batch_ids += other.batch_ids
 
     def extra(self, pipeline: str) -> dict[str, Any]:
-        """What the event says; with no more than :data:`MAX_IDS` ids."""
+        """Returns the ``extra`` of the event, with at most :data:`MAX_IDS` ids."""
         return {
             "pipeline": pipeline,
             "batches": self.batches,
@@ -47,20 +47,20 @@ class Produced:
 
 
 def produced(run: StagedRun, heads: Iterable[BatchPlan]) -> Mapping[str, Produced]:
-    """What came of the batches of some plans, by batcher; reads their outcomes.
+    """Reads the outcomes of plans and adds them up per batcher.
 
     :raises StagingError: If outcomes cannot be read.
     """
     from airflow_broadway.staging.plan_choice import Recorded  # loads pyarrow
 
     recorded = Recorded(run)
-    found: dict[str, Produced] = {}
+    by_batcher: dict[str, Produced] = {}
     for head in heads:
-        total = found.setdefault(head.batcher, Produced())
+        total = by_batcher.setdefault(head.batcher, Produced())
         for _, outcome in recorded.outcomes(head):
             if outcome is not None and outcome.successful:
                 one = Produced(1, outcome.successful, outcome.failed)
                 if total.batches < MAX_IDS:
                     one.batch_ids.append(outcome.batch_id)
                 total.add(one)
-    return found
+    return by_batcher

@@ -1,4 +1,4 @@
-"""What is to be submitted: the plans of a run, and those of their batches without an outcome."""
+"""The plans of a run and their open batches, as the work to submit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OpenPlans:
-    """Plans of one run, and those of their batches that have no outcome: the *open* ones.
+    """Plans of one run and their *open* batches, which have no outcome.
 
     :param plans: Paths of plans, in order.
     :raises StagingError: If a plan was written under another staging root, or is damaged.
@@ -35,7 +35,7 @@ class OpenPlans:
         self._run = run
         self.heads: list[BatchPlan] = []
         self._open: dict[str, list[PlannedBatch]] = {}
-        #: How many more batches there are since some were split.
+        #: Number of batches added by splits.
         self._more = 0
         for path in plans:
             head, batches = BatchPlan.read(run.files, path)
@@ -45,40 +45,40 @@ class OpenPlans:
         self.look()
 
     def look(self) -> None:
-        """Look which batches have got an outcome, or were split, since the last look."""
+        """Reads the batches that got an outcome or were split since the last call."""
         for path, batches in self._open.items():
             done = set(self._run.files.list(paths.outcomes(path)))
-            found = list(with_parts(batches, splits_of(self._run.files, path, done)))
-            self._more += len(found) - len(batches)
-            self._open[path] = [each for each in found if f"{each.batch_id}.json" not in done]
+            current = list(with_parts(batches, splits_of(self._run.files, path, done)))
+            self._more += len(current) - len(batches)
+            self._open[path] = [batch for batch in current if f"{batch.batch_id}.json" not in done]
 
     @property
     def total(self) -> int:
-        """How many batches the plans have."""
+        """Number of batches in the plans."""
         return sum(head.batches for head in self.heads) + self._more
 
     @property
     def left(self) -> int:
-        """How many of them were open at the last look."""
+        """Number of open batches at the last :meth:`look`."""
         return sum(map(len, self._open.values()))
 
     @property
     def generations(self) -> set[str]:
-        """The generations whose messages the plans hold."""
+        """Generations whose messages are in the plans."""
         return {name for head in self.heads for name in head.generations}
 
     @property
     def open_generations(self) -> set[str]:
-        """The generations whose messages are in open batches."""
+        """Generations whose messages are in open batches."""
         return {name for batch in self._open_batches() for name in batch.sources}
 
     @property
     def open_heads(self) -> list[BatchPlan]:
-        """The plans that have an open batch."""
+        """Plans with an open batch."""
         return [head for head in self.heads if self._open[head.path]]
 
     def void(self) -> dict[str, str]:
-        """Open batches whose messages this run no longer holds: id → why."""
+        """Returns the open batches whose messages this run no longer holds: id → reason."""
         ownership = Ownership(self._run.files, clock=self._run.clock, fresh_for=float("inf"))
         void: dict[str, str] = {}
         for batch in self._open_batches():
@@ -89,14 +89,14 @@ class OpenPlans:
         return void
 
     def key(self, step: Step | None = None) -> str:
-        """A short hash of the list of work: other plans have another, and another step."""
+        """Returns a short hash of the open plans and the step."""
         text = json.dumps([head.path for head in self.open_heads])
         if step is not None and step.run is not None:
             text += json.dumps([*step.run, step.deaths])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def open_batches(self) -> Iterator[tuple[BatchPlan, PlannedBatch]]:
-        """The open batches in order, each with its plan."""
+        """Yields the open batches in order, each with its plan."""
         for head in self.heads:
             for batch in self._open[head.path]:
                 yield head, batch
@@ -109,20 +109,20 @@ class OpenPlans:
         step: Step | None = None,
         parent: str = "",
     ) -> tuple[str, Work]:
-        """Write the work file of the next try, which takes ownership from the tries before it.
+        """Writes the work file of the next try, which takes ownership from earlier tries.
 
         :param name: The task's name in the staging folder.
         :param pipeline: The pipeline's reference.
-        :param step: Which batches; all open ones unless given.
+        :param step: The batches to handle; default: all open ones.
         :param parent: The execution of the task that starts the try.
-        :returns: The file's path, and its content.
+        :returns: The file's path and its content.
         """
         step = step or Step()
         only = None if step.run is None else list(step.run)
         heads = [
             head
             for head in self.open_heads
-            if only is None or any(each.batch_id in only for each in self._open[head.path])
+            if only is None or any(batch.batch_id in only for batch in self._open[head.path])
         ]
 
         def work(number: int) -> Work:
@@ -143,7 +143,7 @@ class OpenPlans:
         return path, work(number)
 
     def reference(self) -> dict[str, Any]:
-        """What the outcomes say, for XCom: counts of batches and messages, and the plans."""
+        """Returns the counts of batches and messages with outcomes, and the plans, for XCom."""
         counts = {"batches": 0, "failed": 0, "messages": 0, "failed_messages": 0}
         for outcome in self._outcomes():
             counts["batches"] += 1

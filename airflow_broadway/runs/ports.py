@@ -1,7 +1,7 @@
-"""What a run's tasks need of the process that hosts them: its ports.
+"""The ports of a run's tasks: the services of the process that hosts them.
 
-In an Airflow task :mod:`airflow_broadway.adapters` fills them in.  A process without Airflow, such
-as a test, may leave each as it is.
+In an Airflow task :mod:`airflow_broadway.adapters` provides them.  A process without Airflow, such
+as a test, may use the defaults.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ if TYPE_CHECKING:
     from airflow_broadway.staging.store import Store
 
 
-def _nobody_knows(run_id: str) -> bool:
+def _never_over(run_id: str) -> bool:
     return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """What the host gives to a task.
+    """The services of the host for a task.
 
-    :param connections: Looks broker connections up by their ids.
-    :param metrics: Where metrics are sent.
-    :param is_over: Whether a run of this Dag, by its id, has ended or is unknown.  A sweep settles
-        what such a run holds; by default it settles nothing.
-    :param interrupts: Exceptions by which the host ends a task wherever its main thread happens to
-        be, as a time-out does.
-    :param child: What callbacks in child processes may ask of the host.
-    :param max_shutdown: The most seconds that a task which is told to stop may take to finish what
-        it is at, whatever the pipeline's ``shutdown``.
+    :param connections: Resolves broker connections by their ids.
+    :param metrics: The metrics backend.
+    :param is_over: Returns whether a run of this Dag, by its id, has ended or is unknown.  A sweep
+        settles the messages of such runs; by default there are none.
+    :param interrupts: Exceptions that the host raises anywhere in the main thread to end a task,
+        such as a time-out.
+    :param child: The host's services for callbacks in child processes.
+    :param max_shutdown: Upper bound in seconds on the pipeline's ``shutdown``.
     """
 
     connections: Connections = field(default_factory=NoConnections)
     metrics: MetricSink = field(default_factory=NoMetrics)
-    is_over: Callable[[str], bool] = _nobody_knows
+    is_over: Callable[[str], bool] = _never_over
     interrupts: tuple[type[BaseException], ...] = ()
     child: ChildHost | None = None
     max_shutdown: float = math.inf
@@ -52,12 +51,12 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One execution of a task, by the names that the host gives it.
+    """One execution of a task, as identified by the host.
 
-    :param map_index: Which of a mapped task's instances it is, from 0; -1 if it is not mapped.
-    :param try_number: From 1.
-    :param cleared: Rises each time somebody clears it, and stays in retries.
-    :param forks: Whether a fork of its process can ask the host, too.
+    :param map_index: Index of the mapped task instance, from 0; -1 if the task is not mapped.
+    :param try_number: The try number, from 1.
+    :param cleared: Number of times that it was cleared; unchanged by retries.
+    :param forks: Whether a fork of its process can also call the host.
     """
 
     dag_id: str
@@ -69,7 +68,7 @@ class Task:
     forks: bool = True
 
     def owner(self) -> dict[str, Any]:
-        """Who holds a lease, for people and for sweeps."""
+        """Returns the owner of a lease, for display and for sweeps."""
         return {
             "dag_id": self.dag_id,
             "run_id": self.run_id,
@@ -80,10 +79,10 @@ class Task:
 
     @property
     def file_name(self) -> str:
-        """The task's name in the staging folder; a later try finds the earlier one's files by it.
+        """The task's name in the staging folder, equal for all its tries.
 
-        Different tasks have different names, or one would fence the other off: no task id has a
-        ``!``.
+        Different tasks have different names, since one would otherwise fence off the other: no task
+        id contains a ``!``.
         """
         index = f"!{self.map_index}" if self.map_index >= 0 else ""
         return re.sub(r"[^A-Za-z0-9_.-]", "_", self.task_id) + index
@@ -99,11 +98,11 @@ def producer_env(
     store: Store | None = None,
     clock: Clock | None = None,
 ) -> ProducerEnv:
-    """What a producer of the pipeline is opened in.
+    """Builds the environment in which a producer of the pipeline is opened.
 
-    :param generation: The execution that receives; empty for a custodian, whose leases name theirs.
-    :param index: Which of the producers it is, from 0; ``None``: the only one of its run.
-    :param store: The staging root, where producers keep what they note between runs.
+    :param generation: The execution that receives; empty for a custodian, whose leases name it.
+    :param index: Index of the producer, from 0; ``None`` if it is the only one of its run.
+    :param store: The staging root, where producers keep state between runs.
     """
     return ProducerEnv(
         pipeline=pipeline.name,

@@ -1,7 +1,7 @@
 """One execution of a process task: receive, secure, handle, stage, publish.
 
-Securing comes before any callback, and the manifest last: what dies before it is published leaves
-messages that their lease gives back.
+Messages are secured before any callback, and the manifest is published last.  If the process dies
+before that, the messages are redelivered once their lease lapses.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Process:
     """One execution of a process task.
 
     :param run: The run's staging folder.
-    :param env: What the producer is opened in; names the generation.
-    :param isolates: Whether messages that may have ended an earlier process are handled in a child.
+    :param env: The environment of the producer; names the generation.
+    :param isolates: Whether messages that may have crashed an earlier process run in a child.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Process:
         self._budget = budget
         self._clock = env.clock
         self._rate_state = rate_state
-        #: Whether an interrupt of the host ended it; what it did by then is published.
+        #: Whether an interrupt of the host ended it; results until then are published.
         self.timed_out = False
         self._interrupts = ports.interrupts
         self._stop = Stop(
@@ -89,28 +89,28 @@ class Process:
             interrupts=ports.interrupts,
         )
         self._custodian: Custodian | None = None
-        #: Why people should look at what was settled here; empty if nothing is wrong with it.
+        #: A problem of the settlement here that needs attention; empty if there is none.
         self.trouble = ""
         self._receiving: Receiving | None = None
         self._renewed: Lease | None = None
         self._archive: ArchiveWriter | NoArchive = NoArchive()
 
     def stop(self, reason: str) -> None:
-        """Stop pulling: what was handed out is finished within the pipeline's ``shutdown``, what is
-        done then is published, and the rest goes back.  Called from a signal handler.
+        """Stops receiving.  Messages in progress are finished within the pipeline's ``shutdown``;
+        finished ones are published and the rest is released.  Called from a signal handler.
         """
         self._stop.request(reason)
 
     @property
     def receives(self) -> int:
-        """How often the source was asked for messages."""
+        """Number of receive calls to the source."""
         return 0 if self._receiving is None else self._receiving.receives
 
     @rare_collections()
     def run(self) -> dict[str, Any]:
-        """Do it all; returns the reference that later tasks get.
+        """Runs all steps; returns the reference for later tasks.
 
-        :raises BroadwayError: If the broker or staging fails; everything received was given back.
+        :raises BroadwayError: If the broker or staging fails; all received messages were released.
         """
         started, self._tick = self._clock.now(), self._clock.monotonic()
         stop = self._stop
@@ -134,8 +134,8 @@ class Process:
                 ):
                     if not self._pipeline.batchers:
                         prepare_sink(self._run, self._pipeline, self._env)
-                    stager = ChunkStager(self._pipeline, writer, self._settle_at_once)
-                    receiving = self._handle_all(source, stager)
+                    stager = ChunkStager(self._pipeline, writer, self._settle_now)
+                    receiving = self._handle_messages(source, stager)
                     renewer.check()
                     lease = self._lease_now(source)
                     written = writer.close()
@@ -143,13 +143,13 @@ class Process:
                         prepare_sink(self._run, self._pipeline, self._env)
                     manifest = self._publish(lease, written, stager, receiving, started)
             except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
-                # Nothing of this execution counts: give back now what would else wait for the
-                # lease to lapse.
+                # Nothing of this execution counts: release the messages now, instead of when the
+                # lease lapses.
                 try:
                     source.stop()
-                except BroadwayError as error:  # the first error is the one to show
+                except BroadwayError as error:  # the first error is the one to raise
                     log.warning("The source could not be stopped: %s", error)
-                self._give_back(source.lease)
+                self._release_all(source.lease)
                 raise
         finally:
             source.close()
@@ -157,7 +157,7 @@ class Process:
         return self._reference(manifest)
 
     def _archive_writer(self) -> ArchiveWriter | NoArchive:
-        """What keeps messages as they are received, where they are taken off the queue."""
+        """Returns the archive of received messages, if the source is the live queue."""
         pipeline = self._pipeline
         if pipeline.archive is None or pipeline.run.source.kind not in (LIVE, DEAD_LETTERS):
             return NoArchive()
@@ -183,22 +183,22 @@ class Process:
         self._renewed = lease
 
     def _lease_now(self, source: Source) -> Lease:
-        """The lease as last extended: by a receipt, or since then by the renewer."""
-        given, renewed = source.lease, self._renewed
+        """Returns the lease as last extended, by a receipt or later by the renewer."""
+        lease, renewed = source.lease, self._renewed
         return (
-            given
-            if renewed is None or renewed.deadline <= given.deadline
-            else replace(given, deadline=renewed.deadline)
+            lease
+            if renewed is None or renewed.deadline <= lease.deadline
+            else replace(lease, deadline=renewed.deadline)
         )
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _handle_all(self, source: Source, stager: ChunkStager) -> Receiving:
+    def _handle_messages(self, source: Source, stager: ChunkStager) -> Receiving:
         acknowledger = RunAcknowledger(self._pipeline.producer, stager)
-        # Verdicts are kept when a result is staged: one that nobody takes has none.
+        # Verdicts are recorded when a result is staged; a result that is dropped has none.
         pool = ProcessorPool(
             self._pipeline,
-            ack=_later,
+            ack=_ack_nothing,
             convert=RowConverter,
             stop=self._stop,
             traces=False,
@@ -211,7 +211,7 @@ class Process:
         self._stop.bound(self._budget.max_seconds)
         looked = 0
         try:
-            for chunk, result in self._results(pool, receiving):
+            for chunk, result in self._iter_results(pool, receiving):
                 if chunk:
                     stager.stage(chunk, result)
                 elif self._stop.over():
@@ -219,12 +219,12 @@ class Process:
                 looked = look_after(receiving.received_bytes, looked)
                 sign.leave(lambda: self._live_counts(source, receiving, stager))
         finally:
-            done, rest = pool.left()
+            done, unhandled = pool.left()
             stager.close()
             pool.close()
         for chunk, result in done:
             stager.stage(chunk, result)
-        stager.give_back([*rest, *receiving.stop()])
+        stager.release([*unhandled, *receiving.stop()])
         if receiving.error is not None:
             raise receiving.error
         run_source = self._pipeline.run.source
@@ -232,8 +232,8 @@ class Process:
             raise PipelineError(
                 f"the source {run_source.kind!r} was not read to its end (stopped by"
                 f" {receiving.ended or self._stop.reason()!r}, after"
-                f" {many(receiving.received, 'message')}): nothing of it counts; a task with an"
-                " execution_timeout needs a longer one"
+                f" {many(receiving.received, 'message')}): its results do not count; if the task"
+                " has an execution_timeout, increase it"
             )
         self.timed_out = self._stop.reason() == "interrupted"
         return receiving
@@ -248,17 +248,17 @@ class Process:
             deadline=self._lease_now(source).deadline,
         )
 
-    def _results(
+    def _iter_results(
         self, pool: ProcessorPool, receiving: Receiving
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
-        """Each chunk with its result; a time-out while callbacks are at work ends them."""
+        """Yields each chunk with its result; a time-out during callbacks ends the loop."""
         try:
             yield from pool.map(receiving, wait=lambda: STOP_CHECK_INTERVAL)
         except self._interrupts:
-            if receiving.under_way:  # nobody knows what the source gave, or was about to give
+            if receiving.under_way:  # the messages of the interrupted receive are unknown
                 raise
             self._stop.request("interrupted", at_once=True)
-            # What other processors were at ends with their present message.
+            # Other processors end with their current message.
             yield from pool.map([], wait=lambda: STOP_CHECK_INTERVAL)
 
     def _open_receiving(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
@@ -285,9 +285,7 @@ class Process:
             enqueued_at=enqueued_of(self._pipeline),
         )
 
-    def _settle_at_once(
-        self, entries: list[Entry]
-    ) -> tuple[SettleReport, list[Entry], list[Entry]]:
+    def _settle_now(self, entries: list[Entry]) -> tuple[SettleReport, list[Entry], list[Entry]]:
         lease = self._lease_now(self._source)
         return settle_at_once(self._open_custodian(), lease, entries)
 
@@ -304,7 +302,7 @@ class Process:
         if written.count != receiving.received:
             raise StagingError(
                 f"received {many(receiving.received, 'message')} and staged {written.count}: all of"
-                " them are given back; this is an error in airflow-broadway, please report it"
+                " them are released; this is a bug in airflow-broadway, please report it"
             )
         manifest = Manifest(
             generation=self._env.generation,
@@ -343,7 +341,7 @@ class Process:
         return manifest
 
     def _finish(self, manifest: Manifest) -> None:
-        """Settle here what no other task will: a pipeline without batchers, an empty run."""
+        """Settles a pipeline without batchers or an empty run, since no other task will."""
         if manifest.received and self._pipeline.batchers:
             return
         record = self._run.generation(manifest.generation)
@@ -355,22 +353,22 @@ class Process:
         self.trouble = settling_trouble(report.lapsed, report.failed, halted=report.halted)
         self._close_custodian()
 
-    def _give_back(self, lease: Lease) -> None:
-        """Release all that this execution holds: nothing of it counts."""
+    def _release_all(self, lease: Lease) -> None:
+        """Releases all messages of this execution."""
         try:
             report = self._release(lease)
-            log.warning("Gave back %s of this execution.", many(report.released, "message"))
+            log.warning("Released %s of this execution.", many(report.released, "message"))
             for error in report.errors:
                 log.error("%s", error)
         except (BroadwayError, OSError) as error:
-            # The lease lapses by itself; the first error is the one to show.
-            log.error("Could not give messages back; their lease lapses by itself: %s", error)
+            # The lease lapses by itself; the first error is the one to raise.
+            log.error("Could not release messages; their lease will lapse: %s", error)
         self._close_custodian()
 
     def _release(self, lease: Lease) -> SettleReport:
         try:
             record = self._run.generation(lease.generation)
-            self._run.put_lease(lease)  # it knows how much it holds; when opened it did not
+            self._run.put_lease(lease)  # unlike the opened lease, it counts its messages
             settled = settle(
                 self._run,
                 record,
@@ -382,8 +380,8 @@ class Process:
             )
             return settled.report
         except (StagingError, OSError) as error:
-            # A full disk takes no journal: the sweep after this one will note what it hears.
-            log.warning("Could not note that messages are given back: %s", error)
+            # On a full disk there is no journal: the next sweep records the settlement.
+            log.warning("Could not record that messages are released: %s", error)
             settlement = Settlement(rest=RELEASE, settled_now=SettleReport())
             return self._open_custodian().settle(lease, settlement)
 
@@ -399,13 +397,13 @@ class Process:
 
     @staticmethod
     def _reference(manifest: Manifest) -> dict[str, Any]:
-        # Messages that the source set aside before any callback: no part of what was received.
-        aside = sum(manifest.lease["state"].get("set_aside", {}).values())
+        # Messages that the source dead-lettered before any callback are not counted as received.
+        dead_lettered = sum(manifest.lease["state"].get("set_aside", {}).values())
         return {
-            **({"set_aside": aside} if aside else {}),
+            **({"set_aside": dead_lettered} if dead_lettered else {}),
             **manifest.reference(),
         }
 
 
-def _later(successful: list[Message], failed: list[Message]) -> None:
-    """Settle nothing in a processor's thread."""
+def _ack_nothing(successful: list[Message], failed: list[Message]) -> None:
+    """Does nothing: no message is settled in a processor's thread."""

@@ -1,4 +1,4 @@
-"""Run the staged batches of a Python batcher, and record what became of each."""
+"""Runs the staged batches of a Python batcher and records their outcomes."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ log = logging.getLogger(__name__)
 class PythonBatches:
     """Runs ``handle_batch`` on each batch of ``plan`` that has no outcome yet.
 
-    ``concurrency`` batches at a time; those of one partition or key one after another, in order.
+    Runs ``concurrency`` batches at a time; those of one partition or key sequentially, in order.
 
-    :param step: Which batches, and how: see :mod:`airflow_broadway.core.formats.isolation`.
-    :param parent: The execution of the task whose child runs them; empty: it runs them itself.
-    :param name: The task's name in the staging folder.  An earlier execution of the task, which the
-        host may have lost though it still works, is fenced off by it: it records nothing any more.
-        Without a name nobody is fenced off.
+    :param step: The batches and their isolation: see
+        :mod:`airflow_broadway.core.formats.isolation`.
+    :param parent: The execution of the task whose child runs them; empty if there is no child.
+    :param name: The task's name in the staging folder.  It fences off an earlier execution of the
+        task, which the host may have lost while it still runs: that one can record nothing more.
+        Without a name there is no fencing.
     """
 
     def __init__(
@@ -87,44 +88,44 @@ class PythonBatches:
         self._stop = Stop(self._clock, min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:
-        """Start no further batch; wait for those at work for the pipeline's ``shutdown``.
+        """Starts no further batch; waits up to the pipeline's ``shutdown`` for active ones.
 
         Called from a signal handler.
         """
         self._stop.request("signal")
 
     def run(self) -> dict[str, int]:
-        """Run them; counts of batches, of messages by result, and of batches without an outcome.
+        """Runs the batches; returns counts of batches, messages by result, and missing outcomes.
 
         :raises OwnershipLost: If a later run of the task has begun.
         """
-        counts = _no_counts()
+        counts = _zero_counts()
         recorder = self._begin()
         try:
             self._run(recorder, counts)
-        finally:  # it has not died, whatever was raised
+        finally:  # an exception is no death of the process
             if self._name:
                 say_ended(self.run_folder.files, self._name, self._number, TRIES)
         return counts
 
     def count(self) -> dict[str, int]:
-        """The same counts by what is recorded; nothing is run."""
-        counts, recorded = _no_counts(), Recorded(self.run_folder)
-        found = recorded.recorded(self.plan)
-        _count(counts, found.values())
-        without = len(recorded.batches(self.plan)) - len(found)
+        """Returns the same counts from recorded outcomes, without running anything."""
+        counts, recorded = _zero_counts(), Recorded(self.run_folder)
+        outcomes = recorded.recorded(self.plan)
+        _count(counts, outcomes.values())
+        without = len(recorded.batches(self.plan)) - len(outcomes)
         counts["batches"] += without
         counts["without_outcome"] += without
         return counts
 
     def _run(self, recorder: BatchRecorder, counts: dict[str, int]) -> None:
         options = self.pipeline.batchers[self.plan.batcher]
-        # Only now: what the run before records from now on, it records as one that is fenced off.
-        known = Recorded(self.run_folder)
-        recorded = known.recorded(self.plan)
-        batches = self._chosen(known)
+        # Read after fencing: from now on, an earlier execution records nothing that counts.
+        outcome_reader = Recorded(self.run_folder)
+        recorded = outcome_reader.recorded(self.plan)
+        batches = self._chosen(outcome_reader)
         reader = BatchReader(self.run_folder, self.plan)
-        # One after another, a death tells of which batch it was.
+        # Sequentially, so that a death identifies its batch.
         concurrency = 1 if self._step.alone else options.concurrency
         stages = [_Stage(self, index, reader, recorder) for index in range(concurrency)]
         pool: WorkerPool[PlannedBatch, Outcome | None] = WorkerPool(
@@ -132,21 +133,21 @@ class PythonBatches:
         )
         try:
             self._feed(pool, batches, recorded, counts)
-        except BaseException:  # a kill and a time-out too; it goes on at once
-            self._stop.request("error", at_once=True)  # what waits for a worker is not begun
+        except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
+            self._stop.request("error", at_once=True)  # queued batches are not started
             raise
         finally:
             pool.close()
             reader.close()
             self._reasons.log_table(log, f"batcher {self.plan.batcher!r}")
         recorder.finish()
-        # What a stop did not wait for has no outcome, or one that this task has not seen.
+        # Batches that a stop did not wait for have no outcome, or one unknown to this task.
         counts["without_outcome"] += len(batches) - counts["batches"]
         counts["batches"] = len(batches)
 
-    def _chosen(self, known: Recorded) -> list[PlannedBatch]:
-        """The batches that are to be run, or were."""
-        batches = known.batches(self.plan)
+    def _chosen(self, recorded: Recorded) -> list[PlannedBatch]:
+        """Returns the batches of this step, with and without an outcome."""
+        batches = recorded.batches(self.plan)
         if self._step.run is None:
             return batches
         place = {batch_id: number for number, batch_id in enumerate(self._step.run)}
@@ -160,7 +161,7 @@ class PythonBatches:
         recorded: Mapping[str, Outcome],
         counts: dict[str, int],
     ) -> None:
-        """Give the pool each batch without an outcome, and count what comes of all."""
+        """Submits each batch without an outcome to the pool, and counts all results."""
         for planned in batches:
             if planned.batch_id in recorded:
                 _count(counts, [recorded[planned.batch_id]])
@@ -178,26 +179,26 @@ class PythonBatches:
             _count(counts, (outcome for _, outcome in pool.take()))
 
     def _place(self, planned: PlannedBatch) -> tuple[int | None, Sequence[str]]:
-        """Which worker a batch goes to, if only one may take it; and the keys it waits for."""
+        """Returns the worker of a batch if it is bound to one, and the keys it waits for."""
         options = self.pipeline.batchers[self.plan.batcher]
         if planned.partition is None:
             return None, sorted(chains(planned, merged=options.merge_keys))
         if self._step.alone:
             return 0, ()
-        # A plan stands, though the options may have changed since.
+        # The plan is fixed, but the options may have changed since.
         return planned.partition % options.concurrency, ()
 
     def _begin(self) -> BatchRecorder:
-        """Take ownership from whatever runs of this task there were before."""
+        """Takes ownership from earlier executions of this task."""
         files = self.run_folder.files
-        # Unique, for a host and a process's number come again: in containers it is always 1.
+        # Unique, since host and process id repeat: in containers the process id is always 1.
         unique = uuid.uuid4().hex[:8]
         writer = f"{self._try_number}-{socket.gethostname()}-{os.getpid()}-{unique}"
         number = 0
         if self._name:
-            about = {"version": VERSION, "by": writer, "plans": [self.plan.path]}
-            about |= {"marked": self._step.marked, "only": self._step.run, "parent": self._parent}
-            text = json.dumps(about)
+            fields = {"version": VERSION, "by": writer, "plans": [self.plan.path]}
+            fields |= {"marked": self._step.marked, "only": self._step.run, "parent": self._parent}
+            text = json.dumps(fields)
             number, _ = begin_try(files, self._name, lambda _: text, TRIES)
             self._number = number
         return BatchRecorder(
@@ -212,7 +213,7 @@ class PythonBatches:
     # -- one batch -----------------------------------------------------------------------------
 
     def handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome | None:
-        """Run one batch, unless its messages are no longer held."""
+        """Runs one batch, unless the run no longer holds its messages."""
         if self._stop.reason():
             return None
         with log_ids(batcher=self.plan.batcher, batch_id=planned.batch_id):
@@ -231,28 +232,28 @@ class PythonBatches:
             mark_begun(files, self._name, self._number, TRIES, planned.batch_id)
         stage.sink.begin()
         messages = stage.reader.read(planned, stage.ack_ref_of)
-        if len(messages) != planned.size:  # what was not read would count as a success
+        if len(messages) != planned.size:  # an unread message would count as a success
             raise StagingError(
                 f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
                 f" {len(messages)} were read from {self.plan.path}: its files are damaged; clear"
                 " the process task"
             )
         result = stage.processor.handle(messages, batch.info, planned.refused)
-        stage.sink.give_back(messages, result)
+        stage.sink.release(messages, result)
         self._reasons.add(result.failed)
         return batch.record(
             successful=len(result.successful),
             failed=len({message.message_id for message in result.failed}),
             missing=len(result.missing),
             exceptions=batch.keep(stage.sink.lines),
-            error=_common_error(result, planned.size),
+            error=_single_error(result, planned.size),
             settled_now=stage.sink.settled_now.to_json(),
         )
 
     def settle_now(
         self, generation: str, entries: list[Entry]
     ) -> tuple[SettleReport, list[Entry], list[Entry]]:
-        """Carry out verdicts at the broker, for ``ack_immediately``; see :func:`settle_at_once`."""
+        """Executes verdicts at the broker, for ``ack_immediately``; see :func:`settle_at_once`."""
         record = self.run_folder.generation(generation)
         custodian = self.pipeline.producer.custodian(
             producer_env(
@@ -271,7 +272,7 @@ class PythonBatches:
 
 
 class _Stage:
-    """One of the batch processors: what its thread needs."""
+    """The state of one batch processor's thread."""
 
     def __init__(
         self, batches: PythonBatches, index: int, reader: BatchReader, recorder: BatchRecorder
@@ -288,7 +289,7 @@ class _Stage:
         self._generations = plan.generations
 
     def ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
-        """The acknowledger of one staged message: its generation is what it is settled with."""
+        """Returns the acknowledger of a staged message; its reference is the generation."""
         return AckRef(self._acknowledger, self._generations[receipt.source], receipt.delivery)
 
     def handle(self, planned: PlannedBatch) -> Outcome | None:
@@ -296,7 +297,7 @@ class _Stage:
 
 
 class _BatchSink:
-    """Keeps the verdicts of one batch, as lines of its entries file."""
+    """Collects the verdicts of one batch as lines of its entries file."""
 
     def __init__(self, batches: PythonBatches) -> None:
         self._batches = batches
@@ -304,16 +305,16 @@ class _BatchSink:
         self.begin()
 
     def begin(self) -> None:
-        """Start with another batch."""
+        """Begins another batch."""
         self.lines: list[str] = []
         self.settled_now = SettleReport()
         self._now: set[str] = set()
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        # A plain success needs no line: it gets what the settlement gives the rest.
+        # A plain success needs no line: it gets the default verdict of the settlement.
         named = [judged for judged in successful if judged[1].action is not Action.ACK]
         for message, verdict in (*named, *failed):
-            # What was settled at once has its line, though its callback heard of an error.
+            # A message settled immediately has its line already, even if the call raised.
             if message.message_id not in self._now:
                 self._keep(message.acknowledger.ref, entry_of(message, verdict))
 
@@ -329,15 +330,15 @@ class _BatchSink:
                 entries.append(entry_of(message, verdict))
         for generation, entries in by_generation.items():
             report, done, _ = self._batches.settle_now(generation, entries)
-            # What is done counts, though the callback may hear of an error.
+            # Executed verdicts count, even if an error is raised to the callback.
             self.settled_now += done_of(report)
             for entry in done:
                 self._keep(generation, entry, settled=True)
             self._now.update(entry.message_id for entry in done)
             check_settled(report)
 
-    def give_back(self, messages: Sequence[Message], result: BatchResult) -> None:
-        """Release what the callbacks did not return: it may not be taken for a success."""
+    def release(self, messages: Sequence[Message], result: BatchResult) -> None:
+        """Releases messages that the callbacks did not return; they must not count as successes."""
         lost = {message.message_id for message in result.missing}
         if lost:
             for message in messages:
@@ -346,15 +347,15 @@ class _BatchSink:
                     self._keep(message.acknowledger.ref, entry_of(message, RELEASE))
 
 
-def _common_error(result: BatchResult, size: int) -> str:
-    """What failed the whole batch, if one thing did."""
+def _single_error(result: BatchResult, size: int) -> str:
+    """Returns the error that failed the whole batch, if it was a single one."""
     if len(result.failed) != size or not result.failed:
         return ""
     reasons = {message.status.text for message in result.failed if message.status.kind != "failed"}
     return reasons.pop() if len(reasons) == 1 else ""
 
 
-def _no_counts() -> dict[str, int]:
+def _zero_counts() -> dict[str, int]:
     return {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
 
 

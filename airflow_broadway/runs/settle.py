@@ -1,7 +1,7 @@
-"""The one door by which a generation is settled: each message at its broker, by what became of it.
+"""Settles a generation: each message at its broker, by its recorded outcome.
 
-The sensor, a process task, a sweep and whoever stands in for the sensor all come through it.  What
-is decided about a message, :mod:`airflow_broadway.staging.settling.settlement` says.
+The sensor, process tasks, sweeps and the sensor's stand-in all use this module.  The verdict of a
+message is decided in :mod:`airflow_broadway.staging.settling.settlement`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class Settled(NamedTuple):
-    """What became of a generation.
+    """The result of settling a generation.
 
-    :param report: What settling it did.
-    :param settled_now: What callbacks had settled at once before.
+    :param report: The report of this settlement.
+    :param settled_now: The report of immediate settlements by callbacks before.
     """
 
     report: SettleReport
@@ -52,23 +52,23 @@ def settle(
     batchers: Collection[str] | None = None,
     recorded: Recorded | None = None,
 ) -> Settled:
-    """Settle one generation at its broker by what is recorded of it; the rest is released.
+    """Settles one generation at its broker by its recorded outcomes and releases the rest.
 
-    May be called again at any time, and beside others: the first report stands for all.
+    Idempotent, also when called concurrently: the first report is final.
 
-    :param custodian: Opens the custodian; called once it is known what to settle.
-    :param void: What is recorded counts no more: all is released but what callbacks settled at
-        once.
-    :param over: Whether no process of the run is at work any more: then a crash is recorded if a
-        whole task died at batches that have no outcome.
-    :param own: Whether the process that received the messages settles; else a generation without a
-        manifest is one whose task died.
-    :param release_damaged: Release everything if a file is not as it was written: nobody can say
-        any more which messages failed.
-    :param batchers: Those that may hold messages of it; all of the pipeline's unless given.
-    :param recorded: What has been read of the run already.
-    :raises StagingDamaged: If a file is not as it was written.
-    :raises BroadwayError: If staging or the broker fails; the generation counts as unsettled.
+    :param custodian: Opens the custodian; called once the settlement is decided.
+    :param void: Whether to ignore recorded outcomes and release everything that callbacks did not
+        settle immediately.
+    :param over: Whether no process of the run is running any more.  Then a crash is recorded if a
+        whole task died at batches without an outcome.
+    :param own: Whether the caller is the process that received the messages.  Otherwise the task of
+        a generation without a manifest has died.
+    :param release_damaged: Whether to release everything if a file is damaged, since the failed
+        messages are then unknown.
+    :param batchers: Batchers that may hold messages of it; default: all of the pipeline.
+    :param recorded: A reader of the run with what it has already read.
+    :raises StagingDamaged: If a file is damaged.
+    :raises BroadwayError: If staging or the broker fails; the generation remains unsettled.
     """
     recorded = recorded or Recorded(run)
     names = pipeline.batchers if batchers is None else batchers
@@ -79,7 +79,7 @@ def settle(
     except StagingDamaged as error:
         if not release_damaged:
             raise
-        log.error("Generation %s is given back whole: %s", record.generation, error)
+        log.error("All of generation %s is released: %s", record.generation, error)
         settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
     if settlement.expected is None and not settlement.damaged and not own:
         _record_crash(run, record)
@@ -94,13 +94,14 @@ def settle(
 
 
 def _record_crash(run: StagedRun, record: GenerationRecord) -> None:
-    """Record that a process task died before it published anything.
+    """Records that a process task died before it published its manifest.
 
-    Before its messages are given back: else one that ends each process could stay unknown.
+    Called before its messages are released; otherwise a message that crashes every process could
+    remain undetected.
 
     :raises StagingError: If the record cannot be written.
     """
-    if record.state != OPENED:  # it was giving back, in order, or its crash is on record
+    if record.state != OPENED:  # it was releasing normally, or its crash is on record
         return
     path = paths.in_hand(record.generation)
     in_hand: list[str] = []
@@ -108,8 +109,8 @@ def _record_crash(run: StagedRun, record: GenerationRecord) -> None:
         in_hand = read_json(run.files.read(path), path)["ids"]
     except FileNotFoundError:
         pass
-    except (StagingDamaged, KeyError) as error:  # its host died, too
-        log.warning("The messages in hand are not known: %s", error)
+    except (StagingDamaged, KeyError) as error:  # its host died as well
+        log.warning("The messages in hand are unknown: %s", error)
     record_crash(run.store, run.pipeline, record.generation, in_hand, run.clock.now())
 
 
@@ -121,9 +122,9 @@ def settle_if_complete(
     *,
     recorded: Recorded | None = None,
 ) -> Settled | None:
-    """The same once each message has an outcome; ``None``: some has none yet, and all stays open.
+    """Settles a generation once each message has an outcome; returns ``None`` before that.
 
-    What somebody began to settle is finished whatever the outcomes: no more will come.
+    A settlement that has begun is completed in any case, since no outcome can follow.
     """
     recorded = recorded or Recorded(run)
     settlement, complete, progress = _decide(
@@ -157,19 +158,19 @@ def _decide(
 def _record_interruption(
     run: StagedRun, record: GenerationRecord, batchers: Collection[str], recorded: Recorded
 ) -> None:
-    """Record a crash if a whole task died at batches of a generation that have no outcome.
+    """Records a crash if a whole task died at batches of a generation that have no outcome.
 
-    Before the broker is asked: its messages come again once that is done.
+    Called before the settlement, after which the messages may be redelivered.
     """
     plans = recorded.deciding(batchers, record.generation)
     try:
-        found = in_hand_at_interruptions(recorded, record.generation, plans)
-        if found is not None:
+        hand = in_hand_at_interruptions(recorded, record.generation, plans)
+        if hand is not None:
             now = run.clock.now()
             record_crash(
-                run.store, run.pipeline, record.generation, found.messages, now, alone=found.alone
+                run.store, run.pipeline, record.generation, hand.messages, now, alone=hand.alone
             )
-    except StagingError as error:  # the next run is less careful: nothing is lost
+    except StagingError as error:  # nothing is lost: the next run only isolates less
         log.warning(
             "No crash is recorded of batches of generation %s: %s", record.generation, error
         )
@@ -188,7 +189,7 @@ def _carry_out(
         except StagingDamaged as error:
             if not settlement.damaged:
                 raise
-            # All of it comes again, but what callbacks settled at once.
+            # All of it is redelivered, except messages that callbacks settled immediately.
             log.error("Nothing of generation %s is archived: %s", record.generation, error)
             return
         if manifest is not None and manifest.archived:

@@ -1,6 +1,6 @@
-"""The batches that Spark is to run: which are open, and what came of the application.
+"""The batches that Spark runs: selects open ones, and reads the results of the application.
 
-Who starts the application is the host's part: see
+The host starts the application: see
 :class:`airflow_broadway.operators.spark_submit.BroadwaySparkSubmitOperator`.
 """
 
@@ -33,28 +33,28 @@ log = logging.getLogger(__name__)
 
 
 class Ending(Enum):
-    """What came of the batches."""
+    """The state of the batches."""
 
-    #: There is none.
+    #: There are no batches.
     EMPTY = "empty"
-    #: Each has an outcome.
+    #: Every batch has an outcome.
     DONE = "done"
-    #: Those without an outcome were given back before they could be handled.
+    #: Batches without an outcome were released before they could be handled.
     GIVEN_BACK = "given back"
-    #: Those without an outcome will never get one: the run no longer holds their messages.
+    #: Batches without an outcome cannot get one: the run no longer holds their messages.
     VOID = "void"
-    #: Some have none, and another try may give it to them.
+    #: Some batches have no outcome, and another try may handle them.
     OPEN = "open"
 
 
 class SparkBatches:
-    """The batches of some plans, in one execution of the task that has Spark run them.
+    """The batches of plans in one execution of the task that submits them to Spark.
 
-    :param planned: What the batch tasks returned.
+    :param planned: The references of the batch tasks.
     :param name: The task's name in the staging folder.
-    :param most: Applications that the run may start, once one has died.
-    :raises StagingError: If a batch task wrote its plan under another staging root, or a plan is
-        not there.
+    :param most: Maximum number of applications that the run may start, once one has died.
+    :raises StagingError: If a batch task wrote its plan under another staging root, or a plan does
+        not exist.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SparkBatches:
         self._ports = ports
         references = list(planned)
         run.store.check_roots(references)
-        planned_by = {str(each["plan"]): each for each in references if each.get("plan")}
+        planned_by = {str(row["plan"]): row for row in references if row.get("plan")}
         try:
             self.plans = OpenPlans(run, planned_by)
         except FileNotFoundError:
@@ -81,13 +81,13 @@ class SparkBatches:
         self._isolation = Isolation(
             run, pipeline, self.plans, name, folder=WORK, most=most, cleared=cleared
         )
-        #: Those without an outcome that will never get one, at the last look: id → why.
+        #: Open batches that cannot get an outcome, as of the last check: id → reason.
         self.void: dict[str, str] = {}
 
     def _missing_plans(self, planned_by: Mapping[str, Mapping[str, Any]]) -> str:
-        """Return one sentence on plans that are not in the staging folder.
+        """Returns a sentence about plans that are not in the staging folder.
 
-        :param planned_by: Path of a plan → what its batch task returned.
+        :param planned_by: Path of a plan → the reference of its batch task.
         """
         files = self._run.files
         missing = [path for path in planned_by if not files.exists(f"{path}/plan.jsonl")]
@@ -100,7 +100,7 @@ class SparkBatches:
         )
 
     def begin(self) -> Ending:
-        """What there is to do; an application is to be started for what is :attr:`Ending.OPEN`."""
+        """Checks the batches; an application must be started if they are :attr:`Ending.OPEN`."""
         plans = self.plans
         ending = self._ending()
         if ending is Ending.DONE:
@@ -111,8 +111,8 @@ class SparkBatches:
             is_settled(self._run, g) for g in plans.open_generations
         ):
             log.info(
-                "%s without an outcome; the messages went back to the broker: the run was settled"
-                " before they were handled.",
+                "%s without an outcome; the messages were released: the run was settled before they"
+                " were handled.",
                 many(len(self.void), "batch"),
             )
             ending = Ending.GIVEN_BACK
@@ -120,29 +120,30 @@ class SparkBatches:
             log_settled(self._run, plans.heads)
         return ending
 
-    def _given_back(self) -> bool:
-        return all(is_settled(self._run, each) for each in self.plans.open_generations)
+    def _all_settled(self) -> bool:
+        return all(is_settled(self._run, generation) for generation in self.plans.open_generations)
 
     def choose(self, *, over: bool = True) -> bool:
-        """Choose what the next application handles; see :meth:`Isolation.choose`."""
+        """Chooses the batches of the next application; see :meth:`Isolation.choose`."""
         return self._isolation.choose(over=over)
 
     def goes_on(self) -> bool:
-        """Whether another application is to follow; see :meth:`Isolation.goes_on`."""
+        """Whether another application must follow; see :meth:`Isolation.goes_on`."""
         return self._isolation.goes_on()
 
     def stopped(self) -> None:
-        """Say that the application ends because its task is stopped: it does not die of a batch."""
+        """Records that the application ends because its task is stopped, not because of a batch."""
         self._isolation.stopped()
 
     def key(self) -> str:
-        """A short hash of what the next application handles."""
+        """Returns a short hash of the work of the next application."""
         return self.plans.key(self._isolation.step)
 
     @contextmanager
     def leases_kept(self) -> Iterator[None]:
-        """While the application runs: keep leases alive, and settle at the end, where no sensor
-        does.  A paused Dag's sensor is not rescheduled, and Spark may work for hours.
+        """Renews leases while the application runs, and settles at the end, if no sensor does.
+
+        A paused Dag's sensor is not rescheduled, and Spark may run for hours.
         """
         from airflow_broadway.runs.stand_in import StandIn  # loads pyarrow
 
@@ -155,11 +156,11 @@ class SparkBatches:
             stand_in.finish()
 
     def write_work(self, name: str, ref: Mapping[str, Any], info: RunInfo) -> tuple[str, Work]:
-        """Write what the application is to do, right before it is started; the file, and its path.
+        """Writes the work of the application just before its start; returns path and content.
 
         :param name: The task's name in the staging folder.
         :param ref: The pipeline's reference.
-        :param info: Of this run; the source is that of the batches.
+        :param info: The info of this run; its source is replaced by that of the batches.
         """
         source = source_of(self._run, self.plans.generations)
         isolation = self._isolation
@@ -168,7 +169,7 @@ class SparkBatches:
         )
 
     def end(self) -> Ending:
-        """What came of the application."""
+        """Reads the results of the application."""
         self.plans.look()
         return self._ending()
 

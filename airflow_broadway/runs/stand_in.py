@@ -1,7 +1,8 @@
-"""Stand in for the ack sensor while nobody sees it: renew leases, and settle what is done.
+"""Stands in for an inactive ack sensor: renews leases and settles complete generations.
 
-A sensor that waits in reschedule mode is not looked at while its Dag is paused, and somebody may
-have marked it.  Running tasks go on all the same, and who records an outcome may settle it.
+A sensor in reschedule mode is not scheduled while its Dag is paused, and its state may have been
+set by hand.  Running tasks continue nevertheless, and the task that records outcomes may settle
+them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from airflow_broadway.staging.run_folder import StagedRun
 
 log = logging.getLogger(__name__)
 
-#: Seconds of a lease where there is none to renew.
+#: Lease duration in seconds that is assumed if there is no lease to renew.
 _NO_LEASE: Final = 3600.0
 
 
 class StandIn:
-    """Looks after published generations of a run, from :meth:`start` to :meth:`finish`.
+    """Renews the leases of published generations of a run from :meth:`start` to :meth:`finish`.
 
-    :param generations: Those whose batches the task runs; a run may hold others', on other queues.
+    :param generations: The generations whose batches the task runs; a run may hold others.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class StandIn:
         ports: Ports | None = None,
     ) -> None:
         self._watcher = RunWatcher(run, pipeline, generations=generations, ports=ports)
-        records = [run.generation(each) for each in generations]
+        records = [run.generation(generation) for generation in generations]
         leases = [
-            run.lease(each)
-            for each in records
-            if each.published and pipeline_of(pipeline, each).producer.renews
+            run.lease(record)
+            for record in records
+            if record.published and pipeline_of(pipeline, record).producer.renews
         ]
         self._renewer = LeaseRenewer(
             self._watcher.renewing,
@@ -54,18 +55,18 @@ class StandIn:
         )
 
     def start(self) -> None:
-        """Begin to renew, wherever no sensor does."""
+        """Starts to renew while there is no active sensor."""
         self._renewer.start()
 
     def finish(self) -> None:
-        """Stop renewing; settle whatever is done, unless a sensor is there to do it."""
+        """Stops renewing; settles complete generations unless there is an active sensor."""
         self._renewer.stop()
         try:
             if not self._watcher.heartbeat.is_fresh():
                 log.info("No ack sensor has looked after this run lately: settling here.")
                 self._watcher.settle(final=False)
         except (BroadwayError, OSError) as error:
-            # The outcomes stand; the sensor or the next run's sweep settles by them.
+            # The outcomes are recorded; the sensor or the next run's sweep settles by them.
             log.error("Could not settle here: %s", error)
         finally:
             self._watcher.close()

@@ -1,4 +1,4 @@
-"""Clear up: settle what dead executions hold, and remove files that were kept for long enough."""
+"""Sweeps: settles the messages of dead executions, and removes files past their retention."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def sweep(
     ports: Ports,
     source: RunSource | None = None,
 ) -> None:
-    """Settle what earlier executions of this task hold, and what runs hold that are over.
+    """Settles the messages of earlier executions of this task and of runs that are over.
 
-    After a time-out of the run, in a deleted run, or where somebody marked the sensor, no code of
-    ours runs any more: what has an outcome there is settled by it, the rest is released, and the
-    run is accounted for.  What cannot be settled now is logged; its lease lapses by itself.
+    After a time-out of the run, its deletion, or a sensor state set by hand, no task settles it any
+    more.  Messages with an outcome are settled by it, the rest is released, and the run is
+    accounted for.  A failure to settle is logged; the lease then lapses.
 
-    A generation of another Airflow is left alone until its lease has lapsed by the run's clock.
+    A generation of another Airflow is skipped until its lease has lapsed by the run's clock.
 
-    A run whose messages no broker holds asks none for anything: it sweeps only after its like.
+    A run whose source is not a broker sweeps only generations of such runs.
 
-    :param pipeline: As it is loaded: with its own producer.
-    :param source: Of this run.
-    :raises BroadwayError: If staging cannot be read, or the broker's address is not known.
+    :param pipeline: The pipeline as loaded, with its own producer.
+    :param source: The source of this run.
+    :raises BroadwayError: If staging cannot be read, or the broker's address is unknown.
     """
     source = source or RunSource()
     custodians = Custodians(pipeline, ports, run)
@@ -74,9 +74,9 @@ def sweep(
                 continue
         if other.run_id != task.run_id:
             dead[other.run_id] = other
-        # An execution that is tried again, or cleared, is void, whatever became of its batches;
-        # but what somebody began to settle is finished.  Its batchers may still be ending, so that
-        # nobody can say which of them died: who is tried again in this run counts that.
+        # An execution that was retried or cleared is void, regardless of its batches' outcomes;
+        # but a settlement that has begun is completed.  Its batcher tasks may still be running, so
+        # their deaths are counted by their own retries.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
         ended = not own and not foreign
         with log_ids(generation=record.generation):
@@ -88,13 +88,13 @@ def sweep(
     custodians.close()
     left = {run_id for run_id, other in dead.items() if not _account(other, pipeline, ports)}
     for other, generation in unrecorded:
-        # Who opened it, or removed its files, died amid that: no account names it.
+        # The process that opened it or removed its files died meanwhile: no report lists it.
         if other.run_id not in left:
             other.forget_open(generation)
 
 
 def _is_held(run: StagedRun, other: StagedRun, record: GenerationRecord) -> bool:
-    """Whether a generation of another Airflow is to be left alone: its lease has not lapsed.
+    """Whether the lease of another Airflow's generation has not lapsed, so that it is skipped.
 
     This Airflow does not know whether that run has ended.
 
@@ -104,7 +104,7 @@ def _is_held(run: StagedRun, other: StagedRun, record: GenerationRecord) -> bool
     try:
         until = other.lease(record).deadline
     except BroadwayError as error:
-        log.warning("Generation %s of another Airflow is passed over: %s", record.generation, error)
+        log.warning("Generation %s of another Airflow is skipped: %s", record.generation, error)
         return True
     if until <= run.clock.now():
         return False
@@ -124,13 +124,13 @@ def _is_held(run: StagedRun, other: StagedRun, record: GenerationRecord) -> bool
 
 
 def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> bool:
-    """Account for a dead run once all of it is settled, so that retention may remove it.
+    """Accounts for a dead run once all of it is settled, so that retention may remove it.
 
-    :returns: Whether it is accounted for.
+    :returns: Whether the report was written.
     """
     watcher = RunWatcher(run, pipeline, ports=ports)
     try:
-        if any(each.state != SETTLED for each in run.generations()):
+        if any(record.state != SETTLED for record in run.generations()):
             return False
         watcher.report(failed_tasks=())
     except BroadwayError as error:
@@ -151,25 +151,25 @@ def _settle(
     void: bool,
     over: bool,
 ) -> bool:
-    """Settle and count what a dead execution holds; return whether it is settled.
+    """Settles and counts the messages of a dead execution; returns whether it is settled.
 
-    :param over: Whether no process of the run is at work any more.
+    :param over: Whether no process of the run is running any more.
     """
     try:
         settled = settle(
             run, record, pipeline, lambda: custodian, void=void, over=over, release_damaged=True
         )
     except Exception as error:
-        # Not in the way of this run: the lease lapses by itself.
+        # This must not fail the run: the lease lapses by itself.
         unexpected = None if isinstance(error, BroadwayError) else error
         log.warning(
-            "Could not give back generation %s: %s", record.generation, error, exc_info=unexpected
+            "Could not settle generation %s: %s", record.generation, error, exc_info=unexpected
         )
         return False
     report = settled.report
     metrics.settled(report + settled.settled_now)
     log.info(
-        "Settled the dead generation %s (run %s, %s, try %d): gave back %s, %d had an"
+        "Settled the dead generation %s (run %s, %s, try %d): released %s, %d had an"
         " outcome, %d had lapsed.",
         record.generation,
         run.run_id,
@@ -183,8 +183,8 @@ def _settle(
 
 
 def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
-    """Remove the files of runs of this Dag that have been kept for long enough, what the dead were
-    writing of the producer's own, and the hours of the archive that are past its ``keep``.
+    """Removes files past their retention: of this Dag's runs, temporary files of the producer, and
+    hours of the archive past its ``keep``.
     """
     try:
         sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
@@ -197,22 +197,22 @@ def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
         if archive is not None and archive.keep is not None:
             remove_old(archive_folder(run.store, run.pipeline), archive.keep, run.clock.now())
     except BroadwayError as error:
-        # Whoever may write there need not be allowed to delete; that is in no run's way.
+        # The role may be allowed to write but not to delete; this must not fail the run.
         log.warning("Could not remove the files of old runs: %s", error)
 
 
 def remove_settled_run(run: StagedRun) -> None:
-    """Remove the files of a run that somebody has looked at.
+    """Removes the files of a run on request.
 
     :raises RequestRefused: If a generation of it is not settled.
-    :raises StagingError: If they cannot be removed.
+    :raises StagingError: If the files cannot be removed.
     """
-    held = [each for each in run.generations() if each.state != SETTLED]
-    if held:
+    unsettled = [record for record in run.generations() if record.state != SETTLED]
+    if unsettled:
         raise RequestRefused(
             f"run {run.run_id!r} of the Dag {run.dag_id!r} has"
-            f" {many(len(held), 'generation')} that nobody has settled"
-            f" ({', '.join(each.generation for each in held)}): clear its `ack` task, or let the"
-            " next run give these messages back, and remove it then"
+            f" {many(len(unsettled), 'generation')} that nobody has settled"
+            f" ({', '.join(record.generation for record in unsettled)}): clear its `ack` task, or"
+            " let the next run release these messages, and then remove it"
         )
     remove_run(run)

@@ -1,7 +1,7 @@
-"""What the tasks of a run do, each from its first step to its last.
+"""The process and batch tasks of a run, from the first step to the last.
 
-An operator only says which run, pipeline and task it is, and makes of what comes back what its host
-wants of a task.  The sensor's part is :mod:`airflow_broadway.runs.watch`, and a run without staging
+An operator only passes run, pipeline and task, and converts the result for its host.  For the
+sensor see :mod:`airflow_broadway.runs.watch`, for a run without staging
 :mod:`airflow_broadway.runs.unstaged`.
 """
 
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 
 
 class Processed(NamedTuple):
-    """What a process task did.
+    """The result of a process task.
 
-    :param reference: What later tasks get of it; no payload.
-    :param timed_out: Whether an interrupt of the host ended it while callbacks were at work; what
-        was done by then is published.
-    :param trouble: Why people should look at what was settled here; empty if nothing is wrong.
+    :param reference: The reference for later tasks; no payload.
+    :param timed_out: Whether an interrupt of the host ended it during callbacks; results until then
+        are published.
+    :param trouble: A problem of the settlement here that needs attention; empty if there is none.
     """
 
     reference: dict[str, Any]
@@ -59,12 +59,12 @@ class Processed(NamedTuple):
 
 
 class ProcessTask:
-    """Clears up after others, receives within a budget, handles each message, stages the results.
+    """Sweeps dead executions, receives within a budget, handles messages and stages the results.
 
-    :param pipeline: As it is loaded: with its own producer.
-    :param index: Which of the pipeline's producers it is, from 0; ``None``: the only one.
-    :param source: Where the messages come from; the live queue unless given.
-    :raises RequestRefused: If nothing serves the source.
+    :param pipeline: The pipeline as loaded, with its own producer.
+    :param index: Index of the pipeline's producer, from 0; ``None`` if it is the only one.
+    :param source: The source of the messages; default: the live queue.
+    :raises RequestRefused: If no producer serves the source.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class ProcessTask:
         )
 
     def run(self) -> Processed:
-        """Do it.
+        """Runs the task.
 
-        :raises BroadwayError: If the broker or staging fails; everything received was given back.
+        :raises BroadwayError: If the broker or staging fails; all received messages were released.
         """
         sweep(self._run, self._pipeline, self._task, self._ports, self._source)
         remove_old_runs(self._run, self._pipeline)
@@ -138,23 +138,24 @@ class ProcessTask:
         return Processed(reference, self._process.timed_out, self._process.trouble)
 
     def stop(self) -> None:
-        """Take no more, and end soon.  Called from a signal handler."""
+        """Stops receiving and ends soon.  Called from a signal handler."""
         self._process.stop("signal")
 
 
 def send_depth(
     pipeline: Pipeline, ports: Ports, metrics: Metrics, run: StagedRun
 ) -> QueueDepth | None:
-    """Report the depth of the queue, as metrics and to the pages, and return it; ``None`` where the
-    broker has none.
+    """Reports the depth of the queue as metrics and to the pages, and returns it.
+
+    Returns ``None`` if the broker reports no depth or cannot be reached.
     """
     env = producer_env(pipeline, ports, store=run.store)
     at = env.clock.now()
     try:
         depth: QueueDepth | None = pipeline.producer.depth(env)
     except Exception as error:
-        # Only a gauge: what was received has been published.
-        log.warning("Could not ask how full the queue is: %s", error)
+        # Only a gauge is lost: the received messages are published already.
+        log.warning("Could not read the depth of the queue: %s", error)
         return None
     if depth is not None:
         metrics.depth(depth, tells_age=pipeline.producer.tells_age)
@@ -166,7 +167,7 @@ def send_depth(
 
 
 class BatchTask:
-    """Groups what process tasks staged for one batcher into batches, and runs those of Python."""
+    """Groups the messages staged for one batcher into batches, and runs those of Python."""
 
     def __init__(
         self, run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports, *, batcher: str
@@ -177,25 +178,25 @@ class BatchTask:
         self._ports = ports
         self._batcher = batcher
         self._batches: PythonBatches | None = None
-        self._apart: ChildProcess | None = None
+        self._child: ChildProcess | None = None
         self._stopped = False
-        #: The pipeline with the producer that delivered what is planned.
+        #: The pipeline with the producer that delivered the planned messages.
         self._served = pipeline
 
     def plan(self, processed: Iterable[Mapping[str, Any]], *, label: str) -> BatchPlan | None:
-        """The plan of batches, new or as an earlier try made it; ``None`` if nothing was staged.
+        """Returns the plan of batches, new or of an earlier try; ``None`` if nothing was staged.
 
-        A plan has no message if the run no longer holds those that were staged.
+        A plan is empty if the run no longer holds the staged messages.
 
         :param processed: The references of the process tasks.
-        :param label: Names the try; unique for ever.
+        :param label: Globally unique name of the try.
         :raises StagingError: If a process task staged under another root, staged messages cannot be
-            read, or the plan not be written.
+            read, or the plan cannot be written.
         """
         references = list(processed)
         self._run.store.check_roots(references)
         generations = [
-            each["generation"] for each in references if each["batchers"].get(self._batcher)
+            row["generation"] for row in references if row["batchers"].get(self._batcher)
         ]
         if not generations:
             return None
@@ -203,11 +204,11 @@ class BatchTask:
         return plan_batches(self._run, self._served, self._batcher, generations, try_label=label)
 
     def handle(self, plan: BatchPlan) -> dict[str, int] | None:
-        """Run ``handle_batch`` on each batch without an outcome; ``None`` if Spark is to do so.
+        """Runs ``handle_batch`` on each batch without an outcome; ``None`` if the engine is Spark.
 
-        :returns: Counts of batches, of messages by result, and of batches without an outcome: the
-            run no longer holds their messages, or was stopped.
-        :raises BroadwayError: If a process of its own could not handle them, and did not die.
+        :returns: Counts of batches, of messages by result, and of batches without an outcome, whose
+            messages the run no longer holds or which were stopped.
+        :raises BroadwayError: If the work of a child process raised.
         """
         if self._pipeline.batchers[self._batcher].engine != "python":
             return None
@@ -222,43 +223,43 @@ class BatchTask:
             most=MOST_PROCESSES,
             cleared=self._task.cleared,
         )
-        # A fork that cannot ask the host would wait for ever.
+        # A fork that cannot call the host would wait for ever.
         forks, forked = self._task.forks, False
         while not self._stopped and isolation.choose() and forks and isolation.careful:
             forked = True
-            raised = self._handle_apart(plan, isolation)
+            raised = self._handle_in_child(plan, isolation)
             if not isolation.goes_on():
                 if raised and not isolation.has_deaths:
                     raise BroadwayError(raised)
                 break
         self._batches = self._python_batches(plan)
-        if self._stopped:  # before there was anything to stop
+        if self._stopped:  # stopped before the batches existed
             self._batches.stop()
         with self._stand_in(plan):
             if forked or (forks and isolation.careful):
                 return self._batches.count()
             return self._batches.run()
 
-    def _handle_apart(self, plan: BatchPlan, isolation: Isolation) -> str:
-        """Run batches in a process of its own, which may die of one; what it raised."""
+    def _handle_in_child(self, plan: BatchPlan, isolation: Isolation) -> str:
+        """Runs batches in a child process, which may crash; returns the exception of its work."""
         batches = self._python_batches(plan, isolation.step, isolation.parent)
 
         def work() -> None:
-            # There, and not here: two processes cannot talk to the host by one connection.
+            # In the child: two processes cannot share one connection to the host.
             with self._stand_in(plan):
                 batches.run()
 
-        # While no other thread of ours is at work.
-        self._apart = apart = ChildProcess(work, batches.stop)
-        if self._stopped:  # in between
-            apart.stop()
+        # At this point no other thread of this process is active.
+        self._child = child = ChildProcess(work, batches.stop)
+        if self._stopped:  # stopped meanwhile
+            child.stop()
         try:
-            ending = apart.wait()
+            ending = child.wait()
         finally:
-            self._apart = None
+            self._child = None
         if ending:
-            log.warning("The process that ran batches of %r: %s.", plan.batcher, ending)
-        return apart.raised
+            log.warning("The child process with batches of %r ended: %s.", plan.batcher, ending)
+        return child.raised
 
     def _python_batches(
         self, plan: BatchPlan, step: Step | None = None, parent: str = ""
@@ -284,7 +285,7 @@ class BatchTask:
             stand_in.finish()
 
     def reference(self, plan: BatchPlan | None) -> dict[str, Any]:
-        """What later tasks get of a plan; no payload."""
+        """Returns the reference of a plan for later tasks; no payload."""
         if plan is None or not plan.messages:
             return {"plan": None, "batcher": self._batcher, "messages": 0, "batches": 0}
         return {
@@ -298,9 +299,9 @@ class BatchTask:
         }
 
     def stop(self) -> None:
-        """Begin no further batch, and end soon.  Called from a signal handler."""
+        """Starts no further batch and ends soon.  Called from a signal handler."""
         self._stopped = True
-        if self._apart is not None:
-            self._apart.stop()
+        if self._child is not None:
+            self._child.stop()
         if self._batches is not None:
             self._batches.stop()

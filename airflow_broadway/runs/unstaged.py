@@ -1,7 +1,7 @@
-"""A whole run in one task, on real custody: messages are not staged, only what became of them.
+"""A whole run in one task with leases at the broker; only results are staged, no messages.
 
-For pipelines whose batchers are all Python: messages are handled, batched and settled at their
-broker as their outcomes come.
+For pipelines whose batchers are all Python: messages are handled, batched, and settled at their
+broker as soon as they have an outcome.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 
 
 class UnstagedResult(NamedTuple):
-    """What a run in one task did.
+    """The result of a run in one task.
 
-    :param reference: What later tasks get of it; no payload.
-    :param trouble: Why people should look at it; empty if it went well.
+    :param reference: The reference for later tasks; no payload.
+    :param trouble: A problem that needs attention; empty if there is none.
     """
 
     reference: dict[str, Any]
@@ -54,8 +54,8 @@ class UnstagedResult(NamedTuple):
 class UnstagedTask:
     """Receives within a budget, handles, batches and settles, all in this task.
 
-    :param index: Which of the pipeline's producers it is, from 0; ``None``: the only one.
-    :param source: Where the messages come from; the live queue unless given.
+    :param index: Index of the pipeline's producer, from 0; ``None`` if it is the only one.
+    :param source: The source of the messages; default: the live queue.
     :param fail_when: See :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
     """
 
@@ -82,13 +82,14 @@ class UnstagedTask:
         self._stop = Stop(run.clock, min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:
-        """Take no more, and end soon.  Called from a signal handler."""
+        """Stops receiving and ends soon.  Called from a signal handler."""
         self._stop.request("signal")
 
     def run(self) -> UnstagedResult:
-        """Do it.
+        """Runs the task.
 
-        :raises BroadwayError: If the broker or staging fails; what has no outcome was given back.
+        :raises BroadwayError: If the broker or staging fails; messages without an outcome were
+            released.
         """
         pipeline, ports, run = self._pipeline, self._ports, self._run
         sweep(run, pipeline, self._task, ports, self._source)
@@ -103,7 +104,7 @@ class UnstagedTask:
             clock=run.clock,
         )
         move_letters(pipeline, env)
-        # Of all runs together: each may be over within seconds.
+        # The rate limit spans runs, since each may last only seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
         local = LocalRun(
             pipeline,
@@ -118,11 +119,11 @@ class UnstagedTask:
         try:
             report = local.pull(self._budget, on_lease=self._open)
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
-            if local.report is not None:  # it had settled before it broke
+            if local.report is not None:  # messages were settled before the error
                 try:
                     self._record(local.report, started, failed=True)
-                except BroadwayError as error:  # the first error is the one to show
-                    log.warning("What the run did could not be recorded: %s", error)
+                except BroadwayError as error:  # the first error is the one to raise
+                    log.warning("The result of the run could not be recorded: %s", error)
             raise
         trouble = report.trouble(self._fail_when)
         self._record(report, started, failed=bool(trouble))
@@ -142,22 +143,22 @@ class UnstagedTask:
         )
 
     def _record(self, report: RunReport, started: datetime, *, failed: bool) -> None:
-        """Keep, log and count what the run did, however it ended."""
+        """Records, logs and counts the result of the run, also after an error."""
         run = self._run
         record = run.generation(report.generation)
         record_settled(run, record, report.settled, progress=Progress(received=report.received))
         self._count(report)
-        about = {
+        summary = {
             "totals": report.totals(),
             "balanced": report.balanced,
             "reasons": report.reasons,
             "errors": report.settled.errors,
         }
-        for line in lines_of(about):
+        for line in lines_of(summary):
             log.info("%s", line)
         if not report.received and self._task.try_number == 1:
-            # With @continuous there are thousands of runs in a day, most empty.  A later try
-            # may have files of those before it, which go with the run once it is accounted for.
+            # With @continuous there are thousands of runs a day, most of them empty.  A later try
+            # may have files of earlier tries, which are removed with the run.
             try:
                 run.forget(report.generation)
             except StagingError as error:

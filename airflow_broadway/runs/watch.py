@@ -1,6 +1,6 @@
-"""Watch a run: renew its leases, settle it once all outcomes are known, and account for it.
+"""Watches a run: renews its leases, settles it once all outcomes are known, and accounts for it.
 
-What the ack sensor does at each look, and what others do who stand in for it.
+Used by the ack sensor at each poke, and by tasks that stand in for the sensor.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 class RunWatcher:
     """Renews, settles and accounts for the generations of a run; used from one thread.
 
-    :param task_ids: The tasks whose generations count; ``None``: all of the run.
-    :param generations: Of these, the ones that count; ``None``: all.
+    :param task_ids: The tasks whose generations are included; ``None`` for all of the run.
+    :param generations: The generations among these that are included; ``None`` for all.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RunWatcher:
         self._metrics = Metrics(self._ports.metrics, pipeline=pipeline.name, dag_id=run.dag_id)
 
     def close(self) -> None:
-        """Release connections.  Safe to repeat."""
+        """Releases connections; idempotent."""
         self._custodians.close()
 
     def look(
@@ -84,15 +84,16 @@ class RunWatcher:
         last: bool = False,
         hold_failed: float = 0.0,
     ) -> dict[str, Any] | None:
-        """One look of the sensor: renew what waits for outcomes, or settle all and account for it.
+        """Performs one poke: renews leases, or settles everything and accounts for the run.
 
-        :param over: Whether all watched tasks are through.
-        :param failed: Those of them that failed.
-        :param processed: The references of the process tasks, once all are through.
-        :param last: Nobody looks again: settle, though tasks are at work or their messages held.
+        :param over: Whether all watched tasks have finished.
+        :param failed: The tasks among them that failed.
+        :param processed: The references of the process tasks, once all have finished.
+        :param last: Whether this is the last poke: settles even if tasks are running or messages
+            are on hold.
         :param hold_failed: Seconds for which messages of failed tasks are kept.
-        :returns: The run's report; ``None``: look again.
-        :raises BroadwayError: If something could not be settled; look again.
+        :returns: The run's report; ``None`` to poke again.
+        :raises BroadwayError: If a generation could not be settled; poke again.
         """
         self.heartbeat.beat()
         waits = not over
@@ -107,22 +108,22 @@ class RunWatcher:
         return self.report(failed_tasks=failed, processed=processed) if over else None
 
     def renew(self) -> None:
-        """Renew the lease of each generation that waits for its outcomes.
+        """Renews the lease of each generation that waits for outcomes.
 
-        What cannot be renewed now is logged, and tried again at the next look.
+        A failure is logged and retried at the next poke.
         """
         try:
             records = self._generations()
         except StagingError as error:
-            log.warning("Could not look for leases to renew: %s", error)
+            log.warning("Could not read the leases to renew: %s", error)
             return
         for record in records:
-            # Until its manifest is published, a process task renews its lease itself.
+            # Until it publishes its manifest, a process task renews its own lease.
             if record.published and self._renews(record):
                 try:
                     self._renew(record)
                 except BroadwayError as error:
-                    # A lease outlasts several looks; failing would use up the sensor's retries.
+                    # A lease outlasts several pokes; failing would use up the sensor's retries.
                     log.warning(
                         "Could not renew the lease of generation %s yet: %s",
                         record.generation,
@@ -135,25 +136,25 @@ class RunWatcher:
 
     def _renew(self, record: GenerationRecord) -> None:
         generation = record.generation
-        held = self._custodians.of(record).renew(self._run.lease(generation))
-        if held is None:
+        lease = self._custodians.of(record).renew(self._run.lease(generation))
+        if lease is None:
             log.error(
-                "The lease of generation %s has lapsed: its broker gives these messages to the next"
-                " run, marked as redelivered.",
+                "The lease of generation %s has lapsed: its broker redelivers these messages to the"
+                " next run.",
                 generation,
             )
             return
-        self._run.put_lease(held)
-        left = (held.deadline - self._clock.now()).total_seconds()
+        self._run.put_lease(lease)
+        left = (lease.deadline - self._clock.now()).total_seconds()
         self._metrics.gauge(Metric.LEASE_REMAINING, left)
 
     def settle(self, *, final: bool, over: bool = False) -> None:
-        """Settle each generation whose messages all have an outcome.
+        """Settles each generation whose messages all have an outcome.
 
-        :param final: Settle the others too: what has no outcome is released.
-        :param over: Whether no task is at work any more: see :func:`settle`.
-        :raises BroadwayError: The first of those that kept a generation unsettled; the others are
-            settled all the same.
+        :param final: Whether to settle the others too and release messages without an outcome.
+        :param over: Whether no task is running any more: see :func:`settle`.
+        :raises BroadwayError: The first error that left a generation unsettled; the others are
+            settled nevertheless.
         """
         first: BroadwayError | None = None
         self._recorded = Recorded(self._run)
@@ -194,8 +195,9 @@ class RunWatcher:
 
     @contextmanager
     def _renewing(self, records: Sequence[GenerationRecord]) -> Iterator[_Renewing]:
-        """Renew, meanwhile, the leases of generations that wait for their turn: to read ten
-        thousand outcomes takes a while, and so may a broker.
+        """Renews the leases of generations that are not settled yet, in the background.
+
+        Reading ten thousand outcomes takes a while, and so may a broker.
         """
         renewing = _Renewing(self.custodians, records)
         leases: list[Lease] = []
@@ -222,9 +224,7 @@ class RunWatcher:
             yield renewing
 
     def renewing(self) -> _RenewingCustodian:
-        """Renews leases of this run, each where its messages are held; called in the thread that
-        uses it.
-        """
+        """Opens a custodian that renews this run's leases; called in the thread that uses it."""
         return _Renewing(self.custodians, self._generations()).opened()
 
     def custodians(self) -> Custodians:
@@ -233,15 +233,15 @@ class RunWatcher:
         return Custodians(self._pipeline, self._ports, self._run, owner=owner, clock=self._clock)
 
     def _unsettled(self) -> list[GenerationRecord]:
-        return [each for each in self._generations() if each.state != SETTLED]
+        return [record for record in self._generations() if record.state != SETTLED]
 
     def _generations(self) -> list[GenerationRecord]:
-        found = self._run.generations(self._task_ids)
+        records = self._run.generations(self._task_ids)
         return [
             record
-            for record in found
+            for record in records
             if (self._only is None or record.generation in self._only)
-            # The Airflow that opened it settles it: its tasks may be at work.
+            # Another Airflow settles its own generations: its tasks may be running.
             and (record.state == SETTLED or not self._run.is_foreign(record))
         ]
 
@@ -250,20 +250,20 @@ class RunWatcher:
     def report(
         self, *, failed_tasks: Sequence[str], processed: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
-        """Account for every message of every execution, and keep it as ``report.json``.
+        """Accounts for every message of every execution and writes ``report.json``.
 
-        :param processed: The references of the process tasks; messages that they name and this
-            staging folder lacks are ``unseen`` in the report, which then does not balance.
+        :param processed: The references of the process tasks.  Messages in them that this staging
+            folder lacks are ``unseen`` in the report, which then does not balance.
         """
-        # What is recorded after it was settled by counts no more.
+        # Outcomes recorded after the settlement do not count.
         recorded, run = self._recorded, self._run
         records = self._generations()
         look = None if records else kept_look(run)
         missing = unseen(run, processed, settles_itself=not self._pipeline.batchers)
         before = None if records or look or missing else kept_report(run)
-        if before is not None:  # an empty run's, whose files are gone
+        if before is not None:  # the report of an empty run, whose files are removed
             if before["balanced"]:
-                mark_balanced(run)  # who wrote it may have died before it did
+                mark_balanced(run)  # its writer may have died before marking it
             return {**before, "failed_tasks": list(failed_tasks)}
         if not run.files.exists(REPORT):
             self._count_batches(recorded)
@@ -280,11 +280,11 @@ class RunWatcher:
             at=self._clock.now(),
             look=look,
             missing=missing,
-            empty={each["generation"]: each for each in processed if "receives" in each},
+            empty={row["generation"]: row for row in processed if "receives" in row},
         )
 
     def _count_batches(self, recorded: Recorded) -> None:
-        """Send the metrics of the run's batches."""
+        """Sends the metrics of the run's batches."""
         for batcher in self._pipeline.batchers:
             for plan in recorded.counted(batcher):
                 for planned, outcome in recorded.outcomes(plan):
@@ -299,7 +299,7 @@ class RunWatcher:
 
 
 class _Renewing:
-    """A custodian for a thread that renews leases, but none that is being settled."""
+    """Opens custodians for a renewal thread, which skips generations that are being settled."""
 
     def __init__(
         self, custodians: Callable[[], Custodians], records: Sequence[GenerationRecord]
@@ -307,15 +307,15 @@ class _Renewing:
         self._open = custodians
         self._records = {record.generation: record for record in records}
         self._lock = threading.Lock()
-        #: Generations that are settled, or being settled.
+        #: Generations settled or being settled.
         self.left: set[str] = set()
 
     def opened(self) -> _RenewingCustodian:
-        """The custodian; called in the thread that uses it."""
+        """Opens the custodian; called in the thread that uses it."""
         return _RenewingCustodian(self._open(), self._records, self._lock, self.left)
 
     def leave(self, generation: str) -> None:
-        """Renew this one no more; returns when nobody is about to."""
+        """Excludes a generation from renewal; returns when no renewal is in progress."""
         with self._lock:
             self.left.add(generation)
 

@@ -141,8 +141,8 @@ def _interval(request: SourceRequest) -> Interval:
         lack = "a backfill without a data interval" if request.backfill else "without an interval"
         raise RequestRefused(
             f"run {request.run_id!r} is {lack}: set a schedule with intervals, such as"
-            " CronDataIntervalTimetable, on the Dag, or pass interval_start and interval_end; nothing was"
-            " received"
+            " CronDataIntervalTimetable, on the Dag, or pass interval_start and interval_end;"
+            " nothing was received"
         )
     return Interval(start, end)
 
