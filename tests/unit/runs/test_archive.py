@@ -756,7 +756,7 @@ def test_what_cannot_be_run_again_is_refused(world: World) -> None:
     world.ref["options"]["batchers"] = batchers or {}
     for data in (world.folder / "staging").rglob("past/batches/**/*.parquet"):
         data.unlink()
-    with pytest.raises(RequestRefused, match="the staged data of run 'past' is gone"):
+    with pytest.raises(RequestRefused, match="the staged data of run 'past' is missing"):
         world.run("again", of_run("past")).process()
 
 

@@ -178,7 +178,7 @@ def test_what_led_to_no_run_is_told_again_later_each_time(
     # after 60 seconds, and 120 more
     assert [told["told"] for told in again] == [2, 3]
     assert {told["crossing"] for told in again} == {first["crossing"]}
-    assert "told 2 times by now.  Is the Dag paused" in caplog.text
+    assert "reported 2 times by now.  Is the Dag paused" in caplog.text
 
 
 def test_at_its_cap_it_waits_and_tells_when_a_run_has_ended(world: World) -> None:
