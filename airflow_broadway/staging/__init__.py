@@ -1,1 +1,1 @@
-"""A run's files: where they lie, what they hold, and how they are written."""
+"""The files of a run: their layout, content, and how they are written."""

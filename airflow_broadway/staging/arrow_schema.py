@@ -1,8 +1,8 @@
-"""Carry converted rows as Arrow columns, in the types that Spark reads back as the schema says.
+"""Converts rows to Arrow columns of the types that Spark reads back as the schema's types.
 
-A converter (:meth:`airflow_broadway.core.schema.ddl.Schema.converter`) makes one tuple a message;
-:func:`columns_from_rows` turns the tuples of many into one struct column, and :func:`from_arrow`
-turns a column into Python values again, in the classes that the converter takes.
+A converter (:meth:`airflow_broadway.core.schema.ddl.Schema.converter`) returns one tuple per
+message; :func:`columns_from_rows` converts tuples to one struct column, and :func:`from_arrow`
+converts a column back to Python values, of the classes that the converter accepts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from airflow_broadway.core.schema.ddl import (
     Struct,
 )
 
-#: What a Parquet file says of itself so that Spark 3.5 reads dates before 1582 as they are: without
-#: a version it stops and asks for ``spark.sql.parquet.datetimeRebaseModeInRead``.
+#: Parquet metadata with which Spark 3.5 reads dates before 1582 unchanged: without a version it
+#: fails unless ``spark.sql.parquet.datetimeRebaseModeInRead`` is set.
 SPARK_FILE_METADATA = {b"org.apache.spark.version": b"3.5.0"}
 
-#: Arrow's functions; most are made when the module is loaded, and unknown to type checkers.
+#: Arrow's functions; most are generated at import and unknown to type checkers.
 compute: Any = pyarrow.compute
 
 _ATOMIC: dict[Atomic, pa.DataType] = {
@@ -51,7 +51,7 @@ _ATOMIC: dict[Atomic, pa.DataType] = {
 
 
 def arrow_type(kind: DataType) -> pa.DataType:
-    """Return the Arrow type that Spark reads as ``kind``."""
+    """Returns the Arrow type that Spark reads as ``kind``."""
     if isinstance(kind, Struct):
         return pa.struct([_field(field) for field in kind.fields])
     if isinstance(kind, Array):
@@ -64,12 +64,12 @@ def arrow_type(kind: DataType) -> pa.DataType:
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """Return the Arrow schema of a table whose columns are the schema's."""
+    """Returns the Arrow schema of a table with the schema's columns."""
     return pa.schema([_field(field) for field in schema.fields])
 
 
 def arrow_struct(schema: Schema) -> pa.StructType:
-    """Return the type of one column, such as ``data``, that holds all the schema's columns."""
+    """Returns the type of one column, such as ``data``, with all the schema's columns."""
     return pa.struct([_field(field) for field in schema.fields])
 
 
@@ -78,18 +78,18 @@ def _field(field: Field) -> pa.Field[Any]:
 
 
 def array_of(values: Sequence[Any], kind: pa.DataType) -> Any:
-    """Return the values as one array of that type."""
+    """Returns the values as one array of that type."""
     return pa.array(values, type=kind)
 
 
 def columns_from_rows(rows: Sequence[tuple[Any, ...]], schema: Schema) -> pa.StructArray:
-    """Build one struct column from rows that the schema's converter made.
+    """Builds one struct column from rows of the schema's converter.
 
-    :raises SchemaError: If the texts, bytes or lists of one column pass 2 GiB in all; fewer rows
-        are needed then.
+    :raises SchemaError: If the texts, bytes or lists of one column exceed 2 GiB in total: pass
+        fewer rows.
     """
     kind = arrow_struct(schema)
-    # Column by column: Arrow takes a list of one type much faster than a list of tuples.
+    # Column by column: Arrow converts a list of one type much faster than a list of tuples.
     columns = zip(*rows, strict=True) if rows else [()] * len(schema.fields)
     arrays: list[pa.Array[Any]] = []
     for field, values in zip(kind, columns, strict=True):
@@ -103,15 +103,15 @@ def columns_from_rows(rows: Sequence[tuple[Any, ...]], schema: Schema) -> pa.Str
 
 
 def from_arrow(column: pa.Array[Any] | pa.ChunkedArray[Any]) -> list[Any]:
-    """Return a column's values in plain Python.
+    """Returns a column's values as Python objects.
 
-    A struct or a map becomes a ``dict``, a list a ``list``, an instant a ``datetime`` in
+    A struct or a map becomes a ``dict``, a list a ``list``, a timestamp a ``datetime`` in
     ``datetime.timezone.utc``, and a null ``None``.
     """
     if isinstance(column, pa.ChunkedArray):
         return [value for chunk in column.chunks for value in from_arrow(chunk)]
     values: list[Any]
-    # Each nested column is read whole and then cut up: a Scalar for each value costs far more.
+    # Each nested column is converted as a whole and then sliced: a Scalar per value costs far more.
     if isinstance(column, pa.StructArray):
         names = [field.name for field in column.type]
         columns = [from_arrow(column.field(index)) for index in range(len(names))]
@@ -126,7 +126,7 @@ def from_arrow(column: pa.Array[Any] | pa.ChunkedArray[Any]) -> list[Any]:
         elements = from_arrow(column.values)
         values = [elements[start:end] for start, end in pairwise(column.offsets.to_pylist())]
     elif isinstance(column, pa.TimestampArray) and column.type.tz is not None:
-        # Arrow would look up a zone for each value, in zoneinfo or pytz, by what is installed.
+        # Arrow would look up a time zone for each value, in zoneinfo or pytz.
         clock: list[Any] = column.cast(pa.timestamp(column.type.unit)).to_pylist()
         return [value and value.replace(tzinfo=UTC) for value in clock]
     else:

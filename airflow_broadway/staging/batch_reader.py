@@ -1,4 +1,4 @@
-"""Read planned batches back as messages, for batchers that run Python."""
+"""Reads planned batches as messages, for Python batchers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from airflow_broadway.staging.arrow_schema import from_arrow
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.tables import ParquetFile, holds
 
-#: Messages of row groups that are kept between batches: small batches share groups.
+#: Messages of row groups that are cached between batches, since small batches share groups.
 CACHED_MESSAGES = 32_768
-#: Files that are open at a time; a batch may lie in several.
+#: Maximum number of open files; a batch may be in several.
 OPEN_FILES = 4
 
 
 class StagedReceipt(NamedTuple):
-    """What settling one staged message needs.
+    """The fields of a staged message that its settlement needs.
 
     :param source: Index of its generation in :attr:`BatchPlan.generations`.
-    :param acked: A callback settled it at once: nobody is to settle it again.
+    :param acked: Whether a callback settled it immediately, so that it is not settled again.
     """
 
     message_id: str
@@ -40,7 +40,7 @@ class StagedReceipt(NamedTuple):
 
 
 _Staged = tuple[Message, StagedReceipt]
-#: The rows of a row group: the number of each one's batch, and its message.
+#: The rows of a row group: their batch numbers, and their messages.
 _Group = tuple[list[int], list[_Staged]]
 
 #: Makes the acknowledger of a message.
@@ -48,51 +48,51 @@ AckRefOf = Callable[[StagedReceipt], AckRef]
 
 
 class BatchReader:
-    """Reads the batches of one Python batcher's plan; many threads may read at once.
+    """Reads the batches of one Python batcher's plan; thread-safe.
 
-    Batches that are neighbours in the plan share row groups: in its order they are read cheapest.
-    A few files stay open, since opening one in an object store costs two round trips.
+    Adjacent batches of the plan share row groups, so reading in plan order is cheapest.  A few
+    files stay open, since opening one in an object store costs two round trips.
     """
 
     def __init__(self, run: StagedRun, plan: BatchPlan) -> None:
         run.store.check_root(plan.root_id, plan.host)
         self._files = run.files
         self._plan = plan
-        #: One thread reads and decodes at a time: the others want the same row groups.
+        #: One thread reads and decodes at a time, since the others need the same row groups.
         self._lock = threading.Lock()
         self._open: OrderedDict[int, ParquetFile] = OrderedDict()
-        #: Data file → for each row group its first and last batch.
+        #: Data file → first and last batch per row group.
         self._bounds: dict[int, list[tuple[int, int]]] = {}
         self._cache: OrderedDict[tuple[int, int], _Group] = OrderedDict()
         self._cached = 0
 
     def read(self, planned: PlannedBatch, ack_ref_of: AckRefOf | None = None) -> list[Message]:
-        """Return the messages of a batch, in order of arrival at the batcher.
+        """Returns the messages of a batch, in order of arrival at the batcher.
 
-        A message's data is what it was; with a schema it is a ``dict`` of the schema's columns.
+        A message's data is unchanged; with a schema it is a ``dict`` of the schema's columns.
 
-        :param ack_ref_of: Makes the acknowledger of each message that no callback settled at once.
+        :param ack_ref_of: Creates the acknowledger of messages not settled immediately.
         """
-        found: list[tuple[int, _Staged]] = []
+        rows: list[tuple[int, _Staged]] = []
         for file in planned.files:
             for batches, messages in self._groups(file, planned.rows):
                 for low, high in planned.rows:
                     start = bisect.bisect_left(batches, low)
                     stop = bisect.bisect_right(batches, high, start)
-                    found.extend(zip(batches[start:stop], messages[start:stop], strict=True))
+                    rows.extend(zip(batches[start:stop], messages[start:stop], strict=True))
         if len(planned.rows) > 1 or planned.rows[0][0] != planned.rows[0][1]:
-            found.sort(key=lambda each: each[0])  # stable: each batch stays in order of arrival
+            rows.sort(key=lambda row: row[0])  # stable: keeps the order of arrival per batch
         if planned.part is not None:
-            found = [
+            rows = [
                 (number, (message, receipt))
-                for number, (message, receipt) in found
+                for number, (message, receipt) in rows
                 if planned.has(receipt.source, message.position)
             ]
         if ack_ref_of is None:
-            return [message for _, (message, _) in found]
+            return [message for _, (message, _) in rows]
         return [
             message if receipt.acked else message.with_acknowledger(ack_ref_of(receipt))
-            for _, (message, receipt) in found
+            for _, (message, receipt) in rows
         ]
 
     def __enter__(self) -> Self:
@@ -102,7 +102,7 @@ class BatchReader:
         self.close()
 
     def close(self) -> None:
-        """Close the open files, unless a thread that nobody waits for is reading one."""
+        """Closes the open files, unless an abandoned thread is reading one."""
         if self._lock.acquire(blocking=False):
             try:
                 self._close(0)
@@ -110,7 +110,7 @@ class BatchReader:
                 self._lock.release()
 
     def _groups(self, file: int, rows: list[list[int]]) -> Iterator[_Group]:
-        """The row groups of a file that hold any of a batch's rows."""
+        """Yields the row groups of a file with rows of a batch."""
         with self._lock:
             if file not in self._bounds:
                 opened = self._opened(file)
@@ -121,19 +121,19 @@ class BatchReader:
         for group, (first, last) in enumerate(bounds):
             if holds(rows, first, last):
                 with self._lock:
-                    found = self._group(file, group)
-                yield found
+                    row_group = self._group(file, group)
+                yield row_group
 
     def _group(self, file: int, group: int) -> _Group:
-        """The rows of a row group, read or kept."""
+        """Returns the rows of a row group, from the cache or the file."""
         key = file, group
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
         table = self._opened(file).read(group)
         batches: Any = table["batch"].to_pylist()
-        made = messages_of(table, self._plan.schema, self._plan.batcher, python=True)
-        kept = batches, list(zip(made, _receipts(table), strict=True))
+        messages = messages_of(table, self._plan.schema, self._plan.batcher, python=True)
+        kept = batches, list(zip(messages, _receipts(table), strict=True))
         self._cache[key] = kept
         self._cached += table.num_rows
         while self._cached > CACHED_MESSAGES and len(self._cache) > 1:
@@ -151,7 +151,7 @@ class BatchReader:
         return self._open[file]
 
     def _close(self, kept: int) -> None:
-        """Close files until no more than ``kept`` are open."""
+        """Closes files until at most ``kept`` are open."""
         while len(self._open) > kept:
             self._open.popitem(last=False)[1].close()
 
@@ -159,14 +159,14 @@ class BatchReader:
 def messages_of(
     table: pa.Table, schema: str | None, batcher: str, *, python: bool
 ) -> list[Message]:
-    """The rows of a message file, or of a Python batcher's data file, as messages.
+    """Converts the rows of a message file, or of a Python batcher's data file, to messages.
 
     :param python: Whether they were staged for a Python batcher.
     """
     key_of: Callable[[Any], Any] = load_key if python else plain_key
     metadata = from_arrow(table["metadata"])
     if python:
-        metadata = [load_metadata(each) if each else each for each in metadata]
+        metadata = [load_metadata(value) if value else value for value in metadata]
     rows = zip(
         _data(table, schema, load if python else json.loads),
         _column(table, "message_id"),
@@ -183,23 +183,23 @@ def messages_of(
     return [
         Message(
             data,
-            metadata=known,
+            metadata=fields,
             message_id=message_id,
             batcher=batcher,
             batch_key=key,
-            batch_mode=BatchMode.FLUSH if at_once else BatchMode.BULK,
+            batch_mode=BatchMode.FLUSH if flushed else BatchMode.BULK,
             attempt=attempt,
-            redelivered=again,
+            redelivered=redelivered,
             received_at=at,
             position=position,
             size=size,
         )
-        for data, message_id, key, at_once, known, attempt, again, at, position, size in rows
+        for data, message_id, key, flushed, fields, attempt, redelivered, at, position, size in rows
     ]
 
 
 def _column(table: pa.Table, *names: str) -> list[Any]:
-    """The values of the first of these columns that the table has."""
+    """Returns the values of the first of these columns that exists in the table."""
     values: list[Any] = table[
         next(name for name in names if name in table.column_names)
     ].to_pylist()
@@ -215,7 +215,7 @@ def _data(table: pa.Table, schema: str | None, read: Callable[[str], Any]) -> li
 
 
 def _receipts(table: pa.Table) -> Iterator[StagedReceipt]:
-    names = ("message_id", "source", *(each for each in table.column_names if each[0] == "_"))
+    names = ("message_id", "source", *(name for name in table.column_names if name[0] == "_"))
     column: dict[str, list[Any]] = {name: table[name].to_pylist() for name in names}
     nothing = [None] * table.num_rows
     for message_id, source, receipt, success, failure, acked, payload, properties in zip(

@@ -1,10 +1,10 @@
-"""Which of a batcher's messages make up which batch.
+"""Assigns a batcher's messages to batches.
 
 The messages stream in order through :class:`airflow_broadway.core.stages.batcher.BatcherStage`,
-whose clock is the instant at which each was received.  So the same messages give the same batches
+whose clock is the time at which each was received.  So the same messages yield the same batches
 and the same ``batch_id``s, on any machine and at any time.
 
-Memory holds the ids of one table, and a running hash and counts of each open batch.
+Memory holds the ids of one table, and a running hash and counts per open batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from airflow_broadway.staging.merge_generations import AT, SOURCE
 
 
 class _Row(NamedTuple):
-    """What batching needs of a message: an :class:`airflow_broadway.core.stages.batcher.Item`.
+    """The fields of a message for batching, as an
+    :class:`airflow_broadway.core.stages.batcher.Item`.
 
     :param source: The index of its generation.
     :param place: The index of its row in the table.
@@ -46,9 +47,9 @@ class _Row(NamedTuple):
 
 
 class _Pending:
-    """A batch being filled: a running hash and counts, never its messages.
+    """An open batch: a running hash and counts, without its messages.
 
-    :param number: What its rows bear in the column ``batch``.
+    :param number: The value of its rows in the column ``batch``.
     """
 
     __slots__ = ("_batching", "bytes", "files", "hash", "ids", "number", "redelivered", "sources")
@@ -62,7 +63,7 @@ class _Pending:
         self.redelivered = 0
         #: Messages by source.
         self.sources = batching.no_sources[:]
-        #: A bit for each data file that holds any of its rows.
+        #: One bit per data file that holds any of its rows.
         self.files = 0
 
     def append(self, row: _Row) -> None:
@@ -77,13 +78,13 @@ class _Pending:
         self.sources[row.source] += 1
 
     def absorb(self) -> None:
-        """Put the ids seen so far into the hash."""
+        """Adds the collected ids to the hash."""
         if self.ids and isinstance(self.hash, BatchHash):
             self.hash.update_all(self.ids)
         self.ids = []
 
     def close(self) -> str:
-        """The batch's id."""
+        """Returns the batch's id."""
         self.absorb()
         if isinstance(self.hash, BatchHash):
             self.hash = self.hash.hexdigest()
@@ -91,7 +92,7 @@ class _Pending:
 
 
 class Batching:
-    """Puts rows into batches, table by table.
+    """Assigns rows to batches, table by table.
 
     :param generations: The sources of the tables, by index.
     """
@@ -102,10 +103,10 @@ class Batching:
         self._options: Batcher = pipeline.batchers[batcher]
         self._generations = generations
         self.no_sources = [0] * len(generations)
-        #: The batch of each row of the table at hand, and the batches that have rows of it.
+        #: The batch of each row of the current table, and the batches with rows of it.
         self.column: list[int] = []
         self.touched: list[_Pending] = []
-        #: The messages of that table, where a function decides by them when a batch is full.
+        #: The messages of that table, if a function of them decides when a batch is full.
         self._messages: list[Message] = []
         self._pending: dict[int, _Pending] = {}
         self._opened = 0
@@ -113,8 +114,8 @@ class Batching:
         self._merger: KeyMerger | None = None
         if self._options.merge_keys:
             self._merger = KeyMerger(self._options.batch_size, self._options.batch_bytes)
-        #: What :meth:`closed` gives next: for each planned batch those that it is made of, which is
-        #: one, or several where keys are merged.
+        #: Batches for the next call of :meth:`closed`: per planned batch its parts, several if keys
+        #: are merged.
         self._closed: list[list[Closed]] = []
         self._batch_ids: set[bytes] = set()
 
@@ -137,13 +138,13 @@ class Batching:
         return pending
 
     def hash_of(self, key: Any) -> BatchHash:
-        """A new batch's running hash."""
+        """Creates the running hash of a new batch."""
         return BatchHash(self._pipeline.name, self._batcher, key)
 
     # -- rows ----------------------------------------------------------------------------------
 
     def add(self, table: pa.Table) -> list[int]:
-        """Batch the rows of the next table; returns the number of each row's batch."""
+        """Batches the rows of the next table; returns the batch number of each row."""
         self.column = [-1] * table.num_rows
         rows = _rows(table)
         if isinstance(self._options.batch_size, tuple):
@@ -152,10 +153,10 @@ class Batching:
             )
         stage, timed = self._stage, self._options.staged_timeout is not None
         if not timed and not pc.any(table["flush"]).as_py():
-            # Without flushes and timeouts it makes no difference how messages arrived in chunks.
+            # Without flushes and timeouts chunk boundaries do not matter.
             self._close(stage.add(rows, 0.0))
         else:
-            for start, stop, now in _chunks(table):
+            for start, stop, now in _iter_chunks(table):
                 if timed:
                     self._close(stage.due(now))
                 self._close(stage.add(rows[start:stop], now))
@@ -165,7 +166,7 @@ class Batching:
         return self.column
 
     def finish(self) -> None:
-        """Close all batches that are open."""
+        """Closes all open batches."""
         self._close(self._stage.flush())
         if self._merger is not None:
             self._closed += self._merger.flush()
@@ -186,12 +187,12 @@ class Batching:
     # -- batches -------------------------------------------------------------------------------
 
     def note_file(self, file: int, batches: Iterable[int]) -> None:
-        """Note that the data file of this index holds rows of these batches."""
+        """Records that the data file with this index holds rows of these batches."""
         for number in batches:
             self._pending[number].files |= 1 << file
 
     def closed(self) -> Iterator[PlannedBatch]:
-        """The batches closed since the last call, all of whose rows are in data files by now."""
+        """Yields the batches closed since the last call; all their rows are in data files."""
         for parts in self._closed:
             yield self._planned(parts)
         self._closed.clear()
@@ -208,20 +209,20 @@ class Batching:
         if self._merger is None:
             batch_id, key, keys = pendings[0].close(), json.loads(first.key), 1
         else:
-            # A hash of hashes: the ids of the batches stand for the ids of their messages.
-            batch_id = self.hash_of(None).update_all(each.close() for each in pendings).hexdigest()
+            # A hash of hashes: the ids of the batches represent the ids of their messages.
+            batch_id = self.hash_of(None).update_all(p.close() for p in pendings).hexdigest()
             key, keys = None, len({batch.key for batch in parts})
         return PlannedBatch(
             batch_id=self._unique(batch_id),
-            rows=_ranges(sorted(each.number for each in pendings)),
+            rows=_to_ranges(sorted(pending.number for pending in pendings)),
             files=[index for index in range(files.bit_length()) if files >> index & 1],
             batch_key=key,
             keys=keys,
             partition=first.partition,
             size=sum(batch.size for batch in parts),
-            bytes=sum(each.bytes for each in pendings),
+            bytes=sum(pending.bytes for pending in pendings),
             trigger=max(parts, key=lambda batch: batch.size).trigger.value,
-            redelivered=sum(each.redelivered for each in pendings),
+            redelivered=sum(pending.redelivered for pending in pendings),
             sources={
                 generation: count
                 for generation, count in zip(self._generations, sources, strict=True)
@@ -231,9 +232,9 @@ class Batching:
         )
 
     def _unique(self, batch_id: str) -> str:
-        """Derive another id for a batch of the same messages as an earlier one of the plan.
+        """Derives another id for a batch with the same messages as an earlier one of the plan.
 
-        Two generations have the same messages where the lease of the first has lapsed.  With one id
+        Two generations have the same messages if the lease of the first has lapsed.  With one id
         the outcome of one batch would settle the messages of the other.
         """
         while bytes.fromhex(batch_id) in self._batch_ids:
@@ -245,10 +246,10 @@ class Batching:
 def _rows(table: pa.Table) -> list[_Row]:
     flush = table["flush"]
     count = table.num_rows
-    bulk, at_once = BatchMode.BULK, BatchMode.FLUSH
+    bulk, flushed = BatchMode.BULK, BatchMode.FLUSH
     modes: Any = [bulk] * count
     if pc.any(flush).as_py():
-        modes = [at_once if each else bulk for each in flush.to_pylist()]
+        modes = [flushed if flushes else bulk for flushes in flush.to_pylist()]
     columns = zip(
         table["batch_key"].to_pylist(),
         modes,
@@ -260,12 +261,12 @@ def _rows(table: pa.Table) -> list[_Row]:
         range(count),
         strict=True,
     )
-    return [_Row._make(each) for each in columns]
+    return [_Row._make(values) for values in columns]
 
 
-def _chunks(table: pa.Table) -> Iterator[tuple[int, int, float]]:
-    """Where each chunk of the table begins and ends, and the instant at which it came."""
-    span = 1 << 40  # no generation has so many chunks
+def _iter_chunks(table: pa.Table) -> Iterator[tuple[int, int, float]]:
+    """Yields start, end and time of receipt of each chunk of the table."""
+    span = 1 << 40  # more than the chunks of any generation
     both: Any = pc.add(pc.multiply(table[SOURCE].cast(pa.int64()), span), table["chunk"])
     start = 0
     for stop in pc.run_end_encode(both.combine_chunks()).run_ends.to_pylist():
@@ -273,12 +274,12 @@ def _chunks(table: pa.Table) -> Iterator[tuple[int, int, float]]:
         start = stop
 
 
-def _ranges(numbers: list[int]) -> list[list[int]]:
-    """Sorted numbers as inclusive ranges."""
-    made: list[list[int]] = []
+def _to_ranges(numbers: list[int]) -> list[list[int]]:
+    """Converts sorted numbers to inclusive ranges."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if made and made[-1][1] == number - 1:
-            made[-1][1] = number
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
         else:
-            made.append([number, number])
-    return made
+            ranges.append([number, number])
+    return ranges

@@ -1,7 +1,7 @@
 """A staging root in an object store, through fsspec.
 
-Two promises of object stores serve here: an upload appears whole, and a conditional put
-(``If-None-Match: *``) appears only if there was no such object.
+It relies on two guarantees of object stores: an upload is atomic, and a conditional put
+(``If-None-Match: *``) fails if the object exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsspec.spec import AbstractBufferedFile
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import object_names, put_new
 
-#: Bytes that an upload holds in memory at a time; S3 takes 10,000 parts, so 80 GiB in a file.
+#: Bytes of an upload part, which is held in memory; S3 allows 10,000 parts, so 80 GiB per file.
 PART = 8 * 1024 * 1024
 
 
@@ -46,7 +46,7 @@ class _BucketSink:
             return
         self._done = True
         if isinstance(self._file, AbstractBufferedFile):
-            # Closed first: else the file, when it is collected, uploads what it has after all.
+            # Closed first: otherwise the file would upload its buffer when garbage-collected.
             self._file.closed = True
             self._file.discard()
         else:
@@ -64,7 +64,7 @@ class Bucket:
 
     @property
     def _fs(self) -> Any:
-        """The client; in a fork one of its own, for clients have threads and connections."""
+        """The client; a fork opens its own, since clients have threads and connections."""
         if self._pid != os.getpid():
             fs = self._opened
             self._opened = type(fs)(*fs.storage_args, **fs.storage_options)
@@ -72,22 +72,22 @@ class Bucket:
         return self._opened
 
     def prepare(self) -> None:
-        """Nothing: an object store has no folders."""
+        """Does nothing: an object store has no folders."""
 
     def read(self, path: str) -> bytes:
-        data: bytes = self._fs.cat_file(path, **self._at_once)
+        data: bytes = self._fs.cat_file(path, **self._read_options)
         return data
 
     @cached_property
-    def _at_once(self) -> dict[str, int]:
-        """What keeps s3fs from asking for a file's size before it reads it, to read it in parts."""
+    def _read_options(self) -> dict[str, int]:
+        """Arguments that make s3fs read a file in one request, without a request for its size."""
         parameters = inspect.signature(self._fs.cat_file).parameters
         return {"max_concurrency": 1} if "max_concurrency" in parameters else {}
 
     def exists(self, path: str) -> bool:
         self._forget(path)
-        found: bool = self._fs.exists(path)
-        return found
+        exists: bool = self._fs.exists(path)
+        return exists
 
     def list(self, path: str) -> list[str]:
         self._forget(path)
@@ -134,7 +134,7 @@ class Bucket:
 
     def source(self, path: str) -> IO[bytes]:
         self._forget(path)
-        # Parquet reads whole columns of a row group and joins near reads itself.
+        # Parquet reads whole columns of a row group and coalesces adjacent reads itself.
         file: IO[bytes] = self._fs.open(path, "rb", cache_type="none")
         return file
 
@@ -147,7 +147,7 @@ class Bucket:
         self._forget(path)
 
     def remove_temporary(self, path: str, before: float, *, below: bool) -> None:
-        """Nothing: an object appears whole, under its own name."""
+        """Does nothing: an object is written atomically under its final name."""
 
     def remove_tree(self, path: str) -> None:
         with suppress(FileNotFoundError):
@@ -155,6 +155,6 @@ class Bucket:
         self._forget(path)
 
     def _forget(self, path: str) -> None:
-        """Look anew: the client keeps listings, and other processes write."""
+        """Invalidates the client's cached listings, since other processes write."""
         self._fs.invalidate_cache(path)
         self._fs.invalidate_cache(path.rpartition("/")[0])

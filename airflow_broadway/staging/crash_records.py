@@ -1,15 +1,15 @@
-"""Records the generations whose task died, and the messages that were in hand at that instant.
+"""Records the generations whose task died, and the messages that were in hand at that time.
 
 The death of a whole task proves nothing about its messages: a preemption and the kernel's OOM
-killer look alike.  So a record only makes the pipeline careful: while there is one, a redelivered
-message is a *suspect*, and is handled in a child process.  Below the pipeline's staging folder::
+killer cannot be distinguished.  While there is a record, a redelivered message is a *suspect* and
+is handled in a child process.  Below the pipeline's staging folder::
 
     _crashes/<time>-<generation>-<count>.json
         {"version": 1, "in_hand": [message ids], "alone": [those with nothing else in hand]}
     _crashes/<time>-<name>-forgotten.json
         {"version": 1, "messages": [ids of messages whose earlier crashes do not count any more]}
 
-``count`` is the number of ids, so that a listing alone says which files are worth reading.
+``count`` is the number of ids, so that a listing suffices to choose the files to read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from airflow_broadway.staging.store import Folder, Store
 
 log = logging.getLogger(__name__)
 
-#: How long a record is kept: as long as SQS keeps a message at most.
+#: Retention of a record: the maximum retention of a message in SQS.
 KEPT: Final = timedelta(days=14)
-#: The most messages that are handled together with one that was in hand in so many crashes; with
-#: one that was in hand in more, none is.
+#: Number of crashes in which a message was in hand → maximum size of its portion; above, it is
+#: handled alone.
 _PORTIONS: Final = {1: 25, 2: 5}
 
 _TIME: Final = "%Y%m%dT%H%M%SZ"
@@ -55,7 +55,7 @@ class CrashHistory:
 
 
 def portion_size(in_hand: int) -> int | None:
-    """Return how many messages are handled together with one of so many crashes.
+    """Returns the maximum number of messages handled together with a suspect.
 
     :param in_hand: The number of crashes in which the message was in hand.
     :returns: ``None`` for no bound.
@@ -72,17 +72,17 @@ def record_crash(
     *,
     alone: Collection[str] | None = None,
 ) -> None:
-    """Record that a generation's task died.  Safe to repeat.
+    """Records that a generation's task died; idempotent.
 
     :param in_hand: Ids of the messages that a child process was handling; empty if none was.
-    :param alone: Those of them that were in hand with nothing else; by default the only one.
+    :param alone: Those that were in hand with nothing else; by default the only one.
     :raises StagingError: If the record cannot be written.
     """
     if alone is None:
         alone = in_hand if len(in_hand) == 1 else ()
     folder = store.folder(_folder(pipeline))
     ending = f"-{generation}-{len(in_hand)}.json"
-    # A settlement is tried again and again while its broker cannot be reached.
+    # A settlement is retried while its broker cannot be reached.
     if any(name.endswith(ending) for name in folder.list("")):
         return
     name = f"{now.astimezone(UTC):{_TIME}}{ending}"
@@ -93,12 +93,11 @@ def record_crash(
 def forget_crashes(
     store: Store, pipeline: str, name: str, messages: Collection[str], now: datetime
 ) -> None:
-    """Forget the crashes on record of some messages: they are dead letters now, and one that is
-    sent back begins anew.
+    """Clears the crash records of dead-lettered messages, so that a requeued one starts afresh.
 
-    :param name: Names the generation or batch.
+    :param name: The name of the generation or batch.
     :param messages: Their ids.
-    :raises StagingError: If it cannot be written.
+    :raises StagingError: If the file cannot be written.
     """
     value = {"version": VERSION, "messages": sorted(messages)}
     store.folder(_folder(pipeline)).create(
@@ -107,7 +106,7 @@ def forget_crashes(
 
 
 def load_crash_history(store: Store, pipeline: str, now: datetime) -> CrashHistory:
-    """Load the crashes on record, and remove records older than :data:`KEPT`.
+    """Loads the crashes on record, and removes records older than :data:`KEPT`.
 
     :raises StagingError: If the records cannot be read.
     """
@@ -124,7 +123,7 @@ def load_crash_history(store: Store, pipeline: str, now: datetime) -> CrashHisto
         elif match[3] == "forgotten":
             forgotten.append(name)
         else:
-            # Settling that was interrupted may have recorded a crash twice.
+            # An interrupted settlement may have recorded a crash twice.
             record = int(match[3]), name
             newest[match[2]] = max(newest.get(match[2], (-1, "")), record)
     records = [name for count, name in newest.values() if count]
@@ -136,14 +135,14 @@ def load_crash_history(store: Store, pipeline: str, now: datetime) -> CrashHisto
     alone: Counter[str] = Counter()
     for name, value in _read(folder, records):
         for counter, ids in ((in_hand, value["in_hand"]), (alone, value["alone"])):
-            counter.update(each for each in ids if _time_of(name) > forgotten_at.get(each, ""))
+            counter.update(key for key in ids if _time_of(name) > forgotten_at.get(key, ""))
     return CrashHistory(len(newest), in_hand, alone)
 
 
 def _read(folder: Folder, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read records; one that cannot be read is a crash all the same, of no known message."""
+    """Reads records; skips an unreadable one, which still counts as a crash."""
     for name, text in folder.read_all(names):
-        if text is None:  # removed in between by another run
+        if text is None:  # removed by another run since the listing
             continue
         try:
             value = read_json(text, f"{folder.path}/{name}")
@@ -164,5 +163,5 @@ def _folder(pipeline: str) -> str:
 def _remove(store: Store, pipeline: str, name: str) -> None:
     try:
         store.folder(_folder(pipeline)).remove(name)
-    except StagingError as error:  # an old record only makes the pipeline careful for longer
+    except StagingError as error:  # an old record only prolongs isolation
         log.warning("Could not remove the old crash record %s: %s", name, error)

@@ -1,6 +1,6 @@
 """A staging root that is a folder of a disk.
 
-How a file becomes durable is said in :mod:`airflow_broadway.core.formats.files`.
+For durability see :mod:`airflow_broadway.core.formats.files`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from airflow_broadway.core.formats.files import (
 )
 from airflow_broadway.staging.errors import SETTING, cannot
 
-#: Bytes that are copied at a time.
+#: Bytes copied at a time.
 _BLOCK = 1024 * 1024
 
 
 class _DiskSink:
-    """A file being written under its own name; see :class:`airflow_broadway.staging.store.Sink`."""
+    """A file being written under its final name; see
+    :class:`airflow_broadway.staging.store.Sink`.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -51,7 +53,7 @@ class _DiskSink:
 
 
 class Disk:
-    """A folder of this machine, or one that is mounted there."""
+    """A local or mounted folder."""
 
     def __init__(self, root: str, uri: str) -> None:
         self._root = root
@@ -64,8 +66,8 @@ class Disk:
         except FileNotFoundError:
             if not root.parent.is_dir():
                 raise StagingError(
-                    f"the staging folder {self._uri} cannot be made, for {root.parent} does not"
-                    f" exist; mount or create it, or set {SETTING} to a folder that exists"
+                    f"the staging folder {self._uri} cannot be created, since {root.parent} does"
+                    f" not exist; mount or create it, or set {SETTING} to a folder that exists"
                 ) from None
             try:
                 with suppress(FileExistsError):
@@ -82,7 +84,7 @@ class Disk:
 
     def read(self, path: str) -> bytes:
         check_regular_file(path, self._root)
-        with _no_such_file(), open(path, "rb") as file:
+        with _missing_file(), open(path, "rb") as file:
             return file.read()
 
     def exists(self, path: str) -> bool:
@@ -119,7 +121,7 @@ class Disk:
 
     def source(self, path: str) -> IO[bytes]:
         check_regular_file(path, self._root)
-        with _no_such_file():
+        with _missing_file():
             return open(path, "rb")
 
     def copy(self, path: str, target: str) -> None:
@@ -145,7 +147,7 @@ class Disk:
         for folder, folders, names in os.walk(path):
             for name in names:
                 if name.startswith(TEMPORARY):
-                    with suppress(FileNotFoundError):  # whoever wrote it lives, and is done
+                    with suppress(FileNotFoundError):  # its writer is alive and has finished it
                         place = os.path.join(folder, name)
                         if os.stat(place).st_mtime < before:
                             os.remove(place)
@@ -159,7 +161,7 @@ class Disk:
     def _make_folder(self, folder: str) -> None:
         if os.path.isdir(folder):
             return
-        if len(folder) <= len(self._root):  # gone since: an unmounted disk is not made anew
+        if len(folder) <= len(self._root):  # never recreates the root of an unmounted disk
             self.prepare()
             return
         self._make_folder(os.path.dirname(folder))
@@ -171,8 +173,8 @@ class Disk:
 
 
 @contextmanager
-def _no_such_file() -> Iterator[None]:
-    """What lies below a file, where a folder should be, is not there."""
+def _missing_file() -> Iterator[None]:
+    """Treats a path below a file as a missing file."""
     try:
         yield
     except NotADirectoryError as error:

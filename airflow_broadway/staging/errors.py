@@ -1,4 +1,4 @@
-"""Turn what a file system raises into one clear :class:`StagingError`: path, cause, cure."""
+"""Translates errors of file systems into a :class:`StagingError` with path, cause and remedy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from airflow_broadway.core.errors import BroadwayError, StagingError
 
-#: The setting that every cure names.
+#: The setting that every remedy names.
 SETTING = "`[broadway] staging`"
 
 _FULL = f"free space there, or set {SETTING} to a folder with more"
-_CURES = {
+_REMEDIES = {
     errno.ENOSPC: ("no space is left on its disk", _FULL),
     errno.EDQUOT: ("the disk quota of its user is used up", _FULL),
     errno.EROFS: ("its file system is read-only", f"set {SETTING} to a folder that can be written"),
@@ -32,12 +32,12 @@ _NO_LINKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def cannot(doing: str, uri: str, cause: BaseException | str) -> StagingError:
-    """Return the error for failing at ``doing`` (``"write x.json"``) in the folder ``uri``."""
+    """Returns the error for a failure of ``doing`` (``"write x.json"``) in the folder ``uri``."""
     number = cause.errno if isinstance(cause, OSError) else None
-    if number in _CURES:
-        why, cure = _CURES[number]
+    if number in _REMEDIES:
+        why, cure = _REMEDIES[number]
     elif number in _DENIED or isinstance(cause, PermissionError):
-        why, cure = _denied(doing, uri)
+        why, cure = _explain_denied(doing, uri)
     elif number in _NO_LINKS:
         why = "its file system has no hard links, which writing exactly once needs"
         cure = f"set {SETTING} to a local disk, NFS or an object store"
@@ -51,9 +51,9 @@ def cannot(doing: str, uri: str, cause: BaseException | str) -> StagingError:
 
 @contextmanager
 def translated(doing: str, uri: str) -> Iterator[None]:
-    """Raise :class:`StagingError` for any error of a file system or its client.
+    """Raises :class:`StagingError` for any error of a file system or its client.
 
-    ``FileNotFoundError`` and ``FileExistsError`` mean something to the caller, and pass.
+    ``FileNotFoundError`` and ``FileExistsError`` pass unchanged, since callers handle them.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def translated(doing: str, uri: str) -> Iterator[None]:
         raise cannot(doing, uri, error) from error
 
 
-#: What an identity needs to be allowed, by the first word of what was being done.
+#: The permission that an identity needs, by the first word of ``doing``.
 _S3_ACTIONS = {
     "read": "s3:GetObject",
     "write": "s3:PutObject",
@@ -73,14 +73,14 @@ _S3_ACTIONS = {
 }
 
 
-def _denied(doing: str, uri: str) -> tuple[str, str]:
-    scheme, mark, rest = uri.partition("://")
+def _explain_denied(doing: str, uri: str) -> tuple[str, str]:
+    scheme, mark, location = uri.partition("://")
     if not mark or scheme == "file":
         return (
             f"{_user()} is not allowed to",
             f"change its owner or mode, or set {SETTING} to a folder that can be written",
         )
-    authority = rest.partition("/")[0]
+    authority = location.partition("/")[0]
     conn_id, _, bucket = authority.rpartition("@")
     identity = (
         f"the identity of the Airflow connection {conn_id!r}"

@@ -1,7 +1,7 @@
-"""Splits batches that processes died of, and sets single messages aside.
+"""Splits batches that crashed processes, and dead-letters single messages.
 
-:mod:`airflow_broadway.core.formats.isolation` decides; this module carries out.  Both may be done
-again, by several at once: the first outcome of a batch stands.
+:mod:`airflow_broadway.core.formats.isolation` decides; this module executes.  Both are idempotent,
+also concurrently: the first outcome of a batch is final.
 """
 
 from __future__ import annotations
@@ -35,56 +35,56 @@ log = logging.getLogger(__name__)
 
 
 def split(run: StagedRun, plan: BatchPlan, batch: PlannedBatch, parts: int, *, by: str) -> None:
-    """Split a batch into equal parts, by the order in which its messages arrived.
+    """Splits a batch into equal parts, in order of arrival.
 
-    :param parts: How many; at most its messages.
-    :param by: The task that does it, for people.
+    :param parts: Number of parts; at most the number of its messages.
+    :param by: The calling task, for display.
     :raises LeaseLapsed: If the run no longer holds its messages.
-    :raises StagingDamaged: If its files are not as they were written.
+    :raises StagingDamaged: If its files are damaged.
     """
     Ownership(run.files, clock=run.clock).check(batch.sources)
-    rows = sorted((row for _, row in _rows(run, plan, [batch], _TO_SPLIT)), key=_place)
+    rows = sorted((row for _, row in _rows(run, plan, [batch], _SPLIT_COLUMNS)), key=_place)
     if len(rows) != batch.size or len({tuple(_place(row)) for row in rows}) != len(rows):
         raise StagingDamaged(
             f"batch {batch.batch_id} of {plan.path} holds {many(batch.size, 'message')}, and its"
-            f" files {len(rows)} that can be told apart: it cannot be split"
+            f" files {len(rows)} distinct ones: it cannot be split"
         )
     bounds = [len(rows) * number // parts for number in range(parts + 1)]
-    made = [
+    split_parts = [
         _part(plan, batch, number, rows[first:last])
         for number, (first, last) in enumerate(pairwise(bounds))
     ]
-    record_split(run.files, plan.path, plan.batcher, batch, made, by)
+    record_split(run.files, plan.path, plan.batcher, batch, split_parts, by)
     log.warning(
-        "Batch %s of %r (%s), at which processes died, is split into %s of %s to %s.",
+        "Batch %s of %r (%s), which crashed processes, is split into %s of %s to %s.",
         batch.batch_id,
         plan.batcher,
         many(batch.size, "message"),
         many(parts, "part"),
-        min(part.size for part in made),
-        many(max(part.size for part in made), "message"),
+        min(part.size for part in split_parts),
+        many(max(part.size for part in split_parts), "message"),
     )
 
 
 def on_record(
     run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch], history: CrashHistory
 ) -> dict[str, OnRecord]:
-    """Return what is on record of the messages of some batches of one plan, by batch id."""
-    found = {batch.batch_id: OnRecord() for batch in batches}
+    """Returns the crash records of the messages of some batches of one plan, by batch id."""
+    records = {batch.batch_id: OnRecord() for batch in batches}
     for batch, row in _rows(run, plan, batches, ("batch", "source", "position", "message_id")):
         in_hand = history.in_hand.get(row["message_id"], 0)
-        known = found[batch.batch_id]
-        if in_hand > known.in_hand:
+        record = records[batch.batch_id]
+        if in_hand > record.in_hand:
             alone = history.alone.get(row["message_id"], 0) if batch.size == 1 else 0
-            found[batch.batch_id] = OnRecord(in_hand, portion_size(in_hand), alone)
-    return found
+            records[batch.batch_id] = OnRecord(in_hand, portion_size(in_hand), alone)
+    return records
 
 
 class InHand(NamedTuple):
-    """The messages that were in hand when the whole task died; both are ids.
+    """The ids of messages that were in hand when the whole task died.
 
-    :param messages: Of one generation, without those that have an outcome by now.
-    :param alone: Those of them that had nothing else in hand beside them.
+    :param messages: Messages of one generation without an outcome.
+    :param alone: Those that were the only message in hand.
     """
 
     messages: set[str]
@@ -94,15 +94,15 @@ class InHand(NamedTuple):
 def in_hand_at_interruptions(
     recorded: Recorded, generation: str, plans: Sequence[BatchPlan]
 ) -> InHand | None:
-    """Return the messages of a generation without an outcome that were in hand when a whole task
+    """Returns the messages of a generation without an outcome that were in hand when a whole task
     died at their batches; ``None`` if none died.
 
-    Call it once no process of the run is at work.
+    Call it once no process of the run is running.
 
-    :param plans: Those that decide about the generation.
+    :param plans: The plans that decide about the generation.
     :raises StagingError: If a file cannot be read.
     """
-    found = None
+    hand = None
     for plan in plans:
         undecided = [
             batch
@@ -112,45 +112,45 @@ def in_hand_at_interruptions(
         interruptions = interruptions_of(recorded.run.files, plan.path) if undecided else []
         if not interruptions:
             continue
-        found = found or InHand(set(), set())
+        hand = hand or InHand(set(), set())
         begun = {batch_id for batch_ids in interruptions for batch_id in batch_ids}
         batches = [batch for batch in undecided if batch.batch_id in begun]
         source = plan.generations.index(generation)
-        for batch, row in _rows(recorded.run, plan, batches, _IN_HAND):
+        for batch, row in _rows(recorded.run, plan, batches, _IN_HAND_COLUMNS):
             if row["source"] != source or row["_acked"]:
                 continue
-            found.messages.add(row["message_id"])
+            hand.messages.add(row["message_id"])
             if batch.size == 1 and [batch.batch_id] in interruptions:
-                found.alone.add(row["message_id"])
-    return found
+                hand.alone.add(row["message_id"])
+    return hand
 
 
-#: What is to be known of each message to split a batch; and of one, to settle it.
-_TO_SPLIT: Final = ("batch", "source", "position", "redelivered", "batch_key")
-_TO_SETTLE: Final = (
+#: The columns needed to split a batch, and to settle a message.
+_SPLIT_COLUMNS: Final = ("batch", "source", "position", "redelivered", "batch_key")
+_SETTLE_COLUMNS: Final = (
     *("batch", "source", "position", "message_id", "attempt", "redelivered"),
     *("_receipt", "_payload", "_properties", "_on_failure", "_acked"),
 )
 
 
-_IN_HAND: Final = ("batch", "source", "position", "message_id", "_acked")
+_IN_HAND_COLUMNS: Final = ("batch", "source", "position", "message_id", "_acked")
 
 
 def _rows(
     run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch], columns: Sequence[str]
 ) -> Iterator[tuple[PlannedBatch, dict[str, Any]]]:
-    """The messages of some batches of one plan, with those of the columns that there are."""
+    """Yields the messages of some batches of one plan, with those columns that exist."""
     by_number: dict[int, list[PlannedBatch]] = {}
     for batch in batches:
         for first, last in batch.rows:
             for number in range(first, last + 1):
                 by_number.setdefault(number, []).append(batch)
-    wanted = [[number, number] for number in sorted(by_number)]
+    ranges = [[number, number] for number in sorted(by_number)]
     for index in sorted({index for batch in batches for index in batch.files}):
         with ParquetFile(run.files, f"{plan.path}/{plan.data[index]}") as file:
             there = [name for name in columns if name in file.columns]
             for group in range(file.groups):
-                if not holds(wanted, *file.bounds(group, "batch")):
+                if not holds(ranges, *file.bounds(group, "batch")):
                     continue
                 for row in file.read(group, there).to_pylist():
                     for batch in by_number.get(row["batch"], ()):
@@ -178,7 +178,7 @@ def _part(
     )
 
 
-def set_aside(
+def dead_letter(
     run: StagedRun,
     plan: BatchPlan,
     batch: PlannedBatch,
@@ -189,26 +189,28 @@ def set_aside(
     by: str,
     history: CrashHistory | None = None,
 ) -> Outcome:
-    """Record that the one message of a batch is a dead letter; no callback sees it.
+    """Dead-letters the only message of a batch; no callback receives it.
 
-    Once it is one, its crashes on record are forgotten.
+    Its crash records are then cleared.
 
-    Where its producer's options keep no body for that, it is what fails otherwise.
+    If its producer's options keep no payload for dead letters, it fails by ``on_failure`` instead.
 
-    :param why: How often processes died of it.
-    :param ownership: Of the try that does it.
+    :param why: The number of crashes, as text.
+    :param ownership: The ownership of the calling try.
     :param history: The crashes on record.
-    :returns: The outcome that stands.
+    :returns: The final outcome.
     """
     recorder = BatchRecorder(
         run.files, plan, ownership, writer=by, try_number=ownership.try_number, clock=run.clock
     )
     opened = recorder.begin(batch, batch.batch_key)
     reason = f"{CRASHED}{why}"
-    [(_, row)] = _rows(run, plan, [batch], _TO_SETTLE)
-    # What a callback has settled at once is settled.
+    [(_, row)] = _rows(run, plan, [batch], _SETTLE_COLUMNS)
+    # A message that a callback settled immediately needs no entry.
     lines = [] if row["_acked"] else [_line(row, batch, producer, reason)]
-    log.error("Message %s of batch %s is set aside: %s.", row["message_id"], batch.batch_id, reason)
+    log.error(
+        "Dead-lettering message %s (batch %s): %s.", row["message_id"], batch.batch_id, reason
+    )
     outcome = opened.record(
         successful=0,
         failed=1,
@@ -224,7 +226,7 @@ def set_aside(
 
 
 def _line(row: Mapping[str, Any], batch: PlannedBatch, producer: Producer, reason: str) -> str:
-    """The entry of a message that is set aside."""
+    """Builds the entry of a message that is dead-lettered."""
     payload = row.get("_payload")
     name = row["_on_failure"] or producer.on_failure
     verdict = Verdict(Action.DEAD_LETTER, 0.0, reason, "batch")

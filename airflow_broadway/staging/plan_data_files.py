@@ -1,9 +1,9 @@
-"""The data files of a plan: rows in order of batch, so that a reader finds a batch cheaply.
+"""Writes the data files of a plan, with rows in order of batch for cheap access to a batch.
 
-Rows come in order of arrival, each with the number of its batch.  They are gathered in a buffer;
-once it is full they are sorted by that number and written as row groups.  A batch with many rows in
-the buffer has groups of its own, small ones share.  The statistics of the ``batch`` column then
-lead a reader (Spark's filter on ``batch`` as well as ours) to the groups that hold a batch.
+Rows arrive in order of receipt, each with the number of its batch.  They are buffered; a full
+buffer is sorted by that number and written as row groups.  A batch with many rows in the buffer
+gets its own groups, small ones share.  The statistics of the ``batch`` column then lead a reader
+(also Spark's filter on ``batch``) to the groups of a batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, data_schema
 
-#: The buffer is full with about so many rows, or so many bytes.
+#: Approximate capacity of the buffer in rows and in bytes.
 BUFFER_ROWS = 131_072
 BUFFER_BYTES = 32 * 1024 * 1024
-#: A batch with so many rows in the buffer has row groups of its own.
+#: Rows of a batch in the buffer from which it gets its own row groups.
 OWN_GROUP_ROWS = 4_096
 
 
@@ -50,17 +50,17 @@ class DataFiles:
         self._bytes = 0
 
     def add(self, table: pa.Table, batches: list[int]) -> bool:
-        """Take the rows of one merged table, each with its batch; whether the buffer is full."""
-        made = self._shaped(table, batches)
-        self._tables.append(made)
-        self._rows += made.num_rows
-        self._bytes += made.nbytes
+        """Buffers the rows of a merged table with their batches; returns whether it is full."""
+        shaped = self._shape(table, batches)
+        self._tables.append(shaped)
+        self._rows += shaped.num_rows
+        self._bytes += shaped.nbytes
         return self._rows >= BUFFER_ROWS or self._bytes >= BUFFER_BYTES
 
     def flush(self) -> tuple[int, list[int]]:
-        """Write what is gathered.
+        """Writes the buffer.
 
-        :returns: The index of the file it went to, and the numbers of the batches with rows in it.
+        :returns: The index of the file, and the numbers of the batches with rows in the buffer.
         """
         if not self._rows:
             return 0, []
@@ -74,34 +74,34 @@ class DataFiles:
 
     @property
     def names(self) -> list[str]:
-        """The names of the files so far, by index."""
+        """Names of the files so far, by index."""
         return [path.rpartition("/")[2] for path in self._files.paths]
 
     def close(self) -> None:
-        """Finish the last file, durably; what is gathered must have been flushed."""
+        """Finishes the last file durably; call :meth:`flush` before."""
         self._files.close()
 
     def abort(self) -> None:
-        """Drop what is unfinished."""
+        """Discards the unfinished file."""
         self._files.abort()
 
-    def _shaped(self, table: pa.Table, batches: list[int]) -> pa.Table:
-        """The rows with the columns of the data files."""
+    def _shape(self, table: pa.Table, batches: list[int]) -> pa.Table:
+        """Converts rows to the columns of the data files."""
         columns: dict[str, Any] = {name: table[name] for name in table.column_names}
         columns["batch"] = array_of(batches, pa.int64())
         columns["_flush"], columns["_size"] = table["flush"], table["size"]
         if not self._python:
-            columns["batch_key"] = _spark_keys(table["batch_key"])
+            columns["batch_key"] = _to_spark_keys(table["batch_key"])
         if self._as_bytes:
             columns["data"] = table["data_bytes"]
         elif self._mixed:
-            columns["data"] = _json_texts(table)
-        made = [columns[name] for name in self._schema.names]
-        return pa.Table.from_arrays(made, schema=self._schema)
+            columns["data"] = _to_json_texts(table)
+        arrays = [columns[name] for name in self._schema.names]
+        return pa.Table.from_arrays(arrays, schema=self._schema)
 
 
 def _groups(ends: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut sorted rows, given where each batch's rows end, into row groups."""
+    """Divides sorted rows into row groups, by the ends of the batches' rows."""
     start = begun = 0
     for end in ends:
         if end - begun >= OWN_GROUP_ROWS:
@@ -117,33 +117,33 @@ def _groups(ends: list[int]) -> Iterator[tuple[int, int]]:
         yield start, begun
 
 
-def _spark_keys(column: pa.ChunkedArray[Any]) -> pa.Array[Any]:
-    """Keys as Spark gets them: text as itself, anything else as its JSON text."""
+def _to_spark_keys(column: pa.ChunkedArray[Any]) -> pa.Array[Any]:
+    """Converts keys for Spark: text unchanged, any other value as JSON text."""
     encoded: Any = column.combine_chunks().dictionary_encode()
     texts = [spark_key(text) for text in encoded.dictionary.to_pylist()]
-    made: pa.Array[Any] = array_of(texts, pa.string()).take(encoded.indices)
-    return made
+    keys: pa.Array[Any] = array_of(texts, pa.string()).take(encoded.indices)
+    return keys
 
 
 def spark_key(text: str) -> str:
-    """A key as Spark gets it, of its JSON text."""
+    """Converts a key's JSON text for Spark."""
     return json.loads(text) if text.startswith('"') else text
 
 
-def _json_texts(table: pa.Table) -> Any:
-    """The data as JSON text, where some of the run's messages have bytes."""
+def _to_json_texts(table: pa.Table) -> Any:
+    """Converts data to JSON text, including bytes."""
     texts, raw = table["data_json"], table["data_bytes"]
     if raw.null_count == len(raw):
         return texts
-    made = [
-        text if blob is None else _quoted(blob)
+    values = [
+        text if blob is None else _quote(blob)
         for text, blob in zip(texts.to_pylist(), raw.to_pylist(), strict=True)
     ]
-    return array_of(made, pa.string())
+    return array_of(values, pa.string())
 
 
-def _quoted(blob: bytes) -> str:
-    """Bytes among JSON: a JSON string of the text they hold, or of ``base64:`` and their Base64."""
+def _quote(blob: bytes) -> str:
+    """Encodes bytes as a JSON string of their text, or of ``base64:`` and their Base64."""
     try:
         return encode_json(blob.decode("utf-8"))
     except UnicodeDecodeError:

@@ -1,9 +1,9 @@
-"""The plan of a batcher: which messages of a run make up which batch, written down once.
+"""Plans the batches of a batcher in a run.
 
-A plan is a pure function of what the generations published.  See
-:mod:`airflow_broadway.staging.batching` for how messages become batches,
-:mod:`airflow_broadway.staging.plan_data_files` for the files in which they lie, and
-:mod:`airflow_broadway.staging.plan_choice` for which of several plans counts.
+A plan is a pure function of the published generations.  See
+:mod:`airflow_broadway.staging.batching` for the assignment of messages to batches,
+:mod:`airflow_broadway.staging.plan_data_files` for their files, and
+:mod:`airflow_broadway.staging.plan_choice` for the choice among several plans.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from airflow_broadway.staging.store import host_name
 
 log = logging.getLogger(__name__)
 
-#: Spark batches of one batcher in one run beyond which a plan warns.
+#: Spark batches of one batcher in one run above which a warning is logged.
 MANY_BATCHES = 1000
 
-#: Positions by which messages may be out of order, where their source has one.  Processors of
-#: another machine may take more at a time than those here would.
+#: Minimum of the positions by which messages of an ordered source may be out of order.
+#: Processors of another machine may take more messages at a time than those here.
 LEAST_DISORDER = 16_384
 
-#: Bytes of a plan's lines that memory holds until the plan is written.
+#: Bytes of a plan's lines in memory until the plan is written.
 _LINES_IN_MEMORY = 8 * 1024 * 1024
 
 
@@ -58,19 +58,19 @@ def plan_batches(
     *,
     try_label: str,
 ) -> BatchPlan:
-    """Plan the batches of one batcher from what ``generations`` published, and write the plan.
+    """Plans the batches of one batcher from the published ``generations``, and writes the plan.
 
-    Generations that were given back, or never published, are left out, with a line in the log.
-    Where there is a plan of the same generations it stands, even if the options have changed since:
-    a killed callback may have written what bears the ids of its batches.
+    Generations that were released or never published are skipped and logged.  An existing plan of
+    the same generations is kept even if the options have changed since, because a killed callback
+    may have written data with the ids of its batches.
 
-    :param generations: In an order that stays the same when the plan is made again.
-    :param try_label: Which try of the task plans, e.g. ``"2"``; a part of the folder's name.
-    :returns: The plan's header, with ``notes`` for people where there is something to say.
-    :raises StagingError: If files cannot be read or written, or lie under another root.
+    :param generations: In an order that is the same in every try.
+    :param try_label: The try of the task, e.g. ``"2"``; a part of the folder's name.
+    :returns: The plan's header; its ``notes`` are warnings for display.
+    :raises StagingError: If files cannot be read or written, or are under another root.
     """
-    manifests = _published(run, batcher, generations)
-    folder = folder_of(batcher, [each.generation for each in manifests])
+    manifests = _read_published(run, batcher, generations)
+    folder = folder_of(batcher, [manifest.generation for manifest in manifests])
     standing = Recorded(run).standing_in(folder)
     if standing is not None:
         log.info(
@@ -83,7 +83,7 @@ def plan_batches(
         return standing[1]
     seen = planned_elsewhere(run, batcher, folder.rpartition("/")[2])
     # Sources whose messages may have been handled in batches of another plan.
-    again = [index for index, each in enumerate(manifests) if each.generation in seen]
+    again = [index for index, manifest in enumerate(manifests) if manifest.generation in seen]
     path = f"{folder}/{new_name(run, try_label)}"
     plan = _Planning(run, pipeline, batcher, manifests, path).make(again)
     for note in plan.notes:
@@ -92,14 +92,14 @@ def plan_batches(
 
 
 def folder_of(batcher: str, generations: Sequence[str]) -> str:
-    """Where the plans of a batcher lie that are made of these generations."""
+    """Returns the folder of a batcher's plans of these generations."""
     inputs = hashlib.sha256("\n".join(generations).encode()).hexdigest()
     return f"batches/{batcher}/{inputs[:16]}"
 
 
-def _published(run: StagedRun, batcher: str, generations: Sequence[str]) -> list[Manifest]:
-    """The manifests of those generations that are published and not settled."""
-    found: list[Manifest] = []
+def _read_published(run: StagedRun, batcher: str, generations: Sequence[str]) -> list[Manifest]:
+    """Reads the manifests of the generations that are published and not settled."""
+    manifests: list[Manifest] = []
     for generation in dict.fromkeys(generations):
         record = run.generation(generation)
         if not record.published:
@@ -112,19 +112,19 @@ def _published(run: StagedRun, batcher: str, generations: Sequence[str]) -> list
             continue
         manifest = run.manifest(generation)
         if manifest is not None:
-            found.append(manifest)
-    return found
+            manifests.append(manifest)
+    return manifests
 
 
 def new_name(run: StagedRun, try_label: str) -> str:
-    """A new name for a plan's folder; sorted by name, the newest comes last."""
+    """Creates a name for a plan's folder; the newest sorts last."""
     stamp = run.clock.now().astimezone(UTC).strftime("%Y%m%dT%H%M%S%f")
     label = re.sub(r"[^A-Za-z0-9-]+", "-", try_label)[:40] or "try"
     return f"{stamp}-{label}-{uuid.uuid4().hex[:8]}"
 
 
 class _Planning:
-    """One making of a plan."""
+    """The creation of one plan."""
 
     def __init__(
         self,
@@ -141,32 +141,32 @@ class _Planning:
         self._manifests = manifests
         self._path = path
         self._messages = 0
-        # Where the source has an order of its own, batches are a function of it: processors may
-        # change the order within what they take at a time.
-        ordered = all(each.lease["state"].get("ordered") for each in manifests)
+        # If the source is ordered, batches are a function of that order: processors may reorder
+        # messages within a chunk.
+        ordered = all(manifest.lease["state"].get("ordered") for manifest in manifests)
         self._disorder = max(LEAST_DISORDER, 4 * demand_of(pipeline)) if ordered else 0
 
     def make(self, again: list[int]) -> BatchPlan:
-        """Write data files and plan.
+        """Writes the data files and the plan.
 
-        :param again: Indexes of the sources whose messages count as redelivered.
+        :param again: Indexes of the sources whose messages are marked as redelivered.
         """
         files, options = self._run.files, self._options
-        sources = [each.files.get(self._batcher, []) for each in self._manifests]
+        sources = [manifest.files.get(self._batcher, []) for manifest in self._manifests]
         as_bytes = (
             options.schema is None
             and options.engine == "spark"
             and only_bytes(files, [path for source in sources for path in source])
         )
         batching = Batching(
-            self._pipeline, self._batcher, [each.generation for each in self._manifests]
+            self._pipeline, self._batcher, [manifest.generation for manifest in self._manifests]
         )
         data = DataFiles(files, self._path, options, self._pipeline.producer, as_bytes=as_bytes)
         with tempfile.SpooledTemporaryFile(max_size=_LINES_IN_MEMORY) as file:
             lines = _Lines(file)
             try:
                 for table in merged(files, sources, disorder=self._disorder):
-                    marked = _redelivered(table, again)
+                    marked = _mark_redelivered(table, again)
                     self._messages += marked.num_rows
                     if data.add(marked, batching.add(marked)):
                         _flush(data, batching, lines)
@@ -180,7 +180,7 @@ class _Planning:
         return plan
 
     def _header(self, names: list[str], lines: _Lines, *, as_bytes: bool) -> BatchPlan:
-        expected = sum(each.batchers.get(self._batcher, 0) for each in self._manifests)
+        expected = sum(manifest.batchers.get(self._batcher, 0) for manifest in self._manifests)
         if self._messages != expected:
             raise StagingError(
                 f"batcher {self._batcher!r}: the manifests name"
@@ -192,7 +192,7 @@ class _Planning:
             path=self._path,
             pipeline=self._pipeline.name,
             batcher=self._batcher,
-            generations=[each.generation for each in self._manifests],
+            generations=[manifest.generation for manifest in self._manifests],
             data=names,
             schema=self._options.schema,
             as_bytes=as_bytes,
@@ -208,10 +208,10 @@ class _Planning:
     def _notes(self, batches: int) -> list[str]:
         if self._options.engine != "spark" or batches <= MANY_BATCHES:
             return []
-        each = round(self._messages / batches)
+        average = round(self._messages / batches)
         merge = "" if self._options.merge_keys else "set merge_keys=True, choose a coarser key, or "
         note = (
-            f"{many(batches, 'Spark batch')} of {many(each, 'message')} each are more than"
+            f"{many(batches, 'Spark batch')} of {many(average, 'message')} each are more than"
             f" {MANY_BATCHES:,}, and every one costs a call of handle_batch: {merge}raise"
             " batch_size, batch_bytes or batch_timeout"
         )
@@ -219,9 +219,9 @@ class _Planning:
 
 
 class _Lines:
-    """The lines of a plan, one for each batch; kept until its header can be written above them.
+    """The lines of a plan, one per batch, buffered until its header can be written before them.
 
-    :param file: Where they are kept.
+    :param file: The buffer.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -236,7 +236,7 @@ class _Lines:
         self.triggers[batch.trigger] += 1
 
     def below(self, plan: BatchPlan) -> Iterator[bytes]:
-        """The plan's file: its header, then the lines."""
+        """Yields the content of the plan's file: its header, then the lines."""
         yield plan.dumps().encode("utf-8") + b"\n"
         self._file.seek(0)
         while block := self._file.read(1024 * 1024):
@@ -244,17 +244,17 @@ class _Lines:
 
 
 def _flush(data: DataFiles, batching: Batching, lines: _Lines) -> None:
-    """Write the rows that are held, then the lines of the batches that are now wholly written."""
+    """Writes the buffered rows, then the lines of the batches that are now complete."""
     batching.note_file(*data.flush())
     for batch in batching.closed():
         lines.add(batch)
 
 
-def _redelivered(table: pa.Table, sources: list[int]) -> pa.Table:
-    """The table with all messages of these sources marked as redelivered.
+def _mark_redelivered(table: pa.Table, sources: list[int]) -> pa.Table:
+    """Marks all messages of these sources as redelivered.
 
-    When one of several process tasks is cleared, the messages of the others stay, and are batched
-    anew beside those that it receives now.
+    When one of several process tasks is cleared, the messages of the others are batched again,
+    together with those that it receives now.
     """
     if not sources:
         return table

@@ -1,4 +1,4 @@
-"""The rate limiter's windows in staging: shared by all hosts, kept between runs."""
+"""Stores the rate limiter's windows in staging, shared by all hosts and runs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from airflow_broadway.core.stages.rate_limiter import State
 from airflow_broadway.staging.run_folder import StagedRun
 
 _FOLDER = "_rate"
-#: Tries of one update.  A try fails only if another update came first: after so many failures in a
-#: row something is broken.
+#: Maximum tries of one update.  A try fails only if another update was first, so that many
+#: consecutive failures indicate a defect.
 _TRIES = 1000
 _DIGITS = 12
 _STATE = re.compile(rf"\d{{{_DIGITS}}}\.json")
-#: Old states that stay: a slow writer must find the number taken that it is about to create.
+#: Old states that are kept, so that a slow writer finds its number taken.
 _KEPT = 100
 
 
 class StagedRateState:
-    """The state is the last of a series of numbered files.
+    """The rate limiter's state: the last of a series of numbered files.
 
-    An update creates the next file.  Of two that do so at once one fails, and tries again.
+    An update creates the next file.  Of two concurrent updates one fails and is retried.
     """
 
     def __init__(self, run: StagedRun) -> None:
         self._files = run.dag
 
     def update(self, change: Callable[[State | None], State]) -> State:
-        """Replace the state by ``change(state)``.
+        """Replaces the state by ``change(state)``.
 
         :raises StagingError: If it cannot be written.
         """
@@ -39,7 +39,7 @@ class StagedRateState:
             number = int(names[-1].partition(".")[0]) if names else 0
             try:
                 last = json.loads(self._files.read(f"{_FOLDER}/{names[-1]}")) if names else None
-            except FileNotFoundError:  # replaced since it was listed
+            except FileNotFoundError:  # removed since the listing
                 continue
             state = change(last)
             if self._files.create(f"{_FOLDER}/{number + 1:0{_DIGITS}d}.json", json.dumps(state)):

@@ -1,9 +1,9 @@
-"""A run's folder, and its generations: opened, published, settled.
+"""The folder of a run and its generations: opened, published, settled.
 
 A *generation* is one execution of a process task.  Its record is written before the first message
-is received.  A copy of the record lies in ``_open/``, beside the runs of the Dag, until the
-generation is settled and its run accounted for.  So a sweep finds what dead runs left by listing
-one small folder, however many runs there are.
+is received.  A copy of the record is in ``_open/``, next to the runs of the Dag, until the
+generation is settled and its run has a report.  So a sweep finds the generations of dead runs by
+listing one small folder, regardless of the number of runs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from airflow_broadway.staging.store import Folder, Store, host_name
 
 log = logging.getLogger(__name__)
 
-#: The folder, beside the runs of a Dag, of what is unsettled, or not accounted for.  No run's
-#: folder begins with ``_``.
+#: The folder, next to the runs of a Dag, of generations that are unsettled or without a report.
+#: No run's folder begins with ``_``.
 OPEN = "_open"
 
-#: The name of a generation's record, in either place; other files there are not ours.
+#: The name of a generation's record, in either place; other files there are ignored.
 _RECORD = re.compile(r"([0-9a-f]{32})\.json")
 
-#: What a generation has come to: it has no manifest yet; it has one; settling it has begun; it is
-#: settled.
+#: The states of a generation: without a manifest; with one; settlement has begun; settled.
 OPENED, PUBLISHED, SETTLING, SETTLED = "open", "published", "settling", "settled"
 
 
@@ -45,11 +44,11 @@ class GenerationRecord:
 
     :param generation: 32 hexadecimal digits.
     :param sequence: Ascending over the executions of one (task, map index) of a run.
-    :param lease: As it was when the generation was opened; see :meth:`StagedRun.lease`.
-    :param airflow: The name of the Airflow deployment whose run it is; empty outside Airflow.
+    :param lease: The lease when the generation was opened; see :meth:`StagedRun.lease`.
+    :param airflow: The name of the run's Airflow deployment; empty outside Airflow.
     :param source: The :class:`RunSource` of its messages, as JSON; empty for the live queue.
-    :param state: :data:`OPENED`, :data:`PUBLISHED`, :data:`SETTLING` or :data:`SETTLED`, as it was
-        when the record was read.
+    :param state: :data:`OPENED`, :data:`PUBLISHED`, :data:`SETTLING` or :data:`SETTLED`, when the
+        record was read.
     """
 
     generation: str
@@ -72,20 +71,20 @@ class GenerationRecord:
 
     @property
     def published(self) -> bool:
-        """Whether its manifest stands and nobody has begun to settle it."""
+        """Whether its manifest is published and its settlement has not begun."""
         return self.state == PUBLISHED
 
     def dumps(self) -> str:
-        """Return it as JSON, without its state."""
+        """Returns the record as JSON, without its state."""
         value = dataclasses.asdict(self)
         del value["state"]
-        if not self.source:  # as releases wrote it that know the live queue alone
+        if not self.source:  # the live queue is the default
             del value["source"]
         return json.dumps(value, sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str, state: str = OPENED) -> GenerationRecord:
-        """Read what :meth:`dumps` wrote.
+        """Parses the output of :meth:`dumps`.
 
         :raises StagingError: If a newer release wrote it, or it is damaged.
         """
@@ -93,14 +92,14 @@ class GenerationRecord:
 
 
 def dag_folder(store: Store, pipeline: str, dag_id: str) -> Folder:
-    """The folder of all runs of one pipeline in one Dag."""
+    """Returns the folder of all runs of one pipeline in one Dag."""
     return store.folder(f"{encode_name(pipeline)}/{encode_name(dag_id)}")
 
 
 class StagedRun:
     """The files of one run.
 
-    :param airflow: The name of the Airflow deployment that works on it; empty outside Airflow.
+    :param airflow: The name of the calling Airflow deployment; empty outside Airflow.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class StagedRun:
         return f"StagedRun({self.store.uri!r}, {self.path!r})"
 
     def spark_uri(self) -> str:
-        """The folder's address for Spark."""
+        """Returns the folder's URI for Spark."""
         return self.files.spark_uri()
 
     # -- generations ---------------------------------------------------------------------------
@@ -142,15 +141,15 @@ class StagedRun:
         lease: Lease,
         source: Mapping[str, Any] | None = None,
     ) -> GenerationRecord:
-        """Record, durably, that the generation ``lease.generation`` is about to receive.
+        """Records durably that the generation ``lease.generation`` is about to receive.
 
-        :param source: Where from, as JSON; the live queue unless given.
+        :param source: The source as JSON; default: the live queue.
 
         :raises StagingError: If it cannot be written, the generation was opened before, or another
             Airflow has an unsettled generation in this run's folder.
         """
         self._check_airflow()
-        earlier = [each for each in self.generations([task_id]) if each.map_index == map_index]
+        earlier = [row for row in self.generations([task_id]) if row.map_index == map_index]
         record = GenerationRecord(
             generation=lease.generation,
             pipeline=self.pipeline,
@@ -159,7 +158,7 @@ class StagedRun:
             task_id=task_id,
             map_index=map_index,
             try_number=try_number,
-            sequence=1 + max((each.sequence for each in earlier), default=0),
+            sequence=1 + max((row.sequence for row in earlier), default=0),
             lease=lease.to_json(),
             root_id=self.store.root_id(),
             host=host_name(),
@@ -168,16 +167,16 @@ class StagedRun:
             source=dict(source or {}),
         )
         text = record.dumps()
-        # The copy for sweeps comes first: a record that no sweep finds would be held for ever.
+        # The copy for sweeps is written first: without it no sweep would ever find the record.
         self.dag.create(f"{OPEN}/{record.generation}.json", text)
         path = paths.generation(record.generation)
-        # A client that hears no answer tries again, and meets what it wrote itself.
+        # A client that gets no response retries and finds the file that it wrote itself.
         if not self.files.create(path, text) and self.files.read(path) != text:
             raise StagingError(f"generation {record.generation} was opened before")
         return record
 
     def is_foreign(self, record: GenerationRecord) -> bool:
-        """Whether another Airflow deployment opened a generation, which knows its run's state."""
+        """Whether another Airflow deployment, which knows its run's state, opened a generation."""
         return record.airflow != self.airflow
 
     def _check_airflow(self) -> None:
@@ -192,15 +191,15 @@ class StagedRun:
                 )
 
     def generations(self, task_ids: Collection[str] | None = None) -> list[GenerationRecord]:
-        """All generations of the run, or those of some tasks, oldest first."""
-        found = [
-            self.generation(each) for each in generations_in(self.files.list(paths.GENERATIONS))
+        """Lists all generations of the run, or those of some tasks, oldest first."""
+        records = [
+            self.generation(name) for name in generations_in(self.files.list(paths.GENERATIONS))
         ]
-        wanted = [each for each in found if task_ids is None or each.task_id in task_ids]
-        return sorted(wanted, key=_age)
+        selected = [record for record in records if task_ids is None or record.task_id in task_ids]
+        return sorted(selected, key=_age)
 
     def generation(self, generation: str) -> GenerationRecord:
-        """One generation.
+        """Reads one generation.
 
         :raises StagingError: If it was never opened in this run.
         """
@@ -215,7 +214,7 @@ class StagedRun:
         return GenerationRecord.loads(text, path, self.state(generation))
 
     def state(self, generation: str) -> str:
-        """What a generation has come to; see :class:`GenerationRecord`."""
+        """Determines the state of a generation; see :class:`GenerationRecord`."""
         names = set(self.files.list(generation))
         for path, state in (
             (paths.settled(generation), SETTLED),
@@ -229,7 +228,7 @@ class StagedRun:
     # -- manifest and lease --------------------------------------------------------------------
 
     def manifest(self, generation: str) -> Manifest | None:
-        """What the generation published; ``None`` if it did not.
+        """Reads the manifest of a generation; ``None`` before it is published.
 
         :raises StagingError: If it was written under another root.
         """
@@ -243,25 +242,25 @@ class StagedRun:
         return manifest
 
     def publish(self, manifest: Manifest) -> bool:
-        """Write the manifest: only now what the generation staged counts.
+        """Writes the manifest, without which the files of the generation do not count.
 
-        Somebody may begin to settle it between the look and the writing: the manifest then stands
-        beside the intent, and no task acts on it.
+        Settlement may begin between the check and the write: the manifest then exists together with
+        the intent, and no task uses it.
 
         :returns: Whether this call wrote it; otherwise an earlier one did.
-        :raises LeaseLapsed: If its messages have been given back in the meantime.
+        :raises LeaseLapsed: If its messages were released in the meantime.
         """
         if self.files.exists(paths.intent(manifest.generation)):
             raise LeaseLapsed(
-                f"generation {manifest.generation} was settled before it was done: a newer"
-                " execution of its task, or a sweep, gave its messages back"
+                f"generation {manifest.generation} was settled before it was complete: a newer"
+                " execution of its task, or a sweep, released its messages"
             )
         return self.files.create(paths.manifest(manifest.generation), manifest.dumps())
 
     def lease(self, generation: str | GenerationRecord) -> Lease:
-        """The lease as last renewed; the one in the record if it never was.
+        """Reads the lease as last renewed, or else the one in the record.
 
-        :param generation: Its name, or its record, which then need not be read.
+        :param generation: Its name, or its record to save a read.
         """
         record = generation if isinstance(generation, GenerationRecord) else None
         name = record.generation if record is not None else str(generation)
@@ -277,30 +276,30 @@ class StagedRun:
             raise StagingDamaged(f"{paths.lease(name)} is damaged ({error!r})") from error
 
     def put_lease(self, lease: Lease) -> None:
-        """Record a renewed lease."""
+        """Records a renewed lease."""
         value = {**lease.to_json(), "version": VERSION, "release": __version__}
         self.files.replace(paths.lease(lease.generation), json.dumps(value))
 
     def forget(self, generation: str) -> None:
-        """Remove the files of a settled generation that held nothing."""
+        """Removes the files of a settled generation without messages."""
         self.files.remove(paths.generation(generation))
         self.store.folder(f"{self.path}/{generation}").remove_all()
-        # Last: whoever dies before it leaves what is there to a sweep.
+        # Last: if the process dies before, a sweep removes the rest.
         self.forget_open(generation)
 
     def forget_open(self, generation: str) -> None:
-        """Take a generation that is settled and accounted for from the list of open ones.
+        """Removes a generation with a settlement and a report from the list of open ones.
 
-        Where deleting fails it stays on the list, and sweeps account for its run again.
+        If that fails it stays on the list, and sweeps write the report of its run again.
         """
         try:
             self.dag.remove(f"{OPEN}/{generation}.json")
         except StagingError as error:
-            log.warning("generation %s is done with and stays on the list: %s", generation, error)
+            log.warning("generation %s is complete but stays on the list: %s", generation, error)
 
 
 def generations_in(names: Iterable[str]) -> list[str]:
-    """The generations whose records bear these names of files; other names are passed over."""
+    """Extracts the generations from file names of records; skips other names."""
     return [match[1] for match in map(_RECORD.fullmatch, names) if match]
 
 
@@ -312,18 +311,16 @@ def _age(record: GenerationRecord) -> tuple[Any, ...]:
 def iter_open(
     store: Store, pipeline: str, dag_id: str | None, clock: Clock | None = None
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
-    """All generations of all runs of a Dag that are not settled, or whose run nobody has accounted
-    for since they were; oldest first.
+    """Yields the generations of a Dag that are unsettled or without a report, oldest first.
 
-    However many runs there are, this costs one listing, and for each such generation a read and
-    another listing.
+    Costs one listing regardless of the number of runs, and a read and a listing per generation.
 
-    :param dag_id: ``None``: of all Dags of the pipeline, each of which costs a listing.
+    :param dag_id: ``None`` for all Dags of the pipeline, at one listing per Dag.
     """
-    found: list[tuple[StagedRun, GenerationRecord]] = []
+    pairs: list[tuple[StagedRun, GenerationRecord]] = []
     for folder in _dag_folders(store, pipeline, dag_id):
-        found += _open_in(folder, pipeline, clock)
-    yield from sorted(found, key=lambda each: (each[1].opened_at, each[1].generation))
+        pairs += _open_in(folder, pipeline, clock)
+    yield from sorted(pairs, key=lambda pair: (pair[1].opened_at, pair[1].generation))
 
 
 def _dag_folders(store: Store, pipeline: str, dag_id: str | None) -> list[Folder]:
@@ -341,11 +338,11 @@ def _open_in(
         path = f"{OPEN}/{name}.json"
         try:
             record = GenerationRecord.loads(folder.read(path), path)
-        except FileNotFoundError:  # accounted for since it was listed
+        except FileNotFoundError:  # removed since the listing
             continue
         except StagingError as error:
-            # It must not stop the others, or a run: its lease lapses by itself.
-            log.error("an unsettled generation is passed over: %s", error)
+            # It must not block the others or a run: its lease lapses by itself.
+            log.error("an unsettled generation is skipped: %s", error)
             continue
         run = StagedRun(
             folder.store,
@@ -360,7 +357,7 @@ def _open_in(
 def iter_unsettled(
     store: Store, pipeline: str, dag_id: str | None, clock: Clock | None = None
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
-    """Those of :func:`iter_open` that are not settled."""
+    """Yields the generations of :func:`iter_open` that are not settled."""
     for run, record in iter_open(store, pipeline, dag_id, clock):
         if record.state != SETTLED:
             yield run, record

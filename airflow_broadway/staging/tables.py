@@ -1,8 +1,8 @@
-"""The Parquet files of a run: their columns, and how they are written and read.
+"""Schemas, writers and readers of the Parquet files of a run.
 
-There are two kinds.  *Message files* (``<generation>/messages/<batcher>/``) hold what the process
-task made, in order of arrival.  *Data files* (``batches/…/data-*.parquet``) hold the same messages
-in order of batch, with the columns that Spark's ``handle_batch`` sees.
+There are two kinds.  *Message files* (``<generation>/messages/<batcher>/``) hold the results of the
+process task, in order of arrival.  *Data files* (``batches/…/data-*.parquet``) hold the same
+messages in order of batch, with the columns that Spark's ``handle_batch`` receives.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from airflow_broadway.staging.store import Folder, Sink
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
-INSTANT = pa.timestamp("us", tz="UTC")
+TIMESTAMP = pa.timestamp("us", tz="UTC")
 METADATA = pa.map_(pa.string(), pa.string())
 
-#: Bytes of a Parquet file after which the next is begun.
+#: Size in bytes at which the next Parquet file is begun.
 FILE_BYTES = 128 * 1024 * 1024
-#: Columns of high cardinality, for which a dictionary only costs.
+#: Columns of high cardinality, for which a dictionary is useless.
 _NO_DICTIONARY = frozenset(
     {
         *("message_id", "data_bytes", "data_json", "position", "size", "_size", "_receipt"),
         *("_payload", "payload", "enqueued_at", "metadata"),
     }
 )
-#: Columns with statistics: readers look at their bounds, or their nulls, before they read.
+#: Columns with statistics, whose bounds or null counts are read first.
 _STATISTICS = ("batch", "chunk", "data_json", "position", "received_at", "source", "time")
 
 
 def _data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
-    """The columns of a message file that hold the data."""
+    """Returns the data columns of a message file."""
     if batcher.schema is not None:
         return [pa.field("data", arrow_struct(parse_schema(batcher.schema)), nullable=False)]
     return [pa.field("data_bytes", pa.binary()), pa.field("data_json", pa.string())]
@@ -62,7 +62,7 @@ def _custody_fields(producer: Producer) -> list[pa.Field[Any]]:
 
 
 def message_schema(batcher: Batcher, producer: Producer) -> pa.Schema:
-    """The columns of a batcher's message files."""
+    """Returns the schema of a batcher's message files."""
     return pa.schema(
         [
             pa.field("message_id", pa.string(), nullable=False),
@@ -73,7 +73,7 @@ def message_schema(batcher: Batcher, producer: Producer) -> pa.Schema:
             pa.field("metadata", METADATA, nullable=False),
             pa.field("attempt", pa.int32(), nullable=False),
             pa.field("redelivered", pa.bool_(), nullable=False),
-            pa.field("received_at", INSTANT, nullable=False),
+            pa.field("received_at", TIMESTAMP, nullable=False),
             pa.field("position", pa.int64(), nullable=False),
             pa.field("chunk", pa.int64(), nullable=False),
             pa.field("size", pa.int64(), nullable=False),
@@ -84,9 +84,9 @@ def message_schema(batcher: Batcher, producer: Producer) -> pa.Schema:
 
 
 def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.Schema:
-    """The columns of a plan's data files.
+    """Returns the schema of a plan's data files.
 
-    :param as_bytes: For Spark, without a schema: whether ``data`` is binary, else JSON text.  The
+    :param as_bytes: For Spark without a schema: whether ``data`` is binary or JSON text.  The
         files of a Python batcher keep the two columns of the message files.
     """
     python = batcher.engine == "python"
@@ -102,7 +102,7 @@ def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.S
             pa.field("metadata", METADATA, nullable=False),
             pa.field("attempt", pa.int32(), nullable=False),
             pa.field("redelivered", pa.bool_(), nullable=False),
-            pa.field("received_at", INSTANT, nullable=False),
+            pa.field("received_at", TIMESTAMP, nullable=False),
             pa.field("position", pa.int64(), nullable=False),
             pa.field("batch", pa.int64(), nullable=False),
             pa.field("source", pa.int32(), nullable=False),
@@ -119,7 +119,7 @@ def _file_metadata() -> Any:
 
 
 def _leaves(name: str, kind: pa.DataType) -> Iterator[str]:
-    """The paths of a column's leaves, as Parquet names them."""
+    """Yields the Parquet paths of a column's leaves."""
     if pa.types.is_struct(kind):
         for field in kind:
             yield from _leaves(f"{name}.{field.name}", field.type)
@@ -133,7 +133,7 @@ def _leaves(name: str, kind: pa.DataType) -> Iterator[str]:
 
 
 class _TableFile:
-    """One Parquet file being written; a call of :meth:`write` is a row group."""
+    """One Parquet file being written; each call of :meth:`write` is a row group."""
 
     def __init__(self, folder: Folder, path: str, schema: pa.Schema) -> None:
         self.path = path
@@ -160,12 +160,12 @@ class _TableFile:
         return self._sink.file.tell()
 
     def write(self, table: pa.Table) -> None:
-        """Write the table as one row group."""
+        """Writes the table as one row group."""
         with translated(f"write {self.path}", self._uri):
             self._writer.write_table(table, row_group_size=max(1, table.num_rows))
 
     def commit(self) -> None:
-        """Finish the file, durably."""
+        """Finishes the file durably."""
         with translated(f"write {self.path}", self._uri):
             try:
                 self._writer.close()
@@ -174,15 +174,15 @@ class _TableFile:
                 self._sink.abort()
 
     def abort(self) -> None:
-        """Leave nothing of it."""
+        """Discards the file."""
         self._sink.abort()
 
 
 class TableFiles:
-    """Parquet files of one schema: once one has :data:`FILE_BYTES`, the next is begun.
+    """Parquet files of one schema, of about :data:`FILE_BYTES` each.
 
-    :param stem: What their paths begin with: ``"a/data"`` gives ``a/data-00000.parquet`` and so on.
-    :param whole: All goes into one file, whatever its size.
+    :param stem: The prefix of their paths: ``"a/data"`` yields ``a/data-00000.parquet`` and so on.
+    :param whole: Whether to write a single file of any size.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class TableFiles:
         self._file: _TableFile | None = None
 
     def write(self, groups: Iterable[pa.Table]) -> int:
-        """Write tables as row groups, all into one file; returns the file's index."""
+        """Writes tables as row groups of one file; returns the file's index."""
         if self._file is None:
             self.paths.append(f"{self._stem}-{len(self.paths):05d}.parquet")
             self._file = _TableFile(self._folder, self.paths[-1], self._schema)
@@ -207,13 +207,13 @@ class TableFiles:
         return len(self.paths) - 1
 
     def close(self) -> None:
-        """Finish the last file, durably; safe to repeat."""
+        """Finishes the last file durably; idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.commit()
 
     def abort(self) -> None:
-        """Drop what is unfinished; safe to repeat."""
+        """Discards the unfinished file; idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.abort()
@@ -256,49 +256,49 @@ class ParquetFile:
         return names
 
     def rows(self, group: int) -> int:
-        """Rows in a row group."""
+        """Returns the number of rows in a row group."""
         count: int = self._file.metadata.row_group(group).num_rows
         return count
 
     def bounds(self, group: int, column: str) -> tuple[Any, Any]:
-        """The least and the greatest value of a column in a row group."""
-        found = self._statistics(group, column)
-        return found.min, found.max
+        """Returns the minimum and maximum of a column in a row group."""
+        statistics = self._statistics(group, column)
+        return statistics.min, statistics.max
 
     def nulls(self, column: str) -> int:
-        """The nulls of a column in the whole file."""
+        """Counts the nulls of a column in the whole file."""
         return sum(int(self._statistics(group, column).null_count) for group in range(self.groups))
 
     def _statistics(self, group: int, column: str) -> Any:
         return self._file.metadata.row_group(group).column(self._columns[column]).statistics
 
     def read(self, group: int, columns: list[str] | None = None) -> pa.Table:
-        """A row group, or some columns of it."""
+        """Reads a row group, or some columns of it."""
         with translated(f"read {self.path}", self._uri):
             return self._file.read_row_group(group, columns=columns, use_threads=False)
 
     def close(self) -> None:
-        """Close the file; safe to repeat."""
+        """Closes the file; idempotent."""
         self._file.close()
         self._source.close()
 
 
-def instants(values: Sequence[datetime | None]) -> pa.Array[Any]:
-    """A column of instants."""
-    made: list[int | None] = []
+def timestamps(values: Sequence[datetime | None]) -> pa.Array[Any]:
+    """Converts datetimes to a timestamp column."""
+    values_us: list[int | None] = []
     last: datetime | None = None
     microseconds: int | None = None
     for value in values:
-        if value is not last:  # one receive gives many messages one instant
+        if value is not last:  # messages of one receive share the timestamp
             last = value
             microseconds = None if value is None else (value - _EPOCH) // _MICROSECOND
-        made.append(microseconds)
-    column: pa.Array[Any] = array_of(made, pa.int64()).view(INSTANT)
+        values_us.append(microseconds)
+    column: pa.Array[Any] = array_of(values_us, pa.int64()).view(TIMESTAMP)
     return column
 
 
 def maps(rows: Sequence[Mapping[str, str]]) -> pa.Array[Any]:
-    """A column of maps from text to text."""
+    """Converts dicts to a column of maps from text to text."""
     offsets: list[int] = [0]
     keys: list[str] = []
     items: list[str] = []
@@ -309,12 +309,12 @@ def maps(rows: Sequence[Mapping[str, str]]) -> pa.Array[Any]:
         offsets.append(len(keys))
     text = pa.string()
     start: Any = array_of(offsets, pa.int32())
-    given = array_of(keys, text), array_of(items, text)
-    made: pa.Array[Any] = pa.MapArray.from_arrays(start, *given)
-    return made
+    children = array_of(keys, text), array_of(items, text)
+    column: pa.Array[Any] = pa.MapArray.from_arrays(start, *children)
+    return column
 
 
 def holds(ranges: Sequence[Sequence[int]], first: int, last: int) -> bool:
-    """Whether any number from ``first`` to ``last`` lies in one of the sorted, inclusive ranges."""
-    at = bisect.bisect_left(ranges, first, key=lambda each: each[1])
+    """Whether any number from ``first`` to ``last`` is in one of the sorted, inclusive ranges."""
+    at = bisect.bisect_left(ranges, first, key=lambda bounds: bounds[1])
     return at < len(ranges) and ranges[at][0] <= last

@@ -1,7 +1,7 @@
-"""What a process task stages: messages for batchers as Parquet, all others as lines of verdicts.
+"""Writes the files of a process task: messages for batchers as Parquet, verdicts as JSON lines.
 
-Everything is streamed: whatever the run's size, memory holds one row group of messages for each
-batcher.  Nothing counts until the manifest that names the files is published.
+Everything is streamed: memory holds one row group of messages per batcher at any size of the run.
+Nothing counts until the manifest that names the files is published.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from airflow_broadway.staging.arrow_schema import array_of, columns_from_rows
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
-from airflow_broadway.staging.tables import TableFiles, instants, maps, message_schema
+from airflow_broadway.staging.tables import TableFiles, maps, message_schema, timestamps
 
-#: A row group holds at most so many messages, and about so many bytes.
+#: Maximum messages of a row group, and approximate maximum bytes.
 GROUP_ROWS = 16_384
 GROUP_BYTES = 8 * 1024 * 1024
-#: Messages that become columns at a time: objects that live for long cost the garbage collector,
-#: and the processor's caches, as much as all that is done with them here.
-_AT_A_TIME = 1_000
+#: Messages converted to columns at a time: long-lived objects cost the garbage collector and the
+#: processor's caches as much as the conversion itself.
+_CONVERT_ROWS = 1_000
 
 _PLAIN = Delivery()
 
@@ -40,8 +40,8 @@ _PLAIN = Delivery()
 class ProcessWriter:
     """Writes the files of one generation, from one thread.
 
-    Leave it as a context, or call :meth:`close`; without either its files stay unfinished, and
-    nothing refers to them.
+    Use it as a context manager, or call :meth:`close`; otherwise its files stay unfinished and
+    unreferenced.
     """
 
     def __init__(self, run: StagedRun, generation: str, pipeline: Pipeline) -> None:
@@ -64,9 +64,9 @@ class ProcessWriter:
             self.abort()
 
     def messages(self, messages: Sequence[Message]) -> None:
-        """Stage the successes of the next chunk, in order, each for its batcher.
+        """Stages the successful messages of the next chunk, in order, each for its batcher.
 
-        :param messages: As :class:`.RowConverter` made them.
+        :param messages: Messages converted by :class:`.RowConverter`.
         :raises StagingError: If the files cannot be written.
         """
         for message in messages:
@@ -75,26 +75,26 @@ class ProcessWriter:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many messages each batcher has been given so far."""
+        """Number of messages staged so far, per batcher."""
         counts = {name: files.rows + files.held for name, files in self._batchers.items()}
         return {name: count for name, count in counts.items() if count}
 
     def entries(self, entries: Iterable[Entry], *, settled: bool = False) -> None:
-        """Stage the verdicts on messages that no batcher gets.
+        """Stages the verdicts of messages without a batcher.
 
-        :param settled: Callbacks have settled these messages at once.
+        :param settled: Whether callbacks settled these messages immediately.
         :raises StagingError: If the file cannot be written.
         """
-        self._entries.add([dump_entry(self._needed(each), settled=settled) for each in entries])
+        self._entries.add([dump_entry(self._reduce(entry), settled=settled) for entry in entries])
 
-    def _needed(self, entry: Entry) -> Entry:
-        """The entry, without its body where its verdict publishes nothing."""
+    def _reduce(self, entry: Entry) -> Entry:
+        """Drops the payload of an entry whose verdict publishes nothing."""
         if entry.payload is None or self._publishes(entry.verdict.action):
             return entry
         return entry._replace(payload=None, properties=None)
 
     def close(self) -> Staged:
-        """Finish all files, durably; safe to repeat.
+        """Finishes all files durably; idempotent.
 
         :raises StagingError: If they cannot be written.
         """
@@ -126,7 +126,7 @@ class ProcessWriter:
         )
 
     def abort(self) -> None:
-        """Drop what is unfinished; safe to repeat."""
+        """Discards unfinished files; idempotent."""
         for files in self._batchers.values():
             files.abort()
         self._entries.abort()
@@ -138,29 +138,29 @@ class _MessageFiles:
     def __init__(self, folder: Folder, path: str, pipeline: Pipeline, batcher: str) -> None:
         options, producer = pipeline.batchers[batcher], pipeline.producer
         self.rows = 0
-        #: Whether a callback configured how any of the messages is settled.
+        #: Whether a callback configured the settlement of any message.
         self.configured = False
         self.dropped: Counter[str] = Counter()
         self._columns = message_schema(options, producer)
         self._files = TableFiles(folder, f"{path}/part", self._columns)
         self._schema = None if options.schema is None else parse_schema(options.schema)
         self._producer = producer
-        self._plain_kept: bool = producer.may_publish(_PLAIN)
-        # A callback of a later task may still configure how such a message is settled.
-        self._all_kept = options.engine == "python" or pipeline.defines("handle_failed")
-        #: Given and not in the columns yet.
+        self._keep_plain: bool = producer.may_publish(_PLAIN)
+        # A callback of a later task may still configure the settlement of such a message.
+        self._keep_all = options.engine == "python" or pipeline.defines("handle_failed")
+        #: Messages not yet converted to columns.
         self._messages: list[Message] = []
         self._chunks: list[int] = []
         self._clear()
 
     def _clear(self) -> None:
         self._values: dict[str, list[Any]] = {}
-        #: Messages of the next row group, and their bytes.
+        #: Number of messages in the next row group, and their bytes.
         self.held = 0
         self._bytes = 0
 
     def add(self, message: Message, chunk: int) -> None:
-        """Take a message whose data is a :class:`StagedRow`."""
+        """Adds a message whose data is a :class:`StagedRow`."""
         self._messages.append(message)
         self._chunks.append(chunk)
         self.held += 1
@@ -169,11 +169,11 @@ class _MessageFiles:
         self._bytes += max(size, message.size)
         if self._bytes >= GROUP_BYTES or self.held >= GROUP_ROWS:
             self._write()
-        elif len(self._messages) >= _AT_A_TIME:
+        elif len(self._messages) >= _CONVERT_ROWS:
             self._take()
 
     def _write(self) -> None:
-        """Write what is held as one row group."""
+        """Writes the buffered messages as one row group."""
         self._take()
         table = self._table()
         self._clear()
@@ -193,7 +193,7 @@ class _MessageFiles:
         return self._files.paths
 
     def _take(self) -> None:
-        """Bring what was given into the columns."""
+        """Converts the buffered messages to columns."""
         messages, chunks = self._messages, self._chunks
         self._messages, self._chunks = [], []
         rows: list[StagedRow] = [message.data for message in messages]
@@ -224,7 +224,7 @@ class _MessageFiles:
             **values,
             **self._data(values["data"]),
             "metadata": maps(values["metadata"]),
-            "received_at": instants(values["received_at"]),
+            "received_at": timestamps(values["received_at"]),
         }
         arrays = [
             array_of(column, field.type) if type(column) is list else column
@@ -233,19 +233,19 @@ class _MessageFiles:
         return pa.Table.from_arrays(arrays, schema=self._columns)
 
     def _data(self, data: list[Any]) -> dict[str, Any]:
-        """The columns that hold the data: one with a schema, else one of bytes and one of JSON.
+        """Returns the data columns: one with a schema, else one of bytes and one of JSON.
 
-        Where both are null the data is ``None``, such as that of a tombstone of Kafka.
+        If both are null the data is ``None``, for example of a Kafka tombstone.
         """
         if self._schema is not None:
             return {"data": columns_from_rows(data, self._schema)}
         return {
-            "data_bytes": [each if type(each) is bytes else None for each in data],
-            "data_json": [None if type(each) is bytes else each for each in data],
+            "data_bytes": [value if type(value) is bytes else None for value in data],
+            "data_json": [None if type(value) is bytes else value for value in data],
         }
 
     def _custody(self, messages: list[Message]) -> dict[str, Any]:
-        """The columns that settling needs."""
+        """Returns the columns that settlement needs."""
         acks = [message.acknowledger for message in messages]
         deliveries: list[Delivery] = [
             ack.data if type(ack.data) is Delivery else _PLAIN for ack in acks
@@ -260,23 +260,23 @@ class _MessageFiles:
             own = (*columns["_on_success"], *columns["_on_failure"])
             self.configured = any(name is not None for name in own)
         if self._producer.keeps_payload:
-            kept = [each if self._is_kept(each) else _PLAIN for each in deliveries]
+            kept = [delivery if self._keeps(delivery) else _PLAIN for delivery in deliveries]
             columns["_payload"] = [delivery.payload for delivery in kept]
             columns["_properties"] = [delivery.properties for delivery in kept]
         return columns
 
-    def _is_kept(self, delivery: Delivery) -> bool:
-        """Whether settling the message may need its body."""
-        if self._all_kept:
+    def _keeps(self, delivery: Delivery) -> bool:
+        """Whether the settlement of the message may need its payload."""
+        if self._keep_all:
             return True
         if delivery.on_success is None and delivery.on_failure is None:
-            return self._plain_kept
+            return self._keep_plain
         kept: bool = self._producer.may_publish(delivery)
         return kept
 
 
 class _EntriesFile:
-    """The file of entries; made when there is one."""
+    """The entry file; created with the first entry."""
 
     def __init__(self, folder: Folder, path: str) -> None:
         self.path = path

@@ -215,7 +215,7 @@ class Isolation:
 
     def _split_and_dead_letter(self, heads: dict[str, BatchPlan], step: Step) -> bool:
         """Splits and dead-letters batches; returns ``False`` if the lease has lapsed."""
-        from airflow_broadway.staging.isolation import set_aside, split  # loads pyarrow
+        from airflow_broadway.staging.isolation import dead_letter, split  # loads pyarrow
 
         by = f"{self._name} on {host_name()}"
         ownership = Ownership(
@@ -231,7 +231,7 @@ class Isolation:
             for batch, parts in step.split:
                 split(self._run, heads[batch.batch_id], batch, parts, by=by)
             for batch in step.aside:
-                set_aside(
+                dead_letter(
                     self._run,
                     heads[batch.batch_id],
                     batch,

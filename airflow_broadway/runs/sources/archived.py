@@ -47,7 +47,7 @@ from airflow_broadway.staging.archive.coverage import gaps_of, remarks_of
 from airflow_broadway.staging.archive.failed import put_failed
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.metadata import metadata_of
-from airflow_broadway.staging.archive.reader import Found, look, tables
+from airflow_broadway.staging.archive.reader import ArchivedInterval, look, tables
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.store import Folder
 
@@ -182,7 +182,9 @@ class ArchiveSource:
                     position += 1
 
 
-def find_range(env: ProducerEnv, interval: Interval, options: Archive) -> tuple[Found, list[str]]:
+def find_range(
+    env: ProducerEnv, interval: Interval, options: Archive
+) -> tuple[ArchivedInterval, list[str]]:
     """Finds the archived files of an interval and its known gaps; logs the gaps.
 
     :raises RequestRefused: If the interval has gaps and ``on_gap`` is ``"refuse"``.

@@ -1,1 +1,1 @@
-"""The archive of a pipeline: every message that was settled, by time, as it was received."""
+"""The archive of a pipeline: all settled messages by time, as received."""

@@ -1,4 +1,4 @@
-"""An archive and files that users have: Parquet, JSON lines and CSV, in and out."""
+"""Imports Parquet, JSON lines and CSV files into an archive, and exports intervals."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.writer import by_hour, id_column
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.store import Folder
-from airflow_broadway.staging.tables import TableFiles, instants
+from airflow_broadway.staging.tables import TableFiles, timestamps
 
-#: By what a file's name ends in.
+#: File name extension → format.
 FORMATS: Final = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
-#: Rows that are read at a time, and hours whose files are open at a time.
+#: Rows read at a time, and maximum number of hours with an open file.
 _ROWS: Final = 16_384
 _OPEN: Final = 32
-#: Text that says seconds; of 4, 6, 8 or 12 digits it is a year, a month, a day or a minute.
+#: Text of seconds; with 4, 6, 8 or 12 digits it is a year, a month, a day or a minute.
 _SECONDS: Final = re.compile(r"(?!([0-9]{4}|[0-9]{6}|[0-9]{8}|[0-9]{12})$)-?[0-9]+(\.[0-9]+)?")
 
 
 class Chosen(NamedTuple):
-    """Which column is what.
+    """The columns of a file to import.
 
-    :param time: When a message is to lie: an instant, ISO 8601 text, or seconds from 1970.
-    :param payload: What callbacks get as ``data``, as bytes; without one, the row as JSON.
-    :param id: Unique in the archive; without one, made of the file and the row's number.
+    :param time: The time of a message: a timestamp, ISO 8601 text, or seconds from 1970.
+    :param payload: The ``data`` for callbacks, as bytes; default: the row as JSON.
+    :param id: An id that is unique in the archive; default: derived from file and row number.
     """
 
     time: str
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """What was imported; ``before``: it had been already, and nothing was changed."""
+    """The result of an import; ``before`` if the file had been imported already."""
 
     generation: str
     messages: int
@@ -68,18 +68,18 @@ class Imported(NamedTuple):
 def import_file(
     archive: Folder, path: Path, chosen: Chosen, now: datetime, kind: str = ""
 ) -> Imported:
-    """Put a file's rows into the archive, all at once; the same file twice is there once.
+    """Imports a file's rows into the archive atomically; idempotent for the same file.
 
-    :param kind: ``"parquet"``, ``"jsonl"`` or ``"csv"``; by the file's name unless given.
+    :param kind: ``"parquet"``, ``"jsonl"`` or ``"csv"``; default: by the file's name.
     :raises RequestRefused: If its columns do not fit: nothing is imported then.
     :raises StagingError: If the archive cannot be written.
     """
     kind = kind or FORMATS.get(path.suffix.lower(), "")
     if kind not in _READERS:
         raise RequestRefused(
-            f"{path} ends in none of {sorted(FORMATS)}: say with --format what it is"
+            f"{path} ends in none of {sorted(FORMATS)}: set its format with --format"
         )
-    generation = _digest(path, chosen)
+    generation = _file_digest(path, chosen)
     if archive.exists(index_path(generation)):
         return Imported(generation, 0, before=True)
     files: dict[int, TableFiles] = {}
@@ -95,15 +95,15 @@ def import_file(
             for hour, piece in by_hour(table):
                 hours.add(hour)
                 if hour not in files and len(files) >= _OPEN:
-                    _close(files)
+                    _close_all(files)
                 stem = f"{partition_of(hour)}/{generation}-{own}-{count:08d}"
                 target = files.setdefault(hour, TableFiles(archive, stem, COLUMNS))
                 name = target.paths[target.write([piece])]
                 counts[name] = counts.get(name, 0) + piece.num_rows
-        _close(files)
+        _close_all(files)
     finally:
-        for each in files.values():
-            each.abort()
+        for table_files in files.values():
+            table_files.abort()
     if not count:
         raise RequestRefused(f"{path} has no rows: nothing was imported")
     if not archive.exists(BEGUN):
@@ -114,27 +114,27 @@ def import_file(
     return Imported(generation, count)
 
 
-def _close(files: dict[int, TableFiles]) -> None:
-    for each in files.values():
-        each.close()
+def _close_all(files: dict[int, TableFiles]) -> None:
+    for table_files in files.values():
+        table_files.close()
     files.clear()
 
 
-def _digest(path: Path, chosen: Chosen) -> str:
-    found = hashlib.sha256(f"{chosen.time} {chosen.payload} {chosen.id}\n".encode())
+def _file_digest(path: Path, chosen: Chosen) -> str:
+    digest = hashlib.sha256(f"{chosen.time} {chosen.payload} {chosen.id}\n".encode())
     try:
         with path.open("rb") as file:
             while block := file.read(1024 * 1024):
-                found.update(block)
+                digest.update(block)
     except OSError as error:
         raise RequestRefused(f"{path} cannot be read: {error.strerror or error}") from None
-    return found.hexdigest()[:32]
+    return digest.hexdigest()[:32]
 
 
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_ROWS):
@@ -144,8 +144,8 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 @contextmanager
-def _text_of(path: Path) -> Iterator[TextIO]:
-    """A file of text; what spreadsheets write before its first character is no part of it."""
+def _open_text(path: Path) -> Iterator[TextIO]:
+    """Opens a text file without the byte order mark of spreadsheets."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             yield file
@@ -155,8 +155,8 @@ def _text_of(path: Path) -> Iterator[TextIO]:
             ) from None
 
 
-def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with _text_of(path) as file:
+def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
@@ -167,8 +167,8 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _csv(path: Path) -> Iterator[Mapping[str, Any]]:
-    with _text_of(path) as file:
+def _read_csv(path: Path) -> Iterator[Mapping[str, Any]]:
+    with _open_text(path) as file:
         rows = csv.DictReader(file)
         try:
             twice = [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]
@@ -189,9 +189,9 @@ def _csv(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 _READERS: Final[Mapping[str, Callable[[Path], Iterator[Mapping[str, Any]]]]] = {
-    "parquet": _parquet,
-    "jsonl": _jsonl,
-    "csv": _csv,
+    "parquet": _read_parquet,
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
 }
 
 
@@ -214,24 +214,24 @@ def _table(
         payloads.append(_payload(row, chosen.payload, where))
     count = len(rows)
     columns: dict[str, Any] = {
-        "time": instants(times),
+        "time": timestamps(times),
         "message_id": id_column(ids),
         "payload": payloads,
         "form": pa.nulls(count, pa.string()),
         "metadata": pa.repeat("{}", count),
-        "received_at": instants([now] * count),
-        "enqueued_at": instants([None] * count),
+        "received_at": timestamps([now] * count),
+        "enqueued_at": timestamps([None] * count),
         "batch_key": pa.nulls(count, pa.string()),
         "attempt": [1] * count,
         "redelivered": [False] * count,
         "position": list(range(first, first + count)),
-        "size": [len(each) for each in payloads],
+        "size": [len(payload) for payload in payloads],
         "source": pa.repeat("import", count),
         "was": pa.nulls(count, pa.string()),
     }
     arrays = [
-        array_of(column, each.type) if type(column) is list else column
-        for each, column in ((each, columns[each.name]) for each in COLUMNS)
+        array_of(column, field.type) if type(column) is list else column
+        for field, column in ((field, columns[field.name]) for field in COLUMNS)
     ]
     return pa.Table.from_arrays(arrays, schema=COLUMNS)
 
@@ -251,14 +251,14 @@ def _time(row: Mapping[str, Any], chosen: Chosen, where: str) -> datetime:
     value = _cell(row, chosen.time, where)
     try:
         if isinstance(value, datetime):
-            found = value
+            time = value
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found = datetime.fromtimestamp(value, UTC)
+            time = datetime.fromtimestamp(value, UTC)
         elif _SECONDS.fullmatch(text := str(value).strip()):
-            found = datetime.fromtimestamp(float(text), UTC)
+            time = datetime.fromtimestamp(float(text), UTC)
         else:
-            found = datetime.fromisoformat(text)
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+            time = datetime.fromisoformat(text)
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
     except (ValueError, OverflowError, OSError):
         raise RequestRefused(
             f"{where}: {value!r:.80} in the column {chosen.time!r} is no instant: nothing was"
@@ -278,35 +278,35 @@ def _payload(row: Mapping[str, Any], name: str | None, where: str) -> bytes:
 
 
 def export(archive: Folder, interval: Interval, path: Path) -> int:
-    """Write an interval to a file, each message once, in order; returns how many there are.
+    """Writes an interval to a file, each message once, in order; returns their number.
 
-    :raises RequestRefused: If the file is there, or its name does not say what it is to be.
+    :raises RequestRefused: If the file exists, or its name has no known extension.
     :raises StagingError: If the archive cannot be read.
     """
     kind = FORMATS.get(path.suffix.lower())
     if kind not in ("parquet", "jsonl"):
-        raise RequestRefused(f"{path} is to end in .parquet or .jsonl: nothing was written")
-    found = tables(archive, look(archive, interval), interval)
+        raise RequestRefused(f"{path} must end in .parquet or .jsonl: nothing was written")
+    parts = tables(archive, look(archive, interval), interval)
     try:
         with path.open("xb") as file:
-            count = _write_parquet(found, file) if kind == "parquet" else _write_lines(found, file)
+            count = _write_parquet(parts, file) if kind == "parquet" else _write_lines(parts, file)
     except FileExistsError:
-        raise RequestRefused(f"{path} is there already: nothing was written") from None
+        raise RequestRefused(f"{path} exists already: nothing was written") from None
     return count
 
 
-def _write_parquet(found: Iterable[pa.Table], file: Any) -> int:
+def _write_parquet(parts: Iterable[pa.Table], file: Any) -> int:
     count = 0
     with pq.ParquetWriter(file, COLUMNS, compression="zstd") as writer:
-        for table in found:
+        for table in parts:
             writer.write_table(table)
             count += table.num_rows
     return count
 
 
-def _write_lines(found: Iterable[pa.Table], file: Any) -> int:
+def _write_lines(parts: Iterable[pa.Table], file: Any) -> int:
     count = 0
-    for table in found:
+    for table in parts:
         for row in table.to_pylist():
             file.write(json.dumps(line_of(row)).encode() + b"\n")
             count += 1
@@ -314,15 +314,15 @@ def _write_lines(found: Iterable[pa.Table], file: Any) -> int:
 
 
 def line_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as JSON: what of the payload is no text in UTF-8 stands in ``payload_base64``."""
-    made: dict[str, Any] = {
+    """Converts a row to JSON; a payload that is not UTF-8 text is in ``payload_base64``."""
+    line: dict[str, Any] = {
         name: value.isoformat() if isinstance(value, datetime) else value
         for name, value in row.items()
         if name != "payload" and value is not None
     }
-    made["metadata"] = json.loads(row["metadata"])
+    line["metadata"] = json.loads(row["metadata"])
     try:
-        made["payload"] = row["payload"].decode("utf-8")
+        line["payload"] = row["payload"].decode("utf-8")
     except UnicodeDecodeError:
-        made["payload_base64"] = base64.b64encode(row["payload"]).decode("ascii")
-    return made
+        line["payload_base64"] = base64.b64encode(row["payload"]).decode("ascii")
+    return line

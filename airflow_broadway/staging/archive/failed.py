@@ -1,4 +1,4 @@
-"""What failed in runs that no broker serves: kept beside the archive, one JSON object a line."""
+"""Stores failed messages of runs without a broker next to the archive, as JSON lines."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from airflow_broadway.staging.store import Folder
 def put_failed(
     archive: Folder, lease: Lease, failed: Sequence[Entry], at: datetime, *, name: str = ""
 ) -> None:
-    """Keep messages that failed, each with its payload where the archive has it.
+    """Stores failed messages, each with its payload if the archive has it.
 
-    :param name: Of the file; the generation's, which is written anew, unless given.
-    :raises StagingError: If it cannot be written, or the archive not be read.
+    :param name: Name of the file; default: that of the generation, which is replaced.
+    :raises StagingError: If it cannot be written, or the archive cannot be read.
     """
-    payloads = _payloads(archive, lease, {entry.message_id for entry in failed})
+    payloads = _read_payloads(archive, lease, {entry.message_id for entry in failed})
     lines = [
         json.dumps(
             {
@@ -48,28 +48,28 @@ def put_failed(
     archive.replace(f"{FAILED}/{name or lease.generation}.jsonl", "\n".join([*lines, ""]))
 
 
-def _payloads(archive: Folder, lease: Lease, ids: set[str]) -> dict[str, dict[str, Any]]:
-    """Time, metadata and payload of messages of the interval that the lease names."""
-    given = lease.state.get("interval")
-    if not given:
+def _read_payloads(archive: Folder, lease: Lease, ids: set[str]) -> dict[str, dict[str, Any]]:
+    """Reads time, metadata and payload of messages of the lease's interval."""
+    bounds = lease.state.get("interval")
+    if not bounds:
         return {}
-    interval = Interval(*(datetime.fromisoformat(each) for each in given))
-    found: dict[str, dict[str, Any]] = {}
-    wanted = array_of(sorted(ids), pa.string())
+    interval = Interval(*(datetime.fromisoformat(bound) for bound in bounds))
+    payloads: dict[str, dict[str, Any]] = {}
+    id_array = array_of(sorted(ids), pa.string())
     for table in tables(archive, look(archive, interval), interval):
-        part = table.filter(pc.is_in(table["message_id"], value_set=wanted))
+        part = table.filter(pc.is_in(table["message_id"], value_set=id_array))
         for row in part.select(["message_id", "time", "payload", "form", "metadata"]).to_pylist():
-            found[row["message_id"]] = {
+            payloads[row["message_id"]] = {
                 "time": row["time"].isoformat(),
                 "metadata": row["metadata"],
                 "form": row["form"],
                 "payload": base64.b64encode(row["payload"]).decode("ascii"),
             }
-    return found
+    return payloads
 
 
 def failures(archive: Folder) -> Iterator[Mapping[str, Any]]:
-    """All that is kept, by file; ``payload`` is Base64 text, and missing where it is not known.
+    """Yields all failed messages by file; ``payload`` is Base64 text, and missing if unknown.
 
     :raises StagingError: If a newer release wrote it, or it is damaged.
     """

@@ -1,4 +1,4 @@
-"""What failed in runs that no broker serves, as dead letters for people."""
+"""Failed messages of runs without a broker, as dead letters."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.staging.archive.layout import FAILED
 from airflow_broadway.staging.store import Folder
 
-_NOWHERE: Final = (
+_NOT_REQUEUED: Final = (
     "the archive, or its run, has it still: run the interval, or that run, again, and delete this"
 )
 
 
 class ArchiveLetters:
-    """The dead letters of a pipeline's archive: lines of files, a file for each execution."""
+    """The dead letters of a pipeline's archive: lines of one file per execution."""
 
     def __init__(self, archive: Folder) -> None:
         self._archive = archive
 
     @property
     def place(self) -> str:
-        """The folder."""
+        """The folder of the files."""
         return f"{self._archive.path}/{FAILED}"
 
     def count(self) -> int:
-        """How many there are."""
+        """Counts the dead letters."""
         return sum(1 for _ in self.letters())
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        """Those that are chosen, by file."""
+        """Yields the selected dead letters, by file."""
         for name in self._archive.list(FAILED):
             for _, letter in self._read(name):
                 if choice.takes(letter):
                     yield letter
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
-        """Nothing can be sent back: what failed was never taken away from where it came from."""
+        """Refuses to requeue: failed messages are still in the archive or their run."""
         moving = Moving(choice)
         for letter in self.letters():
             if moving.takes(letter):
-                moving.refused[letter.message_id] = _NOWHERE
+                moving.refused[letter.message_id] = _NOT_REQUEUED
         return moving.result()
 
     def delete(self, choice: Choice = EVERY) -> Moved:
-        """Remove those that are chosen; whoever is killed on the way has removed some files'."""
+        """Deletes the selected dead letters file by file; not atomic across files."""
         moving = Moving(choice)
         for name in self._archive.list(FAILED):
             lines = list(self._read(name))
@@ -63,23 +63,23 @@ class ArchiveLetters:
         return moving.result()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no connection is open."""
 
     def _read(self, name: str) -> Iterator[tuple[str, DeadLetter]]:
         path = f"{FAILED}/{name}"
         for line in self._archive.lines(path):
             value = read_json(line, f"{self._archive.path}/{path}")
-            yield line, _letter(value, name.removesuffix(".jsonl"))
+            yield line, _parse_letter(value, name.removesuffix(".jsonl"))
 
 
-def _letter(value: Mapping[str, Any], generation: str) -> DeadLetter:
-    about = {name: value[name] for name in ("time", "source") if value.get(name) is not None}
+def _parse_letter(value: Mapping[str, Any], generation: str) -> DeadLetter:
+    properties = {name: value[name] for name in ("time", "source") if value.get(name) is not None}
     if value.get("metadata"):
-        about["metadata"] = json.loads(value["metadata"])
+        properties["metadata"] = json.loads(value["metadata"])
     return DeadLetter(
         message_id=value["message_id"],
         body=base64.b64decode(value.get("payload") or ""),
-        properties=about,
+        properties=properties,
         reason=value["reason"],
         stage=value["stage"],
         attempt=1,

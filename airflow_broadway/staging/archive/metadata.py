@@ -1,8 +1,8 @@
-"""Metadata as one JSON text a message, and back.
+"""Encodes the metadata of a message as JSON text, and decodes it.
 
-It is made of each message that is received, so it is made fast: brokers' metadata is JSON, of which
-the encoder of the standard library makes text.  What is not is written by
-:mod:`airflow_broadway.core.schema.plain`, which keeps every plain value.
+It is encoded for every received message, so it must be fast: brokers' metadata is JSON, which the
+encoder of the standard library handles.  Other values are encoded by
+:mod:`airflow_broadway.core.schema.plain`, which preserves every plain value.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Final
 from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.schema.plain import dump, load
 
-#: Types of values of which JSON says all.
+#: Types of values that JSON preserves.
 _JSON: Final = frozenset({str, int, bool, type(None), list, dict})
-#: A key that :func:`load` takes for its mark.
+#: A key that :func:`load` interprets as its mark.
 _MARK: Final = "!"
 
 
@@ -26,7 +26,7 @@ def _unknown(value: object) -> object:
 
 
 def _encoder() -> Callable[[Any], str]:
-    """``json.dumps``, made ready once: it would make an encoder anew for each message."""
+    """Creates an encoder once, since ``json.dumps`` would create one per message."""
     make: Any = getattr(json.encoder, "c_make_encoder", None)
     if make is None:
         return json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_unknown).encode
@@ -39,41 +39,41 @@ _encode: Final = _encoder()
 
 
 def texts_of(metadata: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts of messages' metadata, in ASCII."""
+    """Encodes messages' metadata as ASCII texts."""
     kinds: set[type] = set()
-    for each in metadata:
-        kinds.update(map(type, each.values()))
+    for row in metadata:
+        kinds.update(map(type, row.values()))
     if kinds <= _JSON and {*map(type, metadata)} == {dict}:
         try:
             if kinds == {str}:
-                return _texts_of_texts(metadata)
-            return [_json(each) for each in metadata]
+                return _encode_texts(metadata)
+            return [_json(row) for row in metadata]
         except (TypeError, ValueError, RecursionError):
             pass
-    return [_plain(each) for each in metadata]
+    return [_encode_plain(row) for row in metadata]
 
 
-def _texts_of_texts(metadata: Sequence[Mapping[str, str]]) -> list[str]:
-    """Of values that are texts, and so the same if they are equal, as 1 and True are not.
+def _encode_texts(metadata: Sequence[Mapping[str, str]]) -> list[str]:
+    """Encodes metadata of text values, which are identical if equal (unlike 1 and True).
 
-    What was sent together often has the same metadata, of which one text is made.
+    Consecutive messages often have the same metadata, which is encoded once.
     """
     texts: list[str] = []
     last: Mapping[str, str] = {}
     text = "{}"
-    for each in metadata:
-        if each != last:
-            last, text = each, _json(each)
+    for row in metadata:
+        if row != last:
+            last, text = row, _json(row)
         texts.append(text)
     return texts
 
 
 def _json(metadata: Mapping[str, Any]) -> str:
-    return _encode(metadata) if _MARK not in metadata else _plain(metadata)
+    return _encode(metadata) if _MARK not in metadata else _encode_plain(metadata)
 
 
-def _plain(metadata: Mapping[str, Any]) -> str:
-    """What is no plain value cannot come back as it was, and stays as people would see it."""
+def _encode_plain(metadata: Mapping[str, Any]) -> str:
+    """Encodes plain values losslessly, and others by their ``ascii()``."""
     try:
         text = dump(dict(metadata))
     except ConversionError:
@@ -82,6 +82,6 @@ def _plain(metadata: Mapping[str, Any]) -> str:
 
 
 def metadata_of(text: str) -> dict[str, Any]:
-    """The metadata of a text that :func:`texts_of` made."""
+    """Decodes a text of :func:`texts_of`."""
     value: dict[str, Any] = load(text)
     return value

@@ -1,13 +1,13 @@
-"""From a generation's own folder to the archive: when it is settled, and at once.
+"""Publishes a generation's messages to the archive atomically at its settlement.
 
-What its broker delivers again is left out, by what the custodian reports and not by the verdicts
-that it was asked for: the execution that settles it for good archives it.  So each message is in
-the archive once, however often it was delivered.  A broker may still deliver what it had settled;
-readers drop an id that they have seen.
+Messages that the broker will redeliver are excluded, by the custodian's report and not by the
+requested verdicts: the execution that finally settles them archives them.  So each message is in
+the archive once, however often it was delivered.  A broker may still redeliver settled messages;
+readers drop duplicate ids.
 
-A dead letter was settled, and is in the archive.  Where it is sent back with another id, it is
-there under both, and what came of it is that of the later.  So ``again`` says which were dead
-letters, and readers drop these, wherever they lie.
+A dead letter was settled and is in the archive.  If it is requeued under another id, it is there
+under both ids, and the later one has the final outcome.  So ``again`` lists the dead letters, and
+readers drop these.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 def publish(
     run: StagedRun, record: GenerationRecord, manifest: Manifest, report: SettleReport
 ) -> None:
-    """Put a generation's messages into the archive, to be seen there together; safe to repeat.
+    """Publishes a generation's messages to the archive atomically; idempotent.
 
-    Of several calls the first index stands.
+    Of several calls the first index is final.
 
-    :param report: What settling it did.
+    :param report: The report of the settlement.
     :raises StagingError: If the archive cannot be written.
     """
     again = report.again or ComingAgain()
@@ -63,34 +63,32 @@ def publish(
     for number, (path, hour, rows) in enumerate(archived.files):
         name = f"{partition_of(hour)}/{record.generation}-{number:05d}"
         try:
-            placed = _place(run.files, path, archive, name, again, rows)
+            placed = _publish_file(run.files, path, archive, name, again, rows)
         except FileNotFoundError:
-            log.error(
-                "%s of the archive is lost: somebody has removed %s.", many(rows, "message"), path
-            )
+            log.error("%s of the archive is lost: %s was removed.", many(rows, "message"), path)
             continue
         if placed[1]:
             files[placed[0]] = placed[1]
             hours.add(hour)
     if files:
-        _begin(archive, record)
-        _index(archive, run, record, files, hours, archived)
+        _record_begin(archive, record)
+        _write_index(archive, run, record, files, hours, archived)
 
 
-def _place(
+def _publish_file(
     own: Folder, path: str, archive: Folder, name: str, again: ComingAgain, rows: int
 ) -> tuple[str, int]:
-    """One file, without what comes again: its path in the archive, and its messages."""
+    """Copies a file without messages to be redelivered; returns its path and message count."""
     if again.ids:
-        # Another settler may leave out others: only the files that its own index names are its own.
-        return _copy_without(own, path, archive, f"{name}-{uuid.uuid4().hex[:8]}", again)
+        # A concurrent settler may exclude other messages, so each has its own files.
+        return _copy_filtered(own, path, archive, f"{name}-{uuid.uuid4().hex[:8]}", again)
     target = f"{name}.parquet"
     if not archive.exists(target):
         own.copy(path, archive, target)
     return target, rows
 
 
-def _copy_without(
+def _copy_filtered(
     own: Folder, path: str, archive: Folder, stem: str, again: ComingAgain
 ) -> tuple[str, int]:
     files = TableFiles(archive, stem, COLUMNS, whole=True)
@@ -100,8 +98,8 @@ def _copy_without(
         with ParquetFile(own, path) as file:
             for group in range(file.groups):
                 table = file.read(group)
-                found = pc.is_in(table["message_id"], value_set=named)
-                kept = table.filter(found if again.all_but else pc.invert(found))
+                mask = pc.is_in(table["message_id"], value_set=named)
+                kept = table.filter(mask if again.all_but else pc.invert(mask))
                 if kept.num_rows:
                     files.write([kept])
                     rows += kept.num_rows
@@ -111,23 +109,21 @@ def _copy_without(
     return (files.paths or [""])[0], rows
 
 
-def _begin(archive: Folder, record: GenerationRecord) -> None:
-    """Note when the archive was begun, unless that is noted."""
+def _record_begin(archive: Folder, record: GenerationRecord) -> None:
+    """Records the begin of the archive unless it is recorded."""
     if not archive.exists(BEGUN):
         begun = {"version": VERSION, "since": record.opened_at}
         archive.create(BEGUN, json.dumps(begun))
 
 
-def _put_again(archive: Folder, record: GenerationRecord, files: Collection[str]) -> str:
-    """Write down which messages were dead letters: each with the digest of its payload, and the
-    file that it is in.
-    """
+def _write_again(archive: Folder, record: GenerationRecord, files: Collection[str]) -> str:
+    """Records the messages that were dead letters, with digest of the payload and file."""
     path = f"{AGAIN}/{record.generation}-{uuid.uuid4().hex[:8]}.jsonl"
-    archive.write_lines(path, _again(archive, files))
+    archive.write_lines(path, _iter_again(archive, files))
     return path
 
 
-def _again(archive: Folder, files: Collection[str]) -> Iterator[str]:
+def _iter_again(archive: Folder, files: Collection[str]) -> Iterator[str]:
     for path in files:
         with ParquetFile(archive, path) as file:
             for group in range(file.groups):
@@ -136,7 +132,7 @@ def _again(archive: Folder, files: Collection[str]) -> Iterator[str]:
                     yield json.dumps([row["was"], digest_of(row["payload"]), path])
 
 
-def _index(
+def _write_index(
     archive: Folder,
     run: StagedRun,
     record: GenerationRecord,
@@ -152,7 +148,7 @@ def _index(
         untimed=archived.untimed,
         why=archived.why,
         at=run.clock.now().isoformat(),
-        again=_put_again(archive, record, files) if archived.again else "",
+        again=_write_again(archive, record, files) if archived.again else "",
     )
     if put_index(archive, index, hours):
         count = many(sum(files.values()), "message")

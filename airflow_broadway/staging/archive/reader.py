@@ -1,7 +1,7 @@
-"""Read an interval of an archive: in order of time and id, each message once.
+"""Reads an interval of an archive in order of time and id, each message once.
 
-What comes out, and in which order, is a function of the interval and of the archive alone.  Memory
-holds the messages of one hour.
+The result and its order depend only on the interval and the archive.  Memory holds the messages of
+one hour.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from airflow_broadway.staging.archive.layout import (
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
-from airflow_broadway.staging.tables import INSTANT, ParquetFile
+from airflow_broadway.staging.tables import TIMESTAMP, ParquetFile
 
 _FILE: Final = re.compile(r"([0-9a-f]{32})-.+\.parquet")
 _DATE: Final = re.compile(r"date=(\d{4}-\d\d-\d\d)")
@@ -47,13 +47,13 @@ _ORDER: Final = [("time", "ascending"), ("message_id", "ascending"), ("received_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What an archive has of an interval.
+class ArchivedInterval:
+    """The files of an interval in an archive.
 
-    :param hours: For each hour that has messages, the files that count, with their messages.
-    :param lost: Files that an index names, and that are not there.
-    :param untimed: How many messages of the executions that it touches gave no time of their own,
-        by why, of the first of each.
+    :param hours: Hour → its files that count → their number of messages.
+    :param lost: Files that an index names but that do not exist.
+    :param untimed: Reason → number of messages without a time of their own, of the executions with
+        files in the interval; only the first reason of each execution is recorded.
     """
 
     hours: Mapping[int, Mapping[str, int]]
@@ -62,30 +62,30 @@ class Found:
 
     @property
     def messages(self) -> int:
-        """Messages in these files; those at the edges may lie outside of the interval."""
+        """Number of messages in these files; those at the edges may be outside the interval."""
         return sum(sum(files.values()) for files in self.hours.values())
 
 
 def hours_of(archive: Folder, interval: Interval | None = None) -> Iterator[int]:
-    """The hours that have a folder, or had one that somebody else has removed, in order."""
+    """Yields the hours with a folder or a mark, in order."""
     for hour, _ in _hours(archive, interval):
         yield hour
 
 
 def generations_in(archive: Folder, hour: int) -> set[str]:
-    """The generations that have, or had, files in an hour."""
+    """Returns the generations that have or had files in an hour."""
     names = archive.list(partition_of(hour))
     marked = {
         generation
-        for each, found in _hours(archive, Interval(start_of(hour), start_of(hour + 1)))
-        for generation in found
-        if each == hour
+        for other, marked in _hours(archive, Interval(start_of(hour), start_of(hour + 1)))
+        for generation in marked
+        if other == hour
     }
     return marked | {match[1] for match in map(_FILE.fullmatch, names) if match}
 
 
 def _hours(archive: Folder, interval: Interval | None) -> Iterator[tuple[int, set[str]]]:
-    """Hours, and the generations that are noted to have a file in each."""
+    """Yields hours with the generations that have marks in them."""
     first = None if interval is None else hour_of(interval.start)
     last = None if interval is None else _last_hour(interval)
     folders, noted = set(archive.list("")), set(archive.list(HOURS))
@@ -96,16 +96,16 @@ def _hours(archive: Folder, interval: Interval | None) -> Iterator[tuple[int, se
         midnight = hour_of(datetime.fromisoformat(day[1]).replace(tzinfo=UTC))
         if (first is not None and midnight + 23 < first) or (last is not None and midnight > last):
             continue
-        found: dict[int, set[str]] = {}
+        by_hour: dict[int, set[str]] = {}
         for match in map(_HOUR.fullmatch, archive.list(date) if date in folders else ()):
             if match:
-                found.setdefault(midnight + int(match[1]), set())
+                by_hour.setdefault(midnight + int(match[1]), set())
         for match in map(_MARK.fullmatch, archive.list(f"{HOURS}/{date}") if date in noted else ()):
             if match:
-                found.setdefault(midnight + int(match[1]), set()).add(match[2])
-        for hour in sorted(found):
+                by_hour.setdefault(midnight + int(match[1]), set()).add(match[2])
+        for hour in sorted(by_hour):
             if (first is None or first <= hour) and (last is None or hour <= last):
-                yield hour, found[hour]
+                yield hour, by_hour[hour]
 
 
 def _last_hour(interval: Interval) -> int:
@@ -113,10 +113,10 @@ def _last_hour(interval: Interval) -> int:
     return last - 1 if start_of(last) == interval.end else last
 
 
-def look(archive: Folder, interval: Interval | None = None) -> Found:
-    """What there is of an interval, or in all.
+def look(archive: Folder, interval: Interval | None = None) -> ArchivedInterval:
+    """Finds the files of an interval, or of the whole archive.
 
-    :raises StagingError: If a newer release wrote it, or it cannot be read.
+    :raises StagingError: If a newer release wrote the archive, or it cannot be read.
     """
     present: dict[int, set[str]] = {}
     generations: set[str] = set()
@@ -124,8 +124,8 @@ def look(archive: Folder, interval: Interval | None = None) -> Found:
         present[hour] = set(archive.list(partition_of(hour)))
         generations |= marked
         generations.update(match[1] for match in map(_FILE.fullmatch, present[hour]) if match)
-    # Many at a time: each costs a round trip to an object store.
-    indexes = list(_indexes(archive, sorted(generations)))
+    # Concurrently: each read costs a round trip to an object store.
+    indexes = list(_read_indexes(archive, sorted(generations)))
     hours: dict[int, dict[str, int]] = {}
     lost: list[str] = []
     named: dict[str, dict[str, int]] = {}
@@ -142,18 +142,18 @@ def look(archive: Folder, interval: Interval | None = None) -> Found:
     for index in indexes:
         if index.untimed:
             untimed[index.why] += index.untimed
-    return Found(hours=hours, lost=tuple(lost), untimed=dict(untimed))
+    return ArchivedInterval(hours=hours, lost=tuple(lost), untimed=dict(untimed))
 
 
-def _indexes(archive: Folder, generations: Sequence[str]) -> Iterator[Index]:
-    """What counts of some generations; those that are not settled have no index."""
-    for path, text in archive.read_all([index_path(each) for each in generations]):
+def _read_indexes(archive: Folder, generations: Sequence[str]) -> Iterator[Index]:
+    """Reads the indexes of generations, except of unsettled ones, which have none."""
+    for path, text in archive.read_all([index_path(generation) for generation in generations]):
         if text is not None:
             yield Index.loads(text, f"{archive.path}/{path}")
 
 
 def read_index(archive: Folder, generation: str) -> Index | None:
-    """What counts of a generation; ``None`` if it is not settled, or nothing of it counts.
+    """Reads the index of a generation; ``None`` if there is none.
 
     :raises StagingError: If a newer release wrote it, or it is damaged.
     """
@@ -165,7 +165,7 @@ def read_index(archive: Folder, generation: str) -> Index | None:
 
 
 def begun_at(archive: Folder) -> datetime | None:
-    """Since when messages are kept; ``None`` if none was ever."""
+    """Returns the time at which the archive was begun; ``None`` if it is empty."""
     try:
         return parsed(read_json(archive.read(BEGUN), f"{archive.path}/{BEGUN}"), "since")
     except FileNotFoundError:
@@ -173,7 +173,7 @@ def begun_at(archive: Folder) -> datetime | None:
 
 
 def removed_in(archive: Folder, interval: Interval) -> bool:
-    """Whether retention, or somebody, has removed any of an interval."""
+    """Whether any part of an interval was removed, by retention or by hand."""
     for _, text in archive.read_all([f"{REMOVED}/{name}" for name in archive.list(REMOVED)]):
         value: dict[str, Any] = json.loads(text or "{}")
         if (
@@ -188,36 +188,36 @@ def removed_in(archive: Folder, interval: Interval) -> bool:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def tables(archive: Folder, found: Found, interval: Interval) -> Iterator[pa.Table]:
-    """The messages of an interval, in order; a table an hour.
+def tables(archive: Folder, contents: ArchivedInterval, interval: Interval) -> Iterator[pa.Table]:
+    """Yields the messages of an interval in order, one table per hour.
 
-    :raises StagingError: If a file cannot be read, or does not hold what its index says.
+    :raises StagingError: If a file cannot be read, or does not match its index.
     """
-    repeated = _repeated(archive, found) if len(found.hours) > 1 else frozenset()
-    again = _again(archive)
+    repeated = _redelivered_ids(archive, contents) if len(contents.hours) > 1 else frozenset()
+    again = _read_again(archive)
     seen: set[str] = set()
-    for hour in sorted(found.hours):
-        table = _within(_hour(archive, found.hours[hour]), interval)
-        table = _first_of_each(table.take(pc.sort_indices(table, sort_keys=_ORDER)))
+    for hour in sorted(contents.hours):
+        table = _clip(_read_hour(archive, contents.hours[hour]), interval)
+        table = _drop_duplicates(table.take(pc.sort_indices(table, sort_keys=_ORDER)))
         if again:
-            table = _without(table, again)
+            table = _drop_again(table, again)
         if repeated:
-            table = _unseen(table, repeated, seen)
+            table = _drop_seen(table, repeated, seen)
         if table.num_rows:
             yield table
 
 
-def _hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
+def _read_hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
     parts: list[pa.Table] = []
     for path, rows in sorted(files.items()):
-        found = list(_groups(archive, path))
-        if sum(each.num_rows for each in found) != rows:
+        groups = list(_groups(archive, path))
+        if sum(group.num_rows for group in groups) != rows:
             raise StagingError(
                 f"{archive.path}/{path} does not hold the {many(rows, 'message')} that its index"
                 " names: nothing of the interval is handled; restore the file, or purge its hour"
             )
-        parts += found
-    # An earlier release had fewer columns.
+        parts += groups
+    # Files of earlier releases have fewer columns.
     return pa.concat_tables(parts, promote_options="default").combine_chunks()
 
 
@@ -232,62 +232,62 @@ def _groups(archive: Folder, path: str, columns: list[str] | None = None) -> Ite
         ) from None
 
 
-def _within(table: pa.Table, interval: Interval) -> pa.Table:
-    start, end = (pa.scalar(each.astimezone(UTC), INSTANT) for each in interval)
+def _clip(table: pa.Table, interval: Interval) -> pa.Table:
+    start, end = (pa.scalar(bound.astimezone(UTC), TIMESTAMP) for bound in interval)
     times = table["time"]
     return table.filter(pc.and_(pc.greater_equal(times, start), pc.less(times, end)))
 
 
-def _first_of_each(table: pa.Table) -> pa.Table:
-    """The rows without ids that an earlier row has."""
+def _drop_duplicates(table: pa.Table) -> pa.Table:
+    """Drops rows whose id an earlier row has."""
     ids = table["message_id"]
     if pc.count_distinct(ids).as_py() == table.num_rows:
         return table
     seen: set[Any] = set()
     kept: list[bool] = []
-    for each in ids.to_pylist():
-        kept.append(each not in seen)
-        seen.add(each)
+    for message_id in ids.to_pylist():
+        kept.append(message_id not in seen)
+        seen.add(message_id)
     return table.filter(array_of(kept, pa.bool_()))
 
 
-def _again(archive: Folder) -> Mapping[str, set[str]]:
-    """The dead letters that are there once more with another id: id → digests of payloads."""
+def _read_again(archive: Folder) -> Mapping[str, set[str]]:
+    """Reads the dead letters that were requeued under another id: id → digests of payloads."""
     named: dict[str, set[str]] = {}
     for name in archive.list(AGAIN):
         index, path = read_index(archive, name.partition("-")[0]), f"{AGAIN}/{name}"
         if index is None or index.again != path:
             continue
         there: dict[str, bool] = {}
-        with suppress(FileNotFoundError):  # removed just now, with all that it tells of
+        with suppress(FileNotFoundError):  # removed meanwhile, together with its messages
             for line in archive.read(path).splitlines():
-                message_id, digest, *files = json.loads(line)  # an earlier release named no file
-                for each in files:
-                    if each not in there:
-                        there[each] = archive.exists(each)
-                # Of an hour that was removed it is not there once more.
-                if all(there[each] for each in files):
+                message_id, digest, *files = json.loads(line)  # earlier releases named no file
+                for file in files:
+                    if file not in there:
+                        there[file] = archive.exists(file)
+                # In a removed hour there is no second copy.
+                if all(there[file] for file in files):
                     named.setdefault(message_id, set()).add(digest)
     return named
 
 
-def _without(table: pa.Table, again: Mapping[str, set[str]]) -> pa.Table:
-    """The rows that are not there once more.
+def _drop_again(table: pa.Table, again: Mapping[str, set[str]]) -> pa.Table:
+    """Drops rows that are there again under another id.
 
-    Anybody who may send can say that his message was another: so it has to be the same, too.
+    A sender can forge the former id of a message, so the payload must be equal too.
     """
     ids: list[Any] = table["message_id"].to_pylist()
     kept = [
-        each not in again or digest_of(table["payload"][row].as_py()) not in again[each]
-        for row, each in enumerate(ids)
+        message_id not in again or digest_of(table["payload"][row].as_py()) not in again[message_id]
+        for row, message_id in enumerate(ids)
     ]
     return table if all(kept) else table.filter(array_of(kept, pa.bool_()))
 
 
-def _repeated(archive: Folder, found: Found) -> frozenset[str]:
-    """The ids that may be in several hours: those of messages that were delivered again."""
+def _redelivered_ids(archive: Folder, contents: ArchivedInterval) -> frozenset[str]:
+    """Returns the ids that may be in several hours: those of redelivered messages."""
     ids: set[Any] = set()
-    for files in found.hours.values():
+    for files in contents.hours.values():
         for path in files:
             for table in _groups(archive, path, ["message_id", "redelivered", "attempt"]):
                 again = pc.or_(table["redelivered"], pc.greater(table["attempt"], 1))
@@ -295,8 +295,8 @@ def _repeated(archive: Folder, found: Found) -> frozenset[str]:
     return frozenset(ids)
 
 
-def _unseen(table: pa.Table, repeated: frozenset[str], seen: set[str]) -> pa.Table:
-    known = pc.is_in(table["message_id"], value_set=array_of(sorted(seen), pa.string()))
-    table = table.filter(pc.invert(known)) if seen else table
+def _drop_seen(table: pa.Table, repeated: frozenset[str], seen: set[str]) -> pa.Table:
+    is_seen = pc.is_in(table["message_id"], value_set=array_of(sorted(seen), pa.string()))
+    table = table.filter(pc.invert(is_seen)) if seen else table
     seen.update(repeated.intersection(table["message_id"].to_pylist()))
     return table

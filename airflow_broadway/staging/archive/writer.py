@@ -1,7 +1,7 @@
-"""What a process task receives, written for the archive in the same pass in which it is staged.
+"""Writes the messages that a process task receives for the archive, while it stages them.
 
-The files lie in the generation's own folder, and belong to no archive yet: they are put there when
-the generation is settled (:mod:`.publication`), without what its broker delivers again.
+The files are in the generation's own folder.  At the settlement of the generation
+:mod:`.publication` copies them to the archive, without messages that the broker will redeliver.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from airflow_broadway.staging.archive.metadata import texts_of
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
-from airflow_broadway.staging.tables import TableFiles, instants
+from airflow_broadway.staging.tables import TableFiles, timestamps
 
 log = logging.getLogger(__name__)
 
-#: Messages are written when so many are held, or so many bytes of them.
+#: Number of buffered messages, and of their bytes, at which they are written.
 GROUP_ROWS: Final = 16_384
 GROUP_BYTES: Final = 8 * 1024 * 1024
-#: Hours whose files are open at a time.
+#: Maximum number of hours with an open file.
 OPEN_FILES: Final = 32
-#: Characters that are kept of why a message gave no time.
-_WHY_LENGTH: Final = 300
+#: Maximum characters of the reason why a message has no time.
+_REASON_LENGTH: Final = 300
 
 _MICROSECONDS: Final = pa.int64()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archived:
-    """The files that a generation has for the archive, as its manifest names them.
+    """The files of a generation for the archive, as listed in its manifest.
 
-    :param files: For each its path in the run's folder, its hour from 1970, and its messages.
-    :param untimed: Messages that gave no time, and are kept by ``received_at``; ``why``, of the
-        first of them.
-    :param again: Messages that were dead letters, with another id.
+    :param files: Per file its path in the run's folder, its hour from 1970, and its message count.
+    :param untimed: Messages without a time, archived by ``received_at``; ``why`` is the reason of
+        the first of them.
+    :param again: Messages that were dead letters under another id.
     """
 
     files: list[list[Any]] = field(default_factory=list)
@@ -56,20 +56,20 @@ class Archived:
     again: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value; empty if there is no file."""
+        """Returns a JSON value; empty if there is no file."""
         return asdict(self) if self.files else {}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Archived:
-        """Read what :meth:`to_json` wrote."""
+        """Parses the output of :meth:`to_json`."""
         return cls(**value)
 
 
 class ArchiveWriter:
-    """Writes messages by the hour of their time, from one thread; memory holds the next rows.
+    """Writes messages by the hour of their time, from one thread; buffers one row group.
 
-    :param folder: What paths are relative to.
-    :param stem: The folder in it for the files.
+    :param folder: The folder that paths are relative to.
+    :param stem: The subfolder for the files.
     """
 
     def __init__(self, folder: Folder, stem: str, producer: Producer, options: Archive) -> None:
@@ -82,7 +82,7 @@ class ArchiveWriter:
         self._files: dict[int, TableFiles] = {}
         self._open: set[int] = set()
         self._rows: dict[str, list[Any]] = {}
-        self._told = False
+        self._warned = False
         self._again = 0
 
     def __enter__(self) -> Self:
@@ -95,7 +95,7 @@ class ArchiveWriter:
             self.abort()
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Take messages as they were received, before any code of the user's sees them.
+        """Adds messages as received, before any user code handles them.
 
         :raises StagingError: If they cannot be written.
         """
@@ -105,18 +105,18 @@ class ArchiveWriter:
             self._write()
 
     def close(self) -> Archived:
-        """Finish all files, durably; safe to repeat.
+        """Finishes all files durably; idempotent.
 
         :raises StagingError: If they cannot be written.
         """
         self._write()
         for hour in list(self._open):
             self._close(hour)
-        times, told = self._times, self._told
-        self._told = True
-        if times.untimed and not told:
+        times, warned = self._times, self._warned
+        self._warned = True
+        if times.untimed and not warned:
             log.warning(
-                "%s for the archive gave no time, and are kept by when they were received: %s.",
+                "%s for the archive had no time, and are archived by their time of receipt: %s.",
                 many(times.untimed, "message"),
                 times.why,
             )
@@ -128,7 +128,7 @@ class ArchiveWriter:
         )
 
     def abort(self) -> None:
-        """Drop what is unfinished; safe to repeat."""
+        """Discards unfinished files; idempotent."""
         for files in self._files.values():
             files.abort()
         self._open.clear()
@@ -148,8 +148,8 @@ class ArchiveWriter:
 
     def _put(self, hour: int, table: pa.Table) -> None:
         if hour not in self._open and len(self._open) >= OPEN_FILES:
-            for each in list(self._open):  # which of them gets more, nobody knows
-                self._close(each)
+            for open_hour in list(self._open):  # any of them may get more rows
+                self._close(open_hour)
         if hour not in self._files:
             self._files[hour] = TableFiles(self._folder, f"{self._stem}/{hour}", COLUMNS)
         files = self._files[hour]
@@ -159,7 +159,7 @@ class ArchiveWriter:
 
 
 class NoArchive:
-    """Keeps nothing: of a pipeline without an archive."""
+    """The writer of a pipeline without an archive, which discards all messages."""
 
     def __enter__(self) -> Self:
         return self
@@ -168,15 +168,15 @@ class NoArchive:
         return None
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Pass them over."""
+        """Discards the messages."""
 
     def close(self) -> Archived:
-        """There is no file."""
+        """Returns an empty list of files."""
         return Archived()
 
 
 class _Times:
-    """The time by which each message is kept."""
+    """Determines the time by which each message is archived."""
 
     def __init__(self, producer: Producer, time: str | Callable[[Any], Any]) -> None:
         self._producer = producer
@@ -193,36 +193,36 @@ class _Times:
     def _time(self, message: Message) -> datetime:
         try:
             if self._function is None:
-                found = self._producer.enqueued_at(message)
-                if found is None:
-                    raise ValueError("its broker does not say when it took the message")
+                time = self._producer.enqueued_at(message)
+                if time is None:
+                    raise ValueError("its broker does not report the time of enqueueing")
             else:
-                found = self._function(message)
-            return _aware(found)
-        except Exception as error:  # user code's; not KeyboardInterrupt, SystemExit
+                time = self._function(message)
+            return _to_utc(time)
+        except Exception as error:  # errors of user code; not KeyboardInterrupt, SystemExit
             self.untimed += 1
             if not self.why:
-                self.why = cut(f"{type(error).__name__}: {error}", _WHY_LENGTH)
+                self.why = cut(f"{type(error).__name__}: {error}", _REASON_LENGTH)
             return message.received_at
 
 
-def _aware(found: object) -> datetime:
-    if not isinstance(found, datetime):
-        raise TypeError(f"expected an aware datetime, got: {found!r:.100}")
-    if found.utcoffset() is None:
-        raise ValueError(f"expected an aware datetime, got one without a time zone: {found!r:.100}")
-    return found.astimezone(UTC)
+def _to_utc(time: object) -> datetime:
+    if not isinstance(time, datetime):
+        raise TypeError(f"expected an aware datetime, got: {time!r:.100}")
+    if time.utcoffset() is None:
+        raise ValueError(f"expected an aware datetime, got one without a time zone: {time!r:.100}")
+    return time.astimezone(UTC)
 
 
 def by_hour(table: pa.Table) -> Iterable[tuple[int, pa.Table]]:
-    """A table of one row or more by the hours of its rows, each in the order of its rows."""
+    """Splits a non-empty table by the hours of its rows, preserving their order."""
     micros = table["time"].cast(_MICROSECONDS)
     ends: Any = pc.min_max(micros).as_py()
     first, last = ends["min"] // HOUR, ends["max"] // HOUR
-    if first == last:  # as it is with most receipts
+    if first == last:  # the common case
         return [(first, table)]
     each_one: list[Any] = micros.to_pylist()
-    hours = [each // HOUR for each in each_one]
+    hours = [timestamp // HOUR for timestamp in each_one]
     column = array_of(hours, _MICROSECONDS)
     return [(hour, table.filter(pc.equal(column, hour))) for hour in sorted(set(hours))]
 
@@ -230,69 +230,69 @@ def by_hour(table: pa.Table) -> Iterable[tuple[int, pa.Table]]:
 def table_of(
     messages: Sequence[Message], times: Sequence[datetime], producer: Producer
 ) -> pa.Table:
-    """Messages as rows of an archive."""
-    payloads, forms = _payloads([message.data for message in messages])
+    """Converts messages to rows of an archive."""
+    payloads, forms = _encode_payloads([message.data for message in messages])
     enqueued = producer.enqueued_at
-    received = instants([message.received_at for message in messages])
+    received = timestamps([message.received_at for message in messages])
     columns: dict[str, Any] = {
-        "time": instants(times),
+        "time": timestamps(times),
         "message_id": id_column([message.message_id for message in messages]),
         "payload": payloads,
         "form": forms,
         "metadata": texts_of([message.metadata for message in messages]),
         "received_at": received,
-        "enqueued_at": instants([enqueued(message) for message in messages]),
-        "batch_key": _keys([message.batch_key for message in messages]),
+        "enqueued_at": timestamps([enqueued(message) for message in messages]),
+        "batch_key": _encode_keys([message.batch_key for message in messages]),
         "attempt": [message.attempt for message in messages],
         "redelivered": [message.redelivered for message in messages],
         "position": [message.position for message in messages],
         "size": [message.size for message in messages],
         "source": pa.repeat(producer.kind, len(messages)),
-        "was": _were(messages, producer),
+        "was": _former_ids(messages, producer),
     }
     arrays = [
-        array_of(column, each.type) if type(column) is list else column
-        for each, column in ((each, columns[each.name]) for each in COLUMNS)
+        array_of(column, field.type) if type(column) is list else column
+        for field, column in ((field, columns[field.name]) for field in COLUMNS)
     ]
     return pa.Table.from_arrays(arrays, schema=COLUMNS)
 
 
-def _were(messages: Sequence[Message], producer: Producer) -> Any:
-    """The ids that messages had as dead letters; most were none."""
+def _former_ids(messages: Sequence[Message], producer: Producer) -> Any:
+    """Returns the former ids of messages that were dead letters."""
     if not any(message.redelivered for message in messages):
         return pa.nulls(len(messages), pa.string())
-    # What was sent back is redelivered.
-    return [producer.sent_back_as(each) if each.redelivered else None for each in messages]
+    # Requeued dead letters are marked as redelivered.
+    return [producer.sent_back_as(message) if message.redelivered else None for message in messages]
 
 
-def _payloads(data: list[Any]) -> tuple[list[bytes], Any]:
+def _encode_payloads(data: list[Any]) -> tuple[list[bytes], Any]:
     if {*map(type, data)} == {bytes}:
         return data, pa.nulls(len(data), pa.string())
     payloads: list[bytes] = []
     forms: list[str | None] = []
-    for each in data:
-        if isinstance(each, (bytes, bytearray, memoryview)):
-            payloads.append(bytes(each))
+    for value in data:
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            payloads.append(bytes(value))
             forms.append(None)
-        elif type(each) is str:
-            payloads.append(each.encode("utf-8", "surrogatepass"))
+        elif type(value) is str:
+            payloads.append(value.encode("utf-8", "surrogatepass"))
             forms.append("text")
         else:
-            payloads.append(_value(each).encode("utf-8"))
+            payloads.append(_encode_value(value).encode("utf-8"))
             forms.append("value")
     return payloads, forms
 
 
-def _value(data: Any) -> str:
-    """No broker delivers what is no plain value; of a test's, people see what it was."""
+def _encode_value(data: Any) -> str:
+    """Encodes a plain value, or any other by its ``ascii()``, which occurs only in tests."""
     try:
         return dump(data)
     except ConversionError:
         return dump(ascii(data))
 
 
-def _keys(keys: list[Any]) -> Any:
-    """The batch keys that brokers give; most give none."""
+def _encode_keys(keys: list[Any]) -> Any:
+    """Converts batch keys set by brokers to a column; most brokers set none."""
     texts: dict[Any, str | None] = {key: dump_key(key) for key in {*keys}}
     texts[DEFAULT] = None
     if len(texts) == 1:
@@ -301,9 +301,9 @@ def _keys(keys: list[Any]) -> Any:
 
 
 def id_column(ids: list[str]) -> Any:
-    """Ids as a column; what UTF-8 cannot encode is written as its escape."""
+    """Converts ids to a column; escapes characters that UTF-8 cannot encode."""
     try:
         return array_of(ids, pa.string())
     except UnicodeEncodeError:
-        escaped = [each.encode("utf-8", "backslashreplace").decode("utf-8") for each in ids]
+        escaped = [text.encode("utf-8", "backslashreplace").decode("utf-8") for text in ids]
         return array_of(escaped, pa.string())

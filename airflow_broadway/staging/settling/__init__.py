@@ -1,1 +1,1 @@
-"""Settles a generation: its messages with their verdicts, the journal, the settlement itself."""
+"""Settles a generation: messages with verdicts, the settlement, and its journal."""

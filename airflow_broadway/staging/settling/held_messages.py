@@ -1,4 +1,4 @@
-"""What is recorded of one generation's messages: manifest, plans, outcomes and entries together."""
+"""Combines manifest, plans, outcomes and entries of one generation's messages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class _Exceptions(NamedTuple):
-    """Where the exceptions of one batch lie: a file of entries, or the outcome itself.
+    """The location of the exceptions of one batch: an entry file, or the outcome itself.
 
-    :param sum: What the file should add up to.
+    :param sum: The expected checksum of the file.
     :param source: The index of the generation in the plan.
-    :param shared: Whether the batch holds messages of other generations too.
+    :param shared: Whether the batch also has messages of other generations.
     """
 
     path: str
@@ -40,13 +40,13 @@ class _Exceptions(NamedTuple):
 
 @dataclass(slots=True)
 class _Batches:
-    """Some batches of one plan that have messages of the generation.
+    """Batches of one plan with messages of the generation.
 
     :param source: The index of the generation in the plan.
     :param ranges: The numbers of the batches, sorted, as inclusive ranges.
-    :param parts: Those of batches that were split.
+    :param parts: The parts of split batches.
     :param files: Indexes of the data files that hold their rows.
-    :param count: Messages of the generation in them.
+    :param count: Number of messages of the generation in them.
     """
 
     plan: BatchPlan
@@ -57,7 +57,7 @@ class _Batches:
     count: int = 0
 
     def add(self, planned: PlannedBatch) -> None:
-        """Take in another."""
+        """Adds a batch."""
         self.count += planned.sources[self.plan.generations[self.source]]
         if planned.part is None:
             self.ranges.extend(planned.rows)
@@ -66,7 +66,7 @@ class _Batches:
         self.files.update(planned.files)
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of the generation is in one of them."""
+        """Whether a row of the generation is in one of the batches."""
         number = row["batch"]
         if holds(self.ranges, number, number):
             return True
@@ -77,13 +77,12 @@ class _Batches:
 
 
 class HeldMessages:
-    """The messages of one published generation, and what is recorded of them by now.
+    """The messages of one published generation with their recorded outcomes.
 
-    Memory holds the ids of exceptions at most.
+    Memory holds at most the ids of exceptions.
 
-    :param plans: The plans that decide about the generation, one for each batcher at most.
-    :raises StagingDamaged: If a file that says what becomes of messages is not as it was written,
-        or counts do not agree.
+    :param plans: The plans that decide about the generation, at most one per batcher.
+    :raises StagingDamaged: If a file with verdicts is damaged, or counts do not agree.
     """
 
     def __init__(
@@ -93,31 +92,31 @@ class HeldMessages:
         self._run = recorded.run
         self._manifest = manifest
         self._producer = producer
-        #: Whether every success that has no entry is simply acked.
+        #: Whether every success without an entry is simply acked.
         self.plain = producer.actions[producer.on_success] is Action.ACK and not manifest.configured
-        #: Messages staged for batchers; of these, those in batches with an outcome.
+        #: Number of messages staged for batchers; of these, in batches with an outcome.
         self.staged = sum(manifest.batchers.values())
         self.decided = 0
-        #: Batches that hold messages of the generation; of these, those with an outcome.
+        #: Number of batches with messages of the generation; of these, with an outcome.
         self._batches = self._recorded_batches = 0
         self._exceptions: list[_Exceptions] = []
-        #: Those with an outcome.
+        #: The batches with an outcome.
         self._decided: list[_Batches] = []
         by_batcher = {
             plan.batcher: plan for plan in plans if manifest.generation in plan.generations
         }
-        #: Batchers that have messages of the generation, but no plan.
+        #: Batchers with messages of the generation but without a plan.
         self.unplanned = [
             name for name, count in manifest.batchers.items() if count and name not in by_batcher
         ]
         for plan in by_batcher.values():
             self._read(plan)
         self._verify()
-        #: What callbacks settled at once, in processors and batches.
+        #: Messages settled immediately by callbacks, in processors and batches.
         self.settled_now = SettleReport.from_json(manifest.settled_now) + self._settled_in_batches()
 
     def progress(self) -> Progress:
-        """How far the generation has come."""
+        """Returns the progress of the generation."""
         return Progress(
             received=self._manifest.received,
             staged=self.staged,
@@ -129,27 +128,27 @@ class HeldMessages:
         )
 
     def _verify(self) -> None:
-        """Read each file of entries once, before any verdict in it is carried out.
+        """Reads each entry file once before any verdict in it is executed.
 
         A lost line would turn a failure into an ack.
 
-        :raises StagingDamaged: If one is not as it was written, or what was received is not the sum
-            of what was staged and of the lines.
+        :raises StagingDamaged: If a file is damaged, or the number of received messages is not the
+            sum of staged messages and lines.
         """
         manifest, recorded = self._manifest, self._recorded
         sums = {path: manifest.sums.get(path) for path in manifest.entries}
-        recorded.keep({**sums, **{each.path: each.sum for each in self._exceptions}})
+        recorded.keep({**sums, **{file.path: file.sum for file in self._exceptions}})
         lines = sum(recorded.verify(path, total) for path, total in sums.items())
-        for each in self._exceptions:
-            recorded.verify(each.path, each.sum)
+        for file in self._exceptions:
+            recorded.verify(file.path, file.sum)
         if self.staged + lines != manifest.received:
             raise StagingDamaged(
                 f"generation {manifest.generation} received {many(manifest.received, 'message')},"
-                f" and {self.staged} staged ones and {many(lines, 'line')} of entries are there"
+                f" but has {self.staged} staged ones and {many(lines, 'line')} of entries"
             )
 
     def _read(self, plan: BatchPlan) -> None:
-        """Take in which of a plan's batches have an outcome."""
+        """Collects the batches of a plan that have an outcome."""
         self._run.store.check_root(plan.root_id, plan.host)
         generation = self._manifest.generation
         source = plan.generations.index(generation)
@@ -173,29 +172,29 @@ class HeldMessages:
 
     # -- exceptions ----------------------------------------------------------------------------
 
-    def _before_batches(self) -> Iterator[EntryLine]:
-        """The entries of the process task."""
+    def _process_entries(self) -> Iterator[EntryLine]:
+        """Yields the entries of the process task."""
         for path in self._manifest.entries:
             yield from self._recorded.entries(path, self._manifest.sums.get(path))
 
-    def _in_batches(self) -> Iterator[EntryLine]:
-        """The entries of batches, of this generation only."""
-        unsure = self._unsure()
-        for found in self._exceptions:
-            for line in self._recorded.entries(found.path, found.sum):
+    def _batch_entries(self) -> Iterator[EntryLine]:
+        """Yields the entries of batches, of this generation only."""
+        unsure = self._ambiguous_ids()
+        for exceptions in self._exceptions:
+            for line in self._recorded.entries(exceptions.path, exceptions.sum):
                 if line.source is None:
-                    if not found.shared or line.entry.message_id in unsure:
+                    if not exceptions.shared or line.entry.message_id in unsure:
                         yield line
-                elif line.source == found.source:
+                elif line.source == exceptions.source:
                     yield line
 
-    def _unsure(self) -> set[str]:
-        """The ids of this generation among entries of shared batches that name no source."""
+    def _ambiguous_ids(self) -> set[str]:
+        """Returns the ids of this generation among entries of shared batches without a source."""
         ids = {
             line.entry.message_id
-            for found in self._exceptions
-            if found.shared
-            for line in self._recorded.entries(found.path, found.sum)
+            for exceptions in self._exceptions
+            if exceptions.shared
+            for line in self._recorded.entries(exceptions.path, exceptions.sum)
             if line.source is None
         }
         if not ids:
@@ -204,7 +203,7 @@ class HeldMessages:
 
     def _settled_in_batches(self) -> SettleReport:
         counts: Counter[str] = Counter()
-        for line in self._in_batches():
+        for line in self._batch_entries():
             if line.settled:
                 counts[CLASS_OF[line.entry.verdict.action]] += 1
         return SettleReport.from_json(dict(counts))
@@ -212,16 +211,16 @@ class HeldMessages:
     # -- streams -------------------------------------------------------------------------------
 
     def entries(self, *, all_rows: bool) -> Iterator[Entry]:
-        """The messages with verdicts of their own.
+        """Yields the messages with explicit verdicts.
 
-        :param all_rows: Also those in batches with an outcome that succeeded: nothing is left then
-            but messages without an outcome.
+        :param all_rows: Whether to include successes of batches with an outcome; the rest are then
+            only messages without an outcome.
         """
-        for line in self._before_batches():
+        for line in self._process_entries():
             if not line.settled:
                 yield line.entry
         exceptions: set[str] = set()
-        for line in self._in_batches():
+        for line in self._batch_entries():
             if all_rows:
                 exceptions.add(line.entry.message_id)
             if not line.settled:
@@ -231,14 +230,14 @@ class HeldMessages:
                 yield from self._successes(decided, exceptions)
 
     def everything(self, rest: Verdict) -> Iterator[Entry]:
-        """All messages that nobody has settled at once.
+        """Yields all messages that were not settled immediately.
 
-        :param rest: The verdict on those that are staged for batchers.
+        :param rest: The verdict for messages staged for batchers.
         """
-        for line in self._before_batches():
+        for line in self._process_entries():
             if not line.settled:
                 yield line.entry
-        settled = {line.entry.message_id for line in self._in_batches() if line.settled}
+        settled = {line.entry.message_id for line in self._batch_entries() if line.settled}
         columns = ["message_id", "_receipt", "attempt", "_acked", *self._payload_columns()]
         for row in self._rows(columns):
             if not row["_acked"] and row["message_id"] not in settled:
@@ -248,9 +247,9 @@ class HeldMessages:
         return ["_payload", "_properties"] if self._producer.keeps_payload else []
 
     def _rows(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """The staged messages of the generation, in order of file.
+        """Yields the staged messages of the generation, in order of file.
 
-        :raises StagingDamaged: If a file is not there, or they are not as many as were staged.
+        :raises StagingDamaged: If a file is missing, or their number differs from the manifest.
         """
         for batcher, files in self._manifest.files.items():
             count = 0
@@ -263,7 +262,7 @@ class HeldMessages:
             expected = self._manifest.batchers[batcher]
             if count != expected:
                 raise StagingDamaged(
-                    f"{many(expected, 'message')} staged for the batcher {batcher!r}, and its files"
+                    f"{many(expected, 'message')} staged for the batcher {batcher!r}, but its files"
                     f" of generation {self._manifest.generation} hold {count}"
                 )
 
@@ -274,7 +273,7 @@ class HeldMessages:
             raise StagingDamaged(f"{path} is not there") from None
 
     def _successes(self, decided: _Batches, exceptions: set[str]) -> Iterator[Entry]:
-        """The messages of decided batches that have no entry, each with its own verdict."""
+        """Yields the messages of decided batches without an entry, each with its verdict."""
         producer = self._producer
         columns = ["message_id", "attempt", "redelivered", "_receipt", "_on_success", "_acked"]
         for row in self._rows_in(decided, [*columns, *self._payload_columns()]):
@@ -290,18 +289,18 @@ class HeldMessages:
             yield _entry(row, producer.judge(facts))
 
     def _rows_in(self, batches: _Batches, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The rows of the generation in batches.
+        """Yields the rows of the generation in batches.
 
-        :raises StagingDamaged: At their end, if they are more or fewer than the plan says.
+        :raises StagingDamaged: At the end, if their number differs from the plan.
         """
         plan, count = batches.plan, 0
         batches.ranges.sort()
-        wanted = sorted([*batches.ranges, *(r for part in batches.parts for r in part.rows)])
+        ranges = sorted([*batches.ranges, *(r for part in batches.parts for r in part.rows)])
         columns = ["batch", "source", "position", *columns]
         for index in sorted(batches.files):
             with self._open(f"{plan.path}/{plan.data[index]}") as file:
                 for group in range(file.groups):
-                    if not holds(wanted, *file.bounds(group, "batch")):
+                    if not holds(ranges, *file.bounds(group, "batch")):
                         continue
                     for row in file.read(group, columns).to_pylist():
                         if row["source"] == batches.source and batches.holds(row):
@@ -310,7 +309,7 @@ class HeldMessages:
         if count != batches.count:
             raise StagingDamaged(
                 f"batches of {plan.path} hold {many(batches.count, 'message')} of generation"
-                f" {self._manifest.generation}, and its files hold {count}"
+                f" {self._manifest.generation}, but its files hold {count}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The journal of a settled generation: what became of it, written once."""
+"""The journal of a settled generation, written once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a generation has come.
+    """The progress of a generation.
 
     :param received: Messages by the manifest; 0 without one.
-    :param staged: Of these, staged for batchers.
-    :param decided: Of the staged, those of batches with an outcome.
-    :param batches: Batches that hold messages of the generation.
-    :param recorded: Of these, those with an outcome.
-    :param unplanned: Batchers that have messages of it but no plan.
-    :param settled_now: What callbacks settled at once, in processors and batches.
+    :param staged: Messages staged for batchers.
+    :param decided: Staged messages in batches with an outcome.
+    :param batches: Batches with messages of the generation.
+    :param recorded: Batches among these with an outcome.
+    :param unplanned: Batchers with messages of it but without a plan.
+    :param settled_now: Messages settled immediately by callbacks, in processors and batches.
     """
 
     received: int = 0
@@ -40,13 +40,13 @@ class Progress:
 
 
 class SettlementJournal(NamedTuple):
-    """What became of a settled generation.
+    """The result of a settled generation.
 
-    :param report: What settling it did.
-    :param settled_now: What callbacks had settled at once, in processors and batches.
-    :param received: Messages by its manifest; ``None`` if it published none.
-    :param by: Who settled it, for people: a task and its try, or a host.
-    :param at: When, in ISO 8601.
+    :param report: The report of the settlement.
+    :param settled_now: Messages settled immediately by callbacks, in processors and batches.
+    :param received: Messages by its manifest; ``None`` without one.
+    :param by: The task and its try, or the host, that settled it.
+    :param at: Time in ISO 8601.
     """
 
     report: SettleReport
@@ -57,7 +57,7 @@ class SettlementJournal(NamedTuple):
 
 
 def settled_journal(run: StagedRun, generation: str) -> SettlementJournal | None:
-    """What became of a generation; ``None`` while it is not settled."""
+    """Reads the journal of a generation; ``None`` while it is not settled."""
     path = paths.settled(generation)
     try:
         value: dict[str, Any] = json.loads(run.files.read(path))
@@ -81,9 +81,9 @@ def record_settled(
     progress: Progress | None = None,
     by: str = "",
 ) -> SettlementJournal:
-    """Write down what settling a generation did, unless that is written already.
+    """Writes the journal of a generation unless there is one.
 
-    :returns: What is written now: this call's report, or an earlier one.
+    :returns: The journal, written by this call or an earlier one.
     :raises StagingError: If it cannot be written.
     """
     progress = progress or Progress()
@@ -98,8 +98,8 @@ def record_settled(
         "at": run.clock.now().isoformat(),
     }
     if not run.files.create(paths.settled(record.generation), json.dumps(written)):
-        log.info("generation %s: it was settled before, or by another", record.generation)
+        log.info("generation %s: it was settled before or by another process", record.generation)
     journal = settled_journal(run, record.generation)
     if journal is None:
-        raise StagingError(f"the journal of generation {record.generation} is gone")
+        raise StagingError(f"the journal of generation {record.generation} is missing")
     return journal

@@ -1,9 +1,9 @@
-"""From recorded outcomes to what is settled at the broker, once.
+"""Settles recorded outcomes at the broker, once.
 
-:func:`build_settlement` says what becomes of each message of one generation;
-:func:`settle_generation` carries it out, and keeps a journal.  Both may be called again at any
-time, by several processes at once: outcomes are only ever added, the custodian is idempotent, and
-the first report that is written stands.
+:func:`build_settlement` decides the verdict of each message of one generation;
+:func:`settle_generation` executes the settlement and writes the journal.  Both are idempotent, also
+when several processes call them concurrently: outcomes are only ever added, the custodian is
+idempotent, and the first report is final.
 """
 
 from __future__ import annotations
@@ -38,38 +38,37 @@ def build_settlement(
     final: bool,
     recorded: Recorded | None = None,
 ) -> tuple[Settlement, bool, Progress]:
-    """Say what becomes of each message of one generation, by what is recorded now.
+    """Decides the verdict of each message of one generation by the recorded outcomes.
 
-    :param plans: Those of the run's batchers that hold messages of it; one per batcher.
-    :param final: Whether nothing more will be recorded: what is missing is then logged.
-    :param recorded: What has been read of the run already, so that it is not read again.
-    :returns: The settlement; whether every message has an outcome (where not, carrying the
-        settlement out releases those without); and the counts.
-    :raises StagingDamaged: If a file that says what becomes of messages is not as it was written,
-        or counts do not agree.
+    :param plans: The plans of batchers with messages of it; one per batcher.
+    :param final: Whether no more outcomes can follow; missing ones are then logged.
+    :param recorded: A reader of the run, to avoid reading files twice.
+    :returns: The settlement; whether every message has an outcome (otherwise the settlement
+        releases those without); and the counts.
+    :raises StagingDamaged: If a file with verdicts is damaged, or counts do not agree.
     """
     manifest = run.manifest(generation)
     if manifest is None:
         return Settlement(rest=RELEASE, settled_now=SettleReport()), False, Progress()
-    held = HeldMessages(recorded or Recorded(run), manifest, pipeline.producer, list(plans or ()))
-    complete = held.decided == held.staged
+    state = HeldMessages(recorded or Recorded(run), manifest, pipeline.producer, list(plans or ()))
+    complete = state.decided == state.staged
     if final and not complete:
         log.warning(
-            "generation %s: %d of %s given back, without an outcome%s",
+            "generation %s: %d of %s released, without an outcome%s",
             generation,
-            held.staged - held.decided,
-            many(held.staged, "staged message"),
-            f" (no plan for {', '.join(held.unplanned)})" if held.unplanned else "",
+            state.staged - state.decided,
+            many(state.staged, "staged message"),
+            f" (no plan for {', '.join(state.unplanned)})" if state.unplanned else "",
         )
-    rest = ACK if complete and held.plain else RELEASE
+    rest = ACK if complete and state.plain else RELEASE
     settlement = Settlement(
         rest=rest,
-        entries=lambda: held.entries(all_rows=rest is RELEASE),
-        everything=lambda: held.everything(rest),
-        expected=manifest.received - held.settled_now.total,
-        settled_now=held.settled_now,
+        entries=lambda: state.entries(all_rows=rest is RELEASE),
+        everything=lambda: state.everything(rest),
+        expected=manifest.received - state.settled_now.total,
+        settled_now=state.settled_now,
     )
-    return settlement, complete, held.progress()
+    return settlement, complete, state.progress()
 
 
 def settle_generation(
@@ -82,19 +81,19 @@ def settle_generation(
     by: str = "",
     between: Callable[[SettleReport], None] = lambda report: None,
 ) -> SettleReport:
-    """Settle one generation at its broker, once.
+    """Settles one generation at its broker, once.
 
-    The intent is written down, the custodian settles, ``between`` is called, the report is written
-    down.  After a crash between any two of these it is called again.  Whoever calls it, and however
-    often, gets the one report that was written first.
+    The steps are: write the intent, settle by the custodian, call ``between``, write the journal.
+    After a crash between any two of these it is called again.  Every call returns the report that
+    was written first.
 
-    An outcome that is recorded after ``settlement`` was made, and before the intent, comes too
-    late: its messages are released, and come again, marked.
+    An outcome recorded after ``settlement`` was built and before the intent is too late: its
+    messages are released and redelivered.
 
-    :param progress: Of :func:`build_settlement`; kept in the journal.
-    :param by: Who settles, for people: the task and its try.
-    :param between: What belongs to the settlement besides, safe to repeat.
-    :raises BroadwayError: Whatever the custodian raises; the generation then counts as unsettled.
+    :param progress: The counts of :func:`build_settlement`, for the journal.
+    :param by: The task and its try, for display.
+    :param between: An idempotent step that belongs to the settlement.
+    :raises BroadwayError: Any error of the custodian; the generation then remains unsettled.
     """
     done = settled_journal(run, record.generation)
     if done is not None:
@@ -109,7 +108,7 @@ def settle_generation(
         "at": run.clock.now().isoformat(),
     }
     if not run.files.create(paths.intent(record.generation), json.dumps(intent)):
-        log.info("generation %s: settling was begun before; going on", record.generation)
+        log.info("generation %s: resuming a settlement begun before", record.generation)
     report = custodian.settle(run.lease(record), settlement)
     between(report)
     return record_settled(run, record, report, progress=progress, by=by).report

@@ -205,8 +205,8 @@ def test_what_is_exported_can_be_imported(world: World, run: Command, tmp_path: 
 
     assert run.json("export", str(lines), *NINE_TO_TEN)["messages"] == 2
     assert run.json("export", str(parquet), *NINE_TO_TEN)["messages"] == 2
-    assert "is there already" in run("export", str(lines), *NINE_TO_TEN)[1]
-    assert "to end in .parquet or .jsonl" in run("export", "x.csv", *NINE_TO_TEN)[1]
+    assert "exists already" in run("export", str(lines), *NINE_TO_TEN)[1]
+    assert "must end in .parquet or .jsonl" in run("export", "x.csv", *NINE_TO_TEN)[1]
 
     (tmp_path / "other").mkdir()
     other = World(tmp_path / "other")

@@ -86,7 +86,7 @@ def test_an_execution_whose_messages_were_given_back_publishes_nothing(tmp_path:
     )
 
     # When it comes to publish
-    with pytest.raises(LeaseLapsed, match="gave its messages back"):
+    with pytest.raises(LeaseLapsed, match="released its messages"):
         run.publish(manifest_of(run, record.generation, 1))
     assert run.manifest(record.generation) is None
 

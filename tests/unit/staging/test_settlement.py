@@ -188,7 +188,7 @@ def test_a_batcher_without_a_plan_is_named(
     _, complete, progress = build_settlement(run, generation, pipeline, None, final=True)
     assert not complete
     assert progress.unplanned == ("b",)
-    assert "2 of 2 staged messages given back, without an outcome (no plan for b)" in (caplog.text)
+    assert "2 of 2 staged messages released, without an outcome (no plan for b)" in (caplog.text)
 
 
 def test_what_a_callback_settled_at_once_is_settled_no_more(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_root_that_holds_a_foreign_file_of_that_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".broadway-root.json").write_text("[]")
-    with pytest.raises(StagingError, match="no file of airflow-broadway"):
+    with pytest.raises(StagingError, match="not a file of airflow-broadway"):
         Store.open(f"file://{tmp_path}").root_id()
 
 
@@ -406,7 +406,7 @@ def test_who_may_not_delete_settles_all_the_same(
     run.forget_open(record.generation)
     assert run.state(record.generation) == "settled"
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
-    assert "is done with and stays on the list" in caplog.text
+    assert "is complete but stays on the list" in caplog.text
 
 
 def test_a_fork_has_a_client_of_its_own(tmp_path: Path) -> None:
