@@ -192,8 +192,8 @@ def trouble_of(report: Mapping[str, Any], fail_when: Any = "all") -> list[str]:
     """
     totals, failed = report["totals"], report.get("failed_tasks")
     sentences = [
-        f"tasks failed: {', '.join(failed)}; mend the cause, what was given back comes with the"
-        " next run"
+        f"tasks failed: {', '.join(failed)}; fix the cause, the next run receives the released"
+        " messages"
         if failed
         else "",
         settling_trouble(totals["lapsed"], totals["settle_failed"], halted=totals.get("halted", 0)),

@@ -111,7 +111,7 @@ def _is_held(run: StagedRun, other: StagedRun, record: GenerationRecord) -> bool
     if record.state != SETTLED:
         log.warning(
             "Run %s of another Airflow (%r, host %r; this one is %r) holds messages in generation"
-            " %s: they are left alone until its lease lapses at %s.  Two Airflows with one queue"
+            " %s: they are skipped until its lease lapses at %s.  Two Airflows with one queue"
             " and one staging root share its messages.",
             other.run_id,
             record.airflow,
@@ -211,7 +211,7 @@ def remove_settled_run(run: StagedRun) -> None:
     if unsettled:
         raise RequestRefused(
             f"run {run.run_id!r} of the Dag {run.dag_id!r} has"
-            f" {many(len(unsettled), 'generation')} that nobody has settled"
+            f" {many(len(unsettled), 'generation')} without a settlement"
             f" ({', '.join(record.generation for record in unsettled)}): clear its `ack` task, or"
             " let the next run release these messages, and then remove it"
         )

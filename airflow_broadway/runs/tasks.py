@@ -223,7 +223,7 @@ class BatchTask:
             most=MOST_PROCESSES,
             cleared=self._task.cleared,
         )
-        # A fork that cannot call the host would wait for ever.
+        # A fork that cannot call the host would wait forever.
         forks, forked = self._task.forks, False
         while not self._stopped and isolation.choose() and forks and isolation.careful:
             forked = True

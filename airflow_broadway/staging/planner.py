@@ -107,7 +107,7 @@ def _read_published(run: StagedRun, batcher: str, generations: Sequence[str]) ->
                 "batcher %r: generation %s is left out, for it is %s",
                 batcher,
                 generation,
-                "not published" if record.state == OPENED else "settled or given back",
+                "not published" if record.state == OPENED else "settled or released",
             )
             continue
         manifest = run.manifest(generation)

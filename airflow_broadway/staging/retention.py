@@ -130,7 +130,7 @@ def remove_run(run: StagedRun) -> None:
 
 def _remove_files(run: StagedRun, records: Iterable[GenerationRecord]) -> None:
     # If the process dies meanwhile, a record without its folder would count as unsettled and keep
-    # the run for ever: so records are removed first, and before them their copies on the list.
+    # the run forever: so records are removed first, and before them their copies on the list.
     for record in records:
         run.forget_open(record.generation)
         run.files.remove(paths.generation(record.generation))

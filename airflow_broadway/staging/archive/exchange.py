@@ -261,8 +261,8 @@ def _time(row: Mapping[str, Any], chosen: Chosen, where: str) -> datetime:
         return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
     except (ValueError, OverflowError, OSError):
         raise RequestRefused(
-            f"{where}: {value!r:.80} in the column {chosen.time!r} is no instant: nothing was"
-            " imported"
+            f"{where}: {value!r:.80} in the column {chosen.time!r} is not a timestamp: nothing"
+            " was imported"
         ) from None
 
 

@@ -206,7 +206,7 @@ def test_a_run_is_removed_once_it_is_settled(shop: Shop, capsys: Capsys) -> None
 
     # Then it stays, with the way out
     error = ran(capsys, *asked).error
-    assert "has 1 generation that nobody has settled" in error
+    assert "has 1 generation without a settlement" in error
     assert "clear its `ack` task" in error
     assert run.generations() != []
 

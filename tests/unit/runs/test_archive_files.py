@@ -98,7 +98,7 @@ def test_payload_and_id_are_columns_of_the_file(world: World, run: Command, tmp_
     [
         ('{"a": 1}', ("--time", "at"), "row 1 has no column 'at'; it has ['a']"),
         ('{"at": ""}', ("--time", "at"), "row 1 has nothing in the column 'at'"),
-        ('{"at": "noon"}', ("--time", "at"), "'noon' in the column 'at' is no instant"),
+        ('{"at": "noon"}', ("--time", "at"), "'noon' in the column 'at' is not a timestamp"),
         ("no json", ("--time", "at"), "line 1, is no JSON"),
         ("[1]", ("--time", "at"), "line 1, is no JSON object"),
         ("", ("--time", "at"), "has no rows"),
@@ -125,12 +125,12 @@ def test_a_file_whose_columns_do_not_fit_is_one_sentence_and_nothing_is_imported
         ("latin.jsonl", '{"at": "J\xfcrgen"}\n'.encode("latin-1"), "is no text in UTF-8"),
         ("long.csv", b"at,x\n2013-01-01," + b"x" * 200_000, "line 2, is no CSV: field larger"),
         ("twice.csv", b"at,x,x\n2013-01-01,1,2\n", "has more than one column 'x'"),
-        ("millis.csv", b"at,x\n1357030800000,1\n", "is no instant"),
-        ("year.csv", b"at,x\n2013,1\n", "is no instant"),
-        ("month.csv", b"at,x\n201301,1\n", "is no instant"),
-        ("minute.csv", b"at,x\n201301010900,1\n", "is no instant"),
-        ("true.jsonl", b'{"at": true}', "is no instant"),
-        ("early.jsonl", b'{"at": "0001-01-01T00:00:00+05:00"}', "is no instant"),
+        ("millis.csv", b"at,x\n1357030800000,1\n", "is not a timestamp"),
+        ("year.csv", b"at,x\n2013,1\n", "is not a timestamp"),
+        ("month.csv", b"at,x\n201301,1\n", "is not a timestamp"),
+        ("minute.csv", b"at,x\n201301010900,1\n", "is not a timestamp"),
+        ("true.jsonl", b'{"at": true}', "is not a timestamp"),
+        ("early.jsonl", b'{"at": "0001-01-01T00:00:00+05:00"}', "is not a timestamp"),
     ],
 )
 def test_a_file_that_cannot_be_read_as_it_is_said_to_be_is_one_sentence(

@@ -152,7 +152,7 @@ def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(
     assert green.process()["received"] == 3
     assert run.depth() == (0, 0, 6, 0)
     assert "Run blue of another Airflow ('blue', host" in caplog.text
-    assert f"generation {reference['generation']}: they are left alone until" in caplog.text
+    assert f"generation {reference['generation']}: they are skipped until" in caplog.text
     blue.batch(reference)
     assert blue.ack()["totals"]["accounted"] == 3
 

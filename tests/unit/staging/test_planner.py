@@ -107,7 +107,7 @@ def test_a_generation_that_was_given_back_is_left_out_with_a_line_in_the_log(
     plan, _ = plan_of(run, pipeline, kept, void, unpublished)
 
     assert plan.generations == [kept]
-    assert f"generation {void} is left out, for it is settled or given back" in caplog.text
+    assert f"generation {void} is left out, for it is settled or released" in caplog.text
     assert f"generation {unpublished} is left out, for it is not published" in caplog.text
 
 
