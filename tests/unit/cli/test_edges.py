@@ -114,7 +114,7 @@ def test_the_state_of_a_run_is_that_of_its_generation_furthest_behind(
     [
         ({}, None),
         ({"balanced": False}, "the sum does not balance"),
-        ({"failed_tasks": ["broadway.batch.b"]}, "tasks failed: broadway.batch.b; mend"),
+        ({"failed_tasks": ["broadway.batch.b"]}, "tasks failed: broadway.batch.b; fix"),
         ({"lapsed": 1}, "1 message had lapsed before they were settled"),
         ({"settle_failed": 1}, "1 could not be settled"),
         ({"failed": 3}, None),

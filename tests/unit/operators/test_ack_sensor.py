@@ -241,7 +241,7 @@ def test_a_failure_of_the_sensor_has_no_text_of_a_broker(
 
 
 def test_a_run_with_a_failed_task_is_red() -> None:
-    with pytest.raises(AirflowFailException, match=r"tasks failed: broadway\.batch\.late; mend"):
+    with pytest.raises(AirflowFailException, match=r"tasks failed: broadway\.batch\.late; fix"):
         sensor()._conclude({**report_of(acked=4), "failed_tasks": ["broadway.batch.late"]})
 
 
