@@ -276,7 +276,7 @@ def test_a_zombie_of_an_older_try_can_neither_receive_nor_publish(
         references.append(run.process(try_number=2))
 
     precede(monkeypatch, late, StagedRun, "publish", once=True)
-    with pytest.raises(LeaseLapsed, match="settled before it was done"):
+    with pytest.raises(LeaseLapsed, match="settled before it was complete"):
         run.process()
 
     run.batch(*references)

@@ -181,7 +181,7 @@ def test_more_received_than_staged_and_listed_is_damage(tmp_path: Path) -> None:
     more = dataclasses.replace(manifest, received=8)
     ready.run.files.replace(f"{ready.generation}/manifest.json", more.dumps())
     with pytest.raises(
-        StagingDamaged, match="received 8 messages, and 6 staged ones and 1 line of"
+        StagingDamaged, match="received 8 messages, but has 6 staged ones and 1 line of"
     ):
         ready.settlement()
 

@@ -153,7 +153,7 @@ def test_a_manifest_with_fewer_messages_than_its_files_is_damaged(tmp_path: Path
     assert manifest is not None
     recorded = Recorded(run)
 
-    with pytest.raises(StagingDamaged, match="received 2 messages, and 3 staged ones"):
+    with pytest.raises(StagingDamaged, match="received 2 messages, but has 3 staged ones"):
         HeldMessages(recorded, replace(manifest, received=2), pipeline.producer, [])
 
 

@@ -223,7 +223,7 @@ def test_a_root_that_holds_a_foreign_file_of_that_name_is_refused(tmp_path: Path
 
 
 def test_a_relative_root_is_refused() -> None:
-    with pytest.raises(StagingError, match="no absolute path"):
+    with pytest.raises(StagingError, match="not an absolute path"):
         Store.open("staging")
 
 
