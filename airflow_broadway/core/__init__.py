@@ -1,1 +1,1 @@
-"""The model: messages, batches, callbacks, custody.  Standard library only, no I/O."""
+"""Messages, batches, callbacks and custody.  Standard library only, no I/O."""

@@ -1,4 +1,4 @@
-"""Time, injected, so that no test sleeps."""
+"""Injected time sources, so that no test sleeps."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a component gets its time."""
+    """A component's source of time."""
 
     def now(self) -> datetime:
-        """The present instant: aware, UTC."""
+        """Return the current time: aware, UTC."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds from a fixed but arbitrary origin; never goes back."""
+        """Return seconds from a fixed but arbitrary origin; never decreases."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Let ``seconds`` pass."""
+        """Block for ``seconds``."""
         ...
 
 
 class SystemClock:
-    """The machine's clock."""
+    """The system clock."""
 
     def now(self) -> datetime:
         return datetime.now(timezone.utc)
 
-    # The function itself: it is asked before each message.
+    # Bound directly, without a wrapper: it is called before each message.
     monotonic = staticmethod(time.monotonic)
 
     def sleep(self, seconds: float) -> None:

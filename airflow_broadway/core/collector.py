@@ -1,12 +1,12 @@
-"""Python's cyclic garbage collector while a task handles messages.
+"""Tunes Python's cyclic garbage collector while a task handles messages.
 
-Messages are freed by their reference counts, yet the collector walks over them: after each 700 new
-objects over those, and again and again over everything that the process has loaded, Airflow
-included.  That took a third of a process stage's time.
+Reference counts free the messages, yet the collector scans them after every 700 new container
+objects, and repeatedly scans all loaded modules, Airflow's included.  That took a third of a
+process stage's time.
 
-A message is half a dozen objects, and a receive brings thousands, which all go again.  So it
-looks after more than those; and after so many bytes of messages, too (:func:`look_after`), for what
-callbacks leave behind in rings may hold them.
+A message is about six objects, and a receive allocates thousands that are freed together.  So the
+threshold is higher, and existing objects are frozen.  Cycles created by callbacks may keep messages
+alive, so :func:`look_after` also collects after a number of message bytes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-#: New objects after which the young ones are looked at.
+#: New container objects after which the young generation is collected.
 _THRESHOLD: Final = 50_000
-#: Bytes of messages after which they are.
+#: Message bytes after which the young generations are collected.
 _BYTES: Final = 64 * 1024 * 1024
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Have it look less often, and at nothing that is there already; afterwards as before.
+    """Raises the collection threshold and freezes existing objects; restores both on exit.
 
-    A process that set it up otherwise keeps that: switched off, a larger threshold, objects frozen.
+    Settings that the process changed itself are kept: a disabled collector, a larger threshold,
+    frozen objects.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     if 0 < before[0] < _THRESHOLD:
@@ -40,16 +41,16 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def look_after(handled: int, looked: int) -> int:
-    """Have it look at the young objects, if much was handled since it last did.
+def look_after(handled: int, collected: int) -> int:
+    """Collects the young generations once enough bytes were handled since the last collection.
 
-    A process that set up by itself how often it looks keeps that.
+    Does nothing in a process that changed the collector's threshold itself.
 
     :param handled: Bytes of the messages that were handled so far.
-    :param looked: What this returned the last time; 0 at first.
+    :param collected: The previous return value; 0 initially.
     """
-    if handled - looked < _BYTES:
-        return looked
+    if handled - collected < _BYTES:
+        return collected
     if gc.isenabled() and gc.get_threshold()[0] == _THRESHOLD:
         gc.collect(1)
     return handled

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose.
+"""All exceptions that this package raises deliberately.
 
 ::
 
@@ -11,11 +11,11 @@
     ├── ProducerError         the broker refused; trying again will not help
     │   └── ProducerUnavailable   the broker could not be reached; trying again may help
     ├── LeaseLapsed           the run no longer holds its messages
-    ├── RequestRefused        what is asked of a run cannot be done
+    ├── RequestRefused        the requested operation on a run is not possible
     └── StagingError          the staging directory cannot be used
-        └── StagingDamaged    a file there is not as it was written
+    │   └── StagingDamaged    a staged file is missing or corrupt
 
-Third-party errors are translated at the border, so a caller needs no client library to catch one.
+Client libraries' errors are translated at the border: callers need no client library to catch one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from airflow_broadway.core.masking import redacted, shown
 
 
 class BroadwayError(Exception):
-    """The root of all errors here."""
+    """The base class of all errors of this package."""
 
 
 class OptionsError(BroadwayError, ValueError):
     """An option breaks its rule.
 
-    Its text shows the value only as far as that can be no secret.
+    The text masks values that may be secrets.
 
-    :param path: Where the option stands, e.g. ``"batchers.delayed.batch_size"``.
-    :param rule: What is expected, as a phrase: ``"a positive integer"``.
-    :param value: What was given.
+    :param path: The option's path, e.g. ``"batchers.delayed.batch_size"``.
+    :param rule: The expected value, as a phrase: ``"a positive integer"``.
+    :param value: The rejected value.
     """
 
     def __init__(self, path: str, rule: str, value: object) -> None:
-        got = shown(value, _name_of(path))
+        got = shown(value, _option_name(path))
         super().__init__(
             f"invalid value for option {redacted(path)!r}: expected {rule}, got: {got}"
         )
@@ -50,32 +50,33 @@ class OptionsError(BroadwayError, ValueError):
         self.value = value
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _options_error, (self.path, self.rule, self.value, str(self))
+        return _rebuild_options_error, (self.path, self.rule, self.value, str(self))
 
     @classmethod
     def unknown(
         cls, path: str, value: object, valid: Iterable[str], example: str = ""
     ) -> OptionsError:
-        """Report a name that no option has, with the valid ones and the nearest of them.
+        """Build the error for an unknown option, with the valid names and the closest match.
 
-        :param example: How to give it, where it belongs elsewhere: ``qos=Qos(prefetch_count=…)``.
+        :param example: The correct spelling, where it belongs elsewhere:
+            ``qos=Qos(prefetch_count=…)``.
         """
         names = sorted(valid)
-        name = _name_of(path)
+        name = _option_name(path)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         if example:
             hint = f"; give it as {example}"
         error = cls(path, f"one of {names}", value)
-        given = f"{redacted(path)!r} (value {shown(value, name)})"
-        error.args = (f"unknown option {given}, valid options are: {names}{hint}",)
+        option = f"{redacted(path)!r} (value {shown(value, name)})"
+        error.args = (f"unknown option {option}, valid options are: {names}{hint}",)
         return error
 
     @classmethod
     def missing(cls, path: str, example: str = "") -> OptionsError:
-        """Report a required option that was not given.
+        """Build the error for a missing required option.
 
-        :param example: How to give it, such as ``SqliteProducer(queue="orders")``.
+        :param example: A valid value, such as ``SqliteProducer(queue="orders")``.
         """
         error = cls(path, "a value", None)
         hint = f"; give it, such as {example}" if example else ""
@@ -83,11 +84,11 @@ class OptionsError(BroadwayError, ValueError):
         return error
 
 
-def _name_of(path: str) -> str:
+def _option_name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _options_error(path: str, rule: str, value: object, text: str) -> OptionsError:
+def _rebuild_options_error(path: str, rule: str, value: object, text: str) -> OptionsError:
     error = OptionsError(path, rule, value)
     error.args = (text,)
     return error
@@ -96,7 +97,7 @@ def _options_error(path: str, rule: str, value: object, text: str) -> OptionsErr
 class PipelineError(BroadwayError):
     """The pipeline cannot be imported, or a callback broke its contract.
 
-    :param code: What a log record of it carries as ``code``, where it has one.
+    :param code: The ``code`` of its log record, if any.
     """
 
     def __init__(self, text: str, *, code: str = "") -> None:
@@ -105,39 +106,39 @@ class PipelineError(BroadwayError):
 
 
 class SchemaError(BroadwayError):
-    """The text of a schema cannot be read."""
+    """A schema's text cannot be parsed."""
 
 
 class ConversionError(SchemaError):
-    """A message's data does not fit the schema; the message names column, value and rule."""
+    """A message's data does not fit the schema; the text names column, value and rule."""
 
 
 class ConnectionMissing(BroadwayError):
-    """An Airflow connection does not exist, or lacks a field that is needed."""
+    """An Airflow connection does not exist, or lacks a required field."""
 
 
 class ProducerError(BroadwayError):
-    """The broker refused, and would refuse again."""
+    """The broker refused the request; retrying will not help."""
 
 
 class ProducerUnavailable(ProducerError):
-    """The broker could not be reached; trying again may succeed."""
+    """The broker could not be reached; retrying may succeed."""
 
 
 class LeaseLapsed(BroadwayError):
-    """The run no longer holds its messages; its broker has given, or will give, them to another."""
+    """The run no longer holds its messages; the broker redelivers them to another run."""
 
 
 class RequestRefused(BroadwayError):
-    """What was asked of a run cannot be done; the text says why, and what to do instead."""
+    """The requested operation on a run is not possible; the text gives the reason and a way out."""
 
 
 class StagingError(BroadwayError):
-    """The staging directory cannot be read or written, or is another host's."""
+    """The staging directory cannot be read or written, or belongs to another host."""
 
 
 class StagingDamaged(StagingError):
-    """A staged file is gone, or is not as it was written: nothing is settled by it."""
+    """A staged file is missing or corrupt; nothing is settled by it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(

@@ -1,9 +1,9 @@
-"""Of which generation, batch and message a log line speaks.
+"""Log context: the generation, batch and message of a log line.
 
 Each id is a context variable.  Airflow's log (structlog) adds every variable whose name begins with
-``structlog_`` to each line, as it does its own ``dag_id``, ``run_id`` and ``task_id``: nothing of
-it is imported here.  Where the log is plain, in a Spark driver and in a processor's own process,
-:func:`log_plainly` does the same.
+``structlog_`` to each line, as it does its own ``dag_id``, ``run_id`` and ``task_id``; structlog is
+not imported here.  :func:`log_plainly` adds them to plain logs, in a Spark driver and in a
+processor's child process.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ R = TypeVar("R")
 
 _PREFIX: Final = "structlog_"
 
-#: What is bound here, in the order of a plain line; in a task ``run_id`` is Airflow's.
+#: The ids bound here, in the order of a plain line; in a task ``run_id`` is Airflow's.
 LOGGED_IDS: Final = ("dag_id", "run_id", "generation", "batcher", "batch_id", "message_id")
 
 _VARIABLES: Final[Mapping[str, ContextVar[Any]]] = {
     name: ContextVar(f"{_PREFIX}{name}") for name in LOGGED_IDS
 }
 
-#: Name the message that is spoken of from now on, within ``log_ids(message_id=None)``: for a loop
-#: that every message goes through.
+#: Sets the current message's id, within ``log_ids(message_id=None)``; cheap enough for a loop over
+#: every message.
 speak_of: Final[Callable[[str], object]] = _VARIABLES["message_id"].set
 
 
 @contextmanager
 def log_ids(**ids: str | None) -> Iterator[None]:
-    """Have lines that are logged within name these ids; ``None``: none of this kind."""
-    # To structlog, too, an Ellipsis is a variable without a value.
+    """Binds ids to the log lines within the block; ``None`` unbinds an id."""
+    # structlog treats an Ellipsis as unset, too.
     tokens = [
         (variable, variable.set(... if value is None else value))
         for variable, value in ((_VARIABLES[name], value) for name, value in ids.items())
@@ -46,31 +46,31 @@ def log_ids(**ids: str | None) -> Iterator[None]:
 
 
 def ids_now() -> dict[str, str]:
-    """The ids that a line logged now would name, of :data:`LOGGED_IDS`; whoever bound them."""
-    found = {each.name: value for each, value in _bound().items()}
-    known = ((name, found.get(f"{_PREFIX}{name}")) for name in LOGGED_IDS)
+    """Return the ids of :data:`LOGGED_IDS` that a log line would carry now, Airflow's included."""
+    ids = {variable.name: value for variable, value in _bound_variables().items()}
+    known = ((name, ids.get(f"{_PREFIX}{name}")) for name in LOGGED_IDS)
     return {name: str(value) for name, value in known if value is not None}
 
 
 def keep_ids(function: Callable[..., R]) -> Callable[..., R]:
-    """``function`` for another thread: what it logs there names the ids of here and now.
+    """Wraps ``function`` for another thread, so that its log lines carry the ids bound here.
 
-    A thread starts without any.  It gets these variables alone: the others are of the callback
-    that may be at work here, such as what it has settled.
+    A new thread starts without context variables.  Only these variables are copied: others belong
+    to the running callback, such as the messages that it has settled.
     """
-    bound = _bound()
+    bound = _bound_variables()
 
-    def kept(*args: Any, **options: Any) -> R:
+    def run_with_ids(*args: Any, **kwargs: Any) -> R:
         context = copy_context()
         for variable, value in bound.items():
             context.run(variable.set, value)
-        return context.run(function, *args, **options)
+        return context.run(function, *args, **kwargs)
 
-    return kept
+    return run_with_ids
 
 
-def _bound() -> dict[ContextVar[Any], Any]:
-    """The variables that have a value, Airflow's as well."""
+def _bound_variables() -> dict[ContextVar[Any], Any]:
+    """Return the variables that have a value, Airflow's included."""
     return {
         variable: value
         for variable, value in copy_context().items()
@@ -79,16 +79,16 @@ def _bound() -> dict[ContextVar[Any], Any]:
 
 
 class _Formatter(logging.Formatter):
-    """Ends each message with the ids, before a traceback."""
+    """Appends the ids to each message, before a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        # As Python writes them: a message's id may hold a line break, which would forge a line.
+        # As repr: a message id may contain a line break, which would forge a log line.
         ids = " ".join(f"{name}={value!r}" for name, value in ids_now().items())
         return super().formatMessage(record) + (f" [{ids}]" if ids else "")
 
 
 def log_plainly(form: str = logging.BASIC_FORMAT) -> None:
-    """Log to standard error from ``INFO`` on, with ids; nothing if logging is set up already."""
+    """Log to standard error from ``INFO`` on, with ids; no effect if logging is configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(form))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

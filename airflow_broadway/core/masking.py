@@ -1,7 +1,7 @@
 """Masks secrets in the texts of errors and log lines.
 
-Errors are logged, kept in Airflow's database and shown in its UI, so what people gave as an option
-is shown in them only as far as it cannot be a secret.
+Errors are logged, stored in Airflow's database and displayed in its UI, so an option's value is
+masked wherever it may be a secret.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-#: What stands in place of a secret.
+#: The replacement for a secret.
 HIDDEN = "***"
 
 _WORDS = (
@@ -18,69 +18,69 @@ _WORDS = (
 )
 #: Option names whose value is a secret, or an address that may hold one.
 _SECRET_NAME = re.compile(rf"{_WORDS}|(?:^|[._-])(?:uri|url|sig)$", re.IGNORECASE)
-#: Names in a text whose value is a secret.
+#: Names within a text whose value is a secret.
 _SECRET_WORD = re.compile(rf"{_WORDS}|\bsig", re.IGNORECASE)
-# Each pattern below begins only where a run of its characters begins (the lookbehind) or at a
-# character that the run cannot hold.  A search that could begin within a run would scan its rest
-# from every character: quadratic time.
+# Each pattern below matches only at the start of a run of its characters (the lookbehind) or at a
+# character outside the run.  A pattern that could match within a run would rescan the rest from
+# every character: quadratic time.
 #: A name before ``=`` or ``:`` in a text.
 _NAME = re.compile(r"(?<![\w.-])([\w.-]+)['\"]?\s*[=:]\s*")
 _VALUE = re.compile(r"\"[^\"]*\"?|'[^']*'?|[^\s&,;]+")
-#: A parameter in the query of an address.
+#: A query parameter of a URL.
 _PARAMETER = re.compile(r"([?&]([\w.-]*)=)[^\s&'\"]+")
-#: Secrets that are known by their form: keys of AWS, GitHub and Slack, headers, private keys.
+#: Secrets with a known format: keys of AWS, GitHub and Slack, headers, private keys.
 _KNOWN = re.compile(
     r"\b(?:AKIA|ASIA)\w{12,}|\bgh[a-z]_\w{16,}|\bxox[a-z]-[\w-]+"
     r"|(?<=\bBearer )\S+|(?<=\bBasic )\S+|-----BEGIN [A-Z ]*PRIVATE KEY-----.*",
     re.DOTALL,
 )
-#: Text that may hold a JSON Web Token, and the beginning of one.
+#: Text that may contain a JSON Web Token, and the start of one.
 _DOTTED = re.compile(r"[\w.-]+")
 _JWT = re.compile(r"\beyJ")
-#: Text that may hold an address: user and password reach to the last ``@``, for a password may
-#: hold ``/`` and ``@``.
+#: Text that may contain a URL: the user info extends to the last ``@``, since a password may
+#: contain ``/`` and ``@``.
 _WORD = re.compile(r"\S+")
-#: A scheme, written backwards.
+#: A scheme, reversed.
 _REVERSED_SCHEME = re.compile(r"[\w+.-]*\w")
 _PASSWORD = re.compile(r"(://)[^/\s:\]]*:(?!\d*(?:[/?#\s'\"),]|$))\S*")
-#: Stores whose addresses name an Airflow connection, or a container, before the ``@``.
+#: Object stores whose URLs have a connection id or a container before the ``@``.
 _STORES = {"s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "wasb", "wasbs", "adl", "az", "hdfs"}
 
 
 def redacted(text: str) -> str:
-    """Masks user and password, or token, of the addresses in an error or a log line.
+    """Masks user info and tokens of the URLs in an error or a log line.
 
     Runs in linear time.  Data, such as a message's payload, is never masked.
     """
     if "@" in text:
-        text = _WORD.sub(_without_user, text)
-    return _PARAMETER.sub(_without_parameter, text)
+        text = _WORD.sub(_mask_user, text)
+    return _PARAMETER.sub(_mask_parameter, text)
 
 
 def shown(value: object, name: str = "") -> str:
-    """The ``repr`` of an option's value, less all that is or looks like a secret.
+    """Return the ``repr`` of an option's value with everything masked that may be a secret.
 
-    :param name: The option's name, which may say that it is one.
+    :param name: The option's name; some names mark a secret.
     """
     if value is None or (isinstance(value, (str, bytes)) and not value):
         return repr(value)
     if _SECRET_NAME.search(name):
         return HIDDEN
     if isinstance(value, str):
-        return repr(_masked(value))
+        return repr(_mask_text(value))
     if isinstance(value, Mapping):
-        items = (f"{shown(key)}: {shown(each, str(key))}" for key, each in value.items())
+        items = (f"{shown(key)}: {shown(item, str(key))}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
     if type(value) in (list, tuple, set, frozenset):
-        inside = ", ".join(shown(each) for each in value)  # type: ignore[attr-defined]
+        inside = ", ".join(shown(item) for item in value)  # type: ignore[attr-defined]
         if isinstance(value, tuple):
             return f"({inside}{',' * (len(value) == 1)})"
         return f"[{inside}]" if isinstance(value, list) else f"{{{inside}}}"
     text = repr(value)
-    return text if isinstance(value, (bool, int, float)) else _masked(text)
+    return text if isinstance(value, (bool, int, float)) else _mask_text(text)
 
 
-def _masked(text: str) -> str:
+def _mask_text(text: str) -> str:
     before, at, after = text.rpartition("@")
     scheme, colon, user = before.partition("://")
     if at and colon:
@@ -88,11 +88,11 @@ def _masked(text: str) -> str:
     elif at and ":" in before:  # user:password@host
         text = f"{HIDDEN}@{after}"
     text = _PASSWORD.sub(rf"\1{HIDDEN}", text)
-    return _DOTTED.sub(_without_jwt, _KNOWN.sub(HIDDEN, _without_assigned(text)))
+    return _DOTTED.sub(_mask_jwt, _KNOWN.sub(HIDDEN, _mask_assignments(text)))
 
 
-def _without_assigned(text: str) -> str:
-    """Masks the values that stand behind a name that is a secret's."""
+def _mask_assignments(text: str) -> str:
+    """Masks each value assigned to a name that marks a secret."""
     parts, copied, position = [], 0, 0
     while name := _NAME.search(text, position):
         position = name.end()
@@ -102,12 +102,12 @@ def _without_assigned(text: str) -> str:
     return "".join([*parts, text[copied:]])
 
 
-def _without_parameter(found: re.Match[str]) -> str:
-    return f"{found[1]}{HIDDEN}" if _SECRET_WORD.search(found[2]) else found[0]
+def _mask_parameter(match: re.Match[str]) -> str:
+    return f"{match[1]}{HIDDEN}" if _SECRET_WORD.search(match[2]) else match[0]
 
 
-def _without_jwt(found: re.Match[str]) -> str:
-    text = found[0]
+def _mask_jwt(match: re.Match[str]) -> str:
+    text = match[0]
     for beginning in _JWT.finditer(text):
         dot = text.find(".", beginning.end(), len(text) - 1)
         if dot < 0:
@@ -117,8 +117,8 @@ def _without_jwt(found: re.Match[str]) -> str:
     return text
 
 
-def _without_user(found: re.Match[str]) -> str:
-    text = found[0]
+def _mask_user(match: re.Match[str]) -> str:
+    text = match[0]
     at, begin = text.rfind("@"), 0
     while (colon := text.find("://", begin, max(at, 0))) >= 0:
         scheme = _REVERSED_SCHEME.match(text[begin:colon][::-1])

@@ -1,8 +1,8 @@
-"""What a pipeline is: a class whose attributes are its options, and its methods its callbacks.
+"""The pipeline class: its attributes are options, its methods are callbacks.
 
-Users subclass :class:`airflow_broadway.Broadway`, which is this class with its ways into Airflow.
-All else in the package goes by this one: it needs the standard library only, and runs in a Spark
-driver too.  How a pipeline gets from one process to another: :mod:`.reference`.
+Users subclass :class:`airflow_broadway.Broadway`, which adds the Airflow integration.  The rest of
+the package depends on this class only: it needs the standard library and also runs in a Spark
+driver.  :mod:`.reference` describes how a pipeline is passed between processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from airflow_broadway.core.model.run_source import Interval
 if TYPE_CHECKING:
     from typing import Self
 
-#: The callbacks and what each is called with.
+#: The callbacks and their arguments.
 _CALLBACKS: Mapping[str, tuple[str, ...]] = {
     "setup": ("run",),
     "prepare_backfill": ("interval", "context"),
@@ -36,12 +36,12 @@ _CALLBACKS: Mapping[str, tuple[str, ...]] = {
     "handle_failed": ("messages", "context"),
 }
 
-#: What ``context`` is unless declared; Broadway's own word.
+#: The default of ``context``, named as in Broadway.
 CONTEXT_NOT_SET = "context_not_set"
 
 
 class Pipeline:
-    """Options, their check, and the callbacks as they are unless a subclass has its own.
+    """Options, their validation, and default callbacks.
 
     :param overrides: Options that replace the declared ones; see
         :class:`airflow_broadway.Broadway`.
@@ -53,16 +53,16 @@ class Pipeline:
     producer: Any = None
     processors: Any = Processors()
     batchers: Mapping[str, Batcher] = {}
-    #: Keeps what is received, for backfills; ``None``: nothing is kept.
+    #: Archives received messages for backfills; ``None`` archives nothing.
     archive: Archive | None = None
     #: The default ``partition_by`` of processors and batchers.
     partition_by: Any = None
-    #: What every callback gets as ``context``: any JSON value; :meth:`setup` may return another.
+    #: The ``context`` of every callback: any JSON value; :meth:`setup` may return another.
     context: Any = CONTEXT_NOT_SET
-    #: Seconds that a run has, once it is asked to stop, to finish what was handed out; the rest
-    #: goes back.  A run that ends by itself has no such bound.
+    #: Seconds that a run has, after a stop request, to finish the messages in process; the rest is
+    #: released.  A run that ends by itself has no such limit.
     shutdown: float = 30.0
-    #: What may be known about the run, in every callback.
+    #: Information on the run, for every callback.
     run: RunInfo = RunInfo()
 
     _options: ClassVar[tuple[str, ...]] = (
@@ -76,17 +76,17 @@ class Pipeline:
         "shutdown",
     )
 
-    #: The options that the constructor was given.
+    #: The options passed to the constructor.
     overrides: Mapping[str, Any]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         if cls.__init__ is not Pipeline.__init__:
-            # Workers build a pipeline from its class and options, and never call the constructor.
+            # Workers build a pipeline from its class and options, without its constructor.
             raise OptionsError(
                 f"{cls.__name__}.__init__",
                 "no constructor, which other processes would never call: make what callbacks need"
                 " in setup(self, run), which is called once in each and returns the context",
-                _written(cls, "__init__"),
+                _signature_text(cls, "__init__"),
             )
         return super().__new__(cls)
 
@@ -96,7 +96,7 @@ class Pipeline:
 
     @classmethod
     def from_rendered(cls, overrides: Mapping[str, Any], run: RunInfo | None = None) -> Pipeline:
-        """Build it from options whose templates are rendered, without calling the constructor.
+        """Build a pipeline from rendered options, without calling the constructor.
 
         :raises OptionsError: If an option, once rendered, breaks its rule.
         """
@@ -116,8 +116,8 @@ class Pipeline:
     def prepare_backfill(self, interval: Interval, context: Any) -> None:
         """Called in a run of a past interval, before its first batch; may be called again.
 
-        Live runs have written rows of these messages, in batches of other ids.  Here a sink is made
-        ready for them to be written anew: what it holds of the interval is removed.
+        Live runs have written rows of these messages, in batches with other ids.  Prepare the sink
+        for a rewrite here: remove its rows of the interval.
         """
 
     def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
@@ -137,21 +137,21 @@ class Pipeline:
         raise PipelineError(f"{type(self).__name__} defines no handle_batch")
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
-        """Called once per chunk or batch with those of its messages that failed, before they are
-        settled; may change their data and how they are settled.
+        """Called once per chunk or batch with its failed messages, before they are settled; may
+        change their data and their ack configuration.
         """
         return messages
 
     @classmethod
     def defines(cls, callback: str) -> bool:
-        """Whether the pipeline has its own version of a callback."""
+        """Whether the pipeline overrides a callback."""
         return getattr(cls, callback) is not getattr(Pipeline, callback)
 
     @classmethod
     def check_callbacks(cls, batchers: Mapping[str, Batcher]) -> None:
-        """Check that the callbacks its messages need are there, and that each can be called.
+        """Check that the required callbacks exist and take the expected arguments.
 
-        :raises OptionsError: Naming the one that is missing, or takes other arguments.
+        :raises OptionsError: Naming the callback that is missing, or takes other arguments.
         """
         wanted = ["handle_message", *(["handle_batch"] if batchers else [])]
         for name in wanted:
@@ -168,13 +168,13 @@ class Pipeline:
                 raise OptionsError(
                     f"{cls.__name__}.{name}",
                     f"a method {name}(self, {', '.join(arguments)})",
-                    _written(cls, name),
+                    _signature_text(cls, name),
                 )
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- introspection -------------------------------------------------------------------------
 
     def topology(self) -> dict[str, list[dict[str, Any]]]:
-        """The producers, processors and batchers, each with its name, key and concurrency."""
+        """Return the producers, processors and batchers, each with name, key and concurrency."""
         name, processors = f"{self.name}.Broadway", self.processors
         return {
             "producers": [{"name": f"{name}.Producer", "concurrency": self.producer.concurrency}],
@@ -197,35 +197,35 @@ class Pipeline:
         }
 
     def producer_names(self) -> list[str]:
-        """The producers' names, one for each mapped process task."""
+        """Return the producers' names, one for each mapped process task."""
         return [f"{self.name}.Broadway.Producer_{i}" for i in range(self.producer.concurrency)]
 
     # -- options -------------------------------------------------------------------------------
 
-    def _configure(self, given: Mapping[str, Any], *, rendered: bool, prepare: bool = True) -> None:
+    def _configure(self, own: Mapping[str, Any], *, rendered: bool, prepare: bool = True) -> None:
         cls = type(self)
-        for name, value in given.items():
+        for name, value in own.items():
             if name not in self._options:
                 raise OptionsError.unknown(name, value, self._options)
-        name = given.get("name", cls.name or cls.__name__)
+        name = own.get("name", cls.name or cls.__name__)
         self.name = self._text("name", name)  # type: ignore[misc]
-        self.context = given.get("context", cls.context)
-        self.shutdown = self._seconds(given.get("shutdown", cls.shutdown), rendered)
+        self.context = own.get("context", cls.context)
+        self.shutdown = self._seconds(own.get("shutdown", cls.shutdown), rendered)
         self.partition_by = cls.__dict__.get("partition_by", cls.partition_by)
         if isinstance(self.partition_by, staticmethod):
             self.partition_by = self.partition_by.__func__
-        if "partition_by" in given:
-            self.partition_by = given["partition_by"]
+        if "partition_by" in own:
+            self.partition_by = own["partition_by"]
         if self.partition_by is not None and not FUNCTION.holds(self.partition_by):
             raise OptionsError("partition_by", FUNCTION.text, self.partition_by)
-        self.producer = self._producer(given.get("producer"), rendered)
-        self.processors = self._processors(given.get("processors"), rendered)
-        self.batchers = self._batchers(given.get("batchers"), rendered)
-        self.archive = self._archive(given, rendered)
+        self.producer = self._producer(own.get("producer"), rendered)
+        self.processors = self._processors(own.get("processors"), rendered)
+        self.batchers = self._batchers(own.get("batchers"), rendered)
+        self.archive = self._archive(own, rendered)
         if prepare:
-            self._prepare_for_start(given, rendered)
+            self._prepare_for_start(own, rendered)
 
-    def _prepare_for_start(self, given: Mapping[str, Any], rendered: bool) -> None:
+    def _prepare_for_start(self, own: Mapping[str, Any], rendered: bool) -> None:
         changed: Any = self.producer.prepare_for_start(self)
         if not isinstance(changed, Mapping):
             raise PipelineError(
@@ -233,7 +233,7 @@ class Pipeline:
                 f" options, got: {changed!r:.200}"
             )
         if changed:
-            self._configure({**given, **changed}, rendered=rendered, prepare=False)
+            self._configure({**own, **changed}, rendered=rendered, prepare=False)
 
     @staticmethod
     def _text(path: str, value: object) -> str:
@@ -248,7 +248,7 @@ class Pipeline:
     @staticmethod
     def _seconds(value: Any, rendered: bool) -> float:
         if isinstance(value, str) and "{{" in value and not rendered:
-            return 0.0  # nothing is run before it is rendered
+            return 0.0  # validated once it is rendered
         seconds = value
         if rendered and isinstance(value, str):
             with suppress(ValueError):
@@ -257,23 +257,23 @@ class Pipeline:
             raise OptionsError("shutdown", SECONDS.text, value)
         return float(seconds)
 
-    def _producer(self, given: Any, rendered: bool) -> Producer:
+    def _producer(self, own: Any, rendered: bool) -> Producer:
         declared = type(self).producer
-        if declared is None and given is None:
+        if declared is None and own is None:
             raise OptionsError.missing(
                 f"{type(self).__name__}.producer",
                 'producer = SqliteProducer(queue="orders", conn_id="orders_queue") in the class',
             )
-        if isinstance(given, Producer):
-            return given
+        if isinstance(own, Producer):
+            return own
         if not isinstance(declared, Producer):
             raise OptionsError("producer", "a producer, such as SqliteProducer(queue=…)", declared)
-        made: Producer = (
-            declared if given is None else override(declared, given, "producer", rendered=rendered)
+        producer: Producer = (
+            declared if own is None else override(declared, own, "producer", rendered=rendered)
         )
-        return made
+        return producer
 
-    def _processors(self, given: Any, rendered: bool) -> Processors:
+    def _processors(self, own: Any, rendered: bool) -> Processors:
         declared = type(self).processors
         if isinstance(declared, Mapping):
             if len(declared) != 1:
@@ -282,40 +282,40 @@ class Pipeline:
             declared = override(declared, {"name": name}, "processors")
         if not isinstance(declared, Processors):
             raise OptionsError("processors", "Processors(…)", declared)
-        made = (
-            given
-            if isinstance(given, Processors)
-            else override(declared, given or {}, "processors", rendered=rendered)
+        processors = (
+            own
+            if isinstance(own, Processors)
+            else override(declared, own or {}, "processors", rendered=rendered)
         )
-        if made.partition_by is None and self.partition_by is not None:
-            made = override(made, {"partition_by": self.partition_by}, "processors")
-        return made
+        if processors.partition_by is None and self.partition_by is not None:
+            processors = override(processors, {"partition_by": self.partition_by}, "processors")
+        return processors
 
-    def _archive(self, given: Mapping[str, Any], rendered: bool) -> Archive | None:
+    def _archive(self, overrides: Mapping[str, Any], rendered: bool) -> Archive | None:
         declared = type(self).archive
         if declared is not None and not isinstance(declared, Archive):
             raise OptionsError("archive", "Archive(…) or None", declared)
-        own = given.get("archive", declared)
+        own = overrides.get("archive", declared)
         if own is None or isinstance(own, Archive):
             return own
-        made: Archive = (
+        archive: Archive = (
             build(Archive, own, "archive", rendered=rendered)
             if declared is None
             else override(declared, own, "archive", rendered=rendered)
         )
-        return made
+        return archive
 
-    def _batchers(self, given: Any, rendered: bool) -> dict[str, Batcher]:
+    def _batchers(self, overrides: Any, rendered: bool) -> dict[str, Batcher]:
         declared = type(self).batchers
         if not isinstance(declared, Mapping):
             raise OptionsError("batchers", "a mapping of names to Batcher(…)", declared)
-        if given is not None and not isinstance(given, Mapping):
-            raise OptionsError("batchers", "a mapping of names to options", given)
-        for name, value in (given or {}).items():
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise OptionsError("batchers", "a mapping of names to options", overrides)
+        for name, value in (overrides or {}).items():
             if name not in declared and not isinstance(value, Batcher):
                 raise OptionsError.unknown(f"batchers.{name}", value, declared)
-        made: dict[str, Batcher] = {}
-        for name, own in {**declared, **(given or {})}.items():
+        batchers: dict[str, Batcher] = {}
+        for name, own in {**declared, **(overrides or {})}.items():
             path = f"batchers.{name}"
             self._text(path, name)
             base = declared.get(name, own)
@@ -327,12 +327,12 @@ class Pipeline:
             batcher.check_schema(path)
             if batcher.partition_by is None and self.partition_by is not None:
                 batcher = override(batcher, {"partition_by": self.partition_by}, path)
-            made[name] = batcher
-        return made
+            batchers[name] = batcher
+        return batchers
 
 
-def _written(cls: type[Pipeline], name: str) -> str:
-    """Return a method's name and the names of its arguments, as its author wrote them."""
+def _signature_text(cls: type[Pipeline], name: str) -> str:
+    """Return a method's name and argument names, as declared."""
     arguments = inspect.signature(getattr(cls, name)).parameters.values()
-    bare = [each.replace(annotation=inspect.Parameter.empty) for each in arguments]
+    bare = [argument.replace(annotation=inspect.Parameter.empty) for argument in arguments]
     return f"{name}({', '.join(map(str, bare))})"

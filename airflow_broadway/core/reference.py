@@ -1,7 +1,7 @@
-"""A pipeline by reference: the import path of its class, and the options it was given.
+"""References to pipelines: the import path of the class, and the options passed to it.
 
-Each process that runs a part of a pipeline builds it anew from its reference; nothing else of it is
-ever serialized.
+Each process that runs a part of a pipeline rebuilds it from its reference; nothing else of it is
+serialized.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from airflow_broadway.core.model.rules import JSON
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 
-#: Airflow loads Dag files under names of this form; they exist in no other program.
+#: The names under which Airflow loads Dag files; they exist in no other program.
 _DAG_MODULE = re.compile(r"unusual_prefix_[0-9a-f]+_(?P<stem>.+)")
-#: How such a class is referred to, since the digits change with the file's folder.
+#: The prefix of a reference to such a class, since the digits change with the file's folder.
 _DAG_FILE = "dag-file/"
 
 
 def make_ref(pipeline: object) -> dict[str, Any]:
-    """The reference of whatever an operator accepts: a class, an instance, ``"pkg.module:Class"``
-    or a reference.
+    """Return the reference of an operator's ``pipeline``: a class, an instance,
+    ``"pkg.module:Class"`` or a reference.
 
     :raises OptionsError: If it is none of these, an override is not JSON, or the class cannot be
-        found again by its name.
+        imported by its name.
     """
     if isinstance(pipeline, type) and issubclass(pipeline, Pipeline):
         pipeline = pipeline()
@@ -47,9 +47,9 @@ def make_ref(pipeline: object) -> dict[str, Any]:
 
 
 def load_ref(ref: Mapping[str, Any], run: RunInfo | None = None) -> Pipeline:
-    """Build the pipeline that a rendered reference names.
+    """Build the pipeline of a rendered reference.
 
-    :param run: What its callbacks may know about the run; :class:`RunInfo`'s defaults if not given.
+    :param run: The run information for its callbacks; by default :class:`RunInfo`'s defaults.
     :raises PipelineError: If its class cannot be imported here; names the module and the cause.
     :raises OptionsError: If an option, once rendered, breaks its rule.
     """
@@ -57,7 +57,7 @@ def load_ref(ref: Mapping[str, Any], run: RunInfo | None = None) -> Pipeline:
 
 
 def class_path(cls: type[Pipeline]) -> str:
-    """``"pkg.module:Class"``; for a class of a Dag file ``"dag-file/<stem>:Class"``.
+    """Return ``"pkg.module:Class"``; for a class of a Dag file ``"dag-file/<stem>:Class"``.
 
     :raises OptionsError: If the class is local to a function, or of ``__main__``.
     """
@@ -67,8 +67,8 @@ def class_path(cls: type[Pipeline]) -> str:
             "a class at the top level of an importable module (other processes import it by name)",
             f"{cls.__module__}:{cls.__qualname__}",
         )
-    found = _DAG_MODULE.fullmatch(cls.__module__)
-    module = f"{_DAG_FILE}{found['stem']}" if found else cls.__module__
+    match = _DAG_MODULE.fullmatch(cls.__module__)
+    module = f"{_DAG_FILE}{match['stem']}" if match else cls.__module__
     return f"{module}:{cls.__qualname__}"
 
 
@@ -78,22 +78,22 @@ def is_dag_file(path: str) -> bool:
 
 
 def import_class(path: str) -> type[Pipeline]:
-    """The class of a path made by :func:`class_path`.
+    """Import the class of a path made by :func:`class_path`.
 
-    :raises PipelineError: If it cannot be imported, or is no pipeline.
+    :raises PipelineError: If it cannot be imported, or is not a pipeline.
     """
     module_name, _, qualname = path.partition(":")
-    found: Any = _dag_module(module_name) if is_dag_file(path) else _import(module_name)
+    target: Any = _dag_module(module_name) if is_dag_file(path) else _import(module_name)
     for part in qualname.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError:
             raise PipelineError(
                 f"module {module_name!r} has no {qualname!r} (looked for the pipeline {path!r})"
             ) from None
-    if not (isinstance(found, type) and issubclass(found, Pipeline)):
-        raise PipelineError(f"{path!r} is no subclass of airflow_broadway.Broadway: {found!r}")
-    return found
+    if not (isinstance(target, type) and issubclass(target, Pipeline)):
+        raise PipelineError(f"{path!r} is no subclass of airflow_broadway.Broadway: {target!r}")
+    return target
 
 
 def _import(name: str) -> object:

@@ -1,47 +1,47 @@
-"""Text for people: cut, counted, and made fit for a terminal and a log."""
+"""Formats text for terminals and logs: truncation, counts, escapes, tables."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-#: Categories that a terminal may act on, or that hide what stands beside them: controls, format
-#: characters (directions, zero width), halves of pairs, private use, line separators.
+#: Unicode categories that a terminal may interpret, or that hide adjacent characters: controls,
+#: format characters (directions, zero width), surrogates, private use, line separators.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def many(number: int, noun: str, plural: str = "") -> str:
-    """``1 batch``, ``2 batches``, ``12,345 messages``."""
+    """Formats a count with its noun: ``1 batch``, ``2 batches``, ``12,345 messages``."""
     more = plural or f"{noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
     return f"{number:,} {noun if number == 1 else more}"
 
 
 def without_outcome(left: int, batches: int) -> str:
-    """``1 of 3 batches has no outcome``, ``2 of 3 batches have no outcome``."""
+    """Formats a count: ``1 of 3 batches has no outcome``, ``2 of 3 batches have no outcome``."""
     return f"{left:,} of {many(batches, 'batch')} {'has' if left == 1 else 'have'} no outcome"
 
 
 def printable(text: object) -> str:
-    """``text`` on one line, with whatever a terminal might act on written as an escape."""
+    """Returns ``text`` on one line, with characters that a terminal may interpret escaped."""
     return escaped(" ".join(str(text).split()))
 
 
 def escaped(line: str) -> str:
-    """A line with whatever a terminal might act on written as an escape."""
+    """Returns a line with characters that a terminal may interpret escaped."""
     if line.isprintable():
         return line
     return "".join(
-        each
-        if unicodedata.category(each) not in _HIDDEN
-        else each.encode("unicode_escape").decode("ascii")
-        for each in line
+        character
+        if unicodedata.category(character) not in _HIDDEN
+        else character.encode("unicode_escape").decode("ascii")
+        for character in line
     )
 
 
 def cut(text: str, limit: int) -> str:
-    """``text`` cut to ``limit`` bytes of UTF-8, at a character's edge.
+    """Truncates ``text`` to ``limit`` bytes of UTF-8, at a character boundary.
 
-    What UTF-8 cannot encode, as half a surrogate pair, is written as its escape.
+    Characters that UTF-8 cannot encode, such as a lone surrogate, are written as escapes.
     """
     if len(text) <= limit and text.isascii():
         return text
@@ -52,7 +52,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table; numbers to the right, ``None`` as ``-``."""
+    """Returns the lines of a table; numbers right-aligned, ``None`` as ``-``."""
     cells = [list(row) for row in rows]
     texts = [["-" if cell is None else printable(cell) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]

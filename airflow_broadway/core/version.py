@@ -1,4 +1,4 @@
-"""The release of this package, where every room may read it."""
+"""The release of this package, importable from every layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 
 
 def known_fields(kind: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a JSON object that a dataclass has.
+    """Returns a JSON object's entries that are fields of a dataclass.
 
-    A newer release may add fields to a format without another version: this one ignores them.
+    A newer release may add fields without a new format version: this release ignores them.
     """
-    return {each.name: value[each.name] for each in dataclasses.fields(kind) if each.name in value}
+    return {item.name: value[item.name] for item in dataclasses.fields(kind) if item.name in value}

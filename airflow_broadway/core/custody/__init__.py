@@ -1,1 +1,1 @@
-"""Who holds a message between its receipt and its settlement, and what became of it."""
+"""Custody of messages between receipt and settlement, and the account of their outcomes."""

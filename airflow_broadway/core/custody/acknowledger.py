@@ -1,4 +1,4 @@
-"""The acknowledger of real custody: asks the producer for verdicts, and hands them to the run."""
+"""The acknowledger of a run: requests verdicts from the producer and passes them to a sink."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.acks import current_stage
 from airflow_broadway.core.model.message import Message
 
-#: A message and what is to be done with it.
+#: A message and the verdict on it.
 Judged = tuple[Message, Verdict]
 
 
 class AckSink(Protocol):
-    """Where a run keeps its verdicts; called from whichever thread settles, one at a time."""
+    """Receives a run's verdicts; called from any settling thread, one call at a time."""
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        """Take the verdicts of one stage result."""
+        """Records the verdicts of one stage result."""
         ...
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        """Carry out these verdicts before returning; raises if the broker does."""
+        """Carries out these verdicts before returning; raises the broker's errors."""
         ...
 
 
 class RunAcknowledger:
-    """The acknowledger of real custody: asks the producer for each verdict, gives it to the run.
+    """The acknowledger of a run: requests each verdict from the producer, passes it to the sink.
 
-    :param producer: Decides by the message's own configuration, its attempt and the retry policy.
+    :param producer: Decides by the message's ack configuration, its attempt and the retry policy.
     :param sink: Keeps verdicts until they are carried out.
     """
 
@@ -41,7 +41,7 @@ class RunAcknowledger:
         self._producer = producer
         self._sink = sink
         self._lock = threading.Lock()
-        # What nearly every message gets, so that it need not be asked for each.
+        # The verdict on nearly every message, so that the producer need not be called for each.
         self._plain = ACK if producer.actions[producer.on_success] is Action.ACK else None
 
     def configure(self, ack_ref: Any, ack_data: Any, options: Mapping[str, Any]) -> Delivery:
@@ -60,13 +60,13 @@ class RunAcknowledger:
 
     def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
         """Record the verdicts on one stage's messages."""
-        self._give(self._sink.record, successful, failed)
+        self._pass_verdicts(self._sink.record, successful, failed)
 
     def ack_now(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
         """Carry the verdicts out before returning."""
-        self._give(self._sink.settle_now, successful, failed)
+        self._pass_verdicts(self._sink.settle_now, successful, failed)
 
-    def _give(
+    def _pass_verdicts(
         self,
         take: Callable[[str, list[Judged], list[Judged]], None],
         successful: list[Message],

@@ -1,12 +1,11 @@
-"""Dead letters, for people: to look at them, to send them back, to delete them.
+"""Administration of dead letters: list, requeue, delete.
 
-A producer that sets messages aside opens its place for dead letters by
-:meth:`~airflow_broadway.core.custody.producer.Producer.dead_letters`.  What is asked there holds up
-no run, and whoever asks may be killed at any time: a letter is in its place until its message is
-back where it came from, durably.  What was sent back twice for that reason is marked, as whatever
-may have been handed out before.
+A producer that dead-letters messages opens its dead-letter queue by
+:meth:`~airflow_broadway.core.custody.producer.Producer.dead_letters`.  Its operations block no run
+and may be killed at any time: a dead letter is removed only after its message is durably back in
+its source.  A message that is requeued twice for that reason is marked as redelivered.
 
-``airflow_broadway.testing.contract.DeadLettersContract`` is the suite that every one passes.
+Every implementation passes ``airflow_broadway.testing.contract.DeadLettersContract``.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from airflow_broadway.core.text import printable
 
 
 class DeadLetter(NamedTuple):
-    """A message that was set aside, and why.
+    """A dead-lettered message, and the reason.
 
-    :param message_id: The letter's own id, by its broker or of all of its content: no sender can
-        choose it.
-    :param properties: What its broker keeps beside the body, as JSON values.
-    :param reason: Why it failed last, at most 2,048 bytes of UTF-8; ``""`` if nobody said.
-    :param stage: Where: ``process``, ``batch``, ``secure``, …; ``""`` if nobody said.
-    :param attempt: The attempt that was its last.
-    :param enqueued_at: When it was sent; ``None`` where that is not known.
-    :param died_at: When it was set aside; ``None`` where that is not known.
-    :param generation: The execution that gave it up; ``""`` where that is not known.
-    :param origin: The queue or topic that it came from, as it says; else the pipeline's source.
-    :param original_id: The id of its message, as the letter says: any program that can publish
-        there can write one.
+    :param message_id: The dead letter's own id, assigned by its broker or derived from all of its
+        content: no sender can choose it.
+    :param properties: The broker's properties of the message, as JSON values.
+    :param reason: The last failure's reason, at most 2,048 bytes of UTF-8; ``""`` if unknown.
+    :param stage: The failed stage: ``process``, ``batch``, ``secure``, …; ``""`` if unknown.
+    :param attempt: The last attempt.
+    :param enqueued_at: When it was sent; ``None`` if unknown.
+    :param died_at: When it was dead-lettered; ``None`` if unknown.
+    :param generation: The execution that dead-lettered it; ``""`` if unknown.
+    :param origin: The queue or topic it came from, by its own header; else the pipeline's source.
+    :param original_id: The id of its message, by its own header: any program that can publish there
+        can write one.
     """
 
     message_id: str
@@ -52,15 +51,15 @@ class DeadLetter(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which dead letters: those to which all of it applies.
+    """A filter of dead letters; all criteria must match.
 
-    :param ids: Those of these ids, or whose message had one of them, as they say; ``None``: of
-        any.  Letters are moved by their own ids only.
-    :param reason: Those whose reason contains it.
-    :param stage: Those of this stage.
-    :param since: Those set aside at this instant or later.
-    :param until: Those set aside before this instant.  One of which nobody knows when it was set
-        aside is in no stretch of time.
+    :param ids: Matches these ids, as the dead letter's own id or as its ``original_id``; ``None``
+        matches any.  Dead letters are moved by their own ids only.
+    :param reason: Matches reasons that contain it.
+    :param stage: Matches this stage.
+    :param since: Matches dead letters of this timestamp or later.
+    :param until: Matches dead letters before this timestamp.  A dead letter without a timestamp
+        matches neither.
     """
 
     ids: frozenset[str] | None = None
@@ -70,7 +69,7 @@ class Choice:
     until: datetime | None = None
 
     def takes(self, letter: DeadLetter) -> bool:
-        """Whether a letter is among them."""
+        """Whether a dead letter matches."""
         if self.ids is not None and self.ids.isdisjoint((letter.message_id, letter.original_id)):
             return False
         if self.reason not in letter.reason or self.stage not in ("", letter.stage):
@@ -83,21 +82,21 @@ class Choice:
         return self.until is None or at < self.until
 
 
-#: All of them.
+#: Matches all dead letters.
 EVERY = Choice()
 
-#: Letters, and characters of a letter's text, that a refusal has.
+#: The dead letters, and the characters of a dead letter's text, that an error quotes at most.
 _MAX_CLAIMS, _MAX_ORIGIN = 5, 200
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What was done with the letters that were chosen.
+    """The result of a requeue or a deletion.
 
-    :param count: Letters that were sent back, or deleted.
-    :param unknown: Ids that were named, and of which no chosen letter was there: somebody was
-        faster, or they are mistyped.
-    :param refused: Ids of letters that stay, and why.
+    :param count: Dead letters that were requeued or deleted.
+    :param unknown: Requested ids without a matching dead letter: moved by another process, or
+        mistyped.
+    :param refused: Ids of dead letters that were not moved → the reason.
     """
 
     count: int
@@ -107,17 +106,17 @@ class Moved:
 
 @dataclass(slots=True)
 class Moving:
-    """Counts while letters are moved; for who writes a :class:`DeadLetters`."""
+    """Counts while dead letters are moved; for implementations of :class:`DeadLetters`."""
 
     choice: Choice
     count: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
-    #: Ids of messages that were named → the letters that say that theirs had it.
+    #: Requested ids that are ``original_id`` of dead letters → the ids of those dead letters.
     _claims: dict[str, list[str]] = field(default_factory=dict)
 
     def takes(self, letter: DeadLetter) -> bool:
-        """Whether a letter is to be moved; one that is, is known from now on."""
+        """Whether a dead letter is to be moved; records its id if it is."""
         if not self.choice.takes(letter):
             return False
         if self.choice.ids is not None:
@@ -128,24 +127,24 @@ class Moving:
         return True
 
     def result(self) -> Moved:
-        """What it came to."""
+        """Returns the result so far."""
         for key in self._claims.keys() - self._seen:
-            named = ", ".join(self._claims[key][:_MAX_CLAIMS])
+            claimants = ", ".join(self._claims[key][:_MAX_CLAIMS])
             self.refused[key] = (
                 "it is the id of a message, which any program can write on a letter; use the"
-                f" letter's own id: {named}"
+                f" letter's own id: {claimants}"
             )
         known = self._seen | self._claims.keys()
         return Moved(self.count, tuple(sorted((self.choice.ids or set()) - known)), self.refused)
 
 
 def destination_of(letter: DeadLetter, sources: Sequence[str], to: str | None) -> str:
-    """Returns the queue to which a letter is sent back: ``to``, else a source of the pipeline.
+    """Returns the queue to which a dead letter is requeued: ``to``, else a source of the pipeline.
 
-    A letter can choose among the pipeline's own sources and nothing else: any program that can
-    publish to its place can write where it came from.
+    A dead letter can select one of the pipeline's own sources only: any program that can publish to
+    the dead-letter queue can write its origin.
 
-    :raises ProducerError: If it says that it came from elsewhere, or does not say from which of
+    :raises ProducerError: If its origin is no source of the pipeline, or it has none and there are
         several sources.
     """
     if to is not None:
@@ -164,42 +163,42 @@ def destination_of(letter: DeadLetter, sources: Sequence[str], to: str | None) -
 
 
 class DeadLetters(Protocol):
-    """One place for dead letters; used from one thread.
+    """A dead-letter queue or topic; used from one thread.
 
-    Others may look, send back and delete at the same time, and runs may set messages aside.
+    Other processes may list, requeue and delete concurrently, and runs may add dead letters.
 
-    :raises BroadwayError: From every method, if the place is not there or cannot be reached.
+    :raises BroadwayError: From every method, if it does not exist or cannot be reached.
     """
 
     @property
     def place(self) -> str:
-        """What it is called at its broker."""
+        """Its name at the broker."""
         ...
 
     def count(self) -> int:
-        """How many there are, as the broker counts them."""
+        """Returns the number of dead letters, by the broker's count."""
         ...
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        """Those that are chosen, about in order of their death; they stay where they are.
+        """Iterates over the matching dead letters, roughly by age; they are not removed.
 
-        Close the iterator, if it is not read to its end: some brokers keep what it has read from
-        others meanwhile.
+        Close the iterator if it is not exhausted: some brokers hide the dead letters that it has
+        read from other consumers meanwhile.
         """
         ...
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
-        """Send them back to the pipeline's source, each with its own route and properties, on its
-        first attempt; what is set aside after the call began may stay.
+        """Requeues matching dead letters to the pipeline's source, each with its own route and
+        properties, on its first attempt.  Dead letters added after the call began may stay.
 
-        :param to: Another queue, or topic, that they are sent to.
+        A message is durably stored before its dead letter is removed.
 
-        A message is there, durably, before its letter is removed.
+        :param to: Another queue or topic as destination.
         """
         ...
 
     def delete(self, choice: Choice = EVERY) -> Moved:
-        """Remove them for good."""
+        """Deletes the matching dead letters permanently."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Findings of a check: what the next run at a broker would refuse or warn of."""
+"""Findings of a check: problems that would stop the next run or make it log a warning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Finding(NamedTuple):
     """One result of a check.
 
     :param level: ``error``: a run cannot begin; ``warning``: a run begins and logs it; ``note``:
-        could not be checked, and a run does not depend on it.
+        not checked, and no run depends on it.
     :param text: One sentence that names the resource, the rule, its value and the way out.
     """
 
@@ -26,9 +26,9 @@ class Finding(NamedTuple):
 
 
 def enforce(findings: Iterable[Finding], logger: logging.Logger) -> None:
-    """Logs warnings and notes, and refuses errors.
+    """Logs warnings and notes, and raises errors.
 
-    :raises ProducerError: If there is an error; the text is that of the first.
+    :raises ProducerError: If there is an error; with the text of the first.
     """
     errors = []
     for finding in findings:

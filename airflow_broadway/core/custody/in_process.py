@@ -1,4 +1,4 @@
-"""Settling in the process that works: acks go to the broker in bulk, as they come.
+"""Settles messages in the process that handles them: verdicts are carried out in bulk.
 
 A :class:`Settler` is the sink of a :class:`RunAcknowledger`.  It has one custodian, used from one
 thread.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
@@ -25,16 +25,16 @@ from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
 
-#: Verdicts that are carried out together, and the seconds for which one waits for others.
+#: Verdicts that are carried out together, and the seconds for which a verdict waits for others.
 _BULK_SIZE: Final = 1000
 _BULK_INTERVAL: Final = 1.0
 
 
 def entry_of(message: Message, verdict: Verdict) -> Entry:
-    """The entry that settles ``message`` by ``verdict``."""
+    """Returns the entry that settles ``message`` by ``verdict``."""
     data = message.acknowledger.data
     delivery = data if isinstance(data, Delivery) else Delivery()
-    made = (
+    fields = (
         message.message_id,
         delivery.receipt,
         verdict,
@@ -42,11 +42,11 @@ def entry_of(message: Message, verdict: Verdict) -> Entry:
         delivery.payload,
         delivery.properties,
     )
-    return tuple.__new__(Entry, made)  # half the cost of calling the class
+    return tuple.__new__(Entry, fields)  # half the cost of calling the class
 
 
 def check_settled(report: SettleReport) -> SettleReport:
-    """Return what ``settle_now`` did, if it did all of it; else the callback that asked hears it.
+    """Returns ``settle_now``'s report if it is complete; raises in the calling callback otherwise.
 
     :raises ProducerError: If the broker refused.
     :raises LeaseLapsed: If the lease has lapsed.
@@ -62,31 +62,31 @@ def check_settled(report: SettleReport) -> SettleReport:
 def settle_at_once(
     custodian: Custodian, lease: Lease, entries: Iterable[Entry]
 ) -> tuple[SettleReport, list[Entry], list[Entry]]:
-    """Carry out verdicts at once: the report, the entries that are done, and those that are not.
+    """Carries out verdicts immediately; returns the report, the settled and the unsettled entries.
 
     Of several verdicts on one message the last counts.
 
-    :raises ProducerError: If the broker refuses it all, or the report does not say which are done.
+    :raises ProducerError: If the broker refuses all, or the report omits the unsettled ids.
     """
-    given = {entry.message_id: entry for entry in entries}
-    report = custodian.settle_now(lease, list(given.values()))
-    undone = [entry for key, entry in given.items() if key in report.undone]
+    by_id = {entry.message_id: entry for entry in entries}
+    report = custodian.settle_now(lease, list(by_id.values()))
+    undone = [entry for key, entry in by_id.items() if key in report.undone]
     if len(undone) != report.failed + report.lapsed:
         raise ProducerError(
             f"{type(custodian).__name__}.settle_now reports {report.failed + report.lapsed} of"
-            f" {many(len(given), 'message')} as not settled, and names {len(undone)} of them in"
+            f" {many(len(by_id), 'message')} as not settled, and names {len(undone)} of them in"
             " 'undone'"
         )
-    return report, [entry for key, entry in given.items() if key not in report.undone], undone
+    return report, [entry for key, entry in by_id.items() if key not in report.undone], undone
 
 
 def done_of(report: SettleReport) -> SettleReport:
-    """What of a report is done: the messages that are not are still to be accounted for."""
+    """Returns the settled part of a report; the other messages are accounted for later."""
     return replace(report, failed=0, lapsed=0, undone=frozenset())
 
 
 class Tally:
-    """The sink of messages that no broker holds: counts the verdicts."""
+    """The sink of messages that no broker holds; counts the verdicts."""
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(CLASS_OF.values(), 0)
@@ -102,11 +102,11 @@ class Tally:
 
 
 class Settler:
-    """Carries verdicts out, in bulk, and at the end gives the rest back.
+    """Carries verdicts out in bulk, and releases the rest at the end.
 
     :param custodian: Opens the custodian; called in the thread that uses it.
-    :param lease: Of the source, whatever it is by then.
-    :param threaded: Whether verdicts come from several threads; then the custodian has its own.
+    :param lease: Returns the source's current lease.
+    :param threaded: Whether verdicts come from several threads; the custodian then gets its own.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Settler:
         self._lock = threading.Lock()
         self._held: dict[str, Message] = {}
         self._entries: list[Entry] = []
-        #: What the broker refused, or the lease no longer held; tried once more at the end.
+        #: Entries that the broker refused or whose lease had lapsed; retried once at the end.
         self._undone: list[Entry] = []
-        #: What was settled at once though others of the same call were not: the callback that asked
-        #: does not know.
+        #: Ids settled by a ``settle_now`` that failed for other messages: the calling callback got
+        #: an exception, so it does not know that these are settled.
         self._done: set[str] = set()
         self._since = 0.0
         self._report = SettleReport()
@@ -137,37 +137,37 @@ class Settler:
 
     @property
     def received(self) -> int:
-        """Messages held so far, settled or not."""
+        """Number of messages held so far, settled or not."""
         return self._received
 
     def hold(self, messages: Sequence[Message]) -> None:
-        """Note messages that were received; each is held until it has a verdict."""
+        """Registers received messages; each is held until it has a verdict."""
         with self._lock:
             self._received += len(messages)
             for message in messages:
                 self._held[message.message_id] = message
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        """Take verdicts; they are carried out soon."""
+        """Queues verdicts, to be carried out in bulk."""
         with self._lock:
             if self._closed:
-                return  # the run has ended and given these back
+                return  # the run has ended and released these messages
             if not self._entries:
                 self._since = time.monotonic()
-            self._entries += self._entries_of(successful, failed)
+            self._entries += self._take_entries(successful, failed)
             full = len(self._entries) >= _BULK_SIZE
         if full:
             self.tick(force=True)
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        """Carry these verdicts out before returning.
+        """Carries these verdicts out before returning.
 
         :raises ProducerError: If the broker refuses, or the lease has lapsed.
         """
         with self._lock:
             if self._closed:
                 raise LeaseLapsed("the run has ended and given its messages back")
-            entries = self._not_done([*successful, *failed])
+            entries = self._unsettled_entries([*successful, *failed])
         report, done, undone = self._in_thread(lambda: self._settle(entries))
         with self._lock:
             self._report += done_of(report)
@@ -178,7 +178,7 @@ class Settler:
         check_settled(report)
 
     def tick(self, *, force: bool = False) -> None:
-        """Carry out what has waited long enough."""
+        """Carries out queued verdicts after :data:`_BULK_INTERVAL` seconds."""
         with self._lock:
             if not self._entries or (not force and time.monotonic() - self._since < _BULK_INTERVAL):
                 return
@@ -195,24 +195,24 @@ class Settler:
             self._undone += undone
 
     def finish(self, *, unheard: bool = False) -> SettleReport:
-        """Settle what has a verdict, release the rest, end the lease; returns the whole account.
+        """Settles what has a verdict, releases the rest, ends the lease; returns the whole report.
 
-        :param unheard: Whether there may be messages though none was received.
+        :param unheard: Whether the lease may hold messages though none was received.
         """
         with self._lock:
             self._closed = True
             entries, self._entries, self._undone = self._undone + self._entries, [], []
-        named = [*entries, *(entry_of(message, RELEASE) for message in self._held.values())]
+        all_entries = [*entries, *(entry_of(message, RELEASE) for message in self._held.values())]
         settlement = Settlement(
             rest=RELEASE,
             entries=lambda: iter(entries),
-            everything=lambda: _each(named),
+            everything=lambda: iter(all_entries),
             expected=self._received,
         )
         try:
             if self._received or unheard:
                 self._report += self._in_thread(
-                    lambda: self._opened().settle(self._lease(), settlement)
+                    lambda: self._get_custodian().settle(self._lease(), settlement)
                 )
         finally:
             self._close()
@@ -224,33 +224,29 @@ class Settler:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
-    def _entries_of(self, successful: list[Judged], failed: list[Judged]) -> list[Entry]:
-        entries = self._not_done([*successful, *failed])
+    def _take_entries(self, successful: list[Judged], failed: list[Judged]) -> list[Entry]:
+        entries = self._unsettled_entries([*successful, *failed])
         for entry in entries:
             self._held.pop(entry.message_id, None)
         return entries
 
-    def _not_done(self, judged: list[Judged]) -> list[Entry]:
-        entries = [entry_of(*each) for each in judged]
+    def _unsettled_entries(self, judged: list[Judged]) -> list[Entry]:
+        entries = [entry_of(*pair) for pair in judged]
         if not self._done:
             return entries
         return [entry for entry in entries if entry.message_id not in self._done]
 
-    def _opened(self) -> Custodian:
+    def _get_custodian(self) -> Custodian:
         if self._custodian is None:
             self._custodian = self._open()
         return self._custodian
 
     def _settle(self, entries: list[Entry]) -> tuple[SettleReport, list[Entry], list[Entry]]:
-        return settle_at_once(self._opened(), self._lease(), entries)
+        return settle_at_once(self._get_custodian(), self._lease(), entries)
 
-    def _in_thread(self, work: Callable[[], Any]) -> Any:
+    def _in_thread(self, call: Callable[[], Any]) -> Any:
         started = time.monotonic()
         try:
-            return work() if self._thread is None else self._thread.submit(keep_ids(work)).result()
+            return call() if self._thread is None else self._thread.submit(keep_ids(call)).result()
         finally:
             self.seconds += time.monotonic() - started
-
-
-def _each(entries: list[Entry]) -> Iterator[Entry]:
-    return iter(entries)

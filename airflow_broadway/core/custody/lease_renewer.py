@@ -1,4 +1,4 @@
-"""Keep leases alive from a thread while the work goes on."""
+"""Renews leases in a thread while messages are handled."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from airflow_broadway.core.log_context import keep_ids
 
 log = logging.getLogger(__name__)
 
-#: A lease is renewed so many times within its length, so that some renewals may fail.
+#: Renewals within the duration of a lease, so that some of them may fail.
 RENEWALS = 4
 
 
 class Renewer(Protocol):
-    """What a :class:`LeaseRenewer` needs of a custodian."""
+    """The part of a custodian that a :class:`LeaseRenewer` uses."""
 
     def renew(self, lease: Lease) -> Lease | None:
-        """As :meth:`airflow_broadway.core.custody.protocol.Custodian.renew`."""
+        """Renews as :meth:`airflow_broadway.core.custody.protocol.Custodian.renew`."""
         ...
 
     def close(self) -> None: ...
@@ -30,11 +30,11 @@ class Renewer(Protocol):
 class LeaseRenewer:
     """Renews leases from :meth:`start` to :meth:`stop`, or within ``with``.
 
-    :param custodian: Opens the custodian; called in the thread that then uses it alone.
-    :param seconds: The length of the shortest lease.
-    :param leases: The leases to renew now: those that hold messages.
-    :param renewed: Called with each renewed lease, in the thread.
-    :param at_once: Renew for the first time at once: nobody may have done so for a while.
+    :param custodian: Opens the custodian; called in the renewing thread, which uses it alone.
+    :param seconds: The duration of the shortest lease.
+    :param leases: Returns the leases to renew: those that hold messages.
+    :param renewed: Called with each renewed lease, in the renewing thread.
+    :param at_once: Renew for the first time immediately: the last renewal may be long ago.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LeaseRenewer:
         return bool(self._lapsed)
 
     def check(self) -> None:
-        """Go on only while all leases are held.
+        """Checks that all leases are still held.
 
         :raises LeaseLapsed: If one lapsed.
         """
@@ -81,11 +81,11 @@ class LeaseRenewer:
             )
 
     def start(self) -> None:
-        """Begin; renews for the first time after a quarter of the lease, unless ``at_once``."""
+        """Starts; the first renewal is after a quarter of the lease, unless ``at_once``."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread.  Safe to repeat."""
+        """Stops the thread.  Safe to repeat."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=30.0)
@@ -95,34 +95,34 @@ class LeaseRenewer:
         wait = self._first
         while not self._stop.wait(wait):
             wait = self._interval
-            for lease in self._held():
+            for lease in self._active_leases():
                 try:
                     custodian = custodian or self._open()
                     self._renew(custodian, lease)
                 except Exception as error:
-                    # One lease is not in the way of another, and the next round tries again: a
-                    # lease outlasts several.
+                    # Other leases are renewed all the same, and the next round retries: a lease
+                    # lasts several rounds.
                     _log_error(error)
         if custodian is not None:
             custodian.close()
 
-    def _held(self) -> list[Lease]:
+    def _active_leases(self) -> list[Lease]:
         try:
-            return [each for each in self._leases() if each.generation not in self._lapsed]
+            return [lease for lease in self._leases() if lease.generation not in self._lapsed]
         except Exception as error:
             _log_error(error)
             return []
 
     def _renew(self, custodian: Renewer, lease: Lease) -> None:
-        held = custodian.renew(lease)
-        if held is None:
+        renewed = custodian.renew(lease)
+        if renewed is None:
             self._lapsed.add(lease.generation)
             log.error(
                 "the lease of generation %s has lapsed: its messages may be handled by another run",
                 lease.generation,
             )
         else:
-            self._renewed(held)
+            self._renewed(renewed)
 
 
 def _log_error(error: Exception) -> None:

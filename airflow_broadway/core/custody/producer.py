@@ -1,4 +1,4 @@
-"""The base of all producers: the options they share, and how each opens its two halves.
+"""The base class of all producers: shared options, and how source and custodian are opened.
 
 A producer is a frozen set of options until :meth:`Producer.source` or :meth:`Producer.custodian`
 opens it; only then is the broker's client imported.  ``docs/producers.md`` shows how to write one.
@@ -26,7 +26,7 @@ from airflow_broadway.core.model.rules import FUNCTION, POSITIVE, SECONDS, Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """What an Airflow connection says; ``password`` and ``extra`` never reach a ``repr``."""
+    """An Airflow connection's fields; ``password`` and ``extra`` never appear in a ``repr``."""
 
     conn_id: str
     conn_type: str = ""
@@ -39,10 +39,10 @@ class Connection:
 
 
 class Connections(Protocol):
-    """Looks connections up where they are used; Airflow's in a task."""
+    """Resolves connection ids at run time; in a task, from Airflow."""
 
     def get(self, conn_id: str) -> Connection:
-        """The connection of that id.
+        """Returns the connection with that id.
 
         :raises ConnectionMissing: If there is none.
         """
@@ -50,7 +50,7 @@ class Connections(Protocol):
 
 
 class NoConnections:
-    """Knows no connection: the default outside Airflow."""
+    """Resolves no connection; the default outside Airflow."""
 
     def get(self, conn_id: str) -> Connection:
         raise ConnectionMissing(
@@ -64,8 +64,8 @@ def _never() -> bool:
 
 
 @lru_cache(maxsize=64)
-def _instant(text: str) -> datetime | None:
-    """An instant in ISO 8601; of what was sent together it is asked for again and again."""
+def _parse_timestamp(text: str) -> datetime | None:
+    """Parses an ISO 8601 timestamp; cached, since messages sent together share one."""
     try:
         return datetime.fromisoformat(text)
     except ValueError:
@@ -74,29 +74,29 @@ def _instant(text: str) -> datetime | None:
 
 _NO_DELIVERY = Delivery()
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-#: From here on a number of seconds would be the year 5138, and is one of milliseconds.
+#: A larger number is milliseconds: as seconds it would be after the year 5138.
 _MILLISECONDS = 100_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerEnv:
-    """What a producer is opened in.
+    """The environment in which a producer is opened.
 
     :param pipeline: The pipeline's name.
     :param generation: The execution of a process task; unique for ever.
-    :param owner: For people and sweeps: dag_id, run_id, task_id, map_index, try_number.
+    :param owner: For display and sweeps: dag_id, run_id, task_id, map_index, try_number.
     :param index: Which of ``concurrency`` producers this is, from 0.
-    :param alone: Whether there are no others in this run, whatever ``concurrency`` says: it is to
-        receive all.
-    :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
-        own; ``None`` outside a run.
-    :param shared: For notes on a queue's messages that a pipeline of another name must find too: a
-        folder URI that all pipelines of the staging root share; ``None`` outside a run.
-    :param store: The staging root itself, for a source that no broker serves.
-    :param interval: The data interval of a backfill, of which the source hands out each message and
-        no other: from the first instant to before the second; ``None``: what waits.
-    :param stopping: Whether the run is to stop: a source then waits for nothing that takes
-        long, since Airflow kills its task five seconds later.
+    :param alone: Whether this is the run's only producer, regardless of ``concurrency``; it then
+        receives all messages.
+    :param staging: The pipeline's own folder URI, for staged custody and for notes kept between
+        runs; ``None`` outside a run.
+    :param shared: A folder URI that all pipelines of the staging root share, for notes on a queue's
+        messages that other pipelines need too; ``None`` outside a run.
+    :param store: The staging root itself, for a source without a broker.
+    :param interval: The data interval of a backfill, end exclusive: the source delivers exactly its
+        messages; ``None`` delivers the backlog.
+    :param stopping: Whether the run is to stop: a source then starts no long wait, since Airflow
+        kills its task five seconds later.
     """
 
     pipeline: str = "pipeline"
@@ -115,58 +115,58 @@ class ProducerEnv:
 
 @options
 class Producer(Options):
-    """Where messages come from, and the options that all producers share."""
+    """The base class of producers, with the options that all of them share."""
 
     #: The short name of the broker, in leases, manifests and metrics.
     kind: ClassVar[str] = ""
-    #: What ``on_success`` and ``on_failure`` may say, and what each means to custody.
+    #: The valid values of ``on_success`` and ``on_failure``, and their actions.
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
         "retry": Action.RETRY,
         "dead_letter": Action.DEAD_LETTER,
         "noop": Action.LEAVE,
     }
-    #: Whether settling may publish messages again, so that staging must keep bodies: of which
-    #: messages, :meth:`publishes` says.
+    #: Whether settling may republish messages, so that staging must keep bodies;
+    #: :meth:`publishes` decides for which actions.
     keeps_payload: ClassVar[bool] = False
-    #: Whether a past interval can be read again, so that runs of type backfill are served.
+    #: Whether a past interval can be read again, so that backfill runs are supported.
     backfills: ClassVar[bool] = False
-    #: Where in a message's metadata stands when the broker took it; empty where it does not say.
+    #: The path, in a message's metadata, of its enqueue timestamp; empty if there is none.
     sent_at: ClassVar[tuple[str, ...]] = ()
-    #: Messages that a run asks a source for at once, at most, unless its processors take more.
+    #: The largest demand of one receive, unless the processors take more.
     most_at_once: ClassVar[int] = 1000
-    #: Whether a lease may be renewed; a fixed bound otherwise.
+    #: Whether a lease may be renewed; its deadline is fixed otherwise.
     renews: ClassVar[bool] = True
-    #: Whether its broker is this machine, whose clock then judges leases; else staging's does.
+    #: Whether the broker is this machine, whose clock then judges leases; else staging's does.
     local_clock: ClassVar[bool] = False
-    #: Whether :meth:`depth` may know the age of the oldest message.
+    #: Whether :meth:`depth` reports the age of the oldest message.
     tells_age: ClassVar[bool] = True
-    #: Seconds by which :meth:`depth` may be behind.
+    #: The staleness of :meth:`depth`, in seconds.
     depth_lag: ClassVar[float] = 0.0
 
     @property
     def keeps_order(self) -> bool:
-        """Whether messages of one group stay in order, by :meth:`group_of`: one that failed and
-        comes again holds back those behind it, which are then not handled but given back.
+        """Whether messages of one group (:meth:`group_of`) stay in order: a message that failed and
+        is redelivered blocks those behind it, which are then released unhandled.
         """
         return False
 
     def group_of(self, message: Message) -> str | None:
-        """The group within which the message stays in order; ``None``: it may go alone."""
+        """Returns the message's ordering group; ``None`` if it is unordered."""
         return None
 
     def publishes(self, action: Action) -> bool:
-        """Whether to carry out this action a message is published again, with its body."""
+        """Whether carrying out this action republishes the message, with its body."""
         return self.keeps_payload
 
     def may_publish(self, own: Delivery) -> bool:
-        """Whether settling a message may publish it again, as it is configured by now."""
+        """Whether settling a message may republish it, by its current ack configuration."""
         success = self.actions.get(own.on_success or self.on_success)
         failure = self.actions.get(own.on_failure or self.on_failure)
-        found = {action for action in (success, failure) if action is not None}
-        if Action.RETRY in found and self.retry.dead_letter:
-            found.add(Action.DEAD_LETTER)
-        return any(map(self.publishes, found))
+        actions = {action for action in (success, failure) if action is not None}
+        if Action.RETRY in actions and self.retry.dead_letter:
+            actions.add(Action.DEAD_LETTER)
+        return any(map(self.publishes, actions))
 
     concurrency: int = option(
         default=1, rule=POSITIVE, doc="Producers of one run, each a mapped process task of its own."
@@ -220,16 +220,16 @@ class Producer(Options):
                 object.__setattr__(self, name, checked)
 
     def check_action(self, name: str, value: object, path: str) -> str:
-        """Return ``value``, as this producer calls the action, if it is one of its actions.
+        """Returns ``value``, under this producer's name for the action, if it is a valid action.
 
-        :raises OptionsError: Naming the valid ones.
+        :raises OptionsError: Naming the valid actions.
         """
         if isinstance(value, str) and (value in self.actions or "{{" in value):
             return value
         raise OptionsError(path, f"one of {sorted(self.actions)}", value)
 
     def source(self, env: ProducerEnv) -> Source:
-        """Open the half that receives; connects.
+        """Opens the receiving half; connects.
 
         :raises ProducerError: If the broker refuses or cannot be reached.
         :raises ConnectionMissing: If the connection is not defined.
@@ -237,85 +237,85 @@ class Producer(Options):
         raise TypeError(f"{type(self).__name__} has no source")
 
     def custodian(self, env: ProducerEnv) -> Custodian:
-        """Open the half that settles; connects when first used."""
+        """Opens the settling half; connects on first use."""
         raise TypeError(f"{type(self).__name__} has no custodian")
 
     def check(self, env: ProducerEnv) -> list[Finding]:
-        """Returns what the next run would refuse or warn of; receives and changes nothing.
+        """Returns the errors and warnings of the next run; receives and changes nothing.
 
-        :raises ProducerError: If a run cannot begin, for a reason that stops the check as well.
+        :raises ProducerError: If a run cannot begin, for a reason that also stops the check.
         """
         return [Finding("note", f"{type(self).__name__} has nothing that can be checked")]
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        """How full the queue is, or ``None`` where the broker does not say."""
+        """Returns the queue's depth, or ``None`` if the broker does not report one."""
         return None
 
     def console(self, env: ProducerEnv) -> str | None:
-        """The queue's page in its broker's own console, where that is known; asks no broker.
+        """Returns the URL of the queue in its broker's console, if known; makes no request.
 
         :raises BroadwayError: If the connection is missing.
         """
         return None
 
     def count_interval(self, env: ProducerEnv) -> int | None:
-        """How many messages there are of the environment's interval, at most; takes none.
+        """Returns an upper bound of the messages in the environment's interval; receives none.
 
-        :returns: ``None`` where that cannot be told.
+        :returns: ``None`` if unknown.
         """
         return None
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
-        """Open the place where this producer's dead letters lie, for people.
+        """Opens this producer's dead-letter queue or topic, for administration.
 
-        :param place: A queue or topic to look into instead of the producer's own.
-        :raises ProducerError: If there is none, or nobody knows where it is.
+        :param place: Another queue or topic to open.
+        :raises ProducerError: If there is none, or its name is unknown.
         """
         raise ProducerError(f"{type(self).__name__} has no dead letters that can be looked at")
 
     def sent_back_as(self, message: Message) -> str | None:
-        """The id that a message had as the dead letter that it was, where its broker gave it
-        another when it was sent back.
+        """Returns the id that a requeued message had as a dead letter, if the broker assigned a new
+        one on requeue.
         """
         return None
 
     def enqueued_at(self, message: Message) -> datetime | None:
-        """When the broker took a message, as received; ``None`` where it does not say."""
+        """Returns when the broker enqueued a received message; ``None`` if unknown."""
         if not self.sent_at:
             return None
         value: Any = message.metadata
         for name in self.sent_at:
-            # Asking for a Mapping costs three times what asking for a dict does.
-            there = type(value) is dict or isinstance(value, Mapping)
-            value = value.get(name) if there else None
+            # Checking for a Mapping costs three times as much as checking for a dict.
+            is_mapping = type(value) is dict or isinstance(value, Mapping)
+            value = value.get(name) if is_mapping else None
         if type(value) is str:
-            return _instant(value)
-        # Brokers count from 1970, in seconds or in milliseconds.
+            return _parse_timestamp(value)
+        # Brokers use Unix time, in seconds or in milliseconds.
         if type(value) is not int or value <= 0:
             return None
         return _EPOCH + timedelta(milliseconds=value if value >= _MILLISECONDS else value * 1000)
 
     def shards(self) -> Sequence[Producer]:
-        """The producers, one for each queue, whose depths together are this one's."""
+        """Returns the producers, one per queue, whose depths add up to this one's."""
         return [self]
 
     def unsafe_options(self) -> Sequence[str]:
-        """Returns the names of options by which the client may read a file, load a library or run
-        a command.  A process that runs no code of users refuses them.
+        """Returns the options by which the client may read a file, load a library or run a command.
+        A process that runs no user code refuses them.
         """
         return ()
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
-        """Called once when a pipeline with this producer has been built, in every process.
+        """Called once, in every process, when a pipeline with this producer has been built.
 
-        May check the pipeline as a whole (by raising :class:`OptionsError`), and may return options
-        that replace the pipeline's own; they are checked like any others.
+        May validate the pipeline as a whole (by raising :class:`OptionsError`), and may return
+        options that replace the pipeline's own; they are validated like any others.
         """
         return {}
 
     def verdict(self, message: Message, *, failed: bool, stage: str) -> Verdict:
-        """What is done with a message that succeeded or failed, by its own configuration first:
-        :meth:`judge` of its facts.
+        """Returns the verdict on a message that succeeded or failed: :meth:`judge` of its facts.
+        The message's own ack configuration takes precedence.
         """
         if failed and message.status.kind == "crashed":  # a retry would end the next process
             return Verdict(Action.DEAD_LETTER, 0.0, message.status.text, stage)
@@ -335,9 +335,9 @@ class Producer(Options):
         return self.judge(tuple.__new__(Facts, facts))  # half the cost of calling the class
 
     def judge(self, facts: Facts) -> Verdict:
-        """The verdict by plain facts; nothing else decides, at whatever stage and in whatever task.
+        """Returns the verdict by plain facts; the only decision, at every stage and in every task.
 
-        A producer that overrides it goes by ``facts`` alone, and acks by whatever ``actions`` maps
+        A producer that overrides it uses ``facts`` alone, and acks only names that ``actions`` maps
         to an ack.
         """
         return decide(self.actions[facts.name], facts, self.retry)

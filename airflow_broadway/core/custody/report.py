@@ -1,4 +1,4 @@
-"""What a settlement came to: the classes of the account, and the class of each action."""
+"""The result of a settlement: the classes of the account, and the class of each action."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
 from airflow_broadway.core.version import known_fields
 
-#: The classes of the account, each message in one, and what people call them.
+#: The classes of the account and their labels; each message is in exactly one.
 CLASSES: Final[Mapping[str, str]] = {
     "acked": "acked",
     "requeued": "requeued",
     "dead_lettered": "dead-lettered",
     "left": "left to the broker",
-    "released": "given back",
+    "released": "released",
     "lapsed": "lapsed",
     "settle_failed": "could not be settled",
     "still_leased": "still held",
 }
 
-#: The class in which a message is that an action was carried out on.
+#: The class of a message by the action that was carried out on it.
 CLASS_OF: Final[Mapping[Action, str]] = {
     Action.ACK: "acked",
     Action.RETRY: "requeued",
@@ -37,20 +37,20 @@ _HANDLED: Final = ("acked", "requeued", "dead_lettered", "left")
 
 
 def failures_of(failed: int, totals: Mapping[str, int]) -> int:
-    """How many messages failed: what was given back did not, whatever a callback said of it."""
+    """Returns the number of failed messages: a released one has not failed, whatever its status."""
     return min(failed, handled_of(totals))
 
 
 def handled_of(totals: Mapping[str, int]) -> int:
-    """How many messages have an outcome: what was given back or had lapsed has none."""
+    """Returns the number of messages with an outcome: released and lapsed ones have none."""
     return sum(totals.get(name, 0) for name in _HANDLED)
 
 
 class ComingAgain(NamedTuple):
-    """Which messages of a lease are not settled for good: their broker delivers them again.
+    """The messages of a lease that are not settled for good: the broker redelivers them.
 
-    :param ids: Their ids; or those of all others, if ``all_but``.
-    :param all_but: Whether all come again but ``ids``.
+    :param ids: Their ids; or the ids of all others, if ``all_but``.
+    :param all_but: Whether all messages except ``ids`` are redelivered.
     """
 
     ids: frozenset[str] = frozenset()
@@ -58,9 +58,9 @@ class ComingAgain(NamedTuple):
 
     @classmethod
     def of(cls, done: Mapping[str, Action], *, whole: bool) -> ComingAgain:
-        """By what was done with each message.
+        """Returns the messages to be redelivered, by the action carried out on each.
 
-        :param whole: Whether these are all that the lease had; if not, the others come again.
+        :param whole: Whether ``done`` covers the whole lease; if not, the others are redelivered.
         """
         again = frozenset([key for key, action in done.items() if action in COMES_AGAIN])
         if whole and 2 * len(again) <= len(done):
@@ -68,29 +68,29 @@ class ComingAgain(NamedTuple):
         return cls(frozenset(done.keys() - again), all_but=True)
 
     def has(self, message_id: str) -> bool:
-        """Whether a message comes again."""
+        """Returns whether a message is redelivered."""
         return (message_id in self.ids) is not self.all_but
 
     def but(self, final: Iterable[str]) -> ComingAgain:
-        """The same, where these are settled for good besides."""
+        """Returns a copy in which the messages ``final`` are settled for good, too."""
         ids = self.ids.union(final) if self.all_but else self.ids.difference(final)
         return self._replace(ids=ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleReport:
-    """What a settlement did; each message of the lease is in exactly one of the counts.
+    """The result of a settlement; each message of the lease is in exactly one of the counts.
 
-    :param lapsed: Messages that the lease no longer held: another run has them, or will.
-    :param failed: Messages that the broker refused to settle; they come back when the lease lapses.
-    :param halted: How many of them nobody takes up before people have looked: their run fails.
+    :param lapsed: Messages that the lease no longer held: they are redelivered to another run.
+    :param failed: Messages that the broker refused to settle; redelivered when the lease lapses.
+    :param halted: How many of them block their queue until an operator intervenes: their run fails.
         No class of its own.
     :param errors: One sentence per kind of refusal; no secret.
     :param undone: The ids of those counted in ``lapsed`` and ``failed``, by
-        :meth:`Custodian.settle_now` alone; its caller tells them apart at once, so that they are
-        not part of the JSON.
-    :param again: Which messages come again, by :meth:`Custodian.settle` alone, and exactly: not by
-        the verdicts that were asked for; those that ``settle_now`` gave back are among them.
+        :meth:`Custodian.settle_now` only; not part of the JSON, since its caller uses them
+        immediately.
+    :param again: The messages to be redelivered, by :meth:`Custodian.settle` only: the actual
+        result, not the requested verdicts.  Includes those that ``settle_now`` released.
     """
 
     acked: int = 0
@@ -107,16 +107,16 @@ class SettleReport:
 
     @property
     def total(self) -> int:
-        """Messages accounted for."""
+        """The number of messages accounted for."""
         return sum(getattr(self, name) for name in _COUNTS)
 
     @property
     def final(self) -> int:
-        """Messages that are settled for good: their broker delivers them no more."""
+        """The number of messages that are settled for good: never redelivered."""
         return self.acked + self.dead_lettered
 
     def classes(self, *, still_leased: int = 0) -> dict[str, int]:
-        """How many messages are in each of :data:`CLASSES`.
+        """Returns the number of messages in each of :data:`CLASSES`.
 
         :param still_leased: Messages of leases that are not settled yet.
         """
@@ -133,7 +133,7 @@ class SettleReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that :meth:`from_json` reads back, but for ``undone``."""
+        """Returns a JSON value that :meth:`from_json` reads back, without ``undone``."""
         value = {**asdict(replace(self, again=None)), "errors": list(self.errors)}
         del value["undone"], value["again"]
         if self.again is not None:
@@ -142,10 +142,10 @@ class SettleReport:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SettleReport:
-        """Read what :meth:`to_json` wrote."""
+        """Reads what :meth:`to_json` wrote."""
         errors = tuple(value.get("errors", ()))
-        made = cls(**known_fields(cls, {**value, "errors": errors, "again": None}))
+        report = cls(**known_fields(cls, {**value, "errors": errors, "again": None}))
         if "again" not in value:
-            return made
+            return report
         all_but, ids = value["again"]
-        return replace(made, again=ComingAgain(frozenset(ids), all_but))
+        return replace(report, again=ComingAgain(frozenset(ids), all_but))

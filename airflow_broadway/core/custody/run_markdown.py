@@ -1,6 +1,6 @@
-"""A run's report as Markdown: the same text for the same report, and no text of others acts in it.
+"""Renders a run's report as Markdown; text from outside is escaped and cannot add markup.
 
-A pure function of ``report.json``, for the file beside it and for the page of a run.
+A pure function of ``report.json``, for the file next to it and for the page of a run.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.text import printable
 
-#: What Markdown may act on, besides HTML.
-_ACTS: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~:@/])")
+#: Characters that Markdown may interpret, besides HTML.
+_SPECIAL: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~:@/])")
 
 
 def plain(text: object) -> str:
-    """Text of others, on one line, of which Markdown makes neither marks, links nor HTML."""
-    return _ACTS.sub(r"\\\1", html.escape(printable(text), quote=False))
+    """Escapes text from outside: one line, without Markdown markup, links or HTML."""
+    return _SPECIAL.sub(r"\\\1", html.escape(printable(text), quote=False))
 
 
 def markdown_of(report: Mapping[str, Any]) -> str:
-    """The report: what came of the run, then figures, reasons, batchers, executions.
+    """Renders the report: summary, then counts, reasons, batchers, executions.
 
     :param report: As the ack sensor keeps it in ``report.json``.
     """
     totals = report["totals"]
     rows = [(name, totals[key]) for key, name in _CLASSES.items() if totals.get(key) is not None]
-    about = f"Run {plain(report['run_id'])} of the Dag {plain(report['dag_id'])}"
+    title = f"Run {plain(report['run_id'])} of the Dag {plain(report['dag_id'])}"
     parts = [
         f"# {plain(report['pipeline'])}",
-        f"{about}, accounted for at {plain(report['at'])}.",
+        f"{title}, accounted for at {plain(report['at'])}.",
         "\n".join(f"- {plain(line)}" for line in lines_of(report) if not line.startswith("  ")),
         *_table("Messages", ("Class", "Messages"), rows),
         *_table(
             "Reasons",
             ("Messages", "Stage", "Reason"),
-            [(each["count"], each["stage"], each["reason"]) for each in report.get("reasons", ())],
+            [(row["count"], row["stage"], row["reason"]) for row in report.get("reasons", ())],
         ),
         *_table(
             "Batchers",
             ("Batcher", "Batches", "Messages", "Failed messages", "Seconds"),
             [
-                (name, each["batches"], each["messages"], each["failed"], each["seconds"])
-                for name, each in sorted(report.get("batchers", {}).items())
+                (name, row["batches"], row["messages"], row["failed"], row["seconds"])
+                for name, row in sorted(report.get("batchers", {}).items())
             ],
         ),
         *_table(
@@ -54,13 +54,13 @@ def markdown_of(report: Mapping[str, Any]) -> str:
             ("Generation", "Task", "Try", "Received", "Stopped by"),
             [
                 (
-                    each["generation"],
-                    each["task_id"] + (f"[{each['map_index']}]" if each["map_index"] >= 0 else ""),
-                    each["try_number"],
-                    each["received"],
-                    each["stopped"],
+                    row["generation"],
+                    row["task_id"] + (f"[{row['map_index']}]" if row["map_index"] >= 0 else ""),
+                    row["try_number"],
+                    row["received"],
+                    row["stopped"],
                 )
-                for each in report.get("generations", ())
+                for row in report.get("generations", ())
             ],
         ),
     ]
@@ -71,12 +71,12 @@ _CLASSES: Final = {"received": "received", **CLASSES}
 
 
 def _table(head: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A headed table; nothing if it has no row."""
+    """Renders a table with a heading; nothing if it has no rows."""
     if not rows:
         return []
     numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(columns))]
     lines = [columns, ["--:" if right else "---" for right in numeric]]
-    cells = [[_cell(each) for each in row] for row in rows]
+    cells = [[_cell(value) for value in row] for row in rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (*lines, *cells))
     return [f"## {head}", table]
 

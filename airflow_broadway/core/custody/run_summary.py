@@ -1,10 +1,10 @@
-"""A run in words: whether it fails by its settlements' counts, and its report in sentences.
+"""A run in sentences: whether its settlement counts fail it, and its report as text.
 
-Pure functions of counts, for the ack sensor, a process task, :class:`BroadwayRunOperator`,
-:class:`RunReport` and the command line alike.
+Pure functions of counts, used by the ack sensor, process tasks, :class:`BroadwayRunOperator`,
+:class:`RunReport` and the command line.
 
-A sentence that a task fails with reaches Airflow's notifiers, some of which render it as markup:
-it has figures, names of tasks and options, and no text of a message's sender or of a broker.
+A sentence that fails a task reaches Airflow's notifiers, some of which render it as markup: it
+contains counts and names of tasks and options, and no text from a message's sender or a broker.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import Rule, is_int
 from airflow_broadway.core.text import many, printable
 
-#: Reasons that a report names: the most frequent.
+#: The number of reasons in a report: the most frequent ones.
 SHOWN_REASONS: Final = 10
 _NUMBER: Final = re.compile(r"\d+")
 
 #: With fewer handled messages than this, ``"all"`` and a share need a failure that is not retried.
 FEW: Final = 10
 
-#: When failed messages make a run fail.
+#: The values of ``fail_when``: the failed messages that fail a run.
 FAIL_WHEN: Final = Rule(
     "'all', 'never', a number of messages, or a share below 1 such as 0.05",
     lambda v: v in ("all", "never") or (is_int(v) and v > 0) or (type(v) is float and 0 < v < 1),
@@ -34,7 +34,7 @@ FAIL_WHEN: Final = Rule(
 
 
 def check_fail_when(path: str, value: Any) -> Any:
-    """Return ``value`` if it may be a ``fail_when``.
+    """Returns ``value`` if it is a valid ``fail_when``.
 
     :raises OptionsError: Otherwise.
     """
@@ -44,14 +44,14 @@ def check_fail_when(path: str, value: Any) -> Any:
 
 
 def failures_trouble(totals: Mapping[str, int], fail_when: Any) -> str:
-    """Return why a run fails for its failed messages, as a sentence; empty if it does not.
+    """Returns why failed messages fail the run, as a sentence; empty if they do not.
 
-    One message that fails in a quiet queue makes a run red once, when it is out of attempts, and
+    A single failing message in a quiet queue fails a run once, when its attempts are used up, and
     not at each attempt: see :data:`FEW`.
 
     :param totals: The classes of the run's account, and ``failed``.
-    :param fail_when: ``"all"``: if every handled message failed.  ``"never"``.  An integer: from so
-        many failed messages on.  A float: from that share of the handled ones on.
+    :param fail_when: ``"all"``: if every handled message failed.  ``"never"``.  An integer: at that
+        number of failed messages.  A float: at that share of the handled messages.
     """
     failed, handled = totals["failed"], handled_of(totals)
     if fail_when == "never" or failed < 1:
@@ -71,9 +71,9 @@ def failures_trouble(totals: Mapping[str, int], fail_when: Any) -> str:
 
 
 def settling_trouble(lapsed: int, refused: int, *, halted: int = 0) -> str:
-    """Return why a settlement that left messages out makes its run fail; empty if it left out none.
+    """Returns why a settlement with unsettled messages fails its run; empty if all are settled.
 
-    :param halted: Messages that nobody takes up before people have looked.
+    :param halted: Messages that block their queue until an operator intervenes.
     """
     stopped = ""
     if halted:
@@ -96,9 +96,9 @@ def settling_trouble(lapsed: int, refused: int, *, halted: int = 0) -> str:
 def merged_reasons(
     counts: Mapping[tuple[str, str], Counter[str]],
 ) -> dict[tuple[str, str], Counter[str]]:
-    """Merges reasons of one stage that differ in their numbers only, and shows … for each number.
+    """Merges reasons of one stage that differ in their numbers only; replaces each number by ….
 
-    :param counts: Stage and reason → messages, by whatever they are counted apart.
+    :param counts: Stage and reason → messages, counted by any key.
     """
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for stage, reason in counts:
@@ -113,7 +113,7 @@ def merged_reasons(
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:
-    """A run's report in sentences: figures first, then reasons, ids last.
+    """Renders a run's report in sentences: counts first, then reasons, ids last.
 
     :param report: As the ack sensor keeps it in ``report.json``.
     """
@@ -121,33 +121,33 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         return [*look_lines(report["look"]), *_ending_lines(report)]
     totals = report["totals"]
     lines = [summary_line(totals)]
-    empty = [each for each in report.get("generations", ()) if "receives" in each]
+    empty = [row for row in report.get("generations", ()) if "receives" in row]
     lines += dict.fromkeys(map(empty_line, empty))
     if totals.get("failed"):
         batchers = report.get("batchers", {}).items()
-        where = [f"{_n(each['failed'])} in batches of {name}" for name, each in batchers]
+        where = [f"{_n(row['failed'])} in batches of {name}" for name, row in batchers]
         where = [text for text in where if not text.startswith("0 ")]
-        before = totals["failed"] - sum(each["failed"] for _, each in batchers)
+        before = totals["failed"] - sum(row["failed"] for _, row in batchers)
         if before > 0:
             where.insert(0, f"{_n(before)} before any batch")
-        shown_where = f": {', '.join(where)}" if batchers else ""
-        lines.append(f"{_n(totals['failed'])} failed{shown_where}.")
+        breakdown = f": {', '.join(where)}" if batchers else ""
+        lines.append(f"{_n(totals['failed'])} failed{breakdown}.")
     reasons = report.get("reasons", [])
-    width = max((len(_n(each["count"])) for each in reasons), default=0)
+    width = max((len(_n(row["count"])) for row in reasons), default=0)
     lines += [
-        f"  {_n(each['count']).rjust(width)}  {each['stage'] or '-':7}  {printable(each['reason'])}"
-        for each in reasons
+        f"  {_n(row['count']).rjust(width)}  {row['stage'] or '-':7}  {printable(row['reason'])}"
+        for row in reasons
     ]
     isolation = report.get("isolation")
     if isolation:
         lines.append(f"{many(isolation['deaths'], 'process')} died at batches.")
         if isolation["interruptions"]:
             killed = many(isolation["interruptions"], "whole task")
-            lines.append(f"{killed} died at batches, which tells against no message.")
+            lines.append(f"{killed} died at batches, which counts against no message.")
         lines += [
-            f"  {each['batcher']}: {many(each['split'], 'batch')} split,"
-            f" {many(each['crashed'], 'message')} set aside (crashed)"
-            for each in isolation["batches"]
+            f"  {row['batcher']}: {many(row['split'], 'batch')} split,"
+            f" {many(row['crashed'], 'message')} dead-lettered (crashed)"
+            for row in isolation["batches"]
         ]
     if not report["balanced"] and not report.get("unseen"):
         lines.append(f"{unbalanced_line(totals)}.")
@@ -155,9 +155,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
 
 
 def empty_line(reference: Mapping[str, Any]) -> str:
-    """Say of a process task without a message whether it asked its broker, and the queue's depth.
+    """Describes a process task without messages: its receives, and the queue's depth.
 
-    :param reference: As the task returns it, or its generation in a report.
+    :param reference: The task's return value, or its generation in a report.
     """
     receives, depth = reference["receives"], reference["depth"]
     line = (
@@ -181,25 +181,25 @@ def _depth_line(depth: Mapping[str, Any]) -> str:
 
 
 def summary_line(totals: Mapping[str, int]) -> str:
-    """Return a run's account as one sentence of figures, fit for a notifier."""
+    """Returns a run's account as one sentence of counts, safe for a notifier."""
     figures = _classes(totals)
     return f"{many(totals['received'], 'message')} received{figures and f': {figures}'}."
 
 
 def settled_line(report: SettleReport) -> str:
-    """Return what a settlement did, as a sentence."""
+    """Returns the result of a settlement, as a sentence."""
     figures = _classes(report.classes())
     return f"Settled {many(report.total, 'message')}{figures and f': {figures}'}."
 
 
 def dropped_line(dropped: Mapping[str, int]) -> str:
-    """Return which columns a schema lacks, and how many messages had each."""
+    """Returns which columns the schema lacks, and how many messages had each."""
     columns = ", ".join(f"{printable(name)} ({count:,})" for name, count in dropped.items())
     return f"Columns that the schema lacks were dropped: {columns}."
 
 
 def unbalanced_line(totals: Mapping[str, int]) -> str:
-    """Return by how much the account of a run is off."""
+    """Returns the imbalance of a run's account, as a sentence."""
     return (
         f"The sum does not balance: {_n(totals['received'])} received,"
         f" {_n(totals['accounted'])} accounted for"
@@ -207,20 +207,20 @@ def unbalanced_line(totals: Mapping[str, int]) -> str:
 
 
 def look_lines(look: Mapping[str, Any]) -> list[str]:
-    """What a dry run found, in sentences.
+    """Renders the result of a dry run in sentences.
 
-    :param look: As :class:`airflow_broadway.runs.sources.dry_run.DryRun` keeps it.
+    :param look: As written by :class:`airflow_broadway.runs.sources.dry_run.DryRun`.
     """
     messages, depth = look["messages"], look.get("depth")
     lines = ["Dry run: it only looked.  Nothing was received, handled or settled."]
     lines += _source_lines({"source": look["source"], "notes": look["notes"]})
     if look.get("batches") is not None:
-        found = f"{many(messages, 'message')} in {many(look['batches'], 'batch')} of the past run"
-        lines.append(f"{found} would be handled again.")
+        selected = f"{many(messages, 'message')} in {many(look['batches'], 'batch')}"
+        lines.append(f"{selected} of the past run would be handled again.")
     elif messages is None:
-        lines.append("How many messages there are, nobody could say: unknown, not none.")
+        lines.append("The number of messages is unknown: it could not be counted, and is not zero.")
     elif look["at_most"]:
-        lines.append(f"A run would take all that is of the interval: {_n(messages)} at most.")
+        lines.append(f"A run would take all messages of the interval: {_n(messages)} at most.")
     if look.get("dead_letters") is not None:
         dead = many(look["dead_letters"], "dead letter")
         if look.get("deletes"):
@@ -230,22 +230,22 @@ def look_lines(look: Mapping[str, Any]) -> list[str]:
     if depth is not None:
         lines.append(_depth_line(depth))
     if depth is not None and messages is not None:
-        lines.append(_would_take(messages, look["bounds"], look["producers"]))
+        lines.append(_demand_line(messages, look["bounds"], look["producers"]))
     return lines
 
 
-def _would_take(messages: int, bounds: Mapping[str, Any], producers: int) -> str:
-    """What a run would take of a queue with so many messages, by its budgets."""
+def _demand_line(messages: int, bounds: Mapping[str, Any], producers: int) -> str:
+    """Returns how many messages of a queue a run would take within its budgets."""
     most = bounds.get("max_messages")
     taken = messages if most is None else min(messages, most * producers)
-    said = ", ".join(f"{name}={value:,}" for name, value in bounds.items())
+    budgets = ", ".join(f"{name}={value:,}" for name, value in bounds.items())
     of_each = f", of each of {producers} producers" if producers > 1 else ""
-    within = f" ({said}{of_each})" if said else ""
+    within = f" ({budgets}{of_each})" if budgets else ""
     return f"A run now would take {many(taken, 'message')} at most{within}."
 
 
 def _ending_lines(report: Mapping[str, Any]) -> list[str]:
-    """What failed beside messages."""
+    """Returns failures other than of messages: tasks and errors."""
     return [
         *(f"Failed task: {name}." for name in report.get("failed_tasks", [])),
         *(f"Error: {printable(error)}" for error in report.get("errors", [])),
@@ -253,7 +253,7 @@ def _ending_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _source_lines(report: Mapping[str, Any]) -> list[str]:
-    """Where the messages came from, if not from the queue, and what is missing."""
+    """Returns the messages' source, if not the queue, and notes on gaps."""
     source = report.get("source")
     if not source:
         return []
@@ -262,7 +262,7 @@ def _source_lines(report: Mapping[str, Any]) -> list[str]:
         what += f", {' to '.join(source['interval'])}"
     if source.get("run_id"):
         what += f" {source['run_id']}"
-    return [f"{what}.", *(f"Note: {printable(each)}." for each in report.get("notes", ()))]
+    return [f"{what}.", *(f"Note: {printable(note)}." for note in report.get("notes", ()))]
 
 
 def _classes(totals: Mapping[str, int]) -> str:

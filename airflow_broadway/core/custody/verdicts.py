@@ -1,8 +1,8 @@
-"""The verdict on a message: a function of plain facts, the same wherever it is asked for.
+"""The verdict on a message: a pure function of plain facts, equal in every process.
 
-A message's verdict may be wanted where there is no message object any more: settling reads the rows
-of a staged batch.  So :meth:`Producer.verdict`, which has the message, and settling, which has its
-row, both name the facts and ask :meth:`Producer.judge`; nothing else decides.
+A verdict may be needed where no message object exists: settling reads the rows of a staged batch.
+So :meth:`Producer.verdict`, which has the message, and settling, which has its row, both build the
+facts and call :meth:`Producer.judge`; there is no other decision.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 
 from airflow_broadway.core.model.pipeline_options import RetryPolicy
 
-#: Bytes of a reason that are kept wherever it is stored; brokers limit headers.
+#: The bytes of a reason that are stored; brokers limit headers.
 MAX_REASON: Final = 2048
 
 
 class Action(str, Enum):
-    """What is done with a message at its broker."""
+    """An action on a message at its broker."""
 
     ACK = "ack"
     RETRY = "retry"
@@ -28,14 +28,14 @@ class Action(str, Enum):
 
 
 class Verdict(NamedTuple):
-    """What is done with one message, and why.
+    """The action on one message, and the reason.
 
-    :param action: ``ACK``: done with, removed.  ``RETRY``: delivered again after ``delay``, one
-        attempt used.  ``DEAD_LETTER``: set aside with ``reason``.  ``LEAVE``: the broker's own rule
-        decides (Broadway's ``noop``).  ``RELEASE``: given back at once, no attempt used.
-    :param delay: Seconds until a retry may be delivered; at least 0.
-    :param reason: Why it failed, for people; cut at :data:`MAX_REASON` bytes where it is stored.
-    :param stage: Where it failed: ``"process"``, ``"batch"`` or ``"secure"``.
+    :param action: ``ACK``: removed from the queue.  ``RETRY``: redelivered after ``delay``, uses an
+        attempt.  ``DEAD_LETTER``: dead-lettered with ``reason``.  ``LEAVE``: the broker's own rule
+        decides (Broadway's ``noop``).  ``RELEASE``: released immediately, uses no attempt.
+    :param delay: Seconds until a retry may be redelivered; at least 0.
+    :param reason: The failure's reason; cut at :data:`MAX_REASON` bytes where it is stored.
+    :param stage: The failed stage: ``"process"``, ``"batch"`` or ``"secure"``.
     """
 
     action: Action
@@ -49,21 +49,22 @@ LEAVE = Verdict(Action.LEAVE)
 RELEASE = Verdict(Action.RELEASE)
 
 
-#: After these a broker delivers the message again: it holds back those behind it in its group.
+#: Actions after which a broker redelivers the message, blocking those behind it in its group.
 COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
-#: These become a release behind such a message of their group.
+#: Actions that become a release behind such a message of their group.
 HELD_BACK: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
 class Facts(NamedTuple):
-    """What a verdict goes by.
+    """The input of a verdict.
 
-    :param name: The action as ``on_success`` or ``on_failure`` names it, the message's own first.
-    :param attempt: The attempt that has ended, from 1: only recorded failures use one up.
-    :param redelivered: Whether the message may have been handed out before.  A broker says so, too,
-        of what nobody has handled: what a run prefetched and gave back.
-    :param reason: Why it failed; empty for a success.
-    :param stage: Where: ``"process"`` or ``"batch"``.
+    :param name: The action's name from ``on_success`` or ``on_failure``; the message's own ack
+        configuration takes precedence.
+    :param attempt: The attempt that has ended, from 1: only recorded failures use an attempt.
+    :param redelivered: Whether the message may have been delivered before.  A broker also sets it
+        on messages that a run prefetched and released unhandled.
+    :param reason: The failure's reason; empty for a success.
+    :param stage: The stage: ``"process"`` or ``"batch"``.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Facts(NamedTuple):
 
 
 def decide(action: Action, facts: Facts, policy: RetryPolicy) -> Verdict:
-    """The verdict that ``action`` means.
+    """Returns the verdict for ``action``.
 
     A retry becomes a dead letter, or is left to the broker, once the policy's attempts are used up.
     """
@@ -94,7 +95,7 @@ def decide(action: Action, facts: Facts, policy: RetryPolicy) -> Verdict:
 
 
 def delay_before(facts: Facts, policy: RetryPolicy) -> float:
-    """Seconds until the next attempt: spread over messages, and the same whenever it is asked."""
+    """Returns the seconds until the next attempt: jittered by message id, so deterministic."""
     attempt = facts.attempt
     delay = policy.backoff if attempt == 1 else policy.backoff * 2.0 ** min(attempt - 1, 60)
     delay = min(delay, policy.max_backoff)

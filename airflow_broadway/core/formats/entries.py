@@ -1,4 +1,4 @@
-"""Entries as lines of JSON: the verdict on one message each."""
+"""Reads and writes entries as lines of JSON: one message's verdict per line."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON, Action, Verdict
 from airflow_broadway.core.text import cut
 
-#: A text as JSON has it.
+#: Quotes a string as JSON.
 _quoted = json.encoder.encode_basestring_ascii
-#: An encoder made once: ``json.dumps`` with separators makes one at each call.
+#: A shared encoder: ``json.dumps`` with separators creates one per call.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False) -> str:
-    """An entry as a line, without its newline.
+    """Returns an entry as a line, without its newline.
 
-    :param source: In a batch of several generations: whose message it is, as an index into the
-        plan's ``generations``.
-    :param settled: Whether a callback settled it at once, so that nothing is left to do: then its
-        body is left out.
+    :param source: In a batch of several generations: the message's generation, as an index into
+        the plan's ``generations``.
+    :param settled: Whether a callback settled it immediately, so that it needs no settlement; its
+        body is omitted then.
     """
-    # Written by hand: there may be as many lines as messages, and most of the cost of each would be
-    # to make an encoder.
+    # Formatted by hand: there may be a line per message, and creating an encoder for each would
+    # dominate the cost.
     message_id, receipt, verdict, attempt, payload, properties = entry
     action, delay, reason, stage = verdict
     line = f'{{"id":{_quoted(message_id)},"action":"{action.value}","attempt":{attempt}'
@@ -49,7 +49,7 @@ def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False
 
 
 class EntryLine(NamedTuple):
-    """What a line says; see :func:`dump_entry`."""
+    """A parsed line; see :func:`dump_entry`."""
 
     entry: Entry
     source: int | None
@@ -57,12 +57,12 @@ class EntryLine(NamedTuple):
 
 
 def load_line(line: str) -> EntryLine:
-    """Read what :func:`dump_entry` wrote."""
+    """Reads what :func:`dump_entry` wrote."""
     value = json.loads(line)
-    return EntryLine(_entry(value), value.get("source"), value.get("settled", False))
+    return EntryLine(_parse_entry(value), value.get("source"), value.get("settled", False))
 
 
-def _entry(value: Mapping[str, Any]) -> Entry:
+def _parse_entry(value: Mapping[str, Any]) -> Entry:
     payload = value.get("payload")
     return Entry(
         value["id"],

@@ -1,8 +1,8 @@
-"""The small files of a run: the protocol that reads and writes them, and the one on plain files.
+"""Small files of a run: the protocol to read and write them, and its implementation on disk.
 
-Below the classes are the functions that make a durable file: every room writes through them.  A
-file on a disk is readable by nobody but its user, unless its folder is made for a group.  Runs on
-the Spark driver too.
+The functions below the classes write durable files; all of the package uses them.  A file on disk
+is readable by its owner only, unless its folder is set up for a group.  Runs in the Spark driver,
+too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import IO, Any, Protocol
 
 from airflow_broadway.core.errors import StagingError
 
-#: The names of temporary files begin so.  No other name of ours begins with a dot, and listings
-#: leave such names out: file managers and synchronizers put their own everywhere.
+#: The prefix of temporary files.  Listings omit all names that begin with a dot: file managers and
+#: synchronizers create their own.
 TEMPORARY = ".tmp-"
 
-#: What a file system answers that cannot sync a folder, and need not.
+#: Errors of file systems that cannot sync a folder, and need not.
 _FOLDERS_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)
 
 
 class Files(Protocol):
-    """Reads and writes small files of one run: on plain files, in a bucket, through Hadoop.
+    """Reads and writes small files of one run: on disk, in an object store, through Hadoop.
 
     Paths are relative to the run's folder.
 
@@ -35,48 +35,48 @@ class Files(Protocol):
     """
 
     def read(self, path: str) -> str:
-        """The file's text.
+        """Returns the file's text.
 
         :raises FileNotFoundError: If there is none.
         """
         ...
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
+        """Returns whether the file exists."""
         ...
 
     def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted, without hidden ones; empty if there is no such folder."""
+        """Returns a folder's names, sorted, without hidden ones; empty for a missing folder."""
         ...
 
     def modified(self, path: str) -> float | None:
-        """The modification time of a file, by the clock of its file system: seconds since 1970.
+        """Returns a file's modification time, by the file system's clock, in Unix seconds.
 
-        :returns: ``None`` where the file system has none.
+        :returns: ``None`` if the file system has none.
         :raises FileNotFoundError: If there is no such file.
         """
         ...
 
     def create(self, path: str, text: str) -> bool:
-        """Write a whole, durable file unless it exists; whether this call wrote it.
+        """Writes a whole, durable file unless it exists; returns whether this call wrote it.
 
-        Of several that do so at once, one does.
+        Of several concurrent calls exactly one succeeds.
         """
         ...
 
     def replace(self, path: str, text: str) -> None:
-        """Write a whole, durable file, replacing any."""
+        """Writes a whole, durable file, replacing any."""
         ...
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
-        """Write a new, durable file of lines, streamed; how many.
+        """Writes a new, durable file of lines, streamed; returns the number of lines.
 
-        It may be seen half written: tell its name to others only afterwards.
+        It is visible while incomplete: publish its name only afterwards.
         """
         ...
 
     def lines(self, path: str) -> Iterator[str]:
-        """The lines of a file, streamed, each without its newline.
+        """Iterates over a file's lines, streamed, without newlines.
 
         :raises FileNotFoundError: If there is none.
         """
@@ -84,7 +84,7 @@ class Files(Protocol):
 
 
 def check_path(path: str, folder: str) -> str:
-    """Return ``path`` if it lies below ``folder``: paths come from files, and files from anybody.
+    """Returns ``path`` if it is below ``folder``: paths are read from files, which may be forged.
 
     :raises StagingError: If it is absolute, or leads out of the folder.
     """
@@ -94,20 +94,20 @@ def check_path(path: str, folder: str) -> str:
 
 
 def check_regular_file(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> None:
-    """Refuses a symbolic link out of the root, and what is no file: opening a pipe blocks.
+    """Refuses symbolic links out of the root, and other than regular files: opening a pipe blocks.
 
-    :raises StagingError: If ``path`` is one; a missing file is left to the caller.
+    :raises StagingError: If ``path`` is refused; a missing file is the caller's concern.
     """
-    place, home = os.path.realpath(path), os.path.realpath(root)
-    if os.path.commonpath([place, home]) != home:
+    target, home = os.path.realpath(path), os.path.realpath(root)
+    if os.path.commonpath([target, home]) != home:
         raise StagingError(f"{path} leads out of {root} by a symbolic link: remove the link")
     with suppress(FileNotFoundError, NotADirectoryError):
-        if not stat.S_ISREG(os.stat(place).st_mode):
+        if not stat.S_ISREG(os.stat(target).st_mode):
             raise StagingError(f"{path} is no regular file: remove it")
 
 
 class LocalFiles:
-    """Plain files below ``root``; see :class:`Files`."""
+    """Files on disk below ``root``; see :class:`Files`."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -129,19 +129,19 @@ class LocalFiles:
         return self._path(path).stat().st_mtime
 
     def create(self, path: str, text: str) -> bool:
-        return create_file(self._place_for(path), (text.encode(),))
+        return create_file(self._make_parents(path), (text.encode(),))
 
     def replace(self, path: str, text: str) -> None:
-        replace_file(self._place_for(path), (text.encode(),))
+        replace_file(self._make_parents(path), (text.encode(),))
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
         count = 0
-        place = self._place_for(path)
-        with _written(place) as file:
+        target = self._make_parents(path)
+        with _open_new(target) as file:
             for line in lines:
                 file.write(f"{line}\n".encode())
                 count += 1
-        sync_folder(os.path.dirname(place))
+        sync_folder(os.path.dirname(target))
         return count
 
     def lines(self, path: str) -> Iterator[str]:
@@ -153,26 +153,26 @@ class LocalFiles:
     def _path(self, path: str) -> Path:
         return self.root / check_path(path, str(self.root))
 
-    def _place_for(self, path: str) -> str:
-        place = self._path(path)
-        make_folders(str(place.parent))
-        return str(place)
+    def _make_parents(self, path: str) -> str:
+        target = self._path(path)
+        make_folders(str(target.parent))
+        return str(target)
 
 
 # -- a durable file on a disk ----------------------------------------------------------------------
 
 
 def create_file(path: str, chunks: Iterable[bytes]) -> bool:
-    """Write a whole, durable file unless it exists; whether this call wrote it.
+    """Writes a whole, durable file unless it exists; returns whether this call wrote it.
 
-    :param path: In a folder that is there.
+    :param path: A path in an existing folder.
     """
     with _temporary(path, chunks) as temporary:
         try:
-            # Fails if the name is taken, and names a file that is already whole and on disk.
+            # Fails if the name exists; the linked file is already complete and on disk.
             os.link(temporary, path)
         except FileExistsError:
-            # NFS repeats a request whose answer was lost: then the name is that of our own file.
+            # NFS retries a request whose reply was lost: the name is then our own file's.
             if not _is_same_file(temporary, path):
                 return False
     sync_folder(os.path.dirname(path))
@@ -182,14 +182,14 @@ def create_file(path: str, chunks: Iterable[bytes]) -> bool:
 def _is_same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
-    except FileNotFoundError:  # removed meanwhile by whoever wrote it
+    except FileNotFoundError:  # removed meanwhile by its writer
         return False
 
 
 def replace_file(path: str, chunks: Iterable[bytes]) -> None:
-    """Write a whole, durable file, replacing any.
+    """Writes a whole, durable file, replacing any.
 
-    :param path: In a folder that is there.
+    :param path: A path in an existing folder.
     """
     with _temporary(path, chunks) as temporary:
         os.replace(temporary, path)
@@ -197,9 +197,9 @@ def replace_file(path: str, chunks: Iterable[bytes]) -> None:
 
 
 def note_file(path: str, data: bytes) -> None:
-    """Write a whole file, replacing any, which outlives this process, and perhaps not the host.
+    """Writes a whole file, replacing any; durable against a crash of this process, not of the host.
 
-    :param path: In a folder that is there.
+    :param path: A path in an existing folder.
     """
     temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY}{uuid.uuid4().hex}")
     with open(temporary, "xb") as file:
@@ -210,20 +210,20 @@ def note_file(path: str, data: bytes) -> None:
 
 @contextmanager
 def _temporary(path: str, chunks: Iterable[bytes]) -> Iterator[str]:
-    """A whole file on disk, beside ``path``; gone when the context ends."""
+    """Writes a complete temporary file next to ``path``; removed when the context ends."""
     temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY}{uuid.uuid4().hex}")
-    with _written(temporary) as file:
+    with _open_new(temporary) as file:
         file.writelines(chunks)
     try:
         yield temporary
     finally:
-        with suppress(FileNotFoundError):  # os.replace has given it its name
+        with suppress(FileNotFoundError):  # os.replace has renamed it
             os.remove(temporary)
 
 
 @contextmanager
-def _written(path: str) -> Iterator[IO[bytes]]:
-    """A new file: on disk when the context ends, dropped by an exception."""
+def _open_new(path: str) -> Iterator[IO[bytes]]:
+    """Opens a new file; synced when the context ends, removed on an exception."""
     file = new_file(path)
     try:
         yield file
@@ -235,9 +235,9 @@ def _written(path: str) -> Iterator[IO[bytes]]:
 
 
 def new_file(path: str) -> IO[bytes]:
-    """Make a file and open it for writing bytes, with its folder's mode whatever the umask.
+    """Creates a file and opens it for writing bytes, with its folder's mode whatever the umask.
 
-    :raises FileExistsError: If it is there.
+    :raises FileExistsError: If it exists.
     """
     _, mode = _modes_below(os.path.dirname(path) or ".")
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -247,7 +247,7 @@ def new_file(path: str) -> IO[bytes]:
 
 
 def drop_file(file: IO[bytes], path: str) -> None:
-    """Close a file and remove it, written or not."""
+    """Closes a file and removes it, whether complete or not."""
     with suppress(OSError):  # a full disk fails again when the buffer is flushed
         file.close()
     with suppress(FileNotFoundError):
@@ -255,13 +255,13 @@ def drop_file(file: IO[bytes], path: str) -> None:
 
 
 def sync_file(file: IO[bytes]) -> None:
-    """Make what was written to a file outlast a power cut."""
+    """Syncs a file's content to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a folder outlast a power cut."""
+    """Syncs a folder's names to disk."""
     handle = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -273,7 +273,7 @@ def sync_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and those above it, as far as they are missing."""
+    """Creates a folder and its missing parents."""
     if os.path.isdir(path):
         return
     make_folders(os.path.dirname(path) or ".")
@@ -282,9 +282,9 @@ def make_folders(path: str) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Make one durable folder in its parent, with its parent's mode whatever the umask.
+    """Creates one durable folder, with its parent's mode whatever the umask.
 
-    :raises FileExistsError: If it is there.
+    :raises FileExistsError: If it exists.
     """
     parent = os.path.dirname(path) or "."
     mode, _ = _modes_below(parent)
@@ -295,25 +295,25 @@ def make_folder(path: str) -> None:
 
 
 def _modes_below(folder: str) -> tuple[int, int]:
-    """The modes of the folders, and of the files, that are made in ``folder``.
+    """Returns the modes of new folders and files in ``folder``.
 
-    Nobody but their user may read them; in a folder with the set-group-ID bit (``chmod 2770``) the
-    folder's group may read and write them too.
+    Only their owner may access them; in a folder with the set-group-ID bit (``chmod 2770``) the
+    folder's group may read and write them, too.
     """
     if os.stat(folder).st_mode & stat.S_ISGID:
         return 0o2770, 0o660
     return 0o700, 0o600
 
 
-# -- an object in a store --------------------------------------------------------------------------
+# -- objects in a store ----------------------------------------------------------------------------
 
 
 def put_new(fs: Any, path: str, data: bytes) -> bool:
-    """Put an object into a store unless there is one: of two who do so at once, one does.
+    """Puts an object into a store unless it exists; of concurrent calls exactly one succeeds.
 
-    :param fs: The store's file system, of fsspec.
-    :returns: Whether it was put.
-    :raises TypeError: If the store's client is too old to put so.
+    :param fs: The store's fsspec file system.
+    :returns: Whether this call wrote it.
+    :raises TypeError: If the store's client is too old for conditional puts.
     """
     while True:
         try:
@@ -321,7 +321,7 @@ def put_new(fs: Any, path: str, data: bytes) -> bool:
         except FileExistsError:
             return False
         except Exception as error:
-            # Two conditional puts at the same instant: S3 may refuse one with 409.
+            # Concurrent conditional puts: S3 may refuse one with 409.
             if not _is_conflict(error):
                 raise
             fs.invalidate_cache(path.rpartition("/")[0])
@@ -343,17 +343,17 @@ def _is_conflict(error: Exception) -> bool:
 
 
 def object_names(fs: Any, path: str) -> set[str]:
-    """Return the names in a folder of a store; empty if there is no such folder.
+    """Returns the names in a folder of a store; empty for a missing folder.
 
-    On S3 that is one request for each 1,000 names.  ``S3FileSystem.ls`` lists the parent of an
-    empty folder, too: a Dag with 10,000 runs costs ten further requests.
+    On S3 that is one request per 1,000 names.  ``S3FileSystem.ls`` also lists the parent of an
+    empty folder: a Dag with 10,000 runs would cost ten further requests.
 
-    :param fs: The store's file system, of fsspec.
+    :param fs: The store's fsspec file system.
     :raises FileNotFoundError: From some clients, if there is no such folder.
     """
     if not hasattr(fs, "call_s3"):
-        found = (str(name).rstrip("/") for name in fs.ls(path, detail=False))
-        return {name.rpartition("/")[2] for name in found if name != path}
+        entries = (str(name).rstrip("/") for name in fs.ls(path, detail=False))
+        return {name.rpartition("/")[2] for name in entries if name != path}
     bucket, key, _ = fs.split_path(path)
     prefix = f"{key}/" if key else ""
     request = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/", **fs.req_kw}

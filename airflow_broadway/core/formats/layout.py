@@ -1,42 +1,42 @@
-"""Where a run's files lie, and which version their formats have.
+"""The layout of a run's folder, and the version of its formats.
 
-Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encoded run_id>/``::
+All files of one run are in one folder, ``<root>/<pipeline>/<dag_id>/<encoded run_id>/``::
 
     generations/<generation>.json       a generation was opened (before its first receive)
     <generation>/
-        messages/<batcher>/*.parquet    messages that wait for a batcher
-        failed-*.jsonl                  entries of messages that no batcher gets
-        archive/*.parquet               what was received, for the archive
-        manifest.json                   written once, exclusively: only now is the execution real
-        live.json                       how far its task was a moment ago, for people
+        messages/<batcher>/*.parquet    messages staged for a batcher
+        failed-*.jsonl                  entries of messages that are routed to no batcher
+        archive/*.parquet               messages as received, for the archive
+        manifest.json                   created once, last: it makes the execution valid
+        live.json                       progress of a running task, for display
         lease.json                      the lease as last renewed
         in-hand.json                    ids of the messages that a child process is handling
         journal-intent.json             settling has begun (exclusive)
-        journal-settled.json            settling is done: the report (exclusive)
+        journal-settled.json            settling is done: its report (exclusive)
     batches/<batcher>/<inputs>/<try>/
         data-*.parquet                  messages in batch order, with a ``batch`` column
         plan.jsonl                      a header line, then a line per batch
     outcomes/<batcher>/<inputs>/
-        <batch_id>.json                 what became of a batch: the first writer wins (exclusive)
-        <batch_id>.split                that may be: it was split, and each part has its own
-        *.entries.jsonl                 entries of its exceptions, named by the outcome; where they
-                                        are few, they are in the outcome itself
-        gathered-*.jsonl                copies of many outcomes, to be read at once
-    work/<task>-<try>.json              what a Spark application does, until a higher try has one
-    tries/<task>-<try>.json             a task runs a Python batcher's batches, until the same
+        <batch_id>.json                 a batch's outcome: the first writer wins (exclusive)
+        <batch_id>.split                hint: it may be split, and each part has its own outcome
+        *.entries.jsonl                 entries of its exceptions, referenced by the outcome; few
+                                        entries are in the outcome itself
+        gathered-*.jsonl                copies of many outcomes, to be read together
+    work/<task>-<try>.json              work of a Spark application, until a higher try has a file
+    tries/<task>-<try>.json             work of a Python batcher's process, until the same
     work/<task>-<try>.started           it began to handle batches
-    work/<task>-<try>.clock             its modification time tells the driver the folder's clock
-    {work,tries}/<task>-<try>.ended     it ended, however its batches fared: it did not die of one
-    begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written once something died
+    work/<task>-<try>.clock             its modification time gives the driver the folder's clock
+    {work,tries}/<task>-<try>.ended     it ended without dying of a batch, whatever their outcomes
+    begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written after a first death
     deaths/{work,tries}/<task>-<try>.json        it died, its parent did not: the batches in hand
     interruptions/{work,tries}/<task>-<try>.json the whole task died with it: the same
-    heartbeat.json                      when the ack sensor last looked
+    heartbeat.json                      when the ack sensor last checked the run
 
-Tasks and the Spark driver read and write them; the other modules of this room say what is in each.
-All paths in these files are relative to the run's folder.  They are JSON, JSON lines and Parquet:
-nothing that a reader executes.  ``version`` is raised when an old reader could misread a file; a
-reader that meets a newer one refuses it with one clear error that names the ``release`` which wrote
-it; a sweep leaves such a generation alone.  Fields that a reader does not know it ignores.
+Tasks and the Spark driver read and write them; the other modules of this package define each.  All
+paths in these files are relative to the run's folder.  They are JSON, JSON lines and Parquet:
+nothing that a reader executes.  ``version`` is raised when an older reader could misread a file.  A
+reader refuses a newer version with an error that names the ``release`` that wrote it; a sweep skips
+such a generation.  Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from airflow_broadway.core.version import __version__, known_fields
 
 T = TypeVar("T")
 
-#: The version of all formats here.
+#: The version of all formats in this package.
 VERSION = 2
-#: The folder of the staging root that all pipelines share.  No pipeline's name begins with a dot.
+#: A folder of the staging root that all pipelines share.  No pipeline's name begins with a dot.
 SHARED = ".shared"
 
 
 class paths:  # noqa: N801 - a namespace
-    """Where each file lies in the run's folder."""
+    """The paths of files in the run's folder."""
 
     HEARTBEAT = "heartbeat.json"
     GENERATIONS = "generations"
@@ -93,13 +93,13 @@ class paths:  # noqa: N801 - a namespace
 
     @staticmethod
     def outcomes(plan: str) -> str:
-        """The folder of a plan's outcomes, and of a later plan's of the same generations.
+        """Returns the folder of a plan's outcomes, shared by later plans of the same generations.
 
-        Plans of other generations have another: messages that were received anew may come in the
-        same batches, under the same ids, and are to be handled all the same.
+        Plans of other generations use another folder: messages that were redelivered may form the
+        same batches, with the same ids, and must be handled again.
         """
-        _, _, place = plan.rpartition("/")[0].partition("/")
-        return f"outcomes/{place}"
+        _, _, folder = plan.rpartition("/")[0].partition("/")
+        return f"outcomes/{folder}"
 
     @staticmethod
     def outcome(plan: str, batch_id: str) -> str:
@@ -119,7 +119,7 @@ class paths:  # noqa: N801 - a namespace
 
     @staticmethod
     def is_gathered(name: str) -> bool:
-        """Whether a name in the folder of outcomes is one of :meth:`gathered`."""
+        """Returns whether a name in the folder of outcomes is one of :meth:`gathered`."""
         return name.startswith("gathered-") and name.endswith(".jsonl")
 
     @staticmethod
@@ -160,12 +160,12 @@ class paths:  # noqa: N801 - a namespace
 
     @staticmethod
     def of_try(name: str, number: int, folder: str = "work") -> str:
-        """A try of a task: a Spark application's in ``work``, a Python batcher's in ``tries``."""
+        """Returns a try's path: ``work`` for Spark applications, ``tries`` for Python batchers."""
         return f"{folder}/{name}-{number:06d}.json"
 
 
 def check_version(value: Mapping[str, Any], path: str) -> None:
-    """Refuse a file that a newer release wrote.
+    """Refuses a file of a newer release.
 
     :raises StagingError: Naming the file, both versions and the release to use.
     """
@@ -184,9 +184,9 @@ def check_version(value: Mapping[str, Any], path: str) -> None:
 
 
 def read_json(text: str, path: str) -> dict[str, Any]:
-    """The JSON object of a versioned file.
+    """Parses the JSON object of a versioned file.
 
-    :raises StagingDamaged: If it is not as it was written.
+    :raises StagingDamaged: If it is corrupt.
     :raises StagingError: If a newer release wrote it; names the file.
     """
     try:
@@ -201,7 +201,7 @@ def read_json(text: str, path: str) -> dict[str, Any]:
 
 
 def load(kind: type[T], text: str, path: str) -> T:
-    """A dataclass of a versioned file, of its JSON object; errors as of :func:`read_json`.
+    """Parses a versioned file's JSON into a dataclass; errors as in :func:`read_json`.
 
     Fields that the dataclass lacks are ignored.
     """

@@ -1,6 +1,6 @@
-"""What a process task says of itself while it is at work: before its manifest nothing else tells.
+"""Progress of a running process task: until its manifest there is no other record.
 
-For people who look at the run.  Nothing depends on it, and it may be lost at any time.
+For display only: it may be lost at any time, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from airflow_broadway.core.version import known_fields
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two signs; a task that ends sooner leaves none.
+#: Seconds between two updates; a shorter task writes none.
 LIVE_INTERVAL: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveCounts:
-    """What a process task has done so far.
+    """A process task's progress.
 
-    :param at: When it said so.
-    :param received: Messages; ``received_bytes`` those of their payloads together.
-    :param failed: Of these, failed so far.
+    :param at: When it was reported.
+    :param received: Messages; ``received_bytes`` is the total of their payloads.
+    :param failed: How many of them have failed so far.
     :param batchers: Batcher → messages staged for it so far.
-    :param deadline: Until when the messages are held, as last renewed.
+    :param deadline: The lease's deadline, as last renewed.
     """
 
     at: datetime
@@ -43,13 +43,13 @@ class LiveCounts:
     deadline: datetime
 
     def dumps(self) -> str:
-        """Return it as JSON."""
+        """Returns it as JSON."""
         times = {"at": self.at.isoformat(), "deadline": self.deadline.isoformat()}
         return json.dumps({**asdict(self), **times, "version": VERSION})
 
 
 class LiveSign:
-    """Leaves the signs of one generation; used from one thread."""
+    """Writes the progress of one generation; used from one thread."""
 
     def __init__(self, files: Files, generation: str, clock: Clock) -> None:
         self._files = files
@@ -58,7 +58,7 @@ class LiveSign:
         self._next = clock.monotonic() + LIVE_INTERVAL
 
     def leave(self, counts: Callable[[], LiveCounts]) -> None:
-        """Leave one if it is time; one that cannot be written is passed over."""
+        """Writes the progress if it is due; a failed write is skipped."""
         now = self._clock.monotonic()
         if now < self._next:
             return
@@ -66,11 +66,11 @@ class LiveSign:
         try:
             self._files.replace(self._path, counts().dumps())
         except StagingError as error:
-            log.info("Could not say how far this task is: %s", error)
+            log.info("Could not write this task's progress: %s", error)
 
 
 def read_live(files: Files, generation: str) -> LiveCounts | None:
-    """What a process task last said; ``None`` if nothing that can be read."""
+    """Reads a process task's latest progress; ``None`` if there is none or it cannot be read."""
     try:
         value: dict[str, Any] = json.loads(files.read(paths.live(generation)))
         if value.pop("version") != VERSION:

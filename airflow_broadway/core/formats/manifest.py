@@ -1,6 +1,6 @@
-"""The manifest of a generation: what one execution of a process task received and staged.
+"""The manifest of a generation: the messages that one execution of a process task received.
 
-It is created once, and last: an execution that dies before it never happened.
+It is created once, last: an execution that dies before has no effect.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Staged:
     :param batchers: Batcher → messages staged for it; a batcher without any is missing.
     :param files: Batcher → its Parquet files, in order of arrival.
     :param entries: Files of entries: one line for each message that is in no batcher's files.
-    :param configured: Whether any staged message has an ack configuration of its own.
-    :param dropped: Column → messages that carried it although the schema lacks it.
-    :param sums: Lines, bytes and SHA-256 of each file of entries, by its path.
+    :param configured: Whether any staged message has its own ack configuration.
+    :param dropped: Column → messages that had it although the schema lacks it.
+    :param sums: Line count, bytes and SHA-256 of each file of entries, by its path.
     """
 
     batchers: dict[str, int]
@@ -34,27 +34,28 @@ class Staged:
 
     @property
     def count(self) -> int:
-        """Messages in these files: as many as were received."""
-        return sum(self.batchers.values()) + sum(int(each["lines"]) for each in self.sums.values())
+        """The number of messages in these files, equal to the number received."""
+        return sum(self.batchers.values()) + sum(int(item["lines"]) for item in self.sums.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Staged):
-    """What one execution of a process task received, and the files that it made of it.
+    """The messages that one execution of a process task received, and the files it wrote.
 
-    :param generation: The execution; the folder's name.
+    :param generation: The execution; also its folder's name.
     :param root_id: The staging root that it was written under.
-    :param host: The host that wrote it, for people.
-    :param lease: The :class:`Lease` as it was then, as JSON.
+    :param host: The host that wrote it, for display.
+    :param lease: The :class:`Lease` at that time, as JSON.
     :param received: Messages received.
-    :param received_bytes: Bytes of their payloads together.
-    :param failed: Of these, failed before any batch.
-    :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
+    :param received_bytes: The total bytes of their payloads.
+    :param failed: How many of them failed before any batch.
+    :param settled_now: A :class:`SettleReport` of the messages that callbacks settled immediately,
+        as JSON.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
-        ``"max_seconds"``, ``"rate_limiting"``, ``"error"``, or the reason of a stop from outside.
-    :param archived: Its files for the archive, which get there when it is settled.
-    :param seconds: Seconds spent in receiving (``receive``), and in all (``total``); and for how
-        long, at the most, a message had waited at its broker (``waited``), where that is known.
+        ``"max_seconds"``, ``"rate_limiting"``, ``"error"``, or the reason of a stop request.
+    :param archived: Its files for the archive, which are archived on settlement.
+    :param seconds: Seconds of receiving (``receive``) and in total (``total``), and the longest
+        time that a message had waited at its broker (``waited``), if known.
     """
 
     generation: str
@@ -74,7 +75,7 @@ class Manifest(Staged):
     release: str = __version__
 
     def reference(self) -> dict[str, Any]:
-        """Return the reference of a process task in XCom: a few hundred bytes, no payload."""
+        """Returns the reference of a process task in XCom: a few hundred bytes, no payload."""
         return {
             "generation": self.generation,
             "root_id": self.root_id,
@@ -86,13 +87,13 @@ class Manifest(Staged):
         }
 
     def dumps(self) -> str:
-        """Return it as JSON, with its seal."""
+        """Returns it as JSON, with its seal."""
         value = asdict(self)
-        if not self.archived:  # as releases wrote it that have no archive
+        if not self.archived:  # the format of releases without an archive
             del value["archived"]
         return sealed(value, sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Manifest:
-        """Read what :meth:`dumps` wrote; errors as of :func:`read_json`."""
+        """Reads what :meth:`dumps` wrote; errors as in :func:`read_json`."""
         return load(cls, text, path)

@@ -15,26 +15,27 @@ from airflow_broadway.core.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one batch; its existence is what settles its messages.
+    """The outcome of one batch; its existence settles the batch's messages.
 
     :param plan: The path of the batch's plan.
     :param successful: Messages that succeeded.
     :param failed: Messages that failed.
-    :param missing: Messages without an outcome, as ``handle_batch`` said nothing of them: each has
-        an entry that releases it.
+    :param missing: Messages for which ``handle_batch`` returned no outcome: each has an entry that
+        releases it.
     :param lines: The batch's exceptions, the messages whose verdict is not that of a plain success,
         as lines of a file of entries; ``None`` if there are none, or too many.
-    :param entries: The file that has them if they are many.
-    :param entries_sum: Its lines, bytes and SHA-256.
+    :param entries: The file of exceptions, if they are many.
+    :param entries_sum: Its line count, bytes and SHA-256.
     :param error: Why the whole batch failed; empty otherwise.
-    :param writer: Who handled it, for people: task, try and host.
-    :param try_number: Which try of its task, from 1.
+    :param writer: The try that handled it, for display: task, try and host.
+    :param try_number: The try number of its task, from 1.
     :param started_at: When its handling began, as ISO 8601.
-    :param seconds: How long that took.
-    :param application_id: Spark's name of the application; empty without Spark.
-    :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
-    :param parts: The parts that the batch was split into, as plans have batches, because processes
-        died of it: it says no more then, and each part has an outcome of its own.
+    :param seconds: How long its handling took.
+    :param application_id: Spark's id of the application; empty without Spark.
+    :param settled_now: A :class:`SettleReport` of the messages that callbacks settled immediately,
+        as JSON.
+    :param parts: The parts that the batch was split into because it killed processes, as in plans;
+        the other fields are empty then, and each part has an outcome of its own.
     """
 
     batch_id: str
@@ -59,28 +60,28 @@ class Outcome:
 
     @property
     def exceptions(self) -> str | None:
-        """The path of what has its exceptions: a file of entries, or the outcome itself."""
+        """The path of its exceptions: a file of entries, or the outcome itself."""
         return paths.outcome(self.plan, self.batch_id) if self.lines else self.entries
 
     def dumps(self) -> str:
-        """Return it as JSON on one line, with its seal."""
+        """Returns it as JSON on one line, with its seal."""
         value = asdict(self)
-        if self.parts is None:  # an older release reads it then
+        if self.parts is None:  # readable by an older release
             del value["parts"]
         return sealed(value, sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Outcome:
-        """Read what :meth:`dumps` wrote; errors as of :func:`read_json`."""
+        """Reads what :meth:`dumps` wrote; errors as in :func:`read_json`."""
         return load(cls, text, path)
 
 
 def entry_lines(files: Files, path: str, total: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """The lines of a file of entries, or of an outcome that holds them itself.
+    """Iterates over the lines of a file of entries, or of an outcome that contains them.
 
     :param path: :attr:`Outcome.exceptions`, or any file of entries.
-    :param total: The file's sum, where it is known.
-    :raises StagingDamaged: At the latest at the end, if they are not as they were written.
+    :param total: The file's sum, if known.
+    :raises StagingDamaged: At the latest at the end, if they are corrupt.
     """
     if not path.endswith(".json"):
         yield from checked(files.lines(path), total, path)
@@ -88,5 +89,5 @@ def entry_lines(files: Files, path: str, total: Mapping[str, Any] | None = None)
     try:
         text = files.read(path)
     except FileNotFoundError:
-        raise StagingDamaged(f"{path} is not there") from None
+        raise StagingDamaged(f"{path} is missing") from None
     yield from Outcome.loads(text, path).lines or ()

@@ -1,18 +1,18 @@
 """Ownership: whether this try of a task may still act for its run.
 
-A retry may overlap the try before it: after a SIGKILL of the task its JVM lives on for up to a
-minute, and so may a worker that Airflow has lost.  Meanwhile the broker may have taken the messages
-back, and people clear tasks.  So three things are looked up in the run's folder before each batch,
-and again before its outcome is recorded: no higher try has its file there, nobody has begun to
-settle or release the batch's generations, and their leases have not lapsed.  It is rare that one of
-them fails, and a batch that is stopped here costs nothing: its messages come back.
+A retry may overlap the previous try: after a SIGKILL of the task its JVM lives on for up to a
+minute, and so may a worker that Airflow has lost.  Meanwhile the broker may have redelivered the
+messages, and users clear tasks.  So three conditions are checked in the run's folder before each
+batch, and again before its outcome is recorded: no higher try has a file there, settling or
+releasing the batch's generations has not begun, and their leases have not lapsed.  Failures are
+rare, and a batch that is stopped here costs nothing: its messages are redelivered.
 
-What was read serves for a second, from when the reading began: who falls asleep while it reads
-begins the batch that it looked for, and no further one.  A Spark driver reads anew before it
-records, for its batches are large, and its JVM often outlives its task.  A Python batcher does not,
-for it may have a thousand batches of a few milliseconds; and whoever has read may sleep before it
-records in any case.  An outcome that comes too late does no harm: its generation was settled by
-what was there before, and its messages come again, marked.
+A check is valid for a second from its start: a process that is suspended during a check may start
+the batch that it checked, and no other.  A Spark driver checks again before it records, for its
+batches are large, and its JVM often outlives its task.  A Python batcher does not, for it may have
+a thousand batches of a few milliseconds; and any process may be suspended between check and record.
+A late outcome does no harm: its generation was settled by the earlier outcomes, and its messages
+are redelivered, marked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import paths
 
-#: What people are told to do when a run no longer holds its messages.
+#: The way out in errors of a run that no longer holds its messages.
 CURE = "this run no longer holds its messages: clear `process`"
 
 
@@ -37,20 +37,20 @@ class OwnershipLost(LeaseLapsed):
 
 
 def highest_try(files: Files, name: str, folder: str = "work") -> int:
-    """The highest try of a task that has a file in ``folder``; 0 if none has."""
+    """Returns the highest try of a task that has a file in ``folder``; 0 if none has."""
     pattern = re.compile(re.escape(name) + r"-(\d+)\.json")
-    found = (pattern.fullmatch(file) for file in files.list(folder))
-    return max((int(match[1]) for match in found if match), default=0)
+    matches = (pattern.fullmatch(file) for file in files.list(folder))
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def begin_try(
     files: Files, name: str, text: Callable[[int], str], folder: str = "work"
 ) -> tuple[int, str]:
-    """Make the file of a new try of a task, which takes ownership from all tries before it.
+    """Creates the file of a new try of a task, which takes ownership from all earlier tries.
 
     Its number rises over retries and clears alike.
 
-    :param text: The file's text, of the try's number.
+    :param text: Returns the file's text, by the try's number.
     :returns: The number, and the file's path.
     """
     while True:
@@ -61,12 +61,12 @@ def begin_try(
 
 
 class Ownership:
-    """What one try of a task may still do; used from many threads.
+    """The right of one try of a task to act; used from many threads.
 
-    :param name: The task's name in the staging folder; empty: there are no tries to look for.
-    :param try_number: Which try of it this is.
-    :param folder: Where its tries have their files.
-    :param fresh_for: Seconds for which what was read serves.
+    :param name: The task's name in the staging folder; empty: there are no other tries.
+    :param try_number: The number of this try.
+    :param folder: The folder of its tries.
+    :param fresh_for: Seconds for which a check is valid.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Ownership:
     ) -> None:
         self._files = files
         self._name = name
-        #: Which try of the task this is.
+        #: The number of this try.
         self.try_number = try_number
         self._folder = folder
         self._clock = clock or SystemClock()
@@ -91,7 +91,7 @@ class Ownership:
         self._leases: dict[str, Lease] = {}
 
     def check_try(self, *, fresh: bool = False) -> None:
-        """Return if no later try has begun.
+        """Checks that no later try has begun.
 
         :raises OwnershipLost: Naming the later try.
         """
@@ -107,9 +107,9 @@ class Ownership:
         self._set_passed("try", began)
 
     def check(self, generations: Iterable[str], *, fresh: bool = False) -> None:
-        """Return if this try may handle, or record, a batch of these generations.
+        """Checks that this try may handle, or record, a batch of these generations.
 
-        :param fresh: Read, however lately this was read before.
+        :param fresh: Whether to ignore earlier checks.
         :raises OwnershipLost: If a later try has begun.
         :raises LeaseLapsed: If a generation is settled, released or lapsed.
         """
@@ -128,7 +128,7 @@ class Ownership:
                 raise LeaseLapsed(f"generation {generation} was settled or released; {CURE}")
 
     def _check_lease(self, generation: str) -> None:
-        # A deadline only ever moves later, so one that has not passed needs no second reading.
+        # A deadline only ever moves later, so one in the future needs no second read.
         lease = self._leases.get(generation)
         if lease is None or lease.deadline <= self._clock.now():
             lease = self._leases[generation] = self._read_lease(generation)
@@ -149,10 +149,10 @@ class Ownership:
             raise LeaseLapsed(f"generation {generation} has no manifest; {CURE}") from None
         return Lease.from_json(manifest["lease"])
 
-    def _has_passed(self, what: str) -> bool:
+    def _has_passed(self, key: str) -> bool:
         with self._lock:
-            return self._clock.monotonic() - self._passed.get(what, float("-inf")) < self._fresh_for
+            return self._clock.monotonic() - self._passed.get(key, float("-inf")) < self._fresh_for
 
-    def _set_passed(self, what: str, began: float) -> None:
+    def _set_passed(self, key: str, began: float) -> None:
         with self._lock:
-            self._passed[what] = began
+            self._passed[key] = began

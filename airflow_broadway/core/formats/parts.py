@@ -1,8 +1,8 @@
-"""Batches that were split, because processes died of them: their parts stand in their place.
+"""Batches that were split because they killed processes: their parts replace them.
 
-A split is the batch's outcome, created exclusively like any other: either what became of the batch
-stands, or its parts do.  A name in the folder of outcomes tells where to look, so that nobody reads
-outcomes for that.
+A split is the batch's outcome, created exclusively like any other: either the batch's result
+counts, or its parts do.  A name in the folder of outcomes marks a split, so that no other outcome
+needs to be read for that.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _HINT = ".split"
 
 
 def part_id(batch_id: str, number: int) -> str:
-    """The id of a part, the same whenever the batch is split."""
+    """Returns the id of a part, stable whenever the batch is split."""
     return hashlib.sha256(f"{batch_id}/{number}".encode()).hexdigest()[:32]
 
 
 def splits_of(files: Files, plan: str, names: Collection[str]) -> Splits:
-    """The batches of a plan that were split.
+    """Returns the batches of a plan that were split.
 
     :param plan: The plan's path.
-    :param names: What is in its folder of outcomes.
-    :raises StagingDamaged: If an outcome is not as it was written.
+    :param names: The names in its folder of outcomes.
+    :raises StagingDamaged: If an outcome is corrupt.
     """
-    found: dict[str, list[PlannedBatch]] = {}
+    splits: dict[str, list[PlannedBatch]] = {}
     for name in names:
         batch_id = name.removesuffix(_HINT)
         if batch_id == name or f"{batch_id}.json" not in names:
@@ -43,14 +43,14 @@ def splits_of(files: Files, plan: str, names: Collection[str]) -> Splits:
         outcome = Outcome.loads(files.read(path), path)
         if outcome.parts:
             try:
-                found[batch_id] = [PlannedBatch.from_json(each) for each in outcome.parts]
+                splits[batch_id] = [PlannedBatch.from_json(part) for part in outcome.parts]
             except TypeError as error:
                 raise StagingDamaged(f"{path} is damaged ({error})") from error
-    return found
+    return splits
 
 
 def with_parts(batches: Iterable[PlannedBatch], splits: Splits) -> Iterator[PlannedBatch]:
-    """The batches in order, with its parts in place of each that was split."""
+    """Yields the batches in order, with the parts in place of each that was split."""
     for batch in batches:
         parts = splits.get(batch.batch_id)
         if parts is None:
@@ -67,11 +67,11 @@ def record_split(
     parts: Iterable[PlannedBatch],
     by: str,
 ) -> None:
-    """Record that a batch was split, unless it has an outcome.  Safe to repeat.
+    """Records that a batch was split, unless it has an outcome.  Safe to repeat.
 
-    :param by: Who did it, for people.
+    :param by: The process that split it, for display.
     """
-    # The name first: an outcome without it would be taken for that of the batch itself.
+    # The hint first: an outcome without it would be taken for that of the batch itself.
     files.create(paths.split(plan, batch.batch_id), "{}")
     outcome = Outcome(
         batch_id=batch.batch_id,

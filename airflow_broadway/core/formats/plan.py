@@ -1,4 +1,4 @@
-"""The plan of one batcher in one run: which staged messages make which batch."""
+"""The plan of one batcher in one run: the assignment of staged messages to batches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class PlannedBatch:
     """One batch of a plan; a line of ``plan.jsonl``.
 
     :param rows: Inclusive ranges ``[first, last]`` of the ``batch`` column in the data files.
-    :param files: Which of the plan's data files hold any of its rows: indices into their list.
+    :param files: The plan's data files that hold any of its rows: indices into their list.
     :param batch_key: The key as a JSON value; ``None`` for a merged batch.
-    :param keys: How many keys it carries; 1 unless merged.
+    :param keys: The number of its keys; 1 unless merged.
     :param partition: Its partition; ``None`` without ``partition_by``.
-    :param size: Messages.
-    :param bytes: Bytes of their data, about.
+    :param size: The number of messages.
+    :param bytes: The approximate bytes of their data.
     :param trigger: Why it was closed: a :class:`Trigger`.
     :param redelivered: How many of its messages may have been handled before.
-    :param sources: Generation → messages of it in the batch.
-    :param part: Of a part of a batch that was split: its first and its last message, each by the
-        columns ``source`` and ``position``; ``None`` for a whole batch.
-    :param error: Why it fails unhandled: what the splitter raised on each of its messages.
+    :param sources: Generation → number of its messages in the batch.
+    :param part: For a part of a split batch: its first and last message, each by the columns
+        ``source`` and ``position``; ``None`` for a whole batch.
+    :param error: Why it fails unhandled: the splitter's exception on each of its messages.
     """
 
     batch_id: str
@@ -49,14 +49,14 @@ class PlannedBatch:
     error: str = ""
 
     def dumps(self) -> str:
-        """Return it as JSON on one line."""
+        """Returns it as JSON on one line."""
         return json.dumps(self.to_json(), separators=(",", ":"))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value of which it is made again."""
+        """Returns a JSON value that :meth:`from_json` reads back."""
         # asdict copies deeply, and a plan may have 100,000 of these.
         value = {name: getattr(self, name) for name in self.__slots__}
-        if self.part is None:  # an older release reads it then
+        if self.part is None:  # readable by an older release
             del value["part"]
         if not self.error:
             del value["error"]
@@ -64,14 +64,14 @@ class PlannedBatch:
 
     @property
     def refused(self) -> Status | None:
-        """The status with which it fails unhandled, if it does."""
+        """The status with which it fails unhandled, if any."""
         return Status("error", self.error) if self.error else None
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> PlannedBatch:
-        """Read what :meth:`to_json` made; fields that it lacks are ignored.
+        """Reads what :meth:`to_json` wrote; unknown fields are ignored.
 
-        :raises TypeError: If one of its own is not there.
+        :raises TypeError: If a required field is missing.
         """
         try:
             return cls(**value)
@@ -79,7 +79,7 @@ class PlannedBatch:
             return cls(**known_fields(cls, value))
 
     def has(self, source: int, position: int) -> bool:
-        """Whether a message of one of its rows belongs to it."""
+        """Returns whether a message in one of its rows belongs to it."""
         if self.part is None:
             return True
         first, last = self.part
@@ -91,17 +91,17 @@ class BatchPlan:
     """The batches of one batcher in one run; the header of ``plan.jsonl``.
 
     :param path: Its folder, relative to the run's.
-    :param generations: Those whose messages it holds, in the order of the ``source`` column.
+    :param generations: The generations of its messages, in the order of the ``source`` column.
     :param data: Names of the data files in the folder.
     :param schema: The batcher's schema DDL; ``None`` without.
     :param as_bytes: Without a schema: whether ``data`` is binary (else JSON text).
-    :param messages: Messages in all batches.
-    :param batches: How many batches there are; so many lines follow.
+    :param messages: The number of messages in all batches.
+    :param batches: The number of batches, one line each.
     :param triggers: Trigger → batches.
     :param root_id: The staging root that it was written under.
-    :param host: The host that wrote it, for people.
-    :param notes: What people should know, e.g. that there are very many batches, and the cure.
-    :param lines: Lines, bytes and SHA-256 of what follows the header.
+    :param host: The host that wrote it, for display.
+    :param notes: Notes for users, e.g. that there are very many batches, and the way out.
+    :param lines: Line count, bytes and SHA-256 of what follows the header.
     """
 
     path: str
@@ -122,15 +122,15 @@ class BatchPlan:
     release: str = __version__
 
     def dumps(self) -> str:
-        """Return the header as JSON on one line, with its seal."""
+        """Returns the header as JSON on one line, with its seal."""
         return sealed(asdict(self), separators=(",", ":"))
 
     @classmethod
     def read(cls, files: Files, path: str) -> tuple[BatchPlan, Iterator[PlannedBatch]]:
-        """The header, and the batches streamed in order.
+        """Returns the header, and an iterator over the batches, streamed in order.
 
         :raises StagingDamaged: Now, or at the latest when the last batch has been streamed, if the
-            file is not as it was written.
+            file is corrupt.
         :raises StagingError: If a newer release wrote it, or it names files elsewhere.
         :raises FileNotFoundError: If there is none.
         """
@@ -139,10 +139,10 @@ class BatchPlan:
         first = next(lines, None)
         if first is None:
             raise StagingDamaged(f"{name} is empty")
-        head = load(cls, first, name)
-        if head.path != path or any("/" in each or "\\" in each for each in head.data):
+        header = load(cls, first, name)
+        if header.path != path or any("/" in file or "\\" in file for file in header.data):
             raise StagingError(f"{name} names files outside its folder: somebody has changed it")
-        return head, head._batches(lines, name)
+        return header, header._batches(lines, name)
 
     def _batches(self, lines: Iterator[str], name: str) -> Iterator[PlannedBatch]:
         for line in checked(lines, self.lines, name):
@@ -154,8 +154,8 @@ class BatchPlan:
 
 
 def plain_key(key: Any) -> Any:
-    """A batch key as the pipeline gave it, from its JSON.
+    """Returns the batch key from its JSON, as the pipeline set it.
 
-    A list in it was a tuple: JSON has no tuples, and no key can be a list.
+    A list in it was a tuple: JSON has no tuples, and a list cannot be a key.
     """
-    return tuple(plain_key(each) for each in key) if isinstance(key, list) else key
+    return tuple(plain_key(item) for item in key) if isinstance(key, list) else key

@@ -1,14 +1,14 @@
-"""How the handling of a batch is recorded, by Python's batchers and by Spark's alike.
+"""Records the handling of a batch, for Python batchers and Spark alike.
 
-:meth:`BatchRecorder.begin` looks whether the run still holds the batch's messages;
-:meth:`OpenBatch.record` looks again, then creates the batch's outcome, which settles them.
+:meth:`BatchRecorder.begin` checks that the run still holds the batch's messages;
+:meth:`OpenBatch.record` checks again, then creates the batch's outcome, which settles them.
 
-In an object store each file costs a round trip to write and one to read, and small batches are
-many.  So a batch has one file: its outcome, with its exceptions in it where they are few.  Each
-outcome is created by itself, exclusively and durably, before the next batch of the same thread
-begins: whenever a process dies, only the batches that were at work are handled again.  What is
-*gathered* is copies, for who settles to read many at once.  Nothing depends on the copies, so they
-may be lost, or damaged, at any time.
+In an object store each file costs a round trip to write and one to read, and there may be many
+small batches.  So a batch has one file: its outcome, with its exceptions inline if they are few.
+Each outcome is created on its own, exclusively and durably, before the thread's next batch begins:
+if a process dies, only the batches in process are handled again.  *Gathered* files are copies of
+outcomes, for settling to read many together.  Nothing depends on the copies, so they may be lost or
+damaged at any time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from airflow_broadway.core.text import cut
 
 log = logging.getLogger(__name__)
 
-#: Bytes of exceptions that an outcome holds itself; more have a file of their own.
+#: Bytes of exceptions that are inline in an outcome; more are in a file of their own.
 INLINE_BYTES = 256 * 1024
-#: Outcomes in one file of copies, and its bytes, at most (but one outcome is never parted).
+#: Outcomes in one file of copies, and its bytes, at most (an outcome is never divided).
 GATHERED, GATHERED_BYTES = 1000, 1024 * 1024
 
 
 class Exceptions(NamedTuple):
-    """The exceptions of a batch as its :class:`Outcome` names or holds them."""
+    """The exceptions of a batch, as its :class:`Outcome` references or contains them."""
 
     lines: list[str] | None = None
     entries: str | None = None
@@ -48,14 +48,14 @@ class Exceptions(NamedTuple):
 
 
 class BatchRecorder:
-    """Records what became of one plan's batches; used from many threads.
+    """Records the outcomes of one plan's batches; used from many threads.
 
     :param ownership: The right to handle them.
-    :param writer: Who handles them, for people: task, try, host.
-    :param try_number: Which try of its task this is, from 1; it becomes ``BatchInfo.attempt``.
-    :param fresh: Whether the right is read anew before each outcome, rather than at most a second
-        old; see :mod:`airflow_broadway.core.formats.ownership`.
-    :param application_id: Spark's name of the application; empty without Spark.
+    :param writer: The handling try, for display: task, try, host.
+    :param try_number: The try number of its task, from 1; becomes ``BatchInfo.attempt``.
+    :param fresh: Whether ownership is checked again before each outcome, instead of at most a
+        second earlier; see :mod:`airflow_broadway.core.formats.ownership`.
+    :param application_id: Spark's id of the application; empty without Spark.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class BatchRecorder:
         self.application_id = application_id
         self.clock = clock or SystemClock()
         self._files = files
-        #: Part of the names of its files; of nobody else's.
+        #: A unique part of its file names.
         self._tag = f"{try_number:06d}-{uuid.uuid4().hex[:8]}"
         self._lock = threading.Lock()
-        self._held: list[str] = []
+        self._texts: list[str] = []
         self._bytes = 0
         self._number = 0
 
     def begin(self, batch: PlannedBatch, key: Any) -> OpenBatch:
-        """Begin to handle a batch.
+        """Begins to handle a batch.
 
-        :param key: The batch's key as the pipeline gave it.
+        :param key: The batch's key as the pipeline set it.
         :raises OwnershipLost: If a later try has begun.
         :raises LeaseLapsed: If this run no longer holds the batch's messages.
         """
@@ -96,71 +96,71 @@ class BatchRecorder:
         return OpenBatch(self, batch, key)
 
     def keep(self, batch_id: str, lines: Iterable[str]) -> Exceptions:
-        """Keep the exceptions of a batch, streamed: few for its outcome to hold, more in a file.
+        """Stores the exceptions of a batch, streamed: inline if few, else in a file.
 
-        :param lines: As :func:`dump_entry` makes them.
+        :param lines: As written by :func:`dump_entry`.
         """
         stream = iter(lines)
-        few: list[str] = []
+        inline: list[str] = []
         size = 0
         for line in stream:
-            few.append(line)
+            inline.append(line)
             size += len(line.encode("utf-8", "surrogatepass")) + 1
             if size > INLINE_BYTES:
                 break
         else:
-            return Exceptions(lines=few or None)
-        # The exceptions of one batch may be streamed twice, the first time in vain.
+            return Exceptions(lines=inline or None)
+        # The exceptions of one batch may be streamed twice, the first time without a result.
         writer = f"{self._tag}-{uuid.uuid4().hex[:8]}"
         path = paths.outcome_entries(self.plan.path, batch_id, writer)
         summing = Summing()
-        self._files.write_lines(path, summing.through(chain(few, stream)))
+        self._files.write_lines(path, summing.through(chain(inline, stream)))
         return Exceptions(entries=path, entries_sum=summing.to_json())
 
     def record(self, outcome: Outcome) -> Outcome:
-        """Record an outcome, durably, unless its batch has one; returns the one that stands."""
+        """Records an outcome, durably, unless its batch has one; returns the valid one."""
         path, text = paths.outcome(self.plan.path, outcome.batch_id), outcome.dumps()
         if not self._files.create(path, text):
-            # A client that hears no answer tries again, and meets what it wrote itself.
-            there = self._files.read(path)
-            if there != text:
+            # A client without a reply retries, and may find what it wrote itself.
+            existing = self._files.read(path)
+            if existing != text:
                 log.warning("Another try recorded batch %s first; this one's result is void.", path)
-                return Outcome.loads(there, path)
+                return Outcome.loads(existing, path)
         with self._lock:
-            self._held.append(text)
+            self._texts.append(text)
             self._bytes += len(text)
-            if len(self._held) < GATHERED and self._bytes < GATHERED_BYTES:
+            if len(self._texts) < GATHERED and self._bytes < GATHERED_BYTES:
                 return outcome
-            held = self._take()
-        self._write(*held)
+            copies = self._take_copies()
+        self._write_copies(*copies)
         return outcome
 
     def finish(self) -> None:
-        """Write the copies that are not written yet: no further batch comes."""
+        """Writes the remaining copies; no further batch follows."""
         with self._lock:
-            held = self._take()
-        if len(held[1]) > 1:  # of one there is no need to have two
-            self._write(*held)
+            copies = self._take_copies()
+        if len(copies[1]) > 1:  # a single outcome needs no copy
+            self._write_copies(*copies)
 
-    def _take(self) -> tuple[int, list[str]]:
-        held, self._held = self._held, []
+    def _take_copies(self) -> tuple[int, list[str]]:
+        texts, self._texts = self._texts, []
         self._bytes = 0
         self._number += 1
-        return self._number, held
+        return self._number, texts
 
-    def _write(self, number: int, texts: list[str]) -> None:
+    def _write_copies(self, number: int, texts: list[str]) -> None:
         path = paths.gathered(self.plan.path, self._tag, number)
         try:
             self._files.create(path, "".join(f"{text}\n" for text in texts))
         except Exception as error:
-            # The outcomes themselves are there, and are read one by one.
+            # The outcomes themselves exist, and are read one by one.
             log.warning("Could not gather the outcomes of %d batches: %s", len(texts), error)
 
 
 class OpenBatch:
-    """A batch that is being handled; made by :meth:`BatchRecorder.begin`.
+    """A batch in process; created by :meth:`BatchRecorder.begin`.
 
-    :param info: What its callback is told of it.
+    :param info: The information for its callback.
     """
 
     def __init__(self, recorder: BatchRecorder, batch: PlannedBatch, key: Any) -> None:
@@ -180,7 +180,7 @@ class OpenBatch:
         )
 
     def keep(self, lines: Iterable[str]) -> Exceptions:
-        """See :meth:`BatchRecorder.keep`."""
+        """Stores the exceptions; see :meth:`BatchRecorder.keep`."""
         return self._recorder.keep(self._batch.batch_id, lines)
 
     def record(
@@ -193,9 +193,9 @@ class OpenBatch:
         error: str = "",
         settled_now: dict[str, Any] | None = None,
     ) -> Outcome:
-        """Record what became of the batch; the parameters are those of :class:`Outcome`.
+        """Records the batch's outcome; the parameters are those of :class:`Outcome`.
 
-        :returns: The outcome that stands: this one, or that of a try which was first.
+        :returns: The valid outcome: this one, or that of a try which was first.
         :raises OwnershipLost: If a later try has begun.
         :raises LeaseLapsed: If this run no longer holds the batch's messages.
         """

@@ -1,8 +1,8 @@
-"""The clock of the staging folder: one clock for the deadlines of leases on all hosts.
+"""The clock of the staging folder: one clock for lease deadlines on all hosts.
 
-A deadline is written by one host and judged by others.  Hosts' clocks differ; the staging folder is
-one.  Each task compares its host's clock with the modification time that the folder's file system
-gives to a file of the task's own.  Runs on the Spark driver too.
+One host writes a deadline, and others judge it.  Hosts' clocks differ; the staging folder has one
+clock.  Each task compares its host's clock with the modification time that the folder's file system
+assigns to a file of the task.  Runs in the Spark driver, too.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from airflow_broadway.core.formats.files import Files
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two modification times that a file system can tell apart: of object stores, and
-#: of disks, whose kernels take the time of the last tick.
+#: The resolution of modification times in seconds: of object stores, and of disks, whose kernels
+#: use the time of the last tick.
 _COARSE: Final = 1.0
 _FINE: Final = 0.05
-#: The share of a lease above which a difference is reported.
+#: The share of a lease above which a clock difference is logged.
 _REPORTED: Final = 0.1
 
 
-#: Seconds of a difference between wall and monotonic clock that is a jump and not an adjustment.
+#: A change in seconds between wall and monotonic clock that is a jump and not an adjustment.
 _JUMP: Final = 1.0
 
 
 class StoreClock:
     """A host's clock, corrected by its difference from the clock of the staging folder.
 
-    The difference holds until the host's wall clock jumps, or the host was suspended: then wall and
-    monotonic clock differ by another amount than before, and it is measured again.
+    The difference is valid until the host's wall clock jumps, or the host is suspended: then the
+    gap between wall and monotonic clock changes, and the difference is measured again.
 
     :param offset: Seconds to add to the host's time.
     :param measure: Measures ``offset`` again; ``None`` for a clock that never jumps.
-    :param place: The folder's address, for people.
+    :param place: The folder's address, for display.
     """
 
     def __init__(
@@ -55,46 +55,46 @@ class StoreClock:
         self._offset = timedelta(seconds=offset)
         self._measure = measure
         self._place = place
-        self._gap = self._measured_gap()
+        self._gap = self._measure_gap()
         self._measuring = threading.Lock()
 
     def now(self) -> datetime:
-        """Return the time of the staging folder: aware, UTC."""
-        if self._measure is not None and abs(self._measured_gap() - self._gap) > _JUMP:
+        """Returns the time of the staging folder: aware, UTC."""
+        if self._measure is not None and abs(self._measure_gap() - self._gap) > _JUMP:
             self._measure_again(self._measure)
         return self._host.now() + self._offset
 
     def monotonic(self) -> float:
-        """Return seconds from a fixed but arbitrary origin; never goes back."""
+        """Returns seconds from a fixed but arbitrary origin; never decreases."""
         return self._host.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let ``seconds`` pass."""
+        """Blocks for ``seconds``."""
         self._host.sleep(seconds)
 
-    def _measured_gap(self) -> float:
-        """The seconds between the host's wall clock and its monotonic one."""
+    def _measure_gap(self) -> float:
+        """Returns the seconds between the host's wall clock and its monotonic clock."""
         return self._host.now().timestamp() - self._host.monotonic()
 
     def _measure_again(self, measure: Callable[[], float]) -> None:
         with self._measuring:
-            gap = self._measured_gap()
+            gap = self._measure_gap()
             jump = gap - self._gap
             if abs(jump) <= _JUMP:
                 return  # another thread has measured it
             try:
                 self._offset = timedelta(seconds=measure())
-                then = f"the time of the staging folder {self._place} was measured again"
+                action = f"the time of the staging folder {self._place} was measured again"
             except StagingError as error:
                 self._offset -= timedelta(seconds=jump)
-                then = f"time is kept by the monotonic clock: {error}"
+                action = f"time is kept by the monotonic clock: {error}"
             self._gap = gap
         log.warning(
             "The clock of host %r jumped by %+.0f s, or the host was suspended; %s.  Deadlines of"
             " leases are judged by the folder's clock.",
             socket.gethostname(),
             jump,
-            then,
+            action,
         )
 
 
@@ -108,16 +108,16 @@ def store_clock(
     place: str,
     report: bool = True,
 ) -> Clock:
-    """Return the clock by which to judge deadlines, corrected where the host's is wrong.
+    """Returns the clock that judges deadlines, corrected where the host's is wrong.
 
     :param path: A file in the staging folder.
-    :param write: Writes it.
-    :param lease: Seconds of the lease.
-    :param clock: The host's.
-    :param place: The folder's address, for people.
+    :param write: Writes that file.
+    :param lease: The duration of the lease in seconds.
+    :param clock: The host's clock.
+    :param place: The folder's address, for display.
     :param report: Whether to log a difference above a tenth of the lease.
-    :raises StagingError: If the folder cannot be used, or the clocks differ and the difference is
-        not known well enough for the lease.
+    :raises StagingError: If the folder cannot be used, or the clocks differ by an amount that
+        cannot be measured precisely enough for the lease.
     """
 
     def measure() -> float | None:
@@ -126,17 +126,17 @@ def store_clock(
     offset = measure()
     if offset is None:
         return clock
-    made = StoreClock(clock, offset, lambda: measure() or 0.0, place=place)
+    corrected = StoreClock(clock, offset, lambda: measure() or 0.0, place=place)
     if report and abs(offset) > _REPORTED * lease:
         log.warning(
             "%s: %s here, %s there.  Deadlines of leases (%g s) are judged by the folder's"
             " clock; synchronize the host's.",
-            _differs(offset, place, "The"),
+            _describe(offset, place, "The"),
             clock.now().isoformat(timespec="seconds"),
-            made.now().isoformat(timespec="seconds"),
+            corrected.now().isoformat(timespec="seconds"),
             lease,
         )
-    return made
+    return corrected
 
 
 def _measure(
@@ -147,8 +147,8 @@ def _measure(
     clock: Clock,
     place: str,
 ) -> float | None:
-    """The seconds by which the folder is ahead, 0 if the host may be right; ``None`` where a store
-    has no modification times.
+    """Returns the seconds by which the folder is ahead, 0 if the host may be right; ``None`` for a
+    store without modification times.
     """
     before = clock.now()
     write()
@@ -163,14 +163,14 @@ def _measure(
     offset, doubt = (least + most) / 2, most - least
     if doubt > lease / 2:
         raise StagingError(
-            f"{_differs(offset, place, 'the')}, and that is known to {doubt:,.1f} s only, by the"
+            f"{_describe(offset, place, 'the')}, and that is known to {doubt:,.1f} s only, by the"
             f" time that writing a file took: a lease of {lease:g} s cannot be judged; synchronize"
             f" the host's clock, or set the producer's lease to at least {2 * doubt:,.0f} s"
         )
     return offset
 
 
-def _differs(offset: float, place: str, the: str) -> str:
+def _describe(offset: float, place: str, the: str) -> str:
     ahead = f"{abs(offset):,.0f} s {'ahead of' if offset < 0 else 'behind'}"
     host = socket.gethostname()
     return f"{the} clock of host {host!r} is {ahead} that of the staging folder {place}"

@@ -1,8 +1,8 @@
-"""Sums of staged files: whoever writes a file notes them, and whoever settles by it compares.
+"""Checksums of staged files: recorded when a file is written, verified when it is settled by.
 
 Without them a lost line in a file of entries would turn a failure into a success.  The sum of a
-file of lines is in the file that names it.  A JSON file that nothing names bears a *seal*: the
-SHA-256 of its own text with an empty seal.  What has neither, as older releases wrote it, is read
+file of lines is in the file that references it.  A JSON file without a reference has a *seal*: the
+SHA-256 of its own text with an empty seal.  Files with neither, from older releases, are read
 unchecked.
 """
 
@@ -21,7 +21,7 @@ _EMPTY = re.compile(r'("seal": ?")"')
 
 
 class Summing:
-    """Sums lines as they pass; a line counts with the newline that ends it."""
+    """Sums lines as they pass; a line includes its newline."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -29,62 +29,62 @@ class Summing:
         self._hash = hashlib.sha256()
 
     def add(self, raw: bytes, lines: int = 1) -> None:
-        """Count one line, or several, given with their newlines."""
+        """Adds one or more lines, including their newlines."""
         self.lines += lines
         self.bytes += len(raw)
         self._hash.update(raw)
 
     def through(self, lines: Iterable[str]) -> Iterator[str]:
-        """The same lines, counted."""
+        """Yields the same lines, summed."""
         for line in lines:
             self.add(line.encode("utf-8", "surrogatepass") + b"\n")
             yield line
 
     def to_json(self) -> dict[str, Any]:
-        """The sum as files keep it: ``lines``, ``bytes`` and ``sha256``."""
+        """Returns the sum as stored: ``lines``, ``bytes`` and ``sha256``."""
         return {"lines": self.lines, "bytes": self.bytes, "sha256": self._hash.hexdigest()}
 
 
 def checked(lines: Iterable[str], expected: Mapping[str, Any] | None, path: str) -> Iterator[str]:
-    """The lines of a file, streamed; at their end they are compared with what was written.
+    """Yields a file's lines, streamed, and verifies their sum at the end.
 
-    :param expected: What :meth:`Summing.to_json` said of them; ``None``: nobody summed them.
-    :raises StagingDamaged: If they differ, or the file is not there, or is no text.
+    :param expected: The recorded :meth:`Summing.to_json`; ``None``: no sum was recorded.
+    :raises StagingDamaged: If they differ, or the file is missing, or is not text.
     """
     summing = Summing()
     try:
         yield from summing.through(lines)
     except FileNotFoundError:
-        raise StagingDamaged(f"{path} is not there") from None
+        raise StagingDamaged(f"{path} is missing") from None
     except UnicodeError as error:
-        raise StagingDamaged(f"{path} is no text: {error}") from None
+        raise StagingDamaged(f"{path} is not text: {error}") from None
     if expected is None:
         return
-    found = summing.to_json()
-    if found["lines"] != expected["lines"]:
+    actual = summing.to_json()
+    if actual["lines"] != expected["lines"]:
         raise StagingDamaged(
-            f"{path} holds {found['lines']} lines, and {expected['lines']} were written"
+            f"{path} holds {actual['lines']} lines, and {expected['lines']} were written"
         )
-    if found["sha256"] != expected["sha256"]:
+    if actual["sha256"] != expected["sha256"]:
         raise StagingDamaged(f"{path} is not as it was written: its SHA-256 differs")
 
 
-def sealed(value: Mapping[str, Any], **dumping: Any) -> str:
-    """``value`` as JSON, with its seal."""
-    text = json.dumps({**value, "seal": ""}, **dumping)
+def sealed(value: Mapping[str, Any], **kwargs: Any) -> str:
+    """Returns ``value`` as JSON, with its seal."""
+    text = json.dumps({**value, "seal": ""}, **kwargs)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    # No string in it can look so: its quotes are escaped.
+    # No string in it can match: its quotes are escaped.
     return _EMPTY.sub(rf'\g<1>{digest}"', text, count=1)
 
 
 def check_seal(text: str, path: str) -> None:
-    """Return if the text is as it was sealed, or bears no seal.
+    """Verifies the text's seal, if it has one.
 
     :raises StagingDamaged: Otherwise.
     """
-    found = _SEAL.search(text)
-    if found is None:
+    match = _SEAL.search(text)
+    if match is None:
         return
-    start, stop = found.span(1)
-    if hashlib.sha256((text[:start] + text[stop:]).encode()).hexdigest() != found[1]:
+    start, stop = match.span(1)
+    if hashlib.sha256((text[:start] + text[stop:]).encode()).hexdigest() != match[1]:
         raise StagingDamaged(f"{path} is not as it was written: its seal is broken")

@@ -1,4 +1,4 @@
-"""The work of one Spark application: what its driver is to do."""
+"""The work of one Spark application, as passed to its driver."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from airflow_broadway.core.formats.layout import VERSION, load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one Spark application is to do: all that the driver needs, and no secret.
+    """The work of one Spark application: everything that its driver needs, and no secret.
 
-    It names a class to load.  So its :attr:`digest` goes to the driver on the command line: whoever
-    can write into the staging folder does not thereby decide which code runs.
+    It names a class to load, so its :attr:`digest` is passed to the driver on the command line:
+    write access to the staging folder must not be enough to choose the code that runs.
 
     :param name: The task's name in the staging folder.
-    :param try_number: Which try of it this is; a higher one takes ownership.
+    :param try_number: The number of this try; a higher one takes ownership.
     :param pipeline: The pipeline's reference.
     :param run: :class:`RunInfo` as JSON.
     :param plans: Paths of plans, in order.
     :param only: Ids of the batches to run, in this order; ``None``: all without an outcome.
-    :param alone: Whether they run one after another, so that a death tells of which it was.
-    :param marked: Whether each is marked before it begins, since something died before.
-    :param parent: The execution of the task that starts it, and can tell that it died.
-    :param package_version: This package's version, which the driver must have too.
+    :param alone: Whether they run one after another, so that a death identifies its batch.
+    :param marked: Whether each is marked before it begins, after an earlier death.
+    :param parent: The execution of the task that starts it, and that can observe its death.
+    :param package_version: This package's version, which the driver must match.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Work:
     version: int = VERSION
 
     def dumps(self) -> str:
-        """Return it as JSON."""
+        """Returns it as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
@@ -52,10 +52,10 @@ class Work:
 
     @classmethod
     def loads(cls, text: str, path: str) -> Work:
-        """Read what :meth:`dumps` wrote; errors as of :func:`read_json`."""
+        """Reads what :meth:`dumps` wrote; errors as in :func:`read_json`."""
         return load(cls, text, path)
 
 
 def digest_of(text: str) -> str:
-    """The SHA-256 of a file's text, in hexadecimal."""
+    """Returns the SHA-256 of a file's text, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

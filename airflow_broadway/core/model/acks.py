@@ -1,10 +1,10 @@
-"""Who settles a message, and when: the values and the rules of acknowledging.
+"""Acknowledging: who settles a message, and when.
 
-At the end of a stage its messages are settled with one call per (acknowledger, ref).  Where
-Broadway stops at the first acknowledger that raises, here each group stands alone: the error is
-logged, and the other groups are settled all the same.  And where Broadway acknowledges a message
-twice when a callback raises after :meth:`Message.ack_immediately`, here a :class:`Scope` remembers
-what a callback has settled, and the end of the stage leaves it alone.
+At the end of a stage its messages are settled with one call per (acknowledger, ref).  Broadway
+stops at the first acknowledger that raises; here each group is settled independently: the error is
+logged, and the other groups are settled all the same.  Broadway acknowledges a message twice when
+a callback raises after :meth:`Message.ack_immediately`; here a :class:`Scope` records what a
+callback has settled, and the end of the stage skips it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class AckRef(NamedTuple):
-    """Who settles a message, and how: messages of equal (acknowledger, ref) are settled together.
+    """A message's acknowledger and group; equal (acknowledger, ref) are settled together.
 
-    :param acknowledger: An :class:`Acknowledger`; ``None`` as a source delivers the message, until
-        the run puts its own there.
-    :param ref: What groups messages; hashable.
-    :param data: The message's own: its receipt, its configured actions.
+    :param acknowledger: An :class:`Acknowledger`; ``None`` as delivered by a source, until the run
+        sets its own.
+    :param ref: The grouping key; hashable.
+    :param data: Data of the message: its receipt, its ack configuration.
     """
 
     acknowledger: Any
@@ -32,7 +32,7 @@ class AckRef(NamedTuple):
 
 
 class Settleable(Protocol):
-    """What acknowledging needs of a message; there is one: :class:`.message.Message`."""
+    """The part of a message that acknowledging uses; implemented by :class:`.message.Message`."""
 
     @property
     def acknowledger(self) -> AckRef: ...
@@ -58,7 +58,7 @@ class Acknowledger(Protocol):
     """
 
     def ack(self, ack_ref: Any, successful: list[Any], failed: list[Any]) -> None:
-        """Settle the messages ``successful`` and ``failed``; never both empty."""
+        """Settles the messages ``successful`` and ``failed``; never both empty."""
         ...
 
 
@@ -80,9 +80,9 @@ _Group = tuple[Any, Any, list[Any], list[Any]]
 
 
 class Scope:
-    """One call of a stage: names it, and remembers what its callbacks settled at once.
+    """One call of a stage: its name, and the messages that its callbacks settled immediately.
 
-    :param stage: ``"process"`` or ``"batch"``; what verdicts say of where a message failed.
+    :param stage: ``"process"`` or ``"batch"``; the stage that verdicts report for a failure.
     """
 
     __slots__ = ("_settled", "_token", "stage")
@@ -101,17 +101,17 @@ class Scope:
             _scope.reset(self._token)
 
     def remember(self, messages: Iterable[Settleable]) -> None:
-        """Note that ``messages`` have been settled."""
+        """Records that ``messages`` have been settled."""
         self._settled.update(map(_identity, messages))
 
     def has_settled(self, message: Settleable) -> bool:
-        """Whether a callback of this call has settled the message."""
+        """Returns whether a callback of this call has settled the message."""
         return bool(self._settled) and _identity(message) in self._settled
 
     def restored(self, message: M) -> M:
-        """The message as it was before a callback that failed.
+        """Returns the message as it was before a callback that failed.
 
-        If that callback settled it, nobody settles it again.
+        It is not settled again if that callback has settled it.
         """
         if self._settled and _identity(message) in self._settled:
             return cast("M", message.with_acknowledger(NO_ACK))
@@ -122,30 +122,30 @@ _scope: ContextVar[Scope | None] = ContextVar("airflow_broadway_scope", default=
 
 
 def current_stage() -> str:
-    """The stage whose callback runs in this thread: ``"process"`` or ``"batch"``."""
+    """Returns the stage whose callback runs in this thread: ``"process"`` or ``"batch"``."""
     scope = _scope.get()
     return "process" if scope is None else scope.stage
 
 
 def _identity(message: Settleable) -> tuple[int, Any, str]:
-    # The id alone names a message; the rest keeps apart messages that were made without one.
+    # The message id is the identity; the rest separates messages that were created without one.
     acknowledger, ref, _ = message.acknowledger
     message_id = message.message_id or f"#{id(message.acknowledger)}"
     return id(acknowledger), ref, message_id
 
 
 def is_settled(message: Settleable) -> bool:
-    """Whether nobody is to settle it any more, as after :meth:`Message.ack_immediately`."""
+    """Returns whether it is settled already, as after :meth:`Message.ack_immediately`."""
     return type(message.acknowledger.acknowledger) is NoopAcknowledger
 
 
-def _groups(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> list[_Group]:
-    """The messages by (acknowledger, ref), in order of each group's first message."""
+def _group_messages(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> list[_Group]:
+    """Groups messages by (acknowledger, ref), in order of each group's first message."""
     groups: dict[tuple[int, Any], _Group] = {}
     last_acknowledger: Any = None
     last_ref: Any = None
     target: list[Any] = []
-    for place, messages in ((2, successful), (3, failed)):
+    for index, messages in ((2, successful), (3, failed)):
         last_acknowledger = None
         for message in messages:
             acknowledger, ref, _ = message.acknowledger
@@ -156,7 +156,7 @@ def _groups(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> l
                 group = groups.get(key)
                 if group is None:
                     group = groups[key] = (acknowledger, ref, [], [])
-                target = group[place]
+                target = group[index]
                 last_acknowledger, last_ref = acknowledger, ref
             target.append(message)
     return list(groups.values())
@@ -178,12 +178,12 @@ def ack_messages(
     failed: Iterable[Settleable],
     on_error: OnError = _log_error,
 ) -> None:
-    """Settle a stage's result: one ``ack`` per (acknowledger, ref) that has a message.
+    """Settles a stage's result: one ``ack`` per (acknowledger, ref) that has a message.
 
-    Lists keep the stage's order; a group whose acknowledger raises is reported to ``on_error``, and
+    Lists keep the stage's order.  A group whose acknowledger raises is reported to ``on_error``;
     the others are settled all the same.
     """
-    for acknowledger, ref, good, bad in _groups(successful, failed):
+    for acknowledger, ref, good, bad in _group_messages(successful, failed):
         try:
             acknowledger.ack(ref, good, bad)
         except Exception as error:
@@ -191,9 +191,9 @@ def ack_messages(
 
 
 def ack_messages_or_raise(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> None:
-    """The same for a run that records verdicts: one that cannot be recorded ends the stage.
+    """Settles a stage's result, for a run that records verdicts: the first error ends the stage.
 
-    A failure without its record would else be taken for a success later on.
+    An unrecorded failure would later count as a success.
     """
 
     def fail(acknowledger: Any, ref: Any, error: Exception) -> None:
@@ -203,25 +203,25 @@ def ack_messages_or_raise(successful: Iterable[Settleable], failed: Iterable[Set
 
 
 def ack_immediately(messages: Iterable[M]) -> list[M]:
-    """Settle messages at once by their present status, grouped as at the end of a stage.
+    """Settles messages immediately by their current status, grouped as at the end of a stage.
 
-    Not protected: an acknowledger's exception goes to the callback that asked, and its messages
-    (with those of the groups after it) then fail and are settled at the end of the stage.
+    An acknowledger's exception propagates to the calling callback; its messages (with those of
+    later groups) then fail and are settled at the end of the stage.
 
-    :returns: The messages, which nobody settles any more.
+    :returns: The messages, with an acknowledger that settles nothing.
     :raises ValueError: If there is none.
     """
-    given = list(messages)
-    if not given:
+    batch = list(messages)
+    if not batch:
         raise ValueError("ack_immediately expects at least one message, got none")
-    distinct = {message.message_id or id(message): message for message in given}.values()
+    distinct = {message.message_id or id(message): message for message in batch}.values()
     scope = _scope.get()
     good = [message for message in distinct if message.ok]
     bad = [message for message in distinct if not message.ok]
-    for acknowledger, ref, successful, failed in _groups(good, bad):
+    for acknowledger, ref, successful, failed in _group_messages(good, bad):
         ack_now = getattr(acknowledger, "ack_now", None) or acknowledger.ack
         ack_now(ref, successful, failed)
         if scope is not None:
             scope.remember(successful)
             scope.remember(failed)
-    return [cast("M", message.with_acknowledger(NO_ACK)) for message in given]
+    return [cast("M", message.with_acknowledger(NO_ACK)) for message in batch]

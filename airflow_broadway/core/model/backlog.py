@@ -1,4 +1,4 @@
-"""When a backlog is to start a run: so many messages, or one that has waited so long."""
+"""Backlog thresholds that start a run: a number of messages, or the age of the oldest."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from airflow_broadway.core.model.rules import POSITIVE, SECONDS
 
 @options
 class Backlog(Options):
-    """The bounds of a backlog: it has reached them when it has reached either."""
+    """The thresholds of a backlog, reached when either is reached."""
 
     min_messages: int | None = option(
         default=None,
         rule=POSITIVE.or_none(),
-        doc="So many messages wait that a run could receive now; ``None``: their number is no"
-        " reason.",
+        doc="Messages ready to be received; ``None`` disables this threshold.",
     )
     max_age: float | None = option(
         default=None,
         rule=SECONDS.or_none(),
-        doc="The oldest of them has waited for so many seconds; ``None``: its age is no reason.",
+        doc="Age of the oldest ready message, in seconds; ``None`` disables this threshold.",
     )
     poke_interval: float = option(
-        default=30.0, rule=SECONDS, doc="Seconds between two looks at the queue."
+        default=30.0, rule=SECONDS, doc="Seconds between two checks of the queue."
     )
 
     def _resolve(self) -> None:
@@ -45,12 +44,12 @@ def backlog(
     max_age: float | None = None,
     poke_interval: float = 30.0,
 ) -> Backlog:
-    """The schedule of a Dag that runs when its queue's backlog has reached one of these bounds:
+    """Returns the schedule of a Dag that runs when its queue's backlog reaches a threshold:
     ``Flights.dag("flights", schedule=backlog(min_messages=10_000, max_age=300))``.
 
-    :param min_messages: So many messages wait.
-    :param max_age: The oldest has waited for so many seconds.
-    :param poke_interval: Seconds between two looks.
-    :raises OptionsError: Naming the option, the rule and the value; if neither bound is given, too.
+    :param min_messages: Messages ready to be received.
+    :param max_age: Age of the oldest ready message, in seconds.
+    :param poke_interval: Seconds between two checks.
+    :raises OptionsError: Naming the option, the rule and the value; also without any threshold.
     """
     return Backlog(min_messages=min_messages, max_age=max_age, poke_interval=poke_interval)

@@ -1,8 +1,8 @@
-"""The message: an immutable value that travels through the pipeline.
+"""The message: an immutable value that passes through the pipeline.
 
-A :class:`Message` is made by a producer, changed by callbacks through ``put_…`` functions that each
-return a new one, and settled at the end through its :class:`AckRef`.  It runs on the worker and in
-the Spark driver alike, so this module needs Python 3.10 and nothing else.
+A producer creates a :class:`Message`, callbacks derive new ones through its ``put_…`` methods, and
+it is settled through its :class:`AckRef` at the end.  It is used on the worker and in the Spark
+driver alike, so this module needs Python 3.10 and nothing else.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _NO_METADATA: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class BatchMode(str, Enum):
-    """Whether a message waits for its batch to fill, or releases it at once."""
+    """Whether a message waits for its batch to fill, or flushes it immediately."""
 
     BULK = "bulk"
     FLUSH = "flush"
 
 
 class Status(NamedTuple):
-    """How a message stands.
+    """The status of a message.
 
     :param kind: ``"ok"``; ``"failed"`` by the user; ``"error"`` by an exception; ``"exit"`` by
-        ``SystemExit``; ``"crashed"`` where it ended the processes that handled it.
-    :param reason: What the user gave, the exception, or the code of ``SystemExit``.
-    :param trace: Where an exception was raised, as text, if it has lost its traceback.
+        ``SystemExit``; ``"crashed"`` if the processes that handled it died.
+    :param reason: The user's reason, the exception, or the code of ``SystemExit``.
+    :param trace: An exception's traceback as text, after serialization.
     """
 
     kind: str
@@ -45,8 +45,8 @@ class Status(NamedTuple):
 
     @property
     def stacktrace(self) -> str:
-        """Where an exception was raised, as text; made when it is asked for, since that costs more
-        than handling a message.
+        """The exception's traceback as text; formatted on access, since that costs more than
+        handling a message.
         """
         if self.trace or not isinstance(self.reason, BaseException):
             return self.trace
@@ -57,9 +57,8 @@ class Status(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The reason for people: an exception with its type, an exit with its code.  Never raises,
-        and any broker or file takes it: half a surrogate pair is written as its escape.  Secrets in
-        addresses are masked.
+        """The reason as text: an exception with its type, an exit with its code.  Never raises, and
+        is valid UTF-8: a lone surrogate is written as its escape.  Secrets in addresses are masked.
         """
         kind, reason, _ = self
         if kind == "exit":
@@ -70,7 +69,7 @@ class Status(NamedTuple):
         try:
             text = redacted(str(reason))
         except (Exception, SystemExit, GeneratorExit):  # whatever a user's __str__ raises
-            # A verdict needs a text: what has none is a failure all the same.
+            # A verdict needs a text: a failure without one is a failure all the same.
             return f"{name}: (its text cannot be had)"
         if not text.isascii():
             text = text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -81,10 +80,10 @@ OK: Final = Status("ok")
 
 
 class _Draft:
-    """A message being built: same layout as :class:`Message`, and still open.
+    """A message under construction: the layout of :class:`Message`, but mutable.
 
-    Building through a draft and then changing its class costs half of what ``object.__setattr__``
-    per field would; a message is built up to five times on its way.
+    Building a draft and then changing its class costs half of ``object.__setattr__`` per field; a
+    message is rebuilt up to five times.
     """
 
     __slots__ = (
@@ -119,20 +118,20 @@ class _Draft:
 
 
 class Message(_Draft):
-    """One message: its data, its route and its standing.
+    """One message: its data, its route and its status.
 
-    :param data: The payload; ``bytes`` as received, or whatever a callback puts there.
-    :param metadata: What the producer knows about it.
-    :param acknowledger: Who settles it.
-    :param message_id: Unique per message: the broker's where that is stable and unique.
-    :param batcher: The batcher it goes to.
+    :param data: The payload; ``bytes`` as received, or a callback's value.
+    :param metadata: The producer's metadata.
+    :param acknowledger: The acknowledger that settles it.
+    :param message_id: Unique per message: the broker's id where that is stable and unique.
+    :param batcher: The batcher it is routed to.
     :param batch_key: Messages of one key share batches.
     :param batch_mode: Whether it waits for its batch to fill.
-    :param status: ``OK``, or how it failed.
-    :param attempt: 1 at first; one more for every recorded failure of a callback.
+    :param status: ``OK``, or its failure.
+    :param attempt: From 1; incremented by every recorded failure of a callback.
     :param redelivered: Whether it may have been handled before.
     :param received_at: When this run received it; aware UTC.
-    :param position: Its place in the order of arrival at its producer.
+    :param position: Its position in the order of arrival at its producer.
     :param size: Bytes of the payload as received.
     """
 
@@ -155,7 +154,8 @@ class Message(_Draft):
         position: int = 0,
         size: int = 0,
     ) -> None:
-        # Open while it is built: plain assignment is three times as fast as object.__setattr__.
+        # Mutable while it is built: plain assignment is three times faster than
+        # object.__setattr__.
         object.__setattr__(self, "__class__", _Draft)
         self.data = data
         self.metadata = metadata
@@ -194,26 +194,26 @@ class Message(_Draft):
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {name: getattr(self, name) for name in _Draft.__slots__}
-        values["metadata"] = dict(self.metadata)  # a read-only view would not go across
+        values["metadata"] = dict(self.metadata)  # a mappingproxy cannot be pickled
         return _restore, tuple(values.values())
 
     @property
     def ok(self) -> bool:
-        """Whether nothing has failed it."""
+        """Whether it has not failed."""
         return self.status.kind == "ok"
 
     def put_data(self, data: Any) -> Message:
-        """Replace the data.  The status stays: a failed message stays failed."""
+        """Replaces the data.  The status stays: a failed message stays failed."""
         draft = _copy(self)
         draft.data = data
         return _seal(draft)
 
     def update_data(self, function: Callable[[Any], Any]) -> Message:
-        """Replace the data by ``function(data)``."""
+        """Replaces the data by ``function(data)``."""
         return self.put_data(function(self.data))
 
     def put_batcher(self, batcher: str) -> Message:
-        """Send it to another batcher; the name is checked when ``handle_message`` returns.
+        """Routes it to another batcher; the name is checked when ``handle_message`` returns.
 
         :raises TypeError: If ``batcher`` is not a string.
         """
@@ -224,7 +224,7 @@ class Message(_Draft):
         return _seal(draft)
 
     def put_batch_key(self, batch_key: Any) -> Message:
-        """Batch it with messages of this key only; any hashable value is a key.
+        """Batches it with messages of this key only; the key may be any hashable value.
 
         :raises TypeError: If it is not hashable.
         """
@@ -234,7 +234,7 @@ class Message(_Draft):
         return _seal(draft)
 
     def put_batch_mode(self, batch_mode: BatchMode | str) -> Message:
-        """``"bulk"`` waits for the batch to fill, ``"flush"`` releases what is pending of its key.
+        """Sets the batch mode: ``"bulk"`` waits for a full batch, ``"flush"`` flushes its key's.
 
         :raises ValueError: If it is neither.
         """
@@ -245,17 +245,17 @@ class Message(_Draft):
         return _seal(draft)
 
     def failed(self, reason: Any) -> Message:
-        """Fail it; the last reason given wins, and nothing takes it back."""
+        """Fails it; the last reason counts, and a failure cannot be reverted."""
         draft = _copy(self)
         draft.status = Status("failed", reason)
         return _seal(draft)
 
     def configure_ack(self, **options: Any) -> Message:
-        """Change how this one message is settled, e.g. ``configure_ack(on_failure="retry")``.
+        """Changes how this message is settled, e.g. ``configure_ack(on_failure="retry")``.
 
-        :raises PipelineError: If its acknowledger takes no configuration, as after
+        :raises PipelineError: If its acknowledger is not configurable, as after
             :meth:`ack_immediately`.
-        :raises OptionsError: If the acknowledger knows no such option or value.
+        :raises OptionsError: If the option or its value is invalid.
         """
         acknowledger, ref, data = self.acknowledger
         configure = getattr(acknowledger, "configure", None)
@@ -270,20 +270,20 @@ class Message(_Draft):
         return _seal(draft)
 
     def ack_immediately(self) -> Message:
-        """Settle it at once by its present status; what comes later settles it no more.
+        """Settles it immediately by its current status; later stages do not settle it again.
 
-        At most once, from here on: if the run dies, the broker will not deliver it again.
+        At most once from here on: if the run dies, the broker does not redeliver it.
         """
         return ack_immediately([self])[0]
 
     def with_status(self, status: Status) -> Message:
-        """Set the status; for the pipeline itself."""
+        """Sets the status; for the pipeline itself."""
         draft = _copy(self)
         draft.status = status
         return _seal(draft)
 
     def with_redelivered(self) -> Message:
-        """Mark that it may have been handled before; for producers and the pipeline itself."""
+        """Marks that it may have been handled before; for producers and the pipeline itself."""
         if self.redelivered:
             return self
         draft = _copy(self)
@@ -291,13 +291,13 @@ class Message(_Draft):
         return _seal(draft)
 
     def with_message_id(self, message_id: str) -> Message:
-        """Set its id; for producers and the pipeline itself."""
+        """Sets its id; for producers and the pipeline itself."""
         draft = _copy(self)
         draft.message_id = message_id
         return _seal(draft)
 
     def with_content(self, data: Any, batch_key: Any, metadata: Mapping[str, Any]) -> Message:
-        """Set what a batch gets of it; for the pipeline itself."""
+        """Sets the content of its row in a batch; for the pipeline itself."""
         draft = _copy(self)
         draft.data = data
         draft.batch_key = batch_key
@@ -305,7 +305,7 @@ class Message(_Draft):
         return _seal(draft)
 
     def with_acknowledger(self, acknowledger: AckRef) -> Message:
-        """Set who settles it; for producers and the pipeline itself."""
+        """Sets its acknowledger; for producers and the pipeline itself."""
         draft = _copy(self)
         draft.acknowledger = acknowledger
         return _seal(draft)

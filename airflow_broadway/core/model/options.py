@@ -1,12 +1,13 @@
-"""Options, declared once: each with its default, its rule and its documentation.
+"""Declares options, each with its default, its rule and its documentation.
 
-A class decorated with :func:`options` is a frozen, keyword-only dataclass whose fields are made by
-:func:`option`.  Building one checks every field; an unknown name is an :class:`OptionsError` that
-lists the valid names and the nearest; ``docs/options.md`` is made of them.
+A class decorated with :func:`options` is a frozen, keyword-only dataclass whose fields are declared
+by :func:`option`.  Its constructor validates every field; an unknown name raises an
+:class:`OptionsError` that lists the valid names and the closest match.  ``docs/options.md`` is
+generated from the declarations.
 
-Text that holds ``{{`` is an Airflow template: it passes every rule while the Dag is parsed, and is
-checked once rendered (:func:`override` with ``rendered=True``), when text is also read as the
-number or truth value that the rule asks for.
+Text that contains ``{{`` is an Airflow template: it passes every rule while the Dag is parsed, and
+is validated once rendered (:func:`override` with ``rendered=True``).  Rendered text is also parsed
+as the number or boolean that the rule expects.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 else:  # not in Python 3.10, on which Spark clusters may still run this module
 
     def dataclass_transform(**_: object):
-        """Leaves a class as it is, for type checkers' sake."""
+        """Returns the class unchanged; for type checkers."""
         return lambda cls: cls
 
 
@@ -34,18 +35,18 @@ T = TypeVar("T")
 def option(
     *, default: Any = MISSING, rule: Rule, doc: str, nested: type[Options] | None = None
 ) -> Any:
-    """Declare one option.  All by keyword: type checkers see a default in no other way.
+    """Declares one option.  Keyword-only: otherwise type checkers do not see the default.
 
-    :param default: Its value when not given; required without one.
-    :param rule: What a value must be.
-    :param doc: What it does: one or two sentences, with unit and range.
-    :param nested: The class of options that it holds, where it holds one.
+    :param default: The default value; required without one.
+    :param rule: The validation rule.
+    :param doc: The documentation: one or two sentences, with unit and range.
+    :param nested: The class of its nested options, if any.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "nested": nested})
 
 
 class Options:
-    """The base of all classes of options."""
+    """The base class of all option classes."""
 
     __slots__ = ()
 
@@ -60,94 +61,94 @@ class Options:
         self._resolve()
 
     def _resolve(self) -> None:
-        """Check what concerns several options, and replace ``AUTO``; for subclasses."""
+        """Validates options against each other, and replaces ``AUTO``; for subclasses."""
 
     def _default(self, name: str, value: object) -> None:
-        """Replace ``AUTO``; an override of another option makes this one anew."""
+        """Replaces ``AUTO``; recomputed when another option is overridden."""
         if getattr(self, name) is AUTO:
             object.__setattr__(self, name, value)
             object.__setattr__(self, "_auto", (*getattr(self, "_auto", ()), name))
 
 
 def is_template(value: object) -> bool:
-    """Whether it is text with an Airflow template, not rendered yet."""
+    """Returns whether it is text with an Airflow template that is not rendered yet."""
     return isinstance(value, str) and "{{" in value
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
 def options(cls: type[T]) -> type[T]:
-    """Make a class of options: frozen, keyword-only, checked, and strict about names."""
-    made: Any = dataclass(frozen=True, kw_only=True)(cls)
-    build = made.__init__
-    valid = {field.name: field for field in dataclasses.fields(made)}
-    required = [field.name for field in dataclasses.fields(made) if field.default is MISSING]
+    """Turns a class into an option class: frozen, keyword-only, validated, strict about names."""
+    decorated: Any = dataclass(frozen=True, kw_only=True)(cls)
+    build = decorated.__init__
+    valid = {field.name: field for field in dataclasses.fields(decorated)}
+    required = [field.name for field in dataclasses.fields(decorated) if field.default is MISSING]
 
-    def __init__(self: Any, *args: Any, **given: Any) -> None:  # noqa: N807
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if args:
             raise OptionsError(cls.__name__, "options by keyword", args[0])
-        for name, value in given.items():
+        for name, value in kwargs.items():
             if name not in valid:
                 raise _unknown(f"{cls.__name__}.{name}", value, valid)
         for name in required:
-            if name not in given:
+            if name not in kwargs:
                 raise OptionsError.missing(f"{cls.__name__}.{name}", f"{cls.__name__}({name}=…)")
-        build(self, **given)
+        build(self, **kwargs)
 
     __init__.__wrapped__ = build  # type: ignore[attr-defined] # for inspect.signature
-    made.__init__ = __init__
-    return made  # type: ignore[no-any-return]
+    decorated.__init__ = __init__
+    return decorated  # type: ignore[no-any-return]
 
 
-def override(base: Any, given: Mapping[str, Any], path: str, *, rendered: bool = False) -> Any:
-    """A copy of ``base`` with some options replaced; nested options take nested mappings.
+def override(base: Any, values: Mapping[str, Any], path: str, *, rendered: bool = False) -> Any:
+    """Returns a copy of ``base`` with some options replaced; nested options are merged.
 
-    :param path: Where ``base`` stands, for errors: ``"batchers.delayed"``.
-    :param rendered: Templates have been rendered: read text as what the rule asks for.
+    :param path: The path of ``base``, for errors: ``"batchers.delayed"``.
+    :param rendered: Whether templates have been rendered: parse text as the rule's type.
     :raises OptionsError: With the full path of the option.
     """
-    changed = _read(type(base), base, given, path, rendered)
+    changed = _read_options(type(base), base, values, path, rendered)
     auto = {name: AUTO for name in getattr(base, "_auto", ()) if name not in changed}
     try:
         return dataclasses.replace(base, **auto, **changed)
-    except OptionsError as error:  # a rule that concerns several options: give it the full path
-        raise _under(path, error) from None
+    except OptionsError as error:  # a rule on several options: add the full path
+        raise _with_path(path, error) from None
 
 
-def build(cls: type[Any], given: Mapping[str, Any], path: str, *, rendered: bool = False) -> Any:
-    """A new set of options from a mapping, as :func:`override` reads one."""
-    values = _read(cls, None, given, path, rendered)
+def build(cls: type[Any], options: Mapping[str, Any], path: str, *, rendered: bool = False) -> Any:
+    """Builds a set of options from a mapping, as :func:`override` reads one."""
+    values = _read_options(cls, None, options, path, rendered)
     try:
         return cls(**values)
     except OptionsError as error:
-        raise _under(path, error) from None
+        raise _with_path(path, error) from None
 
 
-def _read(
-    cls: type[Any], base: Any, given: Mapping[str, Any], path: str, rendered: bool
+def _read_options(
+    cls: type[Any], base: Any, options: Mapping[str, Any], path: str, rendered: bool
 ) -> dict[str, Any]:
-    """The options of a mapping, checked; nested ones replace some of those that ``base`` has."""
-    if not isinstance(given, Mapping):
-        raise OptionsError(path, "a mapping of options", given)
+    """Validates the options of a mapping; nested ones override those of ``base``."""
+    if not isinstance(options, Mapping):
+        raise OptionsError(path, "a mapping of options", options)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in options.items():
         where = f"{path}.{name}"
         if name not in fields:
             raise _unknown(where, value, fields)
-        nested, held = fields[name].metadata["nested"], getattr(base, name, None)
+        nested, current = fields[name].metadata["nested"], getattr(base, name, None)
         if nested is None or not isinstance(value, Mapping):
-            values[name] = _checked(where, fields[name].metadata["rule"], value, rendered)
-        elif held is None:
+            values[name] = _validate(where, fields[name].metadata["rule"], value, rendered)
+        elif current is None:
             values[name] = build(nested, value, where, rendered=rendered)
         else:
-            values[name] = override(held, value, where, rendered=rendered)
+            values[name] = override(current, value, where, rendered=rendered)
     return values
 
 
 def _unknown(
     where: str, value: object, fields: Mapping[str, dataclasses.Field[Any]]
 ) -> OptionsError:
-    """The error of a name that no option has, with where it belongs if a nested one has it."""
+    """Builds the error for an unknown name; suggests the nested option of that name, if any."""
     name = where.rpartition(".")[2]
     for outer, field in fields.items():
         nested = field.metadata["nested"]
@@ -157,7 +158,7 @@ def _unknown(
     return OptionsError.unknown(where, value, fields)
 
 
-def _checked(where: str, rule: Rule, value: Any, rendered: bool) -> Any:
+def _validate(where: str, rule: Rule, value: Any, rendered: bool) -> Any:
     if rendered and rule.read is not None and isinstance(value, str):
         try:
             value = rule.read(value)
@@ -168,8 +169,8 @@ def _checked(where: str, rule: Rule, value: Any, rendered: bool) -> Any:
     raise OptionsError(where, rule.text, value)
 
 
-def _under(path: str, error: OptionsError) -> OptionsError:
-    """The same error, with the path of the whole pipeline instead of the class's name."""
+def _with_path(path: str, error: OptionsError) -> OptionsError:
+    """Returns the error with the option's full path in place of the class's name."""
     moved = OptionsError(
         f"{path}.{error.path.partition('.')[2] or error.path}", error.rule, error.value
     )

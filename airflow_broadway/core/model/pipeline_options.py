@@ -1,4 +1,4 @@
-"""The options of every pipeline, whatever its producer: rate, retries, processors, batchers."""
+"""Options of every pipeline, independent of its producer: rate, retries, processors, batchers."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ from airflow_broadway.core.model.rules import (
 )
 from airflow_broadway.core.schema.ddl import parse_schema
 
-#: The times of an archive that no function gives.
+#: The timestamps of an archive that need no function.
 _TIMES = ("received_at", "enqueued_at")
 
 
 @options
 class RateLimiting(Options):
-    """How many messages a pipeline's producers may take together in a stretch of time."""
+    """The rate limit on messages received by all of a run's producers together."""
 
     allowed_messages: int = option(
         rule=POSITIVE, doc="Messages that all producers of a run together take per interval."
     )
-    interval: float = option(rule=SECONDS, doc="Seconds after which the count starts anew.")
+    interval: float = option(rule=SECONDS, doc="Seconds after which the count is reset.")
 
 
 @options
 class RetryPolicy(Options):
-    """What becomes of a message that failed with ``on_failure="retry"``.
+    """How a message that failed with ``on_failure="retry"`` is retried.
 
-    The delay before attempt *n* + 1 is ``backoff * 2 ** (n - 1)``, at most ``max_backoff``, made
-    longer or shorter at random by up to ``jitter`` of itself.
+    The delay before attempt *n* + 1 is ``backoff * 2 ** (n - 1)``, at most ``max_backoff``, and
+    randomly longer or shorter by up to ``jitter`` of itself.
     """
 
     max_attempts: int = option(
-        default=5, rule=POSITIVE, doc="Recorded failures after which a message is retried no more."
+        default=5, rule=POSITIVE, doc="Recorded failures after which a message is not retried."
     )
     backoff: float = option(
         default=60.0,
         rule=SECONDS_OR_ZERO,
-        doc="Seconds before the second attempt; doubled for each more.",
+        doc="Seconds before the second attempt; doubled for each further attempt.",
     )
     max_backoff: float = option(
         default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds, before `jitter`."
     )
     jitter: float = option(
-        default=0.1, rule=FRACTION, doc="By which part a delay may be longer or shorter, at random."
+        default=0.1, rule=FRACTION, doc="The share of a delay by which it is randomly varied."
     )
     dead_letter: bool = option(
         default=True,
@@ -70,7 +70,7 @@ class RetryPolicy(Options):
 
 @options
 class Archive(Options):
-    """Keeps every message as it was received, so that a past interval can be run again."""
+    """Archives every message as received, so that a past interval can be run again."""
 
     time: Any = option(
         default="received_at",
@@ -78,20 +78,21 @@ class Archive(Options):
             "'received_at', 'enqueued_at', or a function of one argument",
             lambda value: value in _TIMES if isinstance(value, str) else FUNCTION.holds(value),
         ),
-        doc="By which time messages are kept, and intervals read: when the run received them, when"
-        " the broker took them, or what a function gives of the message as received: an aware"
-        " ``datetime``.  Where there is none, ``received_at`` stands in, and the run says so.",
+        doc="The timestamp by which messages are archived and intervals read: when the run received"
+        " them, when the broker enqueued them, or the result of a function of the received message:"
+        " an aware ``datetime``.  Where it is missing, ``received_at`` is used, and the run reports"
+        " it.",
     )
     keep: float | None = option(
         default=None,
         rule=SECONDS.or_none(),
-        doc="Seconds for which messages stay, by that time, hour by hour; ``None``: for ever.",
+        doc="Retention in seconds, by that timestamp, hour by hour; ``None``: unlimited.",
     )
     on_gap: str = option(
         default="report",
         rule=one_of("report", "refuse"),
-        doc="What a backfill does whose interval is known not to be whole, or to hold nothing:"
-        " ``report`` says so in its report, ``refuse`` fails before it handles anything.",
+        doc="How a backfill treats an interval that is known to be incomplete or empty: ``report``"
+        " notes it in its report, ``refuse`` fails before it handles anything.",
     )
 
 
@@ -110,13 +111,13 @@ class Processors(Options):
     executor: str = option(
         default="threads",
         rule=one_of("threads", "processes"),
-        doc="``processes`` runs callbacks beside each other in processes of their own: for"
-        " callbacks that compute; their messages and results must be picklable.",
+        doc="``processes`` runs callbacks in parallel child processes: for CPU-bound callbacks;"
+        " their messages and results must be picklable.",
     )
     max_demand: int = option(
         default=AUTO,
         rule=POSITIVE,
-        doc="With ``min_demand``, sets the chunk that one call of ``prepare_messages`` gets:"
+        doc="With ``min_demand``, sets the size of the chunk passed to ``prepare_messages``:"
         " ``max_demand - min_demand`` messages.  10 as in Broadway.",
     )
     min_demand: int = option(
@@ -146,11 +147,11 @@ class Processors(Options):
 
     @property
     def chunk_size(self) -> int:
-        """Messages in one chunk."""
+        """The number of messages in one chunk."""
         return self.max_demand - self.min_demand
 
 
-#: Defaults of batchers by engine: Broadway's for Python; for Spark, what is worth a Spark job.
+#: Defaults of batchers by engine: Broadway's for Python; for Spark, sizes that justify a Spark job.
 _BATCHER_DEFAULTS: dict[str, dict[str, Any]] = {
     "python": {"batch_size": 100, "batch_bytes": None, "batch_timeout": 1.0},
     "spark": {"batch_size": 100_000, "batch_bytes": 128 * 1024 * 1024, "batch_timeout": None},
@@ -174,7 +175,7 @@ class Batcher(Options):
     engine: str = option(
         default="spark",
         rule=one_of("spark", "python"),
-        doc="What runs ``handle_batch``: ``spark`` gives it a DataFrame, ``python`` a list.",
+        doc="What runs ``handle_batch``: ``spark`` passes it a DataFrame, ``python`` a list.",
     )
     batch_size: Any = option(
         default=AUTO,
@@ -204,7 +205,7 @@ class Batcher(Options):
     max_demand: int = option(
         default=AUTO,
         rule=POSITIVE,
-        doc="Sets the runs in which a flush works; ``batch_size`` unless given.",
+        doc="Sets the chunks of a flush; ``batch_size`` by default.",
     )
     partition_by: Callable[[Any], int] | None = option(
         default=None,
@@ -215,7 +216,7 @@ class Batcher(Options):
     merge_keys: bool = option(
         default=False,
         rule=BOOL,
-        doc="Let one call carry whole batches of many keys, up to ``batch_size`` together.",
+        doc="Whether one call may carry whole batches of many keys, up to ``batch_size`` together.",
     )
     schema: str | None = option(
         default=None,
@@ -229,8 +230,8 @@ class Batcher(Options):
     outlets: Any = option(
         default=(),
         rule=Rule("a list of names or URIs of assets", _is_names),
-        doc="Airflow assets that its batches change: when the task that handled them has ended"
-        " well, each has an event with counts and the ids of batches.",
+        doc="Airflow assets that its batches update: when the task that handled them succeeds, each"
+        " gets an event with counts and batch ids.",
     )
 
     def _resolve(self) -> None:
@@ -238,11 +239,11 @@ class Batcher(Options):
             value = getattr(self, name)
             if is_template(value):
                 raise OptionsError(
-                    f"Batcher.{name}", "no template: it says which tasks the Dag has", value
+                    f"Batcher.{name}", "no template: it determines the tasks of the Dag", value
                 )
         if any(map(is_template, (self.outlets, *self.outlets))):
             raise OptionsError(
-                "Batcher.outlets", "no template: it says which assets the Dag has", self.outlets
+                "Batcher.outlets", "no template: it determines the assets of the Dag", self.outlets
             )
         for name, value in _BATCHER_DEFAULTS.get(self.engine, {}).items():
             self._default(name, value)
@@ -265,18 +266,18 @@ class Batcher(Options):
 
     @property
     def staged_timeout(self) -> float | None:
-        """The ``batch_timeout`` of messages that are all staged before the first is batched.
+        """The ``batch_timeout`` for messages that are all staged before the first is batched.
 
-        It counts by when they were received.  There is none by default: nothing waits any more, so
-        that what is there fills the batch.
+        Measured by ``received_at``.  ``None`` by default: there is nothing more to wait for, so
+        that batches are filled from all staged messages.
         """
         return None if "batch_timeout" in getattr(self, "_auto", ()) else self.batch_timeout
 
     def check_schema(self, path: str) -> None:
-        """Check that the schema can be read.  Not when it is made: then its name is not known.
+        """Validates the schema; not done by the constructor, which has no path for errors.
 
-        :param path: Where the batcher stands.
-        :raises OptionsError: Saying where the DDL goes wrong.
+        :param path: The batcher's path.
+        :raises OptionsError: With the position of the error in the DDL.
         """
         if self.schema is None or is_template(self.schema):
             return

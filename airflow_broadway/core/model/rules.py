@@ -1,4 +1,4 @@
-"""What an option's value must be: rules, and how rendered template text is read by them."""
+"""Validation rules of option values, and how rendered template text is parsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Auto:
-    """The default that depends on another option; replaced when the options are built."""
+    """A default that depends on another option; replaced when the options are built."""
 
     def __repr__(self) -> str:
         return "AUTO"
@@ -21,11 +21,11 @@ AUTO: Any = _Auto()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be.
+    """A validation rule.
 
     :param text: The rule as a phrase that follows "expected".
-    :param holds: Whether a value obeys it.
-    :param read: Turns rendered template text into a value; ``None`` where text is right as it is.
+    :param holds: Returns whether a value satisfies it.
+    :param read: Parses rendered template text into a value; ``None`` where text needs no parsing.
     """
 
     text: str
@@ -33,14 +33,14 @@ class Rule:
     read: Callable[[str], Any] | None = None
 
     def admits(self, value: Any) -> bool:
-        """Whether a value obeys it, of whatever type it is."""
+        """Returns whether a value of any type satisfies it."""
         try:
             return bool(self.holds(value))
-        except TypeError:  # it cannot even be asked, such as for what is not hashable
+        except TypeError:  # the check itself is undefined, such as for an unhashable value
             return False
 
     def or_none(self) -> Rule:
-        """The same rule, with ``None`` allowed."""
+        """Returns the same rule, with ``None`` allowed."""
         holds, read = self.holds, self.read
         return Rule(
             f"{self.text} or None",
@@ -50,7 +50,7 @@ class Rule:
 
 
 def is_int(value: object) -> bool:
-    """Whether it is an integer, and no truth value."""
+    """Returns whether it is an integer, and not a boolean."""
     return type(value) is int
 
 
@@ -63,12 +63,12 @@ def _read_bool(text: str) -> object:
 
 
 def one_of(*values: str) -> Rule:
-    """One of some words."""
+    """Returns the rule "one of these words"."""
     return Rule(f"one of {sorted(values)}", lambda value: value in values)
 
 
 def at_least(low: int) -> Rule:
-    """An integer from ``low`` up."""
+    """Returns the rule "an integer of at least ``low``"."""
     return Rule(f"an integer of at least {low}", lambda v: is_int(v) and v >= low, int)
 
 
@@ -112,7 +112,7 @@ JSON = Rule("a JSON value", _is_json)
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with ``count`` arguments."""
+    """Returns whether a function can be called with ``count`` arguments."""
     import inspect
 
     try:

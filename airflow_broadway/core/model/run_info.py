@@ -1,4 +1,4 @@
-"""What a callback may know about the run that it works in."""
+"""Information on the current run, for callbacks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from airflow_broadway.core.model.run_source import RunSource
 
-_INSTANTS = ("logical_date", "data_interval_start", "data_interval_end")
+_TIMESTAMPS = ("logical_date", "data_interval_start", "data_interval_end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The Airflow run a pipeline works in: the same on worker and Spark driver.
+    """The Airflow run of a pipeline; equal on worker and Spark driver.
 
-    :param logical_date: Aware UTC; ``None`` where the run has none, as the next two.
+    :param logical_date: Aware UTC; ``None`` where the run has none, like the next two.
     :param params: The run's params, JSON.
-    :param try_number: Of the task that runs the callback; 1 at first.
-    :param source: Where the run's messages come from; ``source.is_backfill`` says whether they are
-        those of a past interval, and ``source.interval`` of which.
+    :param try_number: The try number of the task that runs the callback; from 1.
+    :param source: The source of the run's messages; ``source.is_backfill`` is whether they are of a
+        past interval, and ``source.interval`` is that interval.
     """
 
     dag_id: str = "local"
@@ -33,19 +33,19 @@ class RunInfo:
     source: RunSource = field(default_factory=RunSource)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that :meth:`from_json` reads back."""
+        """Returns a JSON value that :meth:`from_json` reads back."""
         value = asdict(self)
-        for name in _INSTANTS:
-            instant = value[name]
-            value[name] = None if instant is None else instant.isoformat()
+        for name in _TIMESTAMPS:
+            timestamp = value[name]
+            value[name] = None if timestamp is None else timestamp.isoformat()
         return {**value, "source": self.source.to_json()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RunInfo:
-        """Read what :meth:`to_json` wrote."""
-        read = dict(value)
-        for name in _INSTANTS:
-            text = read.get(name)
-            read[name] = None if text is None else datetime.fromisoformat(text)
-        read["source"] = RunSource.from_json(read.get("source") or {})
-        return cls(**read)
+        """Reads what :meth:`to_json` wrote."""
+        fields = dict(value)
+        for name in _TIMESTAMPS:
+            text = fields.get(name)
+            fields[name] = None if text is None else datetime.fromisoformat(text)
+        fields["source"] = RunSource.from_json(fields.get("source") or {})
+        return cls(**fields)

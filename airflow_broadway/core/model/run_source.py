@@ -1,4 +1,4 @@
-"""Where a run's messages come from: the live queue, or something that is past."""
+"""The source of a run's messages: the live queue, or data of the past."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS: Final = (LIVE, ARCHIVE, DEAD_LETTERS, LOG, RUN)
 
 
 class Interval(NamedTuple):
-    """A stretch of time, from its start to before its end; both aware UTC."""
+    """A time interval, end exclusive; both aware UTC."""
 
     start: datetime
     end: datetime
@@ -30,12 +30,12 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSource:
-    """Where the messages of one run come from.
+    """The source of one run's messages.
 
     :param kind: One of :data:`KINDS`.
-    :param interval: What is read, of an archive or a log.
-    :param run_id: The past run whose batches are run again, of the same Dag.
-    :param only: What of it, where that can be chosen: JSON.
+    :param interval: The interval read from an archive or a log.
+    :param run_id: The past run of the same Dag whose batches are run again.
+    :param only: A selection of it, where supported: JSON.
     """
 
     kind: str = LIVE
@@ -50,35 +50,35 @@ class RunSource:
 
     @property
     def asks_broker(self) -> bool:
-        """Whether a broker holds the messages; a run of another source asks none for anything."""
+        """Whether a broker holds the messages; a run of another source sends no broker requests."""
         return self.kind not in (ARCHIVE, RUN)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is read, whatever the budgets say."""
+        """Whether all of it is read, regardless of budgets."""
         return self.kind in (ARCHIVE, LOG, RUN)
 
     @property
     def goes_on(self) -> bool:
-        """Whether a run that is cleared goes on with what is left; else it reads all anew."""
+        """Whether a cleared run continues with the remaining messages; else it reads all again."""
         return self.kind not in (ARCHIVE, RUN)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that :meth:`from_json` reads back; empty for the live queue."""
+        """Returns a JSON value that :meth:`from_json` reads back; empty for the live queue."""
         if self == RunSource():
             return {}
         return {
             "kind": self.kind,
             "interval": None
             if self.interval is None
-            else [each.isoformat() for each in self.interval],
+            else [timestamp.isoformat() for timestamp in self.interval],
             "run_id": self.run_id,
             "only": dict(self.only),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RunSource:
-        """Read what :meth:`to_json` wrote."""
+        """Reads what :meth:`to_json` wrote."""
         if not value:
             return cls()
         interval = value["interval"]
@@ -86,7 +86,7 @@ class RunSource:
             kind=value["kind"],
             interval=None
             if interval is None
-            else Interval(*(datetime.fromisoformat(each) for each in interval)),
+            else Interval(*(datetime.fromisoformat(text) for text in interval)),
             run_id=value["run_id"],
             only=value["only"],
         )

@@ -180,7 +180,7 @@ def test_an_interval_of_the_archive_is_counted_by_its_index(world: World) -> Non
         "2013-01-01T10:00:00+00:00",
     ]
     assert state(world)[0] == before[0]
-    assert "A run would take all that is of the interval: 3 at most." in lines_of({"look": look})
+    assert "A run would take all messages of the interval: 3 at most." in lines_of({"look": look})
 
 
 def test_what_is_missing_of_an_interval_is_told(world: World) -> None:
@@ -216,7 +216,7 @@ def test_what_no_broker_tells_is_unknown_and_not_none(
 
     assert look["messages"] is None
     assert lines_of({"look": look})[-1] == (
-        "How many messages there are, nobody could say: unknown, not none."
+        "The number of messages is unknown: it could not be counted, and is not zero."
     )
 
 

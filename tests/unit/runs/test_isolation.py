@@ -171,8 +171,8 @@ def test_a_poison_message_is_set_aside_and_its_neighbours_are_handled(tmp_path: 
     }
     lines = lines_of(report)
     assert f"{world.deaths()} processes died at batches." in lines
-    assert "1 whole task died at batches, which tells against no message." in lines
-    assert "  default: 3 batches split, 1 message set aside (crashed)" in lines
+    assert "1 whole task died at batches, which counts against no message." in lines
+    assert "  default: 3 batches split, 1 message dead-lettered (crashed)" in lines
     # And each success was recorded in one batch
     done = Counter(call.number for call in world.run.calls())
     assert set(done) == set(world.numbers)

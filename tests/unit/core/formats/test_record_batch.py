@@ -292,7 +292,7 @@ def test_many_threads_record_beside_each_other(
 
 
 def test_an_outcome_that_is_gone_or_was_changed_has_no_lines(files: Files) -> None:
-    with pytest.raises(StagingDamaged, match="is not there"):
+    with pytest.raises(StagingDamaged, match="is missing"):
         list(entry_lines(files, f"{FOLDER}/x.json"))
     recorder_of(files).record(outcome(lines=["one", "two"]))
     path = files.root / FOLDER / "x.json"
