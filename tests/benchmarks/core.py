@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
 from airflow_broadway.core.local.engine import Engine
 from airflow_broadway.core.model.acks import AckRef
-from airflow_broadway.core.schema.json_text import _encoded, encode_metadata
+from airflow_broadway.core.schema.json_text import _encode_entry, encode_metadata
 from airflow_broadway.core.stages.batcher import BatcherStage
 from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.testing import DummyProducer
@@ -150,7 +150,7 @@ def bench_core() -> list[dict[str, Any]]:
     told = _process(Identity())
     telemetry.detach(handler)
     # Without the short ways for what most brokers send.
-    long = _metadata(lambda given: {key: _encoded(key, value) for key, value in given.items()})
+    long = _metadata(lambda given: {key: _encode_entry(key, value) for key, value in given.items()})
     short = _metadata(encode_metadata)
     figures = {
         "core.identity": _whole(Identity),

@@ -1,18 +1,18 @@
-"""Schemas: what the data of a batcher looks like, written as Spark DDL.
+"""Schemas: the data columns of a batcher, written as Spark DDL.
 
-``Batcher(schema="origin string not null, dep_delay double")`` is read while a Dag is parsed, where
-neither Spark nor a session exists, hence our own parser::
+``Batcher(schema="origin string not null, dep_delay double")`` is parsed together with the Dag,
+where neither Spark nor a session exists; hence our own parser::
 
     schema  = column ("," column)*
     column  = name [":"] type ["NOT NULL"] ["COMMENT" text]
     type    = simple | DECIMAL ["(" precision ["," scale] ")"]
             | ARRAY "<" type ">" | MAP "<" type "," type ">" | STRUCT "<" column ("," column)* ">"
 
-Keywords are read in any case; a name that is not a plain word of ASCII letters, digits and ``_``
-stands in backquotes, with a backquote inside it doubled.  ``timestamp`` is always an instant,
-whatever ``spark.sql.timestampType`` says.  Comments are kept and change nothing.
+Keywords are case-insensitive.  A name that is not a plain word of ASCII letters, digits and ``_``
+is quoted with backquotes, with a backquote inside it doubled.  ``timestamp`` always has a time
+zone, regardless of ``spark.sql.timestampType``.  Comments are kept and have no effect.
 
-:meth:`Schema.converter` makes the function that checks and converts one message's data.
+:meth:`Schema.converter` compiles the function that validates and converts one message's data.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
     "parse_schema",
 ]
 
-#: How many arrays, maps and structs may stand inside each other.
+#: The maximum nesting of arrays, maps and structs.
 MAX_DEPTH = 32
 
 
@@ -67,7 +67,7 @@ MAX_DEPTH = 32
 class Schema:
     """The columns of a batch's data, in order.
 
-    :raises SchemaError: If there is no column, or two have one name whatever its case.
+    :raises SchemaError: If there is no column, or two names are equal ignoring case.
     """
 
     fields: tuple[Field, ...]
@@ -87,26 +87,26 @@ class Schema:
 
     @property
     def struct(self) -> Struct:
-        """The schema as the type of one column that holds it all."""
+        """The schema as the type of a single column."""
         return Struct(self.fields)
 
     def converter(self) -> Converter:
-        """Compile the function that turns one message's data into a tuple of column values.
+        """Compiles the function that converts one message's data to a tuple of column values.
 
-        Each call makes a new one, for one thread: it counts the keys that it drops.
+        Each call returns a new one, for one thread: it counts the keys that it drops.
         """
         return Converter(self.fields)
 
     def reader(self) -> Callable[[tuple[Any, ...]], dict[str, Any]]:
-        """Compile the function that turns a tuple of column values into a message's data again."""
+        """Compiles the function that converts a tuple of column values to a message's data."""
         return reader_of(self.fields)
 
 
 def parse_schema(ddl: str) -> Schema:
-    """Read a schema from Spark DDL, e.g. ``"origin string not null, dep_delay double"``.
+    """Parses a schema from Spark DDL, e.g. ``"origin string not null, dep_delay double"``.
 
-    :raises SchemaError: Naming the character where the text goes wrong, what stands there and
-        what is expected.  No other error leaves here, whatever the text.
+    :raises SchemaError: Naming the position of the error, the text there and what is expected.  No
+        other error is raised, whatever the text.
     """
     if not isinstance(ddl, str):
         raise SchemaError(f"a schema is DDL text, not {type(ddl).__name__}")
@@ -129,7 +129,7 @@ _SIMPLE = {
 _DECIMAL = ("decimal", "dec", "numeric")
 _TYPE_NAMES = (*_SIMPLE, *_DECIMAL, "array", "map", "struct")
 
-#: Types of Spark, or of other systems, that are not read here, and what to write instead.
+#: Unsupported type names, of Spark or of other systems, and their replacements.
 _INSTEAD = {
     "bool": "boolean",
     "bytea": "binary",
@@ -169,7 +169,7 @@ _TOKEN = re.compile(
 )
 _SPACE = re.compile(r"\s*")
 _ESCAPE = re.compile(r"\\(.)|''|\"\"", re.DOTALL)
-_ESCAPES_SHOWN = r"\n \r \t \\ \' and \""
+_VALID_ESCAPES = r"\n \r \t \\ \' and \""
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
@@ -184,7 +184,7 @@ class _Token(NamedTuple):
             return "the end"
         return repr(self.text if len(self.text) <= 40 else self.text[:40] + "…")
 
-    def says(self, *words: str) -> bool:
+    def is_word(self, *words: str) -> bool:
         return self.kind == "word" and self.text.lower() in words
 
 
@@ -194,7 +194,7 @@ class _Token(NamedTuple):
 
 
 class _Parser:
-    """One reading of one text, one token ahead; a method for each rule of the grammar."""
+    """A recursive-descent parser of one text, with one token of lookahead."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -219,7 +219,7 @@ class _Parser:
     def _column(self, depth: int, seen: dict[str, str]) -> Field:
         start = self._token
         name = self._name()
-        if start.says("struct") and self._token.text == "<":
+        if start.is_word("struct") and self._token.text == "<":
             self._fail("a type after the name; list the columns alone, without struct<…>")
         self._skip(":")
         kind = self._type(depth)
@@ -251,12 +251,12 @@ class _Parser:
         if start.kind != "word":
             self._fail("a type")
         if word not in _TYPE_NAMES:
-            self._fail("a type", hint=_nearest_type(word))
+            self._fail("a type", hint=_suggest_type(word))
         self._advance()
         if word in _SIMPLE:
             return _SIMPLE[word]
         if depth >= MAX_DEPTH and word not in _DECIMAL:
-            raise self._error(start.at, f"more than {MAX_DEPTH} types stand inside each other")
+            raise self._error(start.at, f"types are nested more than {MAX_DEPTH} deep")
         try:
             if word in _DECIMAL:
                 return self._decimal()
@@ -277,23 +277,23 @@ class _Parser:
 
     def _nested(self, word: str, depth: int) -> DataType:
         self._expect("<")
-        made: DataType
+        nested: DataType
         if word == "array":
-            made = Array(self._type(depth))
+            nested = Array(self._type(depth))
         elif word == "map":
             key = self._type(depth)
             self._expect(",")
-            made = Map(key, self._type(depth))
+            nested = Map(key, self._type(depth))
         else:
-            made = Struct(self._columns(depth))
+            nested = Struct(self._columns(depth))
         if self._token.text != ">":
             self._fail("',', NOT NULL, COMMENT or '>'" if word == "struct" else "'>'")
         self._advance()
-        return made
+        return nested
 
     def _number(self) -> int:
         token = self._token
-        # More digits are out of every range here, and thousands would be too many for int().
+        # More digits are out of any valid range, and int() refuses thousands of them.
         if token.kind != "number" or len(token.text) > 9:
             self._fail("a small whole number")
         self._advance()
@@ -306,30 +306,30 @@ class _Parser:
         self._advance()
         quote = token.text[0]
 
-        def plain(match: re.Match[str]) -> str:
+        def unescape(match: re.Match[str]) -> str:
             escaped = match[1]
             if escaped is None:
-                # A doubled quote stands for one, unless it is the other kind: then for itself.
+                # A doubled quote of the text's own kind is one quote; of the other kind, two.
                 return quote if match[0][0] == quote else match[0]
             if escaped not in _ESCAPED:
                 at = token.at + 1 + match.start()
-                raise self._error(at, f"expected one of {_ESCAPES_SHOWN}, found {match[0]!r}")
+                raise self._error(at, f"expected one of {_VALID_ESCAPES}, found {match[0]!r}")
             return _ESCAPED[escaped]
 
-        return _ESCAPE.sub(plain, token.text[1:-1])
+        return _ESCAPE.sub(unescape, token.text[1:-1])
 
     # ----------------------------------------------------------------------------------------------
 
     def _scan(self) -> Iterator[_Token]:
         text, at = self._text, 0
         while True:
-            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # may match nothing
             if at == len(text):
                 yield _Token("end", "", at)
                 return
             match = _TOKEN.match(text, at)
             if match is None:
-                raise self._error(at, _strange(text[at]))
+                raise self._error(at, _describe_unexpected(text[at]))
             yield _Token(str(match.lastgroup), match[0], at)
             at = match.end()
 
@@ -337,14 +337,14 @@ class _Parser:
         self._token = next(self._tokens)
 
     def _skip(self, mark: str) -> bool:
-        if found := self._token.text == mark:
+        if is_next := self._token.text == mark:
             self._advance()
-        return found
+        return is_next
 
     def _skip_word(self, word: str) -> bool:
-        if found := self._token.says(word):
+        if is_next := self._token.is_word(word):
             self._advance()
-        return found
+        return is_next
 
     def _expect(self, mark: str) -> None:
         if not self._skip(mark):
@@ -353,17 +353,17 @@ class _Parser:
     def _fail(self, expected: str, *, hint: str = "") -> NoReturn:
         raise self._error(self._token.at, f"expected {expected}, found {self._token.shown}{hint}")
 
-    def _error(self, at: int, what: str) -> _LocatedError:
+    def _error(self, at: int, problem: str) -> _LocatedError:
         before, after = self._text[max(0, at - 20) : at], self._text[at : at + 20]
         near = f" (near {before + after!r})" if before or after else ""
-        return _LocatedError(f"schema, character {at + 1}: {what}{near}")
+        return _LocatedError(f"schema, character {at + 1}: {problem}{near}")
 
 
 class _LocatedError(SchemaError):
-    """An error that already names its place, on its way out through the grammar."""
+    """An error that already contains its position; passes through the grammar unchanged."""
 
 
-def _nearest_type(word: str) -> str:
+def _suggest_type(word: str) -> str:
     near = _INSTEAD.get(word)
     for match in () if near else difflib.get_close_matches(word[:40], _TYPE_NAMES, n=1):
         near = match
@@ -372,10 +372,10 @@ def _nearest_type(word: str) -> str:
     return f"; did you mean {near!r}?"
 
 
-def _strange(character: str) -> str:
+def _describe_unexpected(character: str) -> str:
     if character in "`'\"":
         return f"found {character} without the {character} that closes it"
     return (
         f"expected a name, a type or ',', found {character!r}; "
-        "a name that is not a plain word stands in backquotes"
+        "quote a name that is not a plain word with backquotes"
     )

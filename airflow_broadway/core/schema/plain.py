@@ -1,14 +1,15 @@
-"""Plain Python values as text, and back as they were: what reaches a Python batcher from elsewhere.
+"""Serializes plain Python values as text, with their types: what a Python batcher reads.
 
 Plain are ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``Decimal``, ``date``,
 ``datetime`` and ``UUID``, and lists, tuples, sets, frozensets and dictionaries of plain values.
-They come back equal and of the same type.  What is nearly one of them comes back as that one: a
+They are restored equal and with the same type.  Related types are restored as the plain one: a
 ``NamedTuple`` as a tuple, an ``IntEnum`` as an ``int``, any mapping as a ``dict``, a ``bytearray``
-as ``bytes``, an aware ``datetime`` as the same instant in UTC.  All else is refused, and so is text
-that UTF-8 cannot encode.
+as ``bytes``, an aware ``datetime`` in UTC.  All else is refused, and so is text that UTF-8 cannot
+encode.
 
-What JSON can say is written as JSON.  Anything else is ``{"!": tagged}``, where tagged scalars are
-themselves and all else is a list of a kind and what makes it: ``{"!":["tuple",[1,2]]}``.
+Values that JSON supports are written as JSON.  Any other is ``{"!": tagged}``, where tagged scalars
+are written unchanged, and all else as a list of a type's name and its content:
+``{"!":["tuple",[1,2]]}``.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ _encode: Final = json.JSONEncoder(
 
 
 def dump(value: Any, path: str = "data") -> str:
-    """Return ``value`` as text for :func:`load`.
+    """Serializes ``value`` as text for :func:`load`.
 
-    :param path: What errors call the value.
-    :raises ConversionError: Naming the place of what is no plain value.
+    :param path: The name of the value in errors.
+    :raises ConversionError: Naming the path of a part that is not plain.
     """
     try:
         if _is_json(value) and not (type(value) is dict and len(value) == 1 and _TAG in value):
             return _encode(value)
-    except (RecursionError, ValueError):  # it is refused below, with its place
+    except (RecursionError, ValueError):  # refused below, with its path
         pass
-    return _wholly_tagged(value, path)
+    return _dump_tagged(value, path)
 
 
 def load(text: str) -> Any:
-    """Return the value that :func:`dump` wrote."""
+    """Returns the value that :func:`dump` wrote."""
     value = json.loads(text)
     if type(value) is dict and len(value) == 1 and _TAG in value:
-        return _made(value[_TAG])
+        return _restore(value[_TAG])
     return value
 
 
 def stays(value: Any) -> bool:
-    """Whether :func:`dump` takes ``value`` and :func:`load` gives an equal one of the same types.
+    """Returns whether :func:`dump` accepts ``value`` and :func:`load` restores it with equal types.
 
-    In doubt it says no.
+    Returns ``False`` if in doubt.
 
-    :raises RecursionError: If the value is nested too deeply, or in a circle.
+    :raises RecursionError: If the value is nested too deeply, or has circular references.
     """
     kind = type(value)
     if kind is str:
@@ -75,7 +76,7 @@ def stays(value: Any) -> bool:
         for key, item in value.items():
             if not ((type(key) is str and key.isascii()) or stays(key)):
                 return False
-            # The most frequent once more, for a call costs more than the rest.
+            # The most frequent type is inlined: a call costs more than the rest.
             if type(item) is str:
                 if not (item.isascii() or encodable(item)):
                     return False
@@ -92,57 +93,57 @@ def stays(value: Any) -> bool:
 
 
 def dump_key(key: Any) -> str:
-    """Return a batch key as text: JSON if it is a scalar or a tuple of such, else tagged.
+    """Serializes a batch key: as JSON if it is a scalar or a tuple of such, else tagged.
 
-    Keys of one text are one key: ``1``, ``True`` and ``1.0`` are three, every NaN is the same.
+    Keys of equal text are equal: ``1``, ``True`` and ``1.0`` are three keys, every NaN is the same.
 
-    :raises ConversionError: If it is no plain value.
+    :raises ConversionError: If it is not a plain value.
     """
-    # No key is a list, nor a dictionary: JSON's lists stand for tuples, and its objects for tags.
+    # A key is neither a list nor a dictionary: JSON's lists stand for tuples, its objects for tags.
     try:
         if _is_listed(key):
             return _encode(_listed(key))
-    except (RecursionError, ValueError):  # it is refused below
+    except (RecursionError, ValueError):  # refused below
         pass
-    text = _wholly_tagged(key, "batch_key")
+    text = _dump_tagged(key, "batch_key")
     plain = load(text)
     return _encode(_listed(plain)) if _is_listed(plain) else text
 
 
 def load_key(value: Any) -> Any:
-    """Return the key that :func:`dump_key` wrote, of its JSON."""
+    """Returns the key that :func:`dump_key` wrote, from its JSON."""
     if type(value) is dict:
-        return _made(value[_TAG])
-    return tuple(load_key(each) for each in value) if type(value) is list else value
+        return _restore(value[_TAG])
+    return tuple(load_key(item) for item in value) if type(value) is list else value
 
 
 def dump_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return metadata as text under each key: text as it is, anything else tagged.
+    """Serializes metadata as text under each key: text unchanged, anything else tagged.
 
-    :raises ConversionError: Naming the place of what is no plain value, or a key that is no text.
+    :raises ConversionError: Naming the path of a part that is not plain, or a key that is not text.
     """
-    made: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, value in metadata.items():
         if not isinstance(key, str) or not encodable(key):
             raise MisfitError("metadata", "keys that are text", describe(key))
         if type(value) is str and encodable(value) and not value.startswith(_TAGGED):
-            made[key] = value
+            texts[key] = value
         elif value is None:
-            made[key] = _NONE
+            texts[key] = _NONE
         elif type(value) is dict and not value:
-            made[key] = _EMPTY
+            texts[key] = _EMPTY
         else:
-            made[key] = _wholly_tagged(value, f"metadata[{key!r}]")
-    return made
+            texts[key] = _dump_tagged(value, f"metadata[{key!r}]")
+    return texts
 
 
 def load_metadata(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata that :func:`dump_metadata` wrote."""
-    return {key: _loaded(text) if text.startswith(_TAGGED) else text for key, text in texts.items()}
+    """Returns the metadata that :func:`dump_metadata` wrote."""
+    return {key: _untag(text) if text.startswith(_TAGGED) else text for key, text in texts.items()}
 
 
-def _loaded(text: str) -> Any:
-    """A tagged value; what stands for nothing is known without being read."""
+def _untag(text: str) -> Any:
+    """Loads a tagged value; ``None`` and ``{}`` without parsing."""
     return None if text == _NONE else {} if text == _EMPTY else load(text)
 
 
@@ -154,7 +155,7 @@ _JSON_SCALARS: Final = frozenset({type(None), bool, int})
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON says all of ``value``, its types included."""
+    """Returns whether JSON preserves ``value``, its types included."""
     kind = type(value)
     if kind is str:
         return value.isascii() or encodable(value)
@@ -175,29 +176,29 @@ def _is_json(value: Any) -> bool:
 
 
 def _is_listed(key: Any) -> bool:
-    """Whether JSON says all of a key, a list standing for a tuple."""
+    """Returns whether JSON preserves a key, with lists in place of tuples."""
     if type(key) is tuple:
         return all(map(_is_listed, key))
     return type(key) not in (list, dict) and _is_json(key)
 
 
 def _listed(key: Any) -> Any:
-    return [_listed(each) for each in key] if type(key) is tuple else key
+    return [_listed(item) for item in key] if type(key) is tuple else key
 
 
-def _wholly_tagged(value: Any, path: str) -> str:
+def _dump_tagged(value: Any, path: str) -> str:
     try:
-        return _encode({_TAG: _tagged(value, path)})
+        return _encode({_TAG: _tag(value, path)})
     except RecursionError:
         raise MisfitError(
-            path, "data nested less deeply, and never in a circle", describe(value)
+            path, "data nested less deeply, without circular references", describe(value)
         ) from None
-    except ValueError:  # an int of too many digits, somewhere in it
+    except ValueError:  # it contains an int of too many digits
         raise MisfitError(path, _RULE, describe(value)) from None
 
 
-def _tagged(value: Any, path: str) -> Any:
-    """A value as JSON that names its types."""
+def _tag(value: Any, path: str) -> Any:
+    """Returns a value as JSON that names its types."""
     if value is None or value is True or value is False:
         return value
     for kind, tag in _TAGS:
@@ -218,25 +219,26 @@ def _number(value: float, path: str) -> Any:
     return number if math.isfinite(number) else ["float", repr(number)]
 
 
-def _instant(value: datetime, path: str) -> Any:
-    # pandas' NaT claims to be a datetime, and its Timestamp counts nanoseconds.
+def _timestamp(value: datetime, path: str) -> Any:
+    # pandas' NaT is a datetime, and its Timestamp has nanoseconds.
     if value != value or getattr(value, "nanosecond", None):  # noqa: PLR0124
         raise MisfitError(path, "a datetime of at most microseconds", describe(value))
     try:
-        moment = value if value.utcoffset() is None else value.astimezone(UTC)
+        utc = value if value.utcoffset() is None else value.astimezone(UTC)
     except OverflowError:
-        raise MisfitError(path, "an instant from year 1 to 9999, in UTC", describe(value)) from None
-    return ["datetime", datetime.isoformat(moment)]
+        rule = "a timestamp from year 1 to 9999, in UTC"
+        raise MisfitError(path, rule, describe(value)) from None
+    return ["datetime", datetime.isoformat(utc)]
 
 
 def _items(value: Iterable[Any], path: str) -> list[Any]:
-    return [_tagged(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    return [_tag(item, f"{path}[{index}]") for index, item in enumerate(value)]
 
 
 def _members(kind: str) -> Callable[[Any, str], Any]:
     def tag(value: Any, path: str) -> Any:
-        # Sorted by their text, for a set has no order that another process would see too.
-        return [kind, sorted((_tagged(item, path) for item in value), key=_encode)]
+        # Sorted by their text: the iteration order of a set differs between processes.
+        return [kind, sorted((_tag(item, path) for item in value), key=_encode)]
 
     return tag
 
@@ -244,11 +246,11 @@ def _members(kind: str) -> Callable[[Any, str], Any]:
 def _pairs(value: Mapping[Any, Any], path: str) -> Any:
     pairs = []
     for key, item in value.items():
-        pairs.append([_tagged(key, path), _tagged(item, f"{path}[{key!r:.40}]")])
+        pairs.append([_tag(key, path), _tag(item, f"{path}[{key!r:.40}]")])
     return ["dict", pairs]
 
 
-#: By type, subclasses before those they derive from: how a value is tagged.
+#: The tagging function by type, subclasses before their base classes.
 _TAGS: Final[tuple[tuple[Any, Callable[[Any, str], Any]], ...]] = (
     (str, _text),
     (int, lambda value, path: int(value)),
@@ -260,7 +262,7 @@ _TAGS: Final[tuple[tuple[Any, Callable[[Any, str], Any]], ...]] = (
     (set, _members("set")),
     (Mapping, _pairs),
     (Decimal, lambda value, path: ["decimal", str(value)]),
-    (datetime, _instant),
+    (datetime, _timestamp),
     (date, lambda value, path: ["date", date.isoformat(value)]),
     (uuid.UUID, lambda value, path: ["uuid", value.hex]),
 )
@@ -270,28 +272,28 @@ def _base64(value: Any) -> str:
     return base64.b64encode(bytes(value)).decode("ascii")
 
 
-def _made(tagged: Any) -> Any:
-    """The value of some JSON that names its types."""
+def _restore(tagged: Any) -> Any:
+    """Returns the value of JSON that names its types."""
     if type(tagged) is not list:
         return tagged
-    kind, of = tagged
-    return _MAKE[kind](of)
+    kind, content = tagged
+    return _RESTORE[kind](content)
 
 
-_MAKE: Final[dict[str, Callable[[Any], Any]]] = {
+_RESTORE: Final[dict[str, Callable[[Any], Any]]] = {
     "float": float,
     "bytes": base64.b64decode,
-    "list": lambda of: [_made(each) for each in of],
-    "tuple": lambda of: tuple([_made(each) for each in of]),
-    "frozenset": lambda of: frozenset([_made(each) for each in of]),
-    "set": lambda of: {_made(each) for each in of},
-    "dict": lambda of: {_made(key): _made(item) for key, item in of},
+    "list": lambda content: [_restore(item) for item in content],
+    "tuple": lambda content: tuple([_restore(item) for item in content]),
+    "frozenset": lambda content: frozenset([_restore(item) for item in content]),
+    "set": lambda content: {_restore(item) for item in content},
+    "dict": lambda content: {_restore(key): _restore(item) for key, item in content},
     "decimal": Decimal,
     "datetime": datetime.fromisoformat,
     "date": date.fromisoformat,
-    "uuid": lambda of: uuid.UUID(hex=of),
+    "uuid": lambda content: uuid.UUID(hex=content),
 }
 
-#: What brokers often say of a message: nothing.
-_NONE: Final = _wholly_tagged(None, "")
-_EMPTY: Final = _wholly_tagged({}, "")
+#: The most frequent metadata of brokers: empty values.
+_NONE: Final = _dump_tagged(None, "")
+_EMPTY: Final = _dump_tagged({}, "")

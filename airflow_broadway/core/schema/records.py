@@ -1,10 +1,10 @@
-"""Turn a message's data into column values, strictly.
+"""Converts a message's data to column values, strictly.
 
-A schema is compiled once into nested closures, one for each column; each tries the exact type
-first, because it runs for every value of every message.  Nothing is guessed and nothing is rounded:
+A schema is compiled into nested closures, one per column; each checks the exact type first, since
+it runs for every value of every message.  Nothing is guessed and nothing is rounded:
 
 ==================  ================================================================================
-column              takes
+column              accepts
 ==================  ================================================================================
 boolean             ``bool``
 tinyint … bigint    ``int`` within range; never a ``bool``, a float or text
@@ -21,9 +21,9 @@ map                 mapping
 struct, the data    mapping, dataclass instance or ``NamedTuple``
 ==================  ================================================================================
 
-Text without a zone is no instant, so ``timestamp`` refuses it; digits after the sixth of a
-second's fraction must be zeros.  ``None`` and a missing key are null.  Keys that the schema does
-not name, in exactly its case, are dropped and counted.
+``timestamp`` refuses text without a time zone; digits after the sixth of a second's fraction must
+be zeros.  ``None`` and a missing key are null.  Keys that are not in the schema (case-sensitively)
+are dropped and counted.
 """
 
 from __future__ import annotations
@@ -43,27 +43,26 @@ from airflow_broadway.core.schema.values import (
     simple_converter,
 )
 
-#: Different keys that are counted by name; more of them are counted as :data:`OTHER_KEYS`.
+#: Dropped keys that are counted by name; further ones are counted as :data:`OTHER_KEYS`.
 MAX_DROPPED_NAMES = 1000
 OTHER_KEYS = "(other keys)"
 
 
 class Converter:
-    """The compiled schema: call it with one message's data, get a tuple of column values.
+    """A compiled schema: converts one message's data to a tuple of column values.
 
-    For one thread; :meth:`Schema.converter` makes another cheaply.
+    For use in one thread; :meth:`Schema.converter` creates another cheaply.
     """
 
     __slots__ = ("_convert", "dropped")
 
     def __init__(self, fields: tuple[Field, ...]) -> None:
-        #: How often each key outside the schema was dropped, by path (``"stops[].code"``); keys of
-        #: refused data may be among them.
+        #: Dropped keys by path (``"stops[].code"``) → count; may include keys of refused data.
         self.dropped: Counter[str] = Counter()
-        self._convert = _record(fields, False, "", self.dropped)
+        self._convert = _compile_record(fields, False, "", self.dropped)
 
     def __call__(self, data: Any) -> tuple[Any, ...]:
-        """Convert one message's data.
+        """Converts one message's data.
 
         :raises ConversionError: As :class:`MisfitError`, naming column, value and rule.
         """
@@ -75,17 +74,17 @@ class Converter:
 
 
 def _compile(kind: DataType, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
-    """Return the function that converts one value; ``path`` is for counting dropped keys."""
+    """Returns the function that converts one value; ``path`` is for counting dropped keys."""
     if isinstance(kind, Struct):
-        return _record(kind.fields, nullable, f"{path}.", dropped)
+        return _compile_record(kind.fields, nullable, f"{path}.", dropped)
     if isinstance(kind, Array):
-        return _list(kind, nullable, path, dropped)
+        return _compile_array(kind, nullable, path, dropped)
     if isinstance(kind, Map):
-        return _pairs(kind, nullable, path, dropped)
+        return _compile_map(kind, nullable, path, dropped)
     return simple_converter(kind, nullable)
 
 
-def _record(
+def _compile_record(
     fields: tuple[Field, ...], nullable: bool, prefix: str, dropped: Counter[str]
 ) -> Convert:
     names = frozenset(field.name for field in fields)
@@ -112,7 +111,7 @@ def _record(
             refusal.under(quote_name(columns[len(row)][0]))
             raise
         if not names.issuperset(value):
-            _count(dropped, prefix, (key for key in value if key not in names))
+            _count_dropped(dropped, prefix, (key for key in value if key not in names))
         return tuple(row)
 
     return convert
@@ -125,20 +124,20 @@ def _as_dict(value: Any) -> dict[Any, Any]:
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if not isinstance(value, tuple) or not hasattr(value, "_fields"):
         refuse("a mapping, a dataclass or a NamedTuple", value)
-    return dict(zip(value._fields, value))  # noqa: B905  # as long as each other by nature
+    return dict(zip(value._fields, value))  # noqa: B905  # equal lengths by construction
 
 
-def _count(dropped: Counter[str], prefix: str, keys: Iterable[Any]) -> None:
+def _count_dropped(dropped: Counter[str], prefix: str, keys: Iterable[Any]) -> None:
     for key in keys:
         name = key if isinstance(key, str) else describe(key)
         name = prefix + name[:SHOWN_CHARACTERS].encode(errors="backslashreplace").decode()
-        # Keys come from outside: without a bound, hostile ones would fill the memory.
+        # Keys come from outside: unbounded, hostile ones would exhaust the memory.
         if name not in dropped and len(dropped) >= MAX_DROPPED_NAMES:
             name = OTHER_KEYS
         dropped[name] += 1
 
 
-def _list(kind: Array, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
+def _compile_array(kind: Array, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
     element = _compile(kind.element, True, f"{path}[]", dropped)
 
     def convert(value: Any) -> list[Any] | None:
@@ -162,7 +161,7 @@ def _list(kind: Array, nullable: bool, path: str, dropped: Counter[str]) -> Conv
     return convert
 
 
-def _pairs(kind: Map, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
+def _compile_map(kind: Map, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
     convert_key = _compile(kind.key, False, path, dropped)
     convert_value = _compile(kind.value, True, f"{path}[]", dropped)
 
@@ -172,26 +171,26 @@ def _pairs(kind: Map, nullable: bool, path: str, dropped: Counter[str]) -> Conve
                 return None
             refuse("a mapping (map)", value)
         row: dict[Any, Any] = {}
-        for given, item in value.items():
+        for original, item in value.items():
             try:
-                key = convert_key(given)
+                key = convert_key(original)
             except Refusal as refusal:
-                refuse(f"the map's keys to be {refusal.rule}", given)
+                refuse(f"the map's keys to be {refusal.rule}", original)
             if key in row or key != key:  # noqa: PLR0124  # NaN alone differs from itself
-                refuse("the map's keys to differ from each other, and none to be NaN", given)
+                refuse("the map's keys to differ from each other, and none to be NaN", original)
             try:
                 row[key] = convert_value(item)
             except Refusal as refusal:
-                refusal.under(f"[{_step(given)}]")
+                refusal.under(f"[{_path_step(original)}]")
                 raise
         return list(row.items())
 
     return convert
 
 
-def _step(key: object) -> str:
+def _path_step(key: object) -> str:
     try:
         text = repr(key)
-    except Exception:  # of a user's __repr__; not KeyboardInterrupt, SystemExit
+    except Exception:  # a user's __repr__ may raise; not KeyboardInterrupt, SystemExit
         text = "?"
     return (text[:40] + "…" if len(text) > 40 else text).encode(errors="replace").decode()

@@ -1,8 +1,8 @@
-"""The column types a schema can name, as plain frozen values.
+"""The column types of a schema, as frozen values.
 
-Each type renders itself as Spark DDL (:attr:`ddl`), and reading that text gives the type back.
-Rules that Spark would enforce only once the job runs (one name per column whatever its case, the
-bounds of a decimal, the keys of a map) are enforced here, when the value is built.
+Each type renders itself as Spark DDL (:attr:`ddl`), and parsing that text returns the type.  Rules
+that Spark would enforce only when the job runs (unique column names ignoring case, the bounds of a
+decimal, the keys of a map) are enforced here, on construction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Union
 
 from airflow_broadway.core.errors import SchemaError
 
-#: Most digits a decimal may have; the limit is Spark's.
+#: The maximum precision of a decimal; the limit is Spark's.
 MAX_PRECISION = 38
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -34,9 +34,9 @@ class Atomic(enum.Enum):
     STRING = "string"
     BINARY = "binary"
     DATE = "date"
-    #: An instant: microseconds, kept in UTC.
+    #: A timestamp with time zone: microseconds, stored in UTC.
     TIMESTAMP = "timestamp"
-    #: A reading of a calendar and a clock, with no zone: microseconds.
+    #: A timestamp without time zone: microseconds.
     TIMESTAMP_NTZ = "timestamp_ntz"
 
     @property
@@ -49,7 +49,7 @@ class Atomic(enum.Enum):
 class Decimal:
     """An exact number.
 
-    :param precision: Digits in all, 1 to 38.
+    :param precision: The total number of digits, 1 to 38.
     :param scale: Digits after the point, 0 to ``precision``.
     :raises SchemaError: If either is out of range.
     """
@@ -75,7 +75,7 @@ class Decimal:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A list; its elements may be null, as everywhere in Spark DDL."""
+    """A list; its elements are nullable, as everywhere in Spark DDL."""
 
     element: DataType
 
@@ -87,10 +87,10 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """A dictionary; its values may be null, its keys not.
+    """A dictionary; its values are nullable, its keys are not.
 
     :raises SchemaError: If the key is an array, map or struct: neither JSON nor a Python
-        dictionary has such keys.
+        dictionary supports such keys.
     """
 
     key: DataType
@@ -110,7 +110,7 @@ class Map:
 class Struct:
     """Named fields, in order.
 
-    :raises SchemaError: If there is no field, or two have one name whatever its case.
+    :raises SchemaError: If there is no field, or two names are equal ignoring case.
     """
 
     fields: tuple[Field, ...]
@@ -128,7 +128,7 @@ class Struct:
 class Field:
     """A column, or a field of a struct.
 
-    :param comment: For people; kept in the DDL, and without effect on data.
+    :param comment: A description; kept in the DDL, and without effect on data.
     :raises SchemaError: If the name is empty, or not encodable as UTF-8.
     """
 
@@ -147,7 +147,7 @@ class Field:
                 raise SchemaError(f"{text!r} cannot be encoded as UTF-8") from None
 
     def render(self, separator: str) -> str:
-        """Return the field as Spark DDL, with ``separator`` between its name and its type."""
+        """Returns the field as Spark DDL, with ``separator`` between its name and its type."""
         text = f"{quote_name(self.name)}{separator}{self.type.ddl}"
         if not self.nullable:
             text += " not null"
@@ -156,12 +156,12 @@ class Field:
         return text
 
 
-# Evaluated at run time, where Python 3.10 knows no `|` between a class and a forward reference.
+# Evaluated at run time: Python 3.10 has no `|` between a class and a forward reference.
 DataType = Union[Atomic, Decimal, Array, Map, Struct]  # noqa: UP007
 
 
 def check_fields(fields: tuple[Field, ...]) -> None:
-    """Refuse an empty list of fields, and two whose names differ at most in case."""
+    """Refuses an empty list of fields, and names that are equal ignoring case."""
     if not fields:
         raise SchemaError("at least one column is needed")
     seen: dict[str, str] = {}
@@ -170,7 +170,7 @@ def check_fields(fields: tuple[Field, ...]) -> None:
 
 
 def check_name(name: str, seen: dict[str, str]) -> None:
-    """Refuse ``name`` if ``seen`` has it in any case, as Spark would; else add it there."""
+    """Refuses ``name`` if it is in ``seen`` ignoring case, as Spark would; else adds it."""
     first = seen.setdefault(key := name.lower(), "")
     if first == name:
         raise SchemaError(f"two columns are named {quote_name(name)}")
@@ -183,7 +183,7 @@ def check_name(name: str, seen: dict[str, str]) -> None:
 
 
 def quote_name(name: str) -> str:
-    """Return a column's name as DDL wants it: in backquotes unless it is a plain word."""
+    """Returns a column's name for DDL: in backquotes unless it is a plain word."""
     if _PLAIN_NAME.fullmatch(name):
         return name
     return "`" + name.replace("`", "``") + "`"

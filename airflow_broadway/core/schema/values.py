@@ -1,7 +1,7 @@
-"""Convert one simple value: a number, text, bytes, a date or an instant.
+"""Converts one scalar value: a number, text, bytes, a date or a timestamp.
 
-Each function here compiles one type into a closure that tries the exact class first.  What a type
-takes and refuses stands in :mod:`airflow_broadway.core.schema.records`.
+Each function compiles one type into a closure that checks the exact class first.
+:mod:`airflow_broadway.core.schema.records` documents what each type accepts and refuses.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.schema.types import Atomic, Decimal
 
-#: Characters of a refused value, or of a dropped key, that are shown.
+#: The characters of a refused value, or of a dropped key, in errors.
 SHOWN_CHARACTERS = 200
 
-#: Integers below it are shown in any Python, whatever its limit of digits.
+#: Smaller integers have a ``repr`` in any Python, whatever its limit of digits.
 LARGE_INT = 10**18
 
-#: Under this name, because Python 3.10 has no ``datetime.UTC``.
+#: Defined here, because Python 3.10 has no ``datetime.UTC``.
 UTC = timezone.utc
 
 Convert = Callable[[Any], Any]
@@ -32,10 +32,10 @@ _FLOAT_MAX = 3.4028234663852886e38
 
 
 class MisfitError(ConversionError):
-    """One value that its column, or JSON, cannot take.
+    """A value that its column, or JSON, does not support.
 
-    :param path: Where it stands: ``"stops[2].code"``.
-    :param rule: What is expected there, as a phrase.
+    :param path: The value's path: ``"stops[2].code"``.
+    :param rule: The expected value, as a phrase.
     :param shown: The value's type and ``repr``, cut at 200 characters; ``"null"`` for ``None``.
     """
 
@@ -50,7 +50,7 @@ class MisfitError(ConversionError):
 
 
 class Refusal(Exception):  # never leaves core.schema
-    """A value refused, on its way out to where its whole path is known."""
+    """A refused value, raised until the caller that knows its whole path."""
 
     def __init__(self, rule: str, value: object) -> None:
         super().__init__(rule)
@@ -59,17 +59,17 @@ class Refusal(Exception):  # never leaves core.schema
         self.path = ""
 
     def under(self, step: str) -> None:
-        """Note one more step of the path, from the inside out."""
+        """Prepends one step to the path, from the inside out."""
         joint = "." if self.path and self.path[0] != "[" else ""
         self.path = f"{step}{joint}{self.path}"
 
     def located(self) -> MisfitError:
-        """Return the error to raise to the caller, who gave the whole value."""
+        """Returns the error to raise to the caller."""
         return MisfitError(self.path or "data", self.rule, describe(self.value))
 
 
 def describe(value: object) -> str:
-    """Return ``value`` for an error message: its type and ``repr``, cut at 200 characters."""
+    """Describes ``value`` for an error message: its type and ``repr``, cut at 200 characters."""
     if value is None:
         return "null"
     if isinstance(value, (str, bytes, bytearray)):
@@ -78,20 +78,20 @@ def describe(value: object) -> str:
         cut = False
     try:
         text = repr(value)
-    except Exception:  # an int of too many digits, a class whose __repr__ fails
-        text = "that cannot be shown"
+    except Exception:  # an int of too many digits, a class whose __repr__ raises
+        text = "(its repr fails)"
     if len(text) > SHOWN_CHARACTERS or cut:
         text = text[:SHOWN_CHARACTERS] + "…"
     return f"{type(value).__name__} {text.encode(errors='backslashreplace').decode()}"
 
 
 def refuse(rule: str, value: object) -> NoReturn:
-    """Refuse ``value``; of a null, say also that one is not allowed."""
+    """Raises :class:`Refusal` for ``value``; for a null, with a hint that it is not allowed."""
     raise Refusal(f"{rule}; present and not null" if value is None else rule, value)
 
 
 def simple_converter(kind: Atomic | Decimal, nullable: bool) -> Convert:
-    """Return the function that converts one value, or raises :class:`Refusal`."""
+    """Returns the function that converts one value, or raises :class:`Refusal`."""
     if isinstance(kind, Decimal):
         return _decimal(kind, nullable)
     return _ATOMIC[kind](kind, nullable)
@@ -123,7 +123,7 @@ def _integer(kind: Atomic, nullable: bool) -> Convert:
                 return None
         elif type(value) is not bool:
             try:
-                # An IntEnum, or a number of numpy's.
+                # An IntEnum, or a numpy integer.
                 return convert(int(operator.index(value)))
             except TypeError:
                 pass
@@ -138,7 +138,7 @@ def _floating(kind: Atomic, nullable: bool) -> Convert:
 
     def convert(value: Any) -> float | None:
         if type(value) is float:
-            # What is not finite has no range to leave.
+            # NaN and infinities are valid in either precision.
             if not narrow or -_FLOAT_MAX <= value <= _FLOAT_MAX or not math.isfinite(value):
                 return value
         elif value is None:
@@ -158,7 +158,7 @@ def _decimal(kind: Decimal, nullable: bool) -> Convert:
     whole = kind.precision - kind.scale
     limit = 10**whole
     unit = decimal.Decimal((0, (1,), -kind.scale))
-    # quantize() never rounds here: a digit too many, before or after the point, is a trap.
+    # quantize() never rounds here: an excess digit, before or after the point, is trapped.
     context = decimal.Context(
         prec=kind.precision, traps=[decimal.Inexact, decimal.InvalidOperation]
     )
@@ -200,7 +200,7 @@ def _string(_: Atomic, nullable: bool) -> Convert:
 
 
 def encodable(text: str) -> bool:
-    """Tell whether UTF-8 can encode ``text``: a lone surrogate it cannot."""
+    """Returns whether UTF-8 can encode ``text``: it cannot encode a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -224,14 +224,14 @@ def _binary(_: Atomic, nullable: bool) -> Convert:
 # --------------------------------------------------------------------------------------------------
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-_MOMENT = re.compile(
+_DATETIME = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})[Tt ]([0-9]{2}:[0-9]{2})(?:(:[0-9]{2})(?:[.,]([0-9]+))?)?"
     r"(?:([Zz])|([+-][0-9]{2})(?::?([0-5][0-9]))?)?"
 )
-_NO_DAY = "a date from 0001-01-01 to 9999-12-31"
+_DATE_RANGE = "a date from 0001-01-01 to 9999-12-31"
 
 
-def _day(_: Atomic, nullable: bool) -> Convert:
+def _date(_: Atomic, nullable: bool) -> Convert:
     rule = "a date, or text such as '2013-01-31' (date), never a datetime"
 
     def convert(value: Any) -> date | None:
@@ -242,7 +242,7 @@ def _day(_: Atomic, nullable: bool) -> Convert:
                 try:
                     return date.fromisoformat(value)
                 except ValueError:
-                    refuse(_NO_DAY, value)
+                    refuse(_DATE_RANGE, value)
         elif value is None:
             if nullable:
                 return None
@@ -253,55 +253,52 @@ def _day(_: Atomic, nullable: bool) -> Convert:
     return convert
 
 
-def _instant(_: Atomic, nullable: bool) -> Convert:
-    rule = (
-        "an aware datetime, or text such as '2013-01-31T12:00:00Z' (timestamp); "
-        "without a zone it is no instant"
-    )
+def _timestamp(_: Atomic, nullable: bool) -> Convert:
+    rule = "an aware datetime, or text such as '2013-01-31T12:00:00Z' (timestamp); with a time zone"
 
     def convert(value: Any) -> datetime | None:
         if type(value) is datetime:
-            moment = value
+            timestamp = value
         elif value is None and nullable:
             return None
         else:
-            moment = _moment(value, rule)
-        if moment.tzinfo is UTC:
-            return moment
+            timestamp = _parse_datetime(value, rule)
+        if timestamp.tzinfo is UTC:
+            return timestamp
         try:
-            if moment.utcoffset() is None:
+            if timestamp.utcoffset() is None:
                 refuse(rule, value)
-            return moment.astimezone(UTC)
+            return timestamp.astimezone(UTC)
         except OverflowError:
-            refuse("an instant from year 1 to 9999, in UTC", value)
+            refuse("a timestamp from year 1 to 9999, in UTC", value)
 
     return convert
 
 
-def _wall_clock(_: Atomic, nullable: bool) -> Convert:
+def _timestamp_ntz(_: Atomic, nullable: bool) -> Convert:
     rule = (
         "a naive datetime, or text such as '2013-01-31T12:00:00' (timestamp_ntz); "
-        "with a zone it is an instant"
+        "without a time zone"
     )
 
     def convert(value: Any) -> datetime | None:
         if type(value) is datetime:
-            moment = value
+            timestamp = value
         elif value is None and nullable:
             return None
         else:
-            moment = _moment(value, rule)
-        if moment.tzinfo is not None:
+            timestamp = _parse_datetime(value, rule)
+        if timestamp.tzinfo is not None:
             refuse(rule, value)
-        return moment
+        return timestamp
 
     return convert
 
 
-def _moment(value: Any, rule: str) -> datetime:
-    """Return a plain datetime, aware or naive, from ISO 8601 text or a subclass of datetime."""
+def _parse_datetime(value: Any, rule: str) -> datetime:
+    """Returns a plain datetime, aware or naive, from ISO 8601 text or a subclass of datetime."""
     if isinstance(value, str):
-        match = _MOMENT.fullmatch(value)
+        match = _DATETIME.fullmatch(value)
         if match is None:
             refuse(rule, value)
         day, time, seconds, fraction, utc, hours, minutes = match.groups()
@@ -317,8 +314,8 @@ def _moment(value: Any, rule: str) -> datetime:
         try:
             return datetime.fromisoformat(text)
         except ValueError:
-            refuse("a date and time that the calendar and the clock have", value)
-    # pandas' NaT claims to be a datetime, and its Timestamp counts nanoseconds.
+            refuse("a valid date and time", value)
+    # pandas' NaT is a datetime, and its Timestamp has nanoseconds.
     if isinstance(value, datetime) and value == value:  # noqa: PLR0124
         if getattr(value, "nanosecond", 0):
             refuse("at most microseconds, for nothing is cut off", value)
@@ -346,7 +343,7 @@ _ATOMIC: dict[Atomic, Callable[[Atomic, bool], Convert]] = {
     Atomic.DOUBLE: _floating,
     Atomic.STRING: _string,
     Atomic.BINARY: _binary,
-    Atomic.DATE: _day,
-    Atomic.TIMESTAMP: _instant,
-    Atomic.TIMESTAMP_NTZ: _wall_clock,
+    Atomic.DATE: _date,
+    Atomic.TIMESTAMP: _timestamp,
+    Atomic.TIMESTAMP_NTZ: _timestamp_ntz,
 }

@@ -171,7 +171,7 @@ def test_types_nest_up_to_a_limit() -> None:
 
     # Then the first is read, and of the second the limit is named
     assert parse_schema(deepest).ddl == deepest
-    with pytest.raises(SchemaError, match=f"more than {MAX_DEPTH} types stand inside each other"):
+    with pytest.raises(SchemaError, match=f"types are nested more than {MAX_DEPTH} deep"):
         parse_schema(deeper)
 
 

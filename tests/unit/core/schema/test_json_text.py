@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_broadway.core.schema.ddl import ConversionError, encode_json, encode_metadata
-from airflow_broadway.core.schema.json_text import _encoded
+from airflow_broadway.core.schema.json_text import _encode_entry
 
 NAN = float("nan")
 EVENING = datetime(2013, 1, 31, 19, tzinfo=timezone(timedelta(hours=7)))
@@ -49,18 +49,18 @@ def circle() -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (b"\xff", "data: expected what JSON can carry; decode bytes, or declare a schema, got byt"),
-        ({"a": [0, {"b c": b"x"}]}, "data.a[1]['b c']: expected what JSON can carry; decode"),
+        (b"\xff", "data: expected a JSON value; decode bytes, or declare a schema, got byt"),
+        ({"a": [0, {"b c": b"x"}]}, "data.a[1]['b c']: expected a JSON value; decode"),
         ({"a": NAN}, "data.a: expected a finite number, as JSON has no other, got float nan"),
         ([float("inf")], "data[0]: expected a finite number"),
-        (Decimal("NaN"), "data: expected what JSON can carry, got Decimal Decimal('NaN')"),
+        (Decimal("NaN"), "data: expected a JSON value, got Decimal Decimal('NaN')"),
         ({"a": {1: 2, "1": 3}}, "data.a: expected keys that are text, got int 1"),
         ({"a": MappingProxyType({None: 2})}, "data.a: expected keys that are text, got null"),
         ({"a": "\ud800"}, "data.a: expected text that UTF-8 can encode, got str '\\ud800'"),
         ({"\ud800": 1}, "data: expected keys that UTF-8 can encode"),
-        ({"a": {1, 2}}, "data.a: expected what JSON can carry, got set {1, 2}"),
-        ([10**5000], "data[0]: expected what JSON can carry, got int that cannot be shown"),
-        (circle(), "data: expected data nested less deeply, and never in a circle"),
+        ({"a": {1, 2}}, "data.a: expected a JSON value, got set {1, 2}"),
+        ([10**5000], "data[0]: expected a JSON value, got int (its repr fails)"),
+        (circle(), "data: expected data nested less deeply, without circular references"),
     ],
 )
 def test_what_json_cannot_carry_is_refused_with_its_place(value: Any, message: str) -> None:
@@ -100,8 +100,8 @@ def test_metadata_is_text_under_each_key() -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"a": object()}, "metadata['a']: expected what JSON can carry, got object <object"),
-        ({"a": {"b": {1}}}, "metadata['a'].b: expected what JSON can carry, got set {1}"),
+        ({"a": object()}, "metadata['a']: expected a JSON value, got object <object"),
+        ({"a": {"b": {1}}}, "metadata['a'].b: expected a JSON value, got set {1}"),
         ({"a": "\ud800"}, "metadata['a']: expected text that UTF-8 can encode"),
         ({5: "x"}, "metadata: expected keys that are text, got int 5"),
         ({"a": circle()}, "metadata['a']: expected data nested less deeply"),
@@ -158,7 +158,7 @@ def test_the_short_ways_of_metadata_write_what_the_long_one_writes(metadata: Any
         except ConversionError as error:
             return str(error)
 
-    long = told(lambda: {key: _encoded(key, value) for key, value in metadata.items()})
+    long = told(lambda: {key: _encode_entry(key, value) for key, value in metadata.items()})
 
     assert told(lambda: encode_metadata(metadata)) == long
 
