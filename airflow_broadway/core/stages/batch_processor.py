@@ -1,4 +1,4 @@
-"""The batch processor: ``handle_batch`` on a whole batch, ``handle_failed``, then the acks."""
+"""The batch processor: runs ``handle_batch`` on a batch, then ``handle_failed``, then settles."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _BATCH: Final = ("batch_processor.start", "batch_processor.stop", "batch_process
 
 
 class BatchResult(NamedTuple):
-    """What became of one batch.
+    """The result of one batch.
 
-    :param successful: Those settled as successful, in the order in which they were returned.
-    :param failed: Those settled as failed, as ``handle_failed`` returned them.
-    :param missing: Those that no callback returned: not settled, and given back with the lease.
+    :param successful: Messages settled as successful, in the order in which they were returned.
+    :param failed: Messages settled as failed, as ``handle_failed`` returned them.
+    :param missing: Messages that no callback returned: not settled, and released with the lease.
     """
 
     successful: list[Message]
@@ -48,7 +48,7 @@ class BatchProcessorStage:
     """One batch processor of a Python batcher; handles one batch at a time.
 
     :param batcher: The batcher's name.
-    :param index: Which of ``concurrency`` batch processors this is, from 0.
+    :param index: The index of this batch processor among ``concurrency``, from 0.
     :param ack: Settles a batch's result: ``ack(successful, failed)``.
     """
 
@@ -69,18 +69,18 @@ class BatchProcessorStage:
     def handle(
         self, messages: list[Message], info: BatchInfo, refused: Status | None = None
     ) -> BatchResult:
-        """Run ``handle_batch`` on one batch and settle its messages.
+        """Runs ``handle_batch`` on one batch and settles its messages.
 
-        An exception of a callback never gets out; ``KeyboardInterrupt`` and its like do, and then
-        nothing has been settled but what the callback settled itself.
+        Exceptions of callbacks never propagate; ``KeyboardInterrupt`` and similar ones do, and then
+        only messages that the callback settled itself are settled.
 
-        :param refused: The status with which the batch fails instead: its splitter raised.
+        :param refused: The status with which the batch fails unhandled: its splitter raised.
         """
         context = context_of(self.pipeline)
         span = None
         if telemetry.handlers(*_BATCH):
-            about = {**self._about(context), "messages": messages, "batch_info": info}
-            span = telemetry.Span("batch_processor", about)
+            metadata = {**self._metadata(context), "messages": messages, "batch_info": info}
+            span = telemetry.Span("batch_processor", metadata)
         try:
             with Scope("batch") as scope, log_ids(batcher=self.batcher, batch_id=info.batch_id):
                 result = self._handle(messages, info, context, scope, refused)
@@ -90,7 +90,7 @@ class BatchProcessorStage:
         if span is not None:
             span.stop(
                 {
-                    **self._about(context),
+                    **self._metadata(context),
                     "batch_info": info,
                     "successful_messages": result.successful,
                     "failed_messages": result.failed,
@@ -98,7 +98,7 @@ class BatchProcessorStage:
             )
         return result
 
-    def _about(self, context: Any) -> dict[str, Any]:
+    def _metadata(self, context: Any) -> dict[str, Any]:
         return {
             "topology_name": self.pipeline.name,
             "name": self.name,
@@ -117,7 +117,7 @@ class BatchProcessorStage:
     ) -> BatchResult:
         successful: list[Message] = []
         if refused is None:
-            successful, failed = self._called(messages, info, context, scope)
+            successful, failed = self._call_handle_batch(messages, info, context, scope)
         else:
             failed = fail_all(messages, refused, scope)
         if failed:
@@ -125,10 +125,10 @@ class BatchProcessorStage:
         self._ack(successful, failed)
         return BatchResult(successful, failed, _missing(messages, successful, failed))
 
-    def _called(
+    def _call_handle_batch(
         self, messages: list[Message], info: BatchInfo, context: Any, scope: Scope
     ) -> tuple[list[Message], list[Message]]:
-        """Call ``handle_batch``; return what succeeded and what failed by it."""
+        """Calls ``handle_batch``; returns the successful and the failed messages."""
         try:
             returned = self._call(messages, info, context)
         except protected() as error:
@@ -136,32 +136,32 @@ class BatchProcessorStage:
             return [], fail_all(messages, status_of(error), scope)
         successful: list[Message] = []
         failed: list[Message] = []
-        found = Returned.of(messages, returned, scope)
-        for message in found.own:
+        result = Returned.of(messages, returned, scope)
+        for message in result.own:
             (successful if message.status.kind == "ok" else failed).append(message)
-        failed += [self._refused(message, scope) for message in found.anew]
-        if len(returned) != len(messages) or found.odd:
-            self._log_mismatch(len(messages), len(returned), found.odd)
+        failed += [self._fail_detached(message, scope) for message in result.detached]
+        if len(returned) != len(messages) or result.mismatch:
+            self._log_mismatch(len(messages), len(returned), result.mismatch)
         return successful, failed
 
-    def _refused(self, message: Message, scope: Scope) -> Message:
-        """A message that came back without what settles it, as a failure."""
+    def _fail_detached(self, message: Message, scope: Scope) -> Message:
+        """Fails a message that was returned without its acknowledger."""
         error = PipelineError(
-            "expected from handle_batch the messages that it was given, changed by their put_…"
-            f" functions; message {message.message_id!r} came back without what settles it",
+            "expected handle_batch to return its messages, changed by their put_… methods;"
+            f" message {message.message_id!r} was returned without its acknowledger",
             code="handle_batch_bad_element",
         )
         log_failure("handle_batch", self.pipeline, error, [message])
         return scope.restored(message).with_status(status_of(error))
 
-    def _log_mismatch(self, given: int, returned: int, odd: str) -> None:
+    def _log_mismatch(self, received: int, returned: int, mismatch: str) -> None:
         log.error(
-            "%s.handle_batch received %s and returned only %d%s; one that it did not"
-            " return is not settled, and goes back to its broker when the run ends",
+            "%s.handle_batch received %s and returned only %d%s; messages that it did not"
+            " return are not settled, and are released when the run ends",
             type(self.pipeline).__name__,
-            many(given, "message"),
+            many(received, "message"),
             returned,
-            odd,
+            mismatch,
             extra={"code": "handle_batch_count_mismatch"},
         )
 
@@ -175,12 +175,12 @@ class BatchProcessorStage:
         try:
             returned: Any = self.pipeline.handle_batch(self.batcher, passed, info, context)
         except AttributeError as error:
-            if error.obj is passed:  # it was used as a DataFrame
-                cure = (
+            if error.obj is passed:  # used as a DataFrame
+                hint = (
                     "with engine='python' handle_batch gets a list of messages; a DataFrame comes"
                     " with Batcher(engine='spark')"
                 )
-                error.args = (f"{error}: {cure}",)
+                error.args = (f"{error}: {hint}",)
             raise
         return expect_messages(
             "handle_batch",
@@ -193,7 +193,7 @@ class BatchProcessorStage:
 def _missing(
     messages: list[Message], successful: list[Message], failed: list[Message]
 ) -> list[Message]:
-    """Those of ``messages`` that are in neither list, by id."""
+    """Returns the messages, by id, that are in neither list."""
     settled = {message.message_id for message in successful}
     settled.update(message.message_id for message in failed)
     return [message for message in messages if message.message_id not in settled]

@@ -1,16 +1,16 @@
-"""The batcher: a pure state machine from items and instants to closed batches.
+"""The batcher: a pure state machine from items and timestamps to closed batches.
 
-It knows items only by their ``batch_key``, ``batch_mode`` and ``size``, and batches only as what
-``make(key, partition)`` returned: a list in the local runner, a counter with a running hash where a
-plan of staged rows is made.  The same items at the same instants give the same batches.
+It uses only the ``batch_key``, ``batch_mode`` and ``size`` of an item, and fills whatever
+``make(key, partition)`` returns: a list in the local runner, a counter with a running hash when
+staged rows are planned.  Equal items at equal timestamps form equal batches.
 
-Broadway's rules, to the letter: what arrives is cut into chunks of ``max_demand - max_demand //
-2``; a chunk is worked through in runs of one (key, partition); a batch is closed when it is full
-(by count, by bytes or by the custom splitter), at the end of a run that holds a ``flush`` item,
-when its timeout is over, and at the end of input.  ``docs/semantics.md`` has the details.
+It follows Broadway's rules exactly: items are cut into chunks of ``max_demand - max_demand // 2``;
+a chunk is processed in runs of one (key, partition); a batch is closed when it is full (by count,
+by bytes or by the custom splitter), at the end of a run that contains a ``flush`` item, on its
+timeout, and at the end of input.  ``docs/semantics.md`` has the details.
 
-In one thing Broadway is not followed: a custom splitter that raises ends its batcher there.  Here
-the item on which it raises is in no other batch, and fails alone, in a batch that has an ``error``.
+One rule differs: in Broadway a custom splitter that raises terminates its batcher.  Here only the
+item on which it raises fails, in a batch that has an ``error``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FLUSH: Final = BatchMode.FLUSH
 
 
 class Item(Protocol):
-    """What is batched: a message, or a row that stands for one."""
+    """A message, or a row that stands for one."""
 
     @property
     def batch_key(self) -> Any: ...
@@ -43,20 +43,20 @@ class Item(Protocol):
 
 
 class Pending(Protocol):
-    """A batch being filled.  One that has ``extend`` too gets runs of items at once."""
+    """A batch being filled.  If it is a list, runs of items are added together."""
 
     def append(self, item: Any, /) -> Any:
-        """Take one item."""
+        """Adds one item."""
         ...
 
 
 class Closed(NamedTuple):
-    """A batch that is complete.
+    """A complete batch.
 
-    :param pending: What ``make`` returned for it, filled.
-    :param size: Items in it; at least 1.
-    :param bytes: Their sizes together; 0 where the batcher has no ``batch_bytes``.
-    :param error: What the custom splitter raised on each of its items; ``None``: it may be handled.
+    :param pending: The filled result of ``make``.
+    :param size: The number of items; at least 1.
+    :param bytes: Their total size; 0 if the batcher has no ``batch_bytes``.
+    :param error: The custom splitter's exception on each of its items; ``None`` if none.
     """
 
     pending: Any
@@ -69,7 +69,7 @@ class Closed(NamedTuple):
 
 
 class _Open:
-    """A pending batch and what the batcher knows of it."""
+    """An open batch and its state in the batcher."""
 
     __slots__ = ("acc", "bytes", "closed", "count", "deadline", "error", "key", "partition", "to")
 
@@ -88,9 +88,9 @@ class _Open:
 class BatcherStage:
     """The batcher ``name``: takes items, returns the batches that they close.
 
-    :param make: ``make(key, partition)`` starts a batch.
-    :param partition: Item → partition of the batch, as :func:`partitioner` makes it; the batch then
-        is that of (key, partition).
+    :param make: ``make(key, partition)`` creates a batch.
+    :param partition: Item → partition of the batch, as made by :func:`partitioner`; batches are
+        then per (key, partition).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BatcherStage:
         partition: Callable[[Any], int] | None = None,
     ) -> None:
         self.name = name
-        #: Items that one step works on; more are cut into steps of so many.
+        #: The number of items per chunk; more are cut into several chunks.
         self.chunk_size: int = options.max_demand - options.max_demand // 2
         self._make = make
         self._partition = partition
@@ -115,22 +115,22 @@ class BatcherStage:
             self._initial, self._split = options.batch_size
         else:
             self._size = options.batch_size
-        # In order of opening: dicts keep it, and a key that is opened anew goes to the end.
+        # In order of opening: dicts preserve it, and a reopened key moves to the end.
         self._open: dict[Any, _Open] = {}
-        # The same order, for timeouts; batches closed otherwise are dropped when they come up.
+        # The same order, for timeouts; batches closed otherwise are skipped when they come up.
         self._timers: deque[_Open] = deque()
-        #: What the splitter raised on, by key, partition and the text of the error.
+        #: Items on which the splitter raised, by key, partition and the text of the error.
         self._failed: dict[Any, _Open] = {}
 
     @property
     def pending(self) -> int:
-        """Batches that are open."""
+        """The number of open batches."""
         return len(self._open) + len(self._failed)
 
     def add(self, items: Sequence[Item], now: float) -> list[Closed]:
-        """Take ``items`` in order; returns the batches they closed, in order of closing.
+        """Adds ``items`` in order; returns the batches that they closed, in order of closing.
 
-        :param now: The instant, in seconds of the clock that :meth:`due` is asked with.
+        :param now: The current time, in seconds of the clock that is used for :meth:`due`.
         """
         closed: list[Closed] = []
         step = self.chunk_size
@@ -142,7 +142,7 @@ class BatcherStage:
         return closed
 
     def due(self, now: float) -> list[Closed]:
-        """Close what has been open for ``batch_timeout``, in the order in which that passed."""
+        """Closes batches that have been open for ``batch_timeout``, in order of their deadlines."""
         closed: list[Closed] = []
         timers = self._timers
         while timers and (timers[0].closed or timers[0].deadline <= now):
@@ -152,9 +152,9 @@ class BatcherStage:
         return closed
 
     def next_due(self) -> float | None:
-        """The instant at which :meth:`due` will next have a batch.
+        """Returns the time of the next timeout.
 
-        ``None`` if none is open, or batches have no timeout.
+        ``None`` if no batch is open, or batches have no timeout.
         """
         timers = self._timers
         while timers and timers[0].closed:
@@ -162,12 +162,12 @@ class BatcherStage:
         return timers[0].deadline if timers else None
 
     def flush(self) -> list[Closed]:
-        """Close every open batch, in order of opening: the end of input."""
+        """Closes every open batch, in order of opening, at the end of input."""
         closed: list[Closed] = []
         for batch in list(self._open.values()):
             self._close(batch, Trigger.FLUSH, closed)
         self._timers.clear()
-        closed += [_closed(batch, Trigger.FLUSH) for batch in self._failed.values()]
+        closed += [_to_closed(batch, Trigger.FLUSH) for batch in self._failed.values()]
         self._failed.clear()
         return closed
 
@@ -198,7 +198,7 @@ class BatcherStage:
             if simple:
                 self._add_run(items[start:stop], identity, key, number, now, closed)
             else:
-                self._add_each(items[start:stop], identity, key, number, now, closed)
+                self._add_one_by_one(items[start:stop], identity, key, number, now, closed)
             start = stop
 
     def _add_run(
@@ -210,7 +210,7 @@ class BatcherStage:
         now: float,
         closed: list[Closed],
     ) -> None:
-        """A run that fills batches by count alone."""
+        """Adds a run to batches that are closed by count only."""
         while run:
             batch = self._open.get(identity)
             if batch is None:
@@ -236,7 +236,7 @@ class BatcherStage:
                         break
             run = run[room:]
 
-    def _add_each(
+    def _add_one_by_one(
         self,
         run: Sequence[Item],
         identity: Any,
@@ -245,7 +245,7 @@ class BatcherStage:
         now: float,
         closed: list[Closed],
     ) -> None:
-        """A run that fills batches by bytes or by a custom splitter too."""
+        """Adds a run to batches that are also closed by bytes or by a custom splitter."""
         limit, split = self._limit, self._split
         batch = self._open.get(identity)
         flush = False
@@ -257,7 +257,7 @@ class BatcherStage:
             emits, acc = False, self._initial if batch is None else batch.acc
             if split is not None:
                 try:
-                    emits, acc = self._split_at(split, item, acc)
+                    emits, acc = self._call_splitter(split, item, acc)
                 except protected() as error:
                     self._fail(item, identity, key, partition, error)
                     continue
@@ -272,7 +272,7 @@ class BatcherStage:
             if emits or batch.count == self._size:
                 trigger = Trigger.SIZE
             elif limit is not None and batch.bytes >= limit:
-                trigger = Trigger.BYTES  # full: nothing but empty items would fit
+                trigger = Trigger.BYTES  # full: only empty items would still fit
             else:
                 continue
             self._close(batch, trigger, closed)
@@ -283,7 +283,7 @@ class BatcherStage:
     def _fail(
         self, item: Item, identity: Any, key: Any, partition: int | None, error: BaseException
     ) -> None:
-        """Put an item on which the splitter raised with those that failed alike."""
+        """Adds an item on which the splitter raised to the batch of equal failures."""
         name = identity, status_of(error).text
         batch = self._failed.get(name)
         if batch is None:
@@ -293,16 +293,18 @@ class BatcherStage:
         batch.count += 1
         batch.bytes += item.size
 
-    def _split_at(self, split: Callable[[Any, Any], Any], item: Item, acc: Any) -> tuple[bool, Any]:
-        """Return whether the splitter closes the batch with this item, and its accumulator."""
-        answer = split(item, acc)
-        if isinstance(answer, tuple) and len(answer) == 2 and answer[0] in ("emit", "cont"):
-            # What comes with "emit" is not used: as in Broadway's code (and unlike its
+    def _call_splitter(
+        self, split: Callable[[Any, Any], Any], item: Item, acc: Any
+    ) -> tuple[bool, Any]:
+        """Returns whether the splitter closes the batch with this item, and its accumulator."""
+        result = split(item, acc)
+        if isinstance(result, tuple) and len(result) == 2 and result[0] in ("emit", "cont"):
+            # The accumulator of "emit" is ignored: as in Broadway's code (and unlike its
             # documentation) the next batch starts from the initial value.
-            return answer[0] == "emit", answer[1]
+            return result[0] == "emit", result[1]
         raise PipelineError(
             f"the splitter of batcher {self.name!r} must return ('cont', acc) or ('emit', acc),"
-            f" got: {answer!r:.200}"
+            f" got: {result!r:.200}"
         )
 
     def _begin(self, identity: Any, key: Any, partition: int | None, now: float) -> _Open:
@@ -318,26 +320,27 @@ class BatcherStage:
         key, partition = batch.key, batch.partition
         del self._open[key if self._partition is None else (key, partition)]
         batch.closed = True
-        closed.append(_closed(batch, trigger))
-        batch.to = None  # a timer may hold the batch for a while; its items must not stay
+        closed.append(_to_closed(batch, trigger))
+        batch.to = None  # a timer may reference the batch for a while; release its items
 
 
-def _closed(batch: _Open, trigger: Trigger) -> Closed:
+def _to_closed(batch: _Open, trigger: Trigger) -> Closed:
     return Closed(
         batch.to, batch.key, batch.partition, trigger, batch.count, batch.bytes, batch.error
     )
 
 
 def partitioner(options: Batcher) -> Callable[[Any], int] | None:
-    """Message → partition of its batch: ``partition_by`` modulo ``concurrency``.
+    """Returns a function from message to partition: ``partition_by`` modulo ``concurrency``.
 
-    :raises PipelineError: When called, if ``partition_by`` gives no integer of at least 0.
+    :raises PipelineError: When called, if ``partition_by`` does not return an integer of at least
+        0.
     """
     return partition_of(options.partition_by, options.concurrency)
 
 
 def partition_of(function: Any, concurrency: int) -> Callable[[Any], int] | None:
-    """``function`` modulo ``concurrency``, checked; ``None`` for no function."""
+    """Returns ``function`` modulo ``concurrency``, validated; ``None`` without a function."""
     if function is None:
         return None
 
@@ -355,7 +358,7 @@ def partition_of(function: Any, concurrency: int) -> Callable[[Any], int] | None
 class KeyMerger:
     """Packs whole closed batches of many keys into calls of up to ``batch_size`` items.
 
-    Order holds per partition: a batch never overtakes an earlier one.
+    Preserves order per partition: a batch never overtakes an earlier one.
     """
 
     def __init__(self, batch_size: int, batch_bytes: int | None = None) -> None:
@@ -365,7 +368,7 @@ class KeyMerger:
         self._calls: dict[int | None, tuple[list[Closed], int, int]] = {}
 
     def add(self, closed: Iterable[Closed]) -> list[list[Closed]]:
-        """Take closed batches; returns the calls that they filled."""
+        """Adds closed batches; returns the calls that they filled."""
         full: list[list[Closed]] = []
         for batch in closed:
             call, size, total = self._calls.get(batch.partition, ([], 0, 0))
@@ -384,16 +387,16 @@ class KeyMerger:
         return full
 
     def flush(self) -> list[list[Closed]]:
-        """The calls that are not full, in order of opening."""
+        """Returns the calls that are not full, in order of opening."""
         rest = [call for call, _, _ in self._calls.values()]
         self._calls.clear()
         return rest
 
 
 class BatchHash:
-    """The ``batch_id``, made as messages come: a hash of pipeline, batcher, key and message ids.
+    """The ``batch_id``, computed incrementally: a hash of pipeline, batcher, key and message ids.
 
-    Every part goes in with its length before it, so that no two lists of parts look alike.
+    Every part is prefixed with its length, so that distinct lists of parts have distinct hashes.
     """
 
     __slots__ = ("_hash",)
@@ -404,24 +407,24 @@ class BatchHash:
             self.update(part)
 
     def update(self, message_id: str) -> BatchHash:
-        """Add one message's id; returns itself."""
+        """Adds one message id; returns itself."""
         part = message_id.encode("utf-8", "surrogatepass")
         self._hash.update(b"%d:%b" % (len(part), part))
         return self
 
     def update_all(self, message_ids: Iterable[str]) -> BatchHash:
-        """Add several ids, in order; returns itself."""
+        """Adds several message ids, in order; returns itself."""
         encoded = [message_id.encode("utf-8", "surrogatepass") for message_id in message_ids]
         self._hash.update(b"".join([b"%d:%b" % (len(part), part) for part in encoded]))
         return self
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
+        """Returns 32 hexadecimal digits."""
         return self._hash.hexdigest()[:32]
 
 
 def _key_text(key: Any) -> str:
-    """A key as text that is the same in every process."""
+    """Returns a key as text that is equal in every process."""
     try:
         return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):

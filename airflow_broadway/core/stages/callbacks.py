@@ -1,10 +1,10 @@
-"""What both stages need to call a user's callbacks: the context, protection, ``handle_failed``.
+"""Calls user callbacks, for both stages: the context, error handling, ``handle_failed``.
 
 A callback that raises fails its messages and nothing else.  The error is logged with a ``code`` (an
 extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` counts
-as such an error (kind ``exit``), and so do ``GeneratorExit``, asyncio's ``CancelledError`` and the
-panic of an extension in Rust.  Every other ``BaseException``, such as ``KeyboardInterrupt`` and
-Airflow's task time-out, goes through untouched.
+as such an error (kind ``exit``), and so do ``GeneratorExit``, asyncio's ``CancelledError`` and
+panics of Rust extensions.  Every other ``BaseException``, such as ``KeyboardInterrupt`` and
+Airflow's task timeout, propagates.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
 
-#: A cancelled coroutine and a generator that was closed are the callback's own affair, though
-#: Python does not derive them from Exception.
+#: A cancelled coroutine and a closed generator concern the callback only, though Python does not
+#: derive their exceptions from Exception.
 _PROTECTED: Final = (Exception, SystemExit, GeneratorExit, CancelledError)
-#: The module of the class of a panic: each extension that is made with PyO3 has its own class.
+#: The module of panics: each extension built with PyO3 has its own exception class.
 _RUST: Final = "pyo3_runtime"
 
 #: The ``code`` of each error that the stages log.
@@ -58,8 +58,8 @@ _setup_lock = threading.Lock()
 
 
 def protected() -> tuple[type[BaseException], ...]:
-    """Return what a callback may raise without ending the run; for an ``except``, which calls this
-    when something was raised.
+    """Returns the exceptions that a callback may raise without ending the run; to be called in an
+    ``except`` clause.
     """
     raised = sys.exc_info()[0]
     is_panic = raised is not None and raised.__module__ == _RUST
@@ -67,31 +67,31 @@ def protected() -> tuple[type[BaseException], ...]:
 
 
 def context_of(pipeline: Pipeline) -> Any:
-    """The ``context`` of every callback: what ``setup`` returned, once per process."""
-    known = pipeline.__dict__
-    if "_context" not in known:
+    """Returns the ``context`` of every callback: ``setup``'s result, computed once per process."""
+    attributes = pipeline.__dict__
+    if "_context" not in attributes:
         with _setup_lock:
-            if "_context" not in known:
-                known["_context"] = pipeline.setup(pipeline.run)
-    return known["_context"]
+            if "_context" not in attributes:
+                attributes["_context"] = pipeline.setup(pipeline.run)
+    return attributes["_context"]
 
 
 def status_of(error: BaseException) -> Status:
-    """The status of a message whose callback raised ``error``."""
+    """Returns the status of a message whose callback raised ``error``."""
     if isinstance(error, SystemExit):
         return Status("exit", error.code)
     return Status("error", error)
 
 
 def end_span(span: telemetry.Span | None, error: BaseException) -> None:
-    """End a span, if there is one, by the exception that its work raised."""
+    """Ends a span, if any, with the exception that its work raised."""
     if span is not None:
         status = status_of(error)
         span.exception(status.kind, status.reason, status.stacktrace)
 
 
 def code_of(error: BaseException) -> str:
-    """The ``code`` under which ``error`` is logged."""
+    """Returns the ``code`` under which ``error`` is logged."""
     if isinstance(error, SystemExit):
         return "callback_exit"
     if isinstance(error, PipelineError) and error.code:
@@ -102,9 +102,9 @@ def code_of(error: BaseException) -> str:
 def log_failure(
     callback: str, pipeline: Pipeline, error: BaseException, messages: Sequence[Message] | int
 ) -> None:
-    """Log that a callback failed ``messages`` messages: the first ten of a kind, then each tenfold.
+    """Logs that a callback failed messages: the first ten of a kind, then each power of ten.
 
-    :param messages: They, or how many where nobody knows them: in a Spark driver.
+    :param messages: The messages, or their number where they are unknown: in a Spark driver.
     """
     number = count_failure(pipeline, callback, error)
     if number > LOGGED_FAILURES:
@@ -118,14 +118,14 @@ def log_failure(
                 extra={"code": code_of(error)},
             )
         return
-    known = [] if isinstance(messages, int) else [each.message_id for each in messages]
-    with log_ids(message_id=known[0] if len(known) == 1 else None):
+    ids = [] if isinstance(messages, int) else [message.message_id for message in messages]
+    with log_ids(message_id=ids[0] if len(ids) == 1 else None):
         log.error(
             "%s.%s failed %s: %s%s",
             type(pipeline).__name__,
             callback,
-            many(messages, "message") if isinstance(messages, int) else name_messages(known),
-            _described(error),
+            many(messages, "message") if isinstance(messages, int) else name_messages(ids),
+            _describe_error(error),
             "; further ones of this kind are counted, not logged one by one"
             if number == LOGGED_FAILURES
             else "",
@@ -134,119 +134,118 @@ def log_failure(
         )
 
 
-def _described(error: BaseException) -> str:
-    """Return an exception's type and text; a sentence of our own stands for itself."""
+def _describe_error(error: BaseException) -> str:
+    """Returns an exception's type and text; of our own errors the text alone."""
     if isinstance(error, PipelineError):
         return str(error)
     return status_of(error).text.removesuffix(": ")
 
 
 def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[Message]:
-    """``messages`` as they were before the callback that failed, with its ``status``."""
+    """Returns ``messages`` as they were before the callback that failed, with its ``status``."""
     return [scope.restored(message).with_status(status) for message in messages]
 
 
 def expect_messages(
     callback: str, returned: Any, *, code: str = "", element_code: str = ""
 ) -> list[Message]:
-    """``returned``, if it is a list of messages.
+    """Returns ``returned``, if it is a list of messages.
 
-    :param code: The error's code, if it is no list.
-    :param element_code: The error's code, if the list holds something else.
+    :param code: The error's code, if it is not a list.
+    :param element_code: The error's code, if the list contains something else.
     :raises PipelineError: In both cases.
     """
-    what = f"{callback} must return a list of messages"
+    rule = f"{callback} must return a list of messages"
     if not isinstance(returned, list):
-        raise PipelineError(f"{what}, got: {returned!r:.200}", code=code)
-    for each in returned:
-        if type(each) is not Message:
-            raise PipelineError(f"{what}, but one element was: {each!r:.200}", code=element_code)
+        raise PipelineError(f"{rule}, got: {returned!r:.200}", code=code)
+    for item in returned:
+        if type(item) is not Message:
+            raise PipelineError(f"{rule}, but one element was: {item!r:.200}", code=element_code)
     return returned
 
 
 class Returned(NamedTuple):
-    """What a callback returned of the messages that it was given.
+    """A callback's returned messages, matched with those passed to it.
 
-    :param own: Those of them, each once; as failed, if it was returned as both.
-    :param anew: Those that it returned without what settles them, as they were given.
-    :param odd: What else was among them, for people; empty if nothing was.
+    :param own: Passed messages, each once; as failed, if returned as both.
+    :param detached: Passed messages that were returned without their acknowledger, as passed.
+    :param mismatch: A description of other returned messages; empty if there are none.
     """
 
     own: list[Message]
-    anew: list[Message]
-    odd: str = ""
+    detached: list[Message]
+    mismatch: str = ""
 
     @classmethod
-    def of(cls, given: list[Message], returned: list[Message], scope: Scope) -> Returned:
-        """Sort out what was returned; where messages have no id, one without is its own."""
-        if len(given) == len(returned) and all(map(operator.is_, given, returned)):
+    def of(cls, passed: list[Message], returned: list[Message], scope: Scope) -> Returned:
+        """Matches messages by id; those without an id are all taken as passed."""
+        if len(passed) == len(returned) and all(map(operator.is_, passed, returned)):
             return cls(returned, [])
-        known = {message.message_id: message for message in given}
+        known = {message.message_id: message for message in passed}
         own: dict[Any, Message] = {}
-        anew: dict[str, Message] = {}
-        strangers: list[str] = []
-        doubled = 0
+        detached: dict[str, Message] = {}
+        unknown: list[str] = []
+        duplicates = 0
         for message in returned:
-            name = message.message_id
-            if name not in known:
-                strangers.append(name)
-            elif not name:
+            message_id = message.message_id
+            if message_id not in known:
+                unknown.append(message_id)
+            elif not message_id:
                 own[id(message)] = message
-            elif not is_of(message, known[name], scope):
-                anew[name] = known[name]
-            elif name in own:
-                doubled += 1
+            elif not is_of(message, known[message_id], scope):
+                detached[message_id] = known[message_id]
+            elif message_id in own:
+                duplicates += 1
                 if not message.ok:
-                    own[name] = message
+                    own[message_id] = message
             else:
-                own[name] = message
-        odd = f", {doubled} of them again" if doubled else ""
-        if strangers:
-            odd += f", {len(strangers)} of them others than it was given, such as {strangers[0]!r}"
-        return cls(
-            list(own.values()), [each for name, each in anew.items() if name not in own], odd
-        )
+                own[message_id] = message
+        mismatch = f", {duplicates} of them twice" if duplicates else ""
+        if unknown:
+            mismatch += f", {len(unknown)} of them unknown, such as {unknown[0]!r}"
+        lost = [message for key, message in detached.items() if key not in own]
+        return cls(list(own.values()), lost, mismatch)
 
 
-def is_of(message: Message, given: Message, scope: Scope) -> bool:
-    """Whether a message is the one that a callback was given, or made of it."""
-    return message.message_id == given.message_id and (
-        message.acknowledger.acknowledger is given.acknowledger.acknowledger
-        or scope.has_settled(given)
+def is_of(message: Message, passed: Message, scope: Scope) -> bool:
+    """Returns whether a message is one that was passed to a callback, or derived from it."""
+    return message.message_id == passed.message_id and (
+        message.acknowledger.acknowledger is passed.acknowledger.acknowledger
+        or scope.has_settled(passed)
     )
 
 
 def run_handle_failed(
     pipeline: Pipeline, failed: list[Message], context: Any, scope: Scope
 ) -> list[Message]:
-    """Call ``handle_failed``, if the pipeline has one, with a stage's failures.
+    """Calls ``handle_failed``, if the pipeline overrides it, with a stage's failures.
 
-    Returns those to settle as failed: what it returned, or ``failed`` itself if it broke.
+    Returns the messages to settle as failed: its result, or ``failed`` itself if it raised.
     """
     if not failed or not pipeline.defines("handle_failed"):
         return failed
-    about = {"module": type(pipeline), "messages": failed, "context": context}
+    metadata = {"module": type(pipeline), "messages": failed, "context": context}
     span = None
     if telemetry.handlers(*_HANDLE_FAILED):
-        span = telemetry.Span("handle_failed", {**about})
+        span = telemetry.Span("handle_failed", {**metadata})
     try:
         returned: Any = pipeline.handle_failed(list(failed), context)
     except protected() as error:
         log_failure("handle_failed", pipeline, error, failed)
         end_span(span, error)
         return [scope.restored(message) for message in failed]
-    handled = _handled(pipeline, failed, returned, scope)
+    handled = _check_handled(pipeline, failed, returned, scope)
     if span is not None:
-        span.stop({**about, "messages": handled})
+        span.stop({**metadata, "messages": handled})
     return handled
 
 
-def _handled(
+def _check_handled(
     pipeline: Pipeline, failed: list[Message], returned: Any, scope: Scope
 ) -> list[Message]:
-    """What to settle as failed, by what ``handle_failed`` returned; odd things are logged."""
+    """Returns the messages to settle as failed, by ``handle_failed``'s result; logs mismatches."""
     name = type(pipeline).__name__
-    if not isinstance(returned, list) or not all(type(each) is Message for each in returned):
+    if not isinstance(returned, list) or not all(type(item) is Message for item in returned):
         log.error(
             "%s.handle_failed must return a list of messages, got: %.200r; the failed messages are"
             " settled as they were",
@@ -255,25 +254,25 @@ def _handled(
             extra={"code": "handle_failed_bad_return"},
         )
         return [scope.restored(message) for message in failed]
-    found = Returned.of(failed, returned, scope)
-    handled = [*found.own, *(scope.restored(message) for message in found.anew)]
-    if found.anew:
+    result = Returned.of(failed, returned, scope)
+    handled = [*result.own, *(scope.restored(message) for message in result.detached)]
+    if result.detached:
         log.error(
-            "%s.handle_failed returned %s without what settles it, the first of them %r:"
+            "%s.handle_failed returned %s without its acknowledger, the first of them %r:"
             " settled as before",
             name,
-            many(len(found.anew), "message"),
-            found.anew[0].message_id,
+            many(len(result.detached), "message"),
+            result.detached[0].message_id,
             extra={"code": "handle_failed_bad_return"},
         )
-    if len(handled) != len(failed) or found.odd:
+    if len(handled) != len(failed) or result.mismatch:
         log.error(
-            "%s.handle_failed received %s and returned %d%s; one that it did not"
-            " return is not settled, and goes back to its broker when the run ends",
+            "%s.handle_failed received %s and returned %d%s; messages that it did not"
+            " return are not settled, and are released when the run ends",
             name,
             many(len(failed), "message"),
             len(returned),
-            found.odd,
+            result.mismatch,
             extra={"code": "handle_failed_count_mismatch"},
         )
     return handled

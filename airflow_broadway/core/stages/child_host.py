@@ -1,4 +1,4 @@
-"""Lets a child process ask the program that hosts its parent."""
+"""Lets a child process send requests to the program that hosts its parent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildHost:
-    """What the child processes of processors may ask of the host, such as Airflow.
+    """The requests of processors' child processes to the host, such as Airflow.
 
-    :param connect: ``"module:function"``, called once in each child with a function that asks.
-    :param answer: Called in the parent with each request; what it returns, or raises, the child
-        gets.  Both are pickled.
+    :param connect: ``"module:function"``, called once in each child with a function that sends a
+        request.
+    :param answer: Called in the parent with each request; its result or exception is passed to the
+        child.  Both are pickled.
     """
 
     connect: str

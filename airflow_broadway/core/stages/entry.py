@@ -1,7 +1,7 @@
-"""Lets messages into the processors: ``transformer``, then ``partition_by`` of the processors.
+"""Prepares messages for the processors: runs ``transformer``, then ``partition_by``.
 
-Both run before a message has a chunk.  What one raises fails that message alone: it goes on as an
-entry failure, which the processor of its lane counts, in order, among its own failures.
+Both run before a message is assigned to a chunk.  An exception fails that message alone: it becomes
+an entry failure, which the processor of its lane counts, in order, among its own failures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batcher import partition_of
 from airflow_broadway.core.stages.callbacks import log_failure, protected, status_of
 
-#: The lane of a message that has none, because ``partition_by`` or ``transformer`` failed it.
+#: The lane of a message that ``partition_by`` or ``transformer`` failed.
 _FAILED_LANE: Final = 0
 
 
@@ -30,12 +30,12 @@ class EntryFailure(Status):
 
 
 def is_entry_failure(message: Message) -> bool:
-    """Return whether the message failed before it reached a processor."""
+    """Returns whether the message failed before it reached a processor."""
     return type(message.status) is EntryFailure
 
 
 class MessageEntry:
-    """Transforms messages, and finds the lane of each.
+    """Transforms messages, and assigns lanes.
 
     :param transformer: The producer's ``transformer``, or ``None``.
     """
@@ -51,13 +51,13 @@ class MessageEntry:
         self.has_lanes = self._partition is not None
 
     def transform(self, messages: list[Message]) -> list[Message]:
-        """Transform messages; one on which that fails becomes an entry failure."""
+        """Transforms messages; a message on which that fails becomes an entry failure."""
         if self._transformer is None:
             return messages
-        return [self._transformed(message) for message in messages]
+        return [self._transform(message) for message in messages]
 
     def lane(self, message: Message) -> tuple[int | None, Message]:
-        """Return the lane of a message, and the message; an entry failure if it has none."""
+        """Returns a lane, and the message: an entry failure if ``partition_by`` raises."""
         if self._partition is None:
             return None, message
         if is_entry_failure(message):
@@ -65,40 +65,41 @@ class MessageEntry:
         try:
             return self._partition(message), message
         except protected() as error:
-            return _FAILED_LANE, self._failed("partition_by", message, error)
+            return _FAILED_LANE, self._fail("partition_by", message, error)
 
-    def _transformed(self, message: Message) -> Message:
+    def _transform(self, message: Message) -> Message:
         transformer = self._transformer
         assert transformer is not None
         try:
             return of_delivery(transformer(message), message)
         except protected() as error:
-            return self._failed("transformer", message, error)
+            return self._fail("transformer", message, error)
 
-    def _failed(self, callback: str, message: Message, error: BaseException) -> Message:
+    def _fail(self, callback: str, message: Message, error: BaseException) -> Message:
         log_failure(callback, self._pipeline, error, [message])
         kind, reason, trace = status_of(error)
         return message.with_status(EntryFailure(kind, reason, trace))
 
 
-def of_delivery(made: Any, delivery: Any) -> Message:
-    """Return what a transformer made, with what the delivery says about itself.
+def of_delivery(transformed: Any, delivery: Any) -> Message:
+    """Returns a transformer's result, with the delivery's own attributes.
 
-    The id, attempt, time and place of receipt are the delivery's, also where the transformer made a
-    new message.
+    The id, attempt, timestamp and position of the delivery are kept, even if the transformer
+    created a new message.
 
-    :param delivery: The message that was transformed; something else has nothing to say.
+    :param delivery: The message that was transformed; other values have no attributes to keep.
 
-    :raises PipelineError: If it is no message, or its id is another.
+    :raises PipelineError: If the result is not a message, or has another id.
     """
-    if type(made) is not Message:
+    if type(transformed) is not Message:
         raise PipelineError(
-            f"the transformer must return a message, got: {made!r:.200}", code="producer_crash"
+            f"the transformer must return a message, got: {transformed!r:.200}",
+            code="producer_crash",
         )
-    message: Message = made
+    message: Message = transformed
     if type(delivery) is not Message:
         return message
-    if is_settled(made) and not is_settled(delivery):  # a new one, without its acknowledger
+    if is_settled(message) and not is_settled(delivery):  # created without the acknowledger
         message = message.with_acknowledger(delivery.acknowledger)
     if (
         message.received_at is delivery.received_at
@@ -109,8 +110,8 @@ def of_delivery(made: Any, delivery: Any) -> Message:
         return message
     if delivery.message_id and message.message_id not in ("", delivery.message_id):
         raise PipelineError(
-            f"the transformer must keep the message_id: it made {message.message_id!r} of"
-            f" {delivery.message_id!r}, by which alone the broker knows the message",
+            f"the transformer must keep the message_id: it changed {delivery.message_id!r} to"
+            f" {message.message_id!r}, but the broker identifies the message by its id",
             code="producer_crash",
         )
     return Message(

@@ -1,6 +1,6 @@
-"""What a run logs of its failures: the first of each kind in full, all of them by reason.
+"""Logs the failures of a run: the first of each kind in full, all of them by reason.
 
-A line and a traceback for every message would fill the log, and cost more than the work.
+A line and a traceback for every message would flood the log, and cost more than the work.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 
-#: Failures of each kind that are logged one by one; a kind is a callback and a type of exception.
+#: Failures of each kind that are logged individually; a kind is a callback and an exception type.
 LOGGED_FAILURES: Final = 10
 
-#: Reasons that are kept apart, and those of them that the table shows.
+#: The number of distinct reasons that are kept, and of those that are logged.
 _KEPT_REASONS: Final = 500
 _SHOWN_REASONS: Final = 20
 _OTHERS: Final = "(other reasons)"
@@ -29,42 +29,42 @@ log = logging.getLogger(__name__)
 
 
 def count_failure(pipeline: Pipeline, callback: str, error: BaseException) -> int:
-    """Count a failure; returns which of its kind it is in this process, from 1."""
+    """Counts a failure; returns its number among its kind in this process, from 1."""
     key = callback, type(error)
     with _lock:
-        known = pipeline.__dict__
-        if "_failures" not in known:
-            known["_failures"] = {}
-        seen: dict[Any, int] = known["_failures"]
-        seen[key] = number = seen.get(key, 0) + 1
+        attributes = pipeline.__dict__
+        if "_failures" not in attributes:
+            attributes["_failures"] = {}
+        counts: dict[Any, int] = attributes["_failures"]
+        counts[key] = number = counts.get(key, 0) + 1
         return number
 
 
 def log_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
-    """Log which messages callbacks were still at when their run ended, the first ten of them."""
+    """Logs which messages callbacks were still handling when their run ended, at most ten."""
     ids = [message.message_id for chunk in chunks for message in chunk]
     if ids:
         log.warning(
-            "%s was still at %s when the run ended; what it has not settled at once goes back",
+            "%s was still at %s when the run ended; messages not settled by then are released",
             where,
             name_messages(ids),
         )
 
 
 def name_messages(ids: Sequence[str]) -> str:
-    """Messages in a line of the log: one by its id, more by number and the first ten ids."""
+    """Names messages in a log line: one by its id, several by number and the first ten ids."""
     if len(ids) == 1:
         return f"message {ids[0]!r}"
-    named = ", ".join(map(repr, ids[:LOGGED_FAILURES]))
+    names = ", ".join(map(repr, ids[:LOGGED_FAILURES]))
     more = ", …" if len(ids) > LOGGED_FAILURES else ""
-    return f"{many(len(ids), 'message')} ({named}{more})"
+    return f"{many(len(ids), 'message')} ({names}{more})"
 
 
 def forget_trace(error: Any) -> None:
-    """Drop an exception's traceback, once nobody asks for it any more.
+    """Drops an exception's traceback, once it is not needed any more.
 
-    Its frames hold the list of failed messages, and so the exception again.  Such rings wait for
-    the garbage collector, which costs more than the messages.
+    Its frames reference the list of failed messages, and so the exception again.  Such reference
+    cycles wait for the garbage collector, which costs more than the messages.
     """
     while isinstance(error, BaseException) and error.__traceback__ is not None:
         error.__traceback__ = None
@@ -75,26 +75,26 @@ class Reasons:
     """Counts failed messages by their reason; reasons that differ only in digits are one."""
 
     def __init__(self) -> None:
-        # By the reason without its digits.
+        # Keyed by the reason without its digits.
         self._counts: Counter[bytes] = Counter()
         self._shown: dict[bytes, str] = {}
         self._lock = threading.Lock()
 
     def add(self, failed: Iterable[Message]) -> None:
-        """Count messages; a row of one status costs little."""
-        found: dict[bytes, list[Any]] = {}
+        """Counts messages; consecutive messages with one status are cheap."""
+        new: dict[bytes, list[Any]] = {}
         last: Any = None
-        counted: list[Any] = []
+        entry: list[Any] = []
         for message in failed:
             status = message.status
             if status is not last:
                 last, text = status, status.text
                 line = text[:200].splitlines()[0] if text else "(no reason)"
                 key = line.encode().translate(None, _DIGITS)
-                counted = found.get(key) or found.setdefault(key, [line, 0])
-            counted[1] += 1
+                entry = new.get(key) or new.setdefault(key, [line, 0])
+            entry[1] += 1
         with self._lock:
-            for key, (line, count) in found.items():
+            for key, (line, count) in new.items():
                 if key not in self._shown:
                     if len(self._shown) >= _KEPT_REASONS:
                         line, key = _OTHERS, _OTHERS.encode()
@@ -102,13 +102,13 @@ class Reasons:
                 self._counts[key] += count
 
     def most(self, number: int) -> list[dict[str, Any]]:
-        """The most frequent reasons, as a report has them."""
+        """Returns the most frequent reasons, as rows of a report."""
         with self._lock:
             rows = self._counts.most_common(number)
         return [{"count": n, "stage": "", "reason": self._shown[key]} for key, n in rows]
 
     def log_table(self, log: Any, where: str) -> None:
-        """Log the table, if anything failed."""
+        """Logs the table of reasons, if any message failed."""
         with self._lock:
             rows = self._counts.most_common()
         if not rows:

@@ -1,8 +1,9 @@
-"""A processor that survives its messages: it finds the one that ends its child process.
+"""A processor that survives its messages: isolates the message that kills its child process.
 
-If the child ends while it handles a chunk, and this process lives, the chunk is halved, and each
-half handled by a child of its own, down to a single message.  A message of which ``max_crashes``
-children died that handled nothing else fails with the status ``crashed``, and is dead-lettered.
+If the child dies while it handles a chunk, and this process survives, the chunk is halved, and each
+half is handled by a child of its own, down to a single message.  A message that killed
+``max_crashes`` children which handled nothing else fails with the status ``crashed``, and is
+dead-lettered.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from airflow_broadway.core.stages.subprocess_processor import ProcessDied, Subpr
 
 log = logging.getLogger(__name__)
 
-#: The kind of status, and the beginning of the reason, of a message that ended its processes.
+#: The kind of status, and the prefix of the reason, of a message that killed its processes.
 CRASHED: Final = "crashed"
-#: Messages that are blamed before any other has been handled: on a host on which every process
-#: ends, no message is to blame.
+#: Messages that may be blamed before any other has been handled: on a host on which every process
+#: dies, no message is to blame.
 _MOST_UNPROVEN: Final = 2
 
 
 def crashed(message: Message, reason: str) -> Message:
-    """Return the message, failed because it ended the processes that handled it.
+    """Returns the message, failed because it killed the processes that handled it.
 
-    :param reason: What ended, and how often.
+    :param reason: The process that died, and the number of deaths.
     """
     return message.with_status(Status(CRASHED, f"{CRASHED}: {reason}"))
 
 
 class IsolatingProcessor:
-    """One processor in a child process, which a message may end.
+    """One processor in a child process, which a message may kill.
 
-    :param processor: Whose child that is.
+    :param processor: The processor that owns the child.
     :param held: As for :class:`.ProcessorStage`.
     """
 
@@ -47,33 +48,33 @@ class IsolatingProcessor:
         self._held = held or HeldGroups(producer)
         self._max_crashes: int = producer.max_crashes
         self._stop = processor.stop
-        #: Whether a child has handled a message, so that processes need not end here.
+        #: Whether a child has handled a message, so that the environment works.
         self._proven = False
         self._blamed = 0
         self._closed = False
 
     def start(self) -> None:
-        """Start the child, unless there is one; it loads the pipeline.
+        """Starts the child, unless it is running; it loads the pipeline.
 
-        :raises PipelineError: If that ends it.
+        :raises PipelineError: If the child dies while loading it.
         """
         self._processor.start()
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
-        """Handle a chunk, by as many children as that takes.
+        """Handles a chunk, with as many children as that takes.
 
-        :returns: What became of its messages.  Those that callbacks settled before their process
-            ended are in neither list, nor are those that a stop kept from being handled.
-        :raises PipelineError: If the pipeline cannot be loaded, or each process ends, whatever it
+        :returns: The results of its messages.  Neither list has messages that callbacks settled
+            before their process died, nor messages that a stop kept from being handled.
+        :raises PipelineError: If the pipeline cannot be loaded, or every process dies, whatever it
             handles.
         """
         successful: list[Message] = []
         failed: list[Message] = []
         parts: deque[list[Message]] = deque([chunk])
-        deaths = 0  # of the single message at hand
+        deaths = 0  # of the current single message
         while parts and not self._closed and not (self._stop is not None and self._stop.late()):
             part = parts.popleft()
-            if self._held:  # a new child does not know them
+            if self._held:  # a new child does not know the held groups
                 part = [message for message in part if not self._held.has(message)]
             try:
                 result = self._processor.handle(part)
@@ -101,16 +102,16 @@ class IsolatingProcessor:
         return ChunkResult(successful, failed)
 
     def blame(self, message: Message, reason: str) -> ChunkResult:
-        """Settle a message as one that ended its processes; no callback sees it.
+        """Settles a message as one that killed its processes; no callback is called.
 
         :raises PipelineError: If several were blamed and no message has been handled.
         """
         if not self._proven and self._blamed >= _MOST_UNPROVEN:
             raise PipelineError(
                 f"{self._processor.name} ends, whatever message it handles, the last time at"
-                f" message {message.message_id!r}: no further message is blamed, and what is held"
-                " goes back; look at this host's memory, and at what the pipeline does to any"
-                " message"
+                f" message {message.message_id!r}: no further message is blamed, and all held"
+                " messages are released; check this host's memory, and what the pipeline does to"
+                " every message"
             )
         self._blamed += 1
         log.error("Message %r is dead-lettered, %s: %s.", message.message_id, CRASHED, reason)
@@ -127,7 +128,7 @@ class IsolatingProcessor:
                 "%s, %r, the %s process of %d that may end at it.",
                 error,
                 part[0].message_id,
-                _ordinal(deaths),
+                _format_ordinal(deaths),
                 self._max_crashes,
             )
         else:
@@ -135,11 +136,11 @@ class IsolatingProcessor:
             log.warning("%s: %s; it is handled again in halves.", error, ids)
 
     def close(self) -> None:
-        """End the child; it finishes no chunk, and no other follows it."""
+        """Ends the child; it finishes no chunk, and is not replaced."""
         self._closed = True
         self._processor.close()
 
 
-def _ordinal(number: int) -> str:
+def _format_ordinal(number: int) -> str:
     last = number % 10 if number % 100 // 10 != 1 else 0
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"

@@ -1,8 +1,8 @@
-"""The processor: ``prepare_messages`` once per chunk, ``handle_message`` on each, then the acks.
+"""The processor: ``prepare_messages`` per chunk, ``handle_message`` per message, then the acks.
 
 The order for one chunk is Broadway's: prepare, handle each in order, ``handle_failed`` once, settle
-the failures (and without batchers the successes, in the same call); only then do successes go on to
-the batchers.
+the failures (and without batchers the successes, in the same call); only then are successes passed
+to the batchers.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _MESSAGE: Final = (
 
 #: Settles a stage's result: ``ack(successful, failed)``.
 Ack = Callable[[list[Message], list[Message]], None]
-#: Makes, of a pipeline, what turns each successful message into what goes on to the batchers.
+#: Returns, for a pipeline, the function that converts each successful message for its batcher.
 Convert = Callable[[Pipeline], Callable[[Message], Message]]
 
 
 class ChunkResult(NamedTuple):
-    """What became of one chunk.
+    """The result of one chunk.
 
-    :param successful: Those to batch; without batchers, those settled as successful.
-    :param failed: Those settled as failed, as ``handle_failed`` returned them.
+    :param successful: Messages to batch; without batchers, those settled as successful.
+    :param failed: Messages settled as failed, as ``handle_failed`` returned them.
     """
 
     successful: list[Message]
@@ -64,9 +64,9 @@ class ChunkResult(NamedTuple):
 
 
 class HeldGroups:
-    """The groups of which a message failed and is delivered again: what is behind it waits.
+    """The groups with a failed message that is redelivered: messages behind it are released.
 
-    One object serves all processors of a run; nothing is held unless the producer keeps order.
+    All processors of a run share one object; nothing is held unless the producer keeps order.
     """
 
     def __init__(self, producer: Producer) -> None:
@@ -77,11 +77,11 @@ class HeldGroups:
         return bool(self._groups)
 
     def has(self, message: Message) -> bool:
-        """Return whether the message is behind one that failed and is delivered again."""
+        """Returns whether the message is behind one that failed and is redelivered."""
         return self._producer.group_of(message) in self._groups
 
     def add(self, failed: Iterable[Message]) -> None:
-        """Hold the groups of those that failed and are delivered again."""
+        """Holds the groups of failed messages that are redelivered."""
         producer = self._producer
         if not producer.keeps_order:
             return
@@ -96,13 +96,14 @@ class HeldGroups:
 class ProcessorStage:
     """One processor of a pipeline; handles one chunk at a time.
 
-    :param index: Which of ``concurrency`` processors this is, from 0.
+    :param index: The index of this processor among ``concurrency``, from 0.
     :param ack: Settles a chunk's result: ``ack(successful, failed)``.
-    :param convert: Called once with the pipeline.  What it returns is called with each success, and
-        returns what goes on; what it raises fails the message.
-    :param stop: When no further message is begun; those not begun are in neither list of a result.
-    :param traces: Whether every failure keeps its traceback.  Without, only those do that are
-        logged: frames are dear.  ``handle_failed`` and telemetry get them always.
+    :param convert: Called once with the pipeline; the returned function converts each success.  Its
+        exceptions fail the message.
+    :param stop: Stops the processor: no further message is begun; those are in neither list of a
+        result.
+    :param traces: Whether every failure keeps its traceback.  If not, only logged ones do: frames
+        are expensive.  ``handle_failed`` and telemetry always get them.
     :param held: Shared with the other processors of the run.
     """
 
@@ -132,30 +133,30 @@ class ProcessorStage:
         self.name = f"{pipeline.name}.Broadway.Processor_{self._key}_{index}"
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
-        """Run the callbacks on one chunk and settle what is to be settled.
+        """Runs the callbacks on one chunk and settles the results.
 
-        An exception of a callback never gets out; ``KeyboardInterrupt`` and its like do, and then
-        nothing of the chunk has been settled but what the callbacks settled themselves.
+        Exceptions of callbacks never propagate; ``KeyboardInterrupt`` and similar ones do, and then
+        only messages that the callbacks settled themselves are settled.
         """
         context = context_of(self.pipeline)
         span = None
-        heard = telemetry.heard()
-        if heard and telemetry.handlers(*_CHUNK):
-            span = telemetry.Span("processor", {**self._about(context), "messages": chunk})
-        # What goes on may be converted; handlers get messages as the callbacks know them.
+        observed = telemetry.heard()
+        if observed and telemetry.handlers(*_CHUNK):
+            span = telemetry.Span("processor", {**self._metadata(context), "messages": chunk})
+        # Successes may be converted; handlers get messages as the callbacks returned them.
         unconverted: list[Message] | None = None if span is None or self._convert is None else []
         try:
             with Scope("process") as scope:
-                result = self._handle(chunk, context, scope, unconverted, heard)
+                result = self._handle(chunk, context, scope, unconverted, observed)
         except BaseException as error:
             end_span(span, error)
             raise
         if span is not None:
             successful = result.successful if unconverted is None else unconverted
-            self._stop(span, successful, result.failed, context)
+            self._end_chunk_span(span, successful, result.failed, context)
         return result
 
-    def _about(self, context: Any) -> dict[str, Any]:
+    def _metadata(self, context: Any) -> dict[str, Any]:
         return {
             "topology_name": self.pipeline.name,
             "name": self.name,
@@ -165,7 +166,7 @@ class ProcessorStage:
             "producer": self.pipeline.producer,
         }
 
-    def _stop(
+    def _end_chunk_span(
         self,
         span: telemetry.Span,
         successful: list[Message],
@@ -175,7 +176,7 @@ class ProcessorStage:
         to_forward, to_ack = (successful, []) if self._known else ([], successful)
         span.stop(
             {
-                **self._about(context),
+                **self._metadata(context),
                 "successful_messages_to_ack": to_ack,
                 "successful_messages_to_forward": to_forward,
                 "failed_messages": failed,
@@ -188,12 +189,12 @@ class ProcessorStage:
         context: Any,
         scope: Scope,
         unconverted: list[Message] | None,
-        heard: bool,
+        observed: bool,
     ) -> ChunkResult:
-        """Handle a chunk.
+        """Handles a chunk.
 
-        :param unconverted: Filled with the successes as ``handle_message`` left them, unconverted.
-        :param heard: Whether any event has a handler.
+        :param unconverted: Filled with the successes as ``handle_message`` returned them.
+        :param observed: Whether any event has a handler.
         """
         successful: list[Message] = []
         failed: list[Message] = []
@@ -205,14 +206,14 @@ class ProcessorStage:
             prepared = self._with_entry_failures(chunk, prepared, failed)
         admitted = self._in_order(prepared, failed) if self._keeps_order else prepared
         with log_ids(message_id=None):
-            self._handle_each(
+            self._handle_messages(
                 admitted,
                 context,
                 successful,
                 failed,
                 scope,
                 unconverted=unconverted,
-                heard=heard,
+                observed=observed,
             )
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
@@ -230,16 +231,17 @@ class ProcessorStage:
             prepared = expect_messages("prepare_messages", returned)
             if len(prepared) != len(chunk):
                 raise PipelineError(
-                    "expected all messages to be returned from prepare_messages: it was given"
+                    "expected all messages to be returned from prepare_messages: it received"
                     f" {len(chunk)} and returned {len(prepared)}",
                     code="prepare_messages_count_mismatch",
                 )
-            found = Returned.of(chunk, prepared, scope)
-            if len(found.own) != len(chunk):
+            result = Returned.of(chunk, prepared, scope)
+            if len(result.own) != len(chunk):
+                detached = len(result.detached)
                 raise PipelineError(
                     f"expected the messages of the chunk from prepare_messages, each once: of"
-                    f" {len(chunk)} it returned {len(found.own)}{found.odd}"
-                    + (f", {len(found.anew)} without what settles them" if found.anew else ""),
+                    f" {len(chunk)} it returned {len(result.own)}{result.mismatch}"
+                    + (f", {detached} without their acknowledger" if detached else ""),
                     code="prepare_messages_count_mismatch",
                 )
         except protected() as error:
@@ -251,46 +253,46 @@ class ProcessorStage:
     def _with_entry_failures(
         self, chunk: list[Message], prepared: list[Message], failed: list[Message]
     ) -> list[Message]:
-        """Fail what ``transformer`` or ``partition_by`` failed; where order counts, in its place.
+        """Adds the entry failures to ``failed``; if order matters, merges them in their positions.
 
-        :param prepared: The other messages of the chunk; none, if that failed them.
+        :param prepared: The other messages of the chunk; none, if ``prepare_messages`` failed them.
         """
         if not self._keeps_order:
-            failed.extend(_plainly_failed(each) for each in chunk if is_entry_failure(each))
+            failed.extend(_to_failed(message) for message in chunk if is_entry_failure(message))
             return prepared
         others = iter(prepared)
-        merged = [each if is_entry_failure(each) else next(others, None) for each in chunk]
-        return [each for each in merged if each is not None]
+        merged = [message if is_entry_failure(message) else next(others, None) for message in chunk]
+        return [message for message in merged if message is not None]
 
     def _in_order(self, messages: list[Message], failed: list[Message]) -> Iterator[Message]:
-        """All but those behind one of their group that failed and comes again.
+        """Yields all messages but those behind one of their group that failed and is redelivered.
 
-        They are in neither list, and so given back without using up an attempt.
+        Those are in neither list, and so released without using an attempt.
 
-        :param failed: Where each message is by the time that the next is asked for, if it failed.
+        :param failed: Has each yielded message, if it failed, when the next one is requested.
         """
         groups, held = self._held, 0
-        groups.add(failed)  # the whole chunk, where prepare_messages has failed it
+        groups.add(failed)  # the whole chunk, if prepare_messages failed it
         known = len(failed)
         for message in messages:
             if groups and groups.has(message):
                 held += 1
                 continue
             if is_entry_failure(message):
-                failed.append(_plainly_failed(message))
+                failed.append(_to_failed(message))
             else:
                 yield message
             if len(failed) > known:
                 groups.add(failed[known:])
                 known = len(failed)
         if held:
-            with log_ids(message_id=None):  # not of the one that was handled last
+            with log_ids(message_id=None):  # not the id of the last message
                 log.info(
-                    "%s held back: an earlier one of the group failed and comes again.",
+                    "%s released: an earlier message of the group failed and is redelivered.",
                     many(held, "message"),
                 )
 
-    def _handle_each(
+    def _handle_messages(
         self,
         messages: Iterable[Message],
         context: Any,
@@ -299,19 +301,19 @@ class ProcessorStage:
         scope: Scope,
         *,
         unconverted: list[Message] | None,
-        heard: bool,
+        observed: bool,
     ) -> None:
-        # The loop that every message goes through: what _check asks is asked here first.
+        # The loop over every message: the checks of _check are inlined here first.
         handle, key, known = self.pipeline.handle_message, self._key, self._known
         convert, stop, now = self._convert, self._run_stop, self._run_stop.now
         succeed, span = successful.append, None
-        about = self._about(context) if heard and telemetry.handlers(*_MESSAGE) else None
+        metadata = self._metadata(context) if observed and telemetry.handlers(*_MESSAGE) else None
         for message in messages:
             if now() >= stop.look_at and stop.enough():
                 return
             speak_of(message.message_id)
-            if about is not None:
-                span = telemetry.Span("processor.message", {**about, "message": message})
+            if metadata is not None:
+                span = telemetry.Span("processor.message", {**metadata, "message": message})
             try:
                 result = handled = handle(key, message, context)
                 if not (
@@ -335,7 +337,7 @@ class ProcessorStage:
                 end_span(span, error)
                 if not isinstance(error, self._interrupts):
                     raise
-                self._interrupted(message, error)
+                self._interrupt(message, error)
                 continue
             if handled.status.kind == "ok":
                 succeed(result)
@@ -343,21 +345,21 @@ class ProcessorStage:
                     unconverted.append(handled)
             else:
                 failed.append(result)
-            if span is not None and about is not None:
-                span.stop({**about, "message": handled})
+            if span is not None and metadata is not None:
+                span.stop({**metadata, "message": handled})
 
-    def _interrupted(self, message: Message, error: BaseException) -> None:
-        """Let what is done stand, and the message at work go back."""
+    def _interrupt(self, message: Message, error: BaseException) -> None:
+        """Stops the run; earlier results are kept, and the current message is released."""
         log.error(
-            "%s ended handle_message while it was at message %r, which goes back without using up"
-            " an attempt; what was done before it stands",
+            "%s ended handle_message at message %r, which is released without using an attempt;"
+            " earlier results are kept",
             type(error).__name__,
             message.message_id,
         )
         self._run_stop.request("interrupted", at_once=True)
 
     def _check(self, result: Any, message: Message, scope: Scope) -> None:
-        """Raise unless ``result`` is ``message``, and may go on; one that failed always may."""
+        """Raises unless ``result`` is ``message`` with a valid batcher; a failed one is valid."""
         if type(result) is not Message:
             raise PipelineError(
                 f"expected a Message from handle_message, got: {result!r:.200}",
@@ -365,9 +367,8 @@ class ProcessorStage:
             )
         if not is_of(result, message, scope):
             raise PipelineError(
-                f"expected from handle_message the message that it was given"
-                f" ({message.message_id!r}), changed by its put_… functions; got another:"
-                f" {result!r:.200}",
+                f"expected handle_message to return message {message.message_id!r}, changed by its"
+                f" put_… methods; got another: {result!r:.200}",
                 code="handle_message_bad_return",
             )
         if result.ok and self._known and result.batcher not in self._known:
@@ -378,5 +379,5 @@ class ProcessorStage:
             )
 
 
-def _plainly_failed(message: Message) -> Message:
+def _to_failed(message: Message) -> Message:
     return message.with_status(Status(*message.status))

@@ -1,14 +1,14 @@
-"""The processors of a pipeline: ``concurrency`` of them at work, results in order of arrival.
+"""The processors of a pipeline: ``concurrency`` of them, with results in order of arrival.
 
-It is fed with *dispatches*: what one receive returned, of any length.  The pool transforms the
-messages of each, parts them by ``partition_by``, and cuts the parts into chunks of ``max_demand -
-min_demand``.  Chunks are smaller where that gives every processor a share, so that no message waits
-behind a busy processor while another is free.  Each chunk is handled by a :class:`ProcessorStage`,
-in this thread, in threads or in processes.
+Its input are *dispatches*: the messages of one receive, of any number.  The pool transforms the
+messages of each, divides them by ``partition_by``, and cuts them into chunks of ``max_demand -
+min_demand``.  Chunks are smaller if that gives every processor a share, so that no message waits
+for a busy processor while another is idle.  Each chunk is handled by a :class:`ProcessorStage`, in
+this thread, in threads or in processes.
 
-*Suspects*, which may have ended an earlier process, are handled apart, in a
-:class:`.suspect_lane.SuspectLane`.  Where order counts all of their dispatch is, after what is
-under way and before what follows.
+*Suspects*, which may have killed an earlier process, are handled apart, in a
+:class:`.suspect_lane.SuspectLane`.  If order matters, their whole dispatch is, after everything in
+process and before what follows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from airflow_broadway.core.stages.subprocess_processor import SubprocessProcesso
 from airflow_broadway.core.stages.suspect_lane import SuspectLane, Suspects
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
-#: What stands for "nothing has come"; see :meth:`ProcessorPool.map`.
+#: The result that stands for a pause; see :meth:`ProcessorPool.map`.
 TICK: Final[tuple[list[Message], ChunkResult]] = ([], ChunkResult([], []))
 
 Handle = Callable[[list[Message]], ChunkResult]
@@ -49,14 +49,15 @@ class ProcessorPool:
     With ``concurrency=1`` and threads everything happens in the calling thread.
 
     :param ack: Settles a chunk's result; called in the thread of its processor.
-    :param convert: As for :class:`ProcessorStage`; made once per processor.
-    :param stop: When no further message is begun; those handed out by then are in :meth:`left`, or
-        in neither list of their chunk's result.
-    :param inline: Do without threads whatever the concurrency, for tests: processors take turns.
+    :param convert: As for :class:`ProcessorStage`; created once per processor.
+    :param stop: Stops the pool: no further message is begun; those handed out by then are in
+        :meth:`left`, or in neither list of their chunk's result.
+    :param inline: Use no threads whatever the concurrency, for tests: processors take turns.
     :param traces: As for :class:`ProcessorStage`.
-    :param transformer: Called with each message first; the producer's, where messages come from it.
-    :param suspects: Which messages are handled apart; ``None``: none is.
-    :param host: What callbacks in child processes may ask.
+    :param transformer: Called with each message first; the producer's ``transformer``, unless the
+        messages come from elsewhere.
+    :param suspects: Selects the messages that are handled apart; ``None``: none.
+    :param host: Answers requests of callbacks in child processes.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ProcessorPool:
             make = partial(isolating, self._count, enters=True)
             self._apart = SuspectLane(suspects, make, size=options.chunk_size)
         self._closers: list[Callable[[], None]] = []
-        self._undivided: list[Message] = []  # a dispatch that is being parted
+        self._undivided: list[Message] = []  # a dispatch that is being divided
         self._waiting: deque[tuple[int | None, list[Message]]] = deque()  # its chunks
         handles: list[Handle]
         if options.executor == "processes" and not inline:
@@ -113,19 +114,19 @@ class ProcessorPool:
         *,
         wait: Callable[[], float | None] = lambda: None,
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
-        """Handle the messages of ``dispatches``; yields (chunk, result) in order of arrival.
+        """Handles the messages of ``dispatches``; yields (chunk, result) in order of arrival.
 
         A new dispatch is taken only when a processor is free for it.
 
-        :param dispatches: An empty one says that nothing has come: what is finished is yielded, and
-            then :data:`TICK`, so that the caller can look at its clock.
-        :param wait: Asked before every wait for a processor: after how many seconds to yield
-            :data:`TICK` in between; ``None``: never.
-        :raises BaseException: What no callback may swallow, such as ``KeyboardInterrupt``.
+        :param dispatches: An empty one is a pause: finished chunks are yielded, and then
+            :data:`TICK`, so that the caller can check its clock.
+        :param wait: Called before every wait for a processor: returns after how many seconds to
+            yield :data:`TICK` in between; ``None``: never.
+        :raises BaseException: An exception that is not a callback's, such as ``KeyboardInterrupt``.
         """
         for dispatch in dispatches:
-            suspects = self._part(dispatch)
-            if suspects and self._keeps_order:  # after what is under way, and before all else
+            suspects = self._divide(dispatch)
+            if suspects and self._keeps_order:  # after everything in process, and before the rest
                 yield from self._drained(self._pool, wait)
             self._add_suspects(suspects)
             if suspects and self._keeps_order:
@@ -144,7 +145,7 @@ class ProcessorPool:
     def _handle_returned(
         self, wait: Callable[[], float | None]
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
-        """Handle suspects here for which no child process could be started."""
+        """Handles suspects here for which no child process could be started."""
         returned = [] if self._apart is None else self._apart.take_back()
         if returned:
             self._undivided = returned
@@ -155,7 +156,7 @@ class ProcessorPool:
     def _handle_waiting(
         self, wait: Callable[[], float | None]
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
-        """Handle the chunks of a dispatch, or hand them over; yields what is finished by then."""
+        """Handles the chunks of a dispatch, or hands them over; yields finished results."""
         pool, waiting = self._pool, self._waiting
         while waiting:
             lane, chunk = waiting[0]
@@ -183,7 +184,7 @@ class ProcessorPool:
         wait: Callable[[], float | None],
         until: Callable[[Any], bool] = lambda work: not work.under_way,
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
-        """Yield what comes of work under way, until there is none."""
+        """Yields results until nothing is in process."""
         while work is not None and not until(work):
             taken = work.take()
             yield from taken
@@ -196,10 +197,10 @@ class ProcessorPool:
         self._undivided = []
 
     def left(self) -> tuple[list[tuple[list[Message], ChunkResult]], list[Message]]:
-        """What was handed out, once :meth:`map` is left before its end, and was not yielded.
+        """Returns what was handed out and not yielded, once :meth:`map` is abandoned.
 
         :returns: The chunks with their results, such as those behind one that is stuck; and the
-            messages that have no result, and get none any more.
+            messages without a result, which get none any more.
         """
         done, chunks = ([], []) if self._pool is None else self._pool.left()
         if self._apart is not None:
@@ -210,9 +211,9 @@ class ProcessorPool:
         chunks.append(self._undivided)
         return done, [message for chunk in chunks for message in chunk]
 
-    def _part(self, dispatch: list[Message]) -> list[Message]:
-        """Have the chunks of a dispatch wait; however a callback ends, :meth:`left` names each of
-        its messages once.
+    def _divide(self, dispatch: list[Message]) -> list[Message]:
+        """Queues the chunks of a dispatch.  Whatever a callback raises, :meth:`left` returns each
+        of its messages once.
 
         :returns: The messages to be handled apart.
         """
@@ -250,7 +251,7 @@ class ProcessorPool:
                     yield lane, messages[start : start + self._size]
 
     def close(self) -> None:
-        """End the threads or processes; what they are at is not waited for."""
+        """Ends the threads or processes, without waiting for what they are handling."""
         if self._pool is not None:
             self._pool.close()
         if self._apart is not None:

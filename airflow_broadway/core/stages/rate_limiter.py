@@ -1,8 +1,8 @@
-"""Rate limiting: so many messages per interval, for all producers of a pipeline together.
+"""Rate limiting: messages per interval, for all producers of a pipeline together.
 
-A fixed window, as in Broadway: the count starts anew at each interval's end, and what was not used
-is not carried over.  The windows stand in a :class:`RateState` that every mapped process task of a
-run shares and that outlives the run, so the next run goes on in the window that the last one left.
+A fixed window, as in Broadway: the count is reset at each interval's end, and an unused rest is not
+carried over.  The windows are kept in a :class:`RateState` that every mapped process task of a run
+shares and that outlives the run, so the next run continues in the last run's window.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.model.rules import BOOL, POSITIVE, SECONDS
 
-#: ``{"allowed_messages", "interval", "start", "left"}``, and ``"next"`` for options that wait for
-#: the end of the window; ``start`` in seconds since the epoch.
+#: ``{"allowed_messages", "interval", "start", "left"}``, and ``"next"`` for options that take
+#: effect at the end of the window; ``start`` in Unix seconds.
 State = dict[str, Any]
 
 _RULES = {"allowed_messages": POSITIVE, "interval": SECONDS, "reset": BOOL}
 
 
 class RateState(Protocol):
-    """Keeps one pipeline's windows: shared by its producers, remembered between its runs."""
+    """Stores one pipeline's windows: shared by its producers, kept between its runs."""
 
     def update(self, change: Callable[[State | None], State]) -> State:
-        """Replace the state by ``change(state)``, undisturbed by others; returns the new one.
+        """Replaces the state by ``change(state)`` atomically; returns the new one.
 
-        ``change`` gets ``None`` the first time, and may be called again if another was faster.
+        ``change`` gets ``None`` the first time, and may be called again after a conflict.
         """
         ...
 
@@ -42,7 +42,7 @@ class MemoryRateState:
         self._lock = threading.Lock()
 
     def update(self, change: Callable[[State | None], State]) -> State:
-        """Replace the state by ``change(state)``."""
+        """Replaces the state by ``change(state)``."""
         with self._lock:
             self._state = change(None if self._state is None else dict(self._state))
             return dict(self._state)
@@ -51,8 +51,8 @@ class MemoryRateState:
 class RateLimiter:
     """Grants messages to producers.
 
-    :param options: ``None``: not enabled; everything is granted.
-    :param clock: Its wall clock, since windows are shared between processes.
+    :param options: ``None``: disabled; everything is granted.
+    :param clock: Provides wall-clock time, since windows are shared between processes.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class RateLimiter:
         self._state = state or MemoryRateState()
 
     def take(self, wanted: int) -> int:
-        """Grant up to ``wanted`` messages of the present window, and count them as taken."""
+        """Grants up to ``wanted`` messages of the current window, and counts them as taken."""
         if self._options is None or wanted <= 0:
             return max(wanted, 0)
         granted = 0
 
         def change(state: State | None) -> State:
             nonlocal granted
-            current = self._current(state)
+            current = self._current_window(state)
             granted = min(wanted, max(current["left"], 0))
             current["left"] -= granted
             return current
@@ -82,42 +82,42 @@ class RateLimiter:
         return granted
 
     def refund(self, unused: int) -> None:
-        """Give back what :meth:`take` granted and the source did not have."""
+        """Returns the unused part of a grant of :meth:`take`."""
         if self._options is None or unused <= 0:
             return
 
         def change(state: State | None) -> State:
-            current = self._current(state)
+            current = self._current_window(state)
             current["left"] = min(current["left"] + unused, current["allowed_messages"])
             return current
 
         self._state.update(change)
 
     def wait_seconds(self) -> float:
-        """Seconds until something is granted; 0 if it would be now."""
+        """Returns the seconds until messages are granted; 0 if they would be now."""
         if self._options is None:
             return 0.0
-        state = self._state.update(self._current)
+        state = self._state.update(self._current_window)
         if state["left"] > 0:
             return 0.0
         return max(0.0, float(state["start"] + state["interval"]) - self._now())
 
     def reset(self) -> None:
-        """End the present window now."""
+        """Ends the current window now."""
         if self._options is not None:
-            self._state.update(lambda state: self._fresh(self._current(state)))
+            self._state.update(lambda state: self._next_window(self._current_window(state)))
 
     def get_rate_limiting(self) -> dict[str, Any]:
-        """``{"allowed_messages", "interval"}`` as they are now.
+        """Returns the current ``{"allowed_messages", "interval"}``.
 
         :raises PipelineError: If rate limiting is not enabled.
         """
         self._check_enabled()
-        state = self._state.update(self._current)
+        state = self._state.update(self._current_window)
         return {name: state[name] for name in ("allowed_messages", "interval")}
 
     def update_rate_limiting(self, **options: Any) -> None:
-        """Change ``allowed_messages`` or ``interval``, from the end of the present window on.
+        """Changes ``allowed_messages`` or ``interval`` from the end of the current window on.
 
         With ``reset=True`` a new window starts now.
 
@@ -133,9 +133,9 @@ class RateLimiter:
         reset = options.pop("reset", False)
 
         def change(state: State | None) -> State:
-            current = self._current(state)
+            current = self._current_window(state)
             current["next"] = {**current.get("next", {}), **options}
-            return self._fresh(current) if reset else current
+            return self._next_window(current) if reset else current
 
         self._state.update(change)
 
@@ -148,25 +148,25 @@ class RateLimiter:
     def _now(self) -> float:
         return self._clock.now().timestamp()
 
-    def _current(self, state: State | None) -> State:
-        """The state of the window that it is now."""
+    def _current_window(self, state: State | None) -> State:
+        """Returns the state of the current window."""
         now = self._now()
         declared = self._declared()
         if state is None or state.get("declared") != declared:
-            # The first run, or the pipeline's own options have changed since the last.
+            # The first run, or the pipeline's own options have changed since the last run.
             return {**declared, "declared": declared, "start": now, "left": self._allowed(declared)}
         passed = int((now - state["start"]) // state["interval"])
         if passed < 1:
-            state["start"] = min(state["start"], now)  # a clock set back is not waited for
+            state["start"] = min(state["start"], now)  # do not wait for a clock that was set back
             return state
         end = state["start"] + state["interval"]
-        state = self._fresh(state, start=end)
+        state = self._next_window(state, start=end)
         later = int((now - end) // state["interval"])
         state["start"] = end + later * state["interval"]
         return state
 
-    def _fresh(self, state: State, start: float | None = None) -> State:
-        """A new window, with the options that waited for it."""
+    def _next_window(self, state: State, start: float | None = None) -> State:
+        """Starts a new window, with the options that were to take effect with it."""
         state |= state.pop("next", {})
         state["start"] = self._now() if start is None else start
         state["left"] = self._allowed(state)

@@ -1,6 +1,6 @@
-"""Taking messages from a source within a budget: receive, secure.
+"""Receives messages from a source within a budget, and secures them.
 
-The order is the protocol's: a message is secured before any code of the user's sees it.
+The order is the protocol's: a message is secured before any user code handles it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
 
-#: Seconds that one receive waits at most, so that a stop is noticed in time.
+#: The maximum seconds of one receive, so that a stop is noticed in time.
 _RECEIVE_TIMEOUT = 1.0
 
-#: Seconds that are worth waiting: what is less is the rounding of floats.
+#: The minimum seconds of a wait: less is a rounding error of floats.
 _LEAST_TIMEOUT = 1e-6
 
-#: Seconds by which a broker's clock may be ahead; what is later still is no time of a message.
+#: Seconds by which a broker's clock may be ahead; later timestamps are invalid.
 _CLOCK_SKEW = 3600.0
 
-#: A receive asks for as many messages as are handled in so many seconds, ...
+#: A receive requests as many messages as are handled in this many seconds, ...
 _SECONDS_PER_RECEIVE = 0.5
-#: ... for at most so many times as many as the one before it, ...
+#: ... at most this many times the previous request, ...
 _MAX_GROWTH = 4
-#: ... and for at most so many, unless the processors can take more at once, ...
+#: ... and at most this many, unless the processors can take more together, ...
 _MAX_DEMAND = 1000
-#: ... or its producer wants more: then for at most so many bytes, by the size of the last ones.
+#: ... or the producer allows more: then at most this many bytes, by the size of the last messages.
 _MAX_DEMAND_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """When a run stops taking messages.
+    """The limits of a run's receiving.
 
-    :param max_messages: After this many; ``None``: no bound.
-    :param max_bytes: Once payloads of this many bytes were received.
-    :param max_seconds: After this long, even if messages remain.
+    :param max_messages: Stop after this many messages; ``None``: no limit.
+    :param max_bytes: Stop once payloads of this many bytes were received.
+    :param max_seconds: Stop after this long, even if messages remain.
     :param wait_seconds: How long to wait for the first message.
-    :param idle_seconds: After this long without a message, once there was one.
+    :param idle_seconds: Stop after this long without a message, once there was one.
     """
 
     max_messages: int | None = None
@@ -60,23 +60,23 @@ class Budget:
 
 
 def demand_of(pipeline: Pipeline) -> int:
-    """Messages that the processors of ``pipeline`` can take together."""
+    """Returns the number of messages that the processors of ``pipeline`` can take together."""
     options = pipeline.processors
-    taken: int = options.concurrency * options.max_demand
-    return taken
+    demand: int = options.concurrency * options.max_demand
+    return demand
 
 
 def enqueued_of(pipeline: Pipeline) -> Callable[[Message], datetime | None] | None:
-    """When a message of ``pipeline`` got to its broker; ``None`` of a run whose messages have not
-    waited there: those of an archive, or of a past run.
+    """Returns the function for a message's enqueue time at its broker; ``None`` for a run whose
+    messages have not waited there: those of an archive, or of a past run.
     """
     return pipeline.producer.enqueued_at if pipeline.run.source.kind == LIVE else None
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Check that a source handed out messages.
+    """Checks that a source returned messages.
 
-    :raises PipelineError: If something is none.
+    :raises PipelineError: If an item is not a message.
     """
     for message in messages:
         if type(message) is not Message:
@@ -86,19 +86,19 @@ def check_messages(messages: Sequence[Any]) -> None:
 
 
 class Receiving:
-    """Iterates over dispatches: what the processors can take, or nothing when nothing came.
+    """Iterates over dispatches: messages for the processors, or an empty list after a pause.
 
-    Asks its source for as much as is handled in half a second, so that a broker's round trip is
-    shared by many messages where these are handled fast, and little is taken in vain where they are
-    not.  Hands out ``demand`` messages at a time: what a stop finds not handed out goes back.
+    Requests as many messages as are handled in half a second, so that many fast messages share a
+    broker's round trip, and few slow messages are received in vain.  Hands out ``demand`` messages
+    at a time: on a stop, messages that are not handed out are released.
 
-    :param demand: Messages that all processors together can take.
-    :param most: Messages to ask for at once, at most, where they are handled fast and are small.
-    :param accept: Called with secured messages; returns what goes on.
-    :param next_timeout: Asked before each wait: seconds until a dispatch is wanted, be it an empty
-        one; ``None``: no bound.
-    :param stop: Why to stop, or ``""``.
-    :param enqueued_at: When a message got to its broker, if that says so.
+    :param demand: The number of messages that all processors together can take.
+    :param most: The maximum request, if messages are small and handled fast.
+    :param accept: Called with secured messages; returns those to hand out.
+    :param next_timeout: Called before each wait; returns the seconds until a dispatch is due, be it
+        an empty one; ``None``: no limit.
+    :param stop: Returns the reason to stop, or ``""``.
+    :param enqueued_at: Returns a message's enqueue time at its broker, if known.
     """
 
     def __init__(
@@ -128,48 +128,48 @@ class Receiving:
         self._started = 0.0
         self._waiting: list[Message] = []  # received, and not yet handed out
         self._stopped = False
-        #: How often the source was asked for messages.
+        #: The number of receives.
         self.receives = 0
         self.received = 0
         self.received_bytes = 0
         #: Seconds spent in receiving and securing.
         self.seconds = 0.0
-        #: Seconds that a message had waited at its broker, the most of any; ``None``: not known.
+        #: The longest time in seconds that a message had waited at its broker; ``None``: unknown.
         self.waited: float | None = None
-        #: Whether messages are on their way from the source to where they wait: what ends that from
-        #: outside leaves no account.
+        #: Whether messages are between the source and the queue here: an interruption meanwhile
+        #: leaves them unaccounted.
         self.under_way = False
         #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``,
-        #: ``rate_limiting``, ``error``, or what ``stop`` said.
+        #: ``rate_limiting``, ``error``, or the result of ``stop``.
         self.ended = ""
-        #: Why messages went no further: the source handed out something else.
+        #: The error that ended it: the source returned something other than messages.
         self.error: PipelineError | None = None
 
     @property
     def lag(self) -> dict[str, float]:
-        """:attr:`waited` among the seconds of a run, where it is known."""
+        """:attr:`waited` among the seconds of a run, if known."""
         return {} if self.waited is None else {"waited": round(self.waited, 3)}
 
     def __iter__(self) -> Iterator[list[Message]]:
         self._started = self._clock.monotonic()
         yield from self._dispatches()
         if self.ended in ("empty", "max_messages", "max_bytes"):
-            self._bring_in()
+            self._stop_source()
             yield from self._hand_out()
         elif self.ended == "rate_limiting":
-            self._bring_in()
+            self._stop_source()
             yield from self._hand_out(self._limiter.take(len(self._waiting)))
 
     def stop(self) -> Sequence[Message]:
-        """Have the source take nothing more; what was received and never handed out.
+        """Stops the source; returns the messages that were received but never handed out.
 
-        Called when the run ends, however it does, before its lease is noted.  Safe to repeat.
+        Called when the run ends, however it does, before its lease is recorded.  Safe to repeat.
         """
-        self._bring_in()
+        self._stop_source()
         return list(self._waiting)
 
-    def _bring_in(self) -> None:
-        """Receive what the source had secured already, and have it take nothing more."""
+    def _stop_source(self) -> None:
+        """Stops the source, and takes the messages that it had secured."""
         if not self._stopped:
             self._stopped = True
             self._collect(self._source.stop)
@@ -203,16 +203,16 @@ class Receiving:
                 size = self.received_bytes - size
                 self._adapt(len(messages), size, clock.monotonic() - began)
             elif clock.monotonic() - quiet_since >= quiet:
-                # A source that was told to stop does not know whether anything is left.
+                # A source that was stopped does not know whether anything is left.
                 self.ended = self._stop() or "empty"
                 return
             else:
                 yield []
 
     def _await_limiter(self, now: float) -> bool:
-        """Wait until the limiter may grant something, or a dispatch is wanted.
+        """Waits until the limiter may grant something, or a dispatch is due.
 
-        :returns: Whether it grants something before the time is over; else nothing is waited for.
+        :returns: Whether it grants something before the time is over; if not, returns immediately.
         """
         pause, seconds = self._limiter.wait_seconds(), self._budget.max_seconds
         if seconds is None or now + pause >= self._started + seconds:
@@ -221,7 +221,7 @@ class Receiving:
         return True
 
     def _hand_out(self, most: int | None = None) -> Iterator[list[Message]]:
-        """What waits, in portions, until the time is over."""
+        """Yields the queued messages, in portions, until the time is over."""
         waiting, portion = self._waiting, self._portion
         left = len(waiting) if most is None else most
         while left > 0:
@@ -236,9 +236,9 @@ class Receiving:
             yield dispatch
 
     def _adapt(self, handled: int, size: int, seconds: float) -> None:
-        """Ask next for what is handled in half a second, by what was handled in ``seconds``.
+        """Adapts the next request to half a second, by the speed of the last dispatches.
 
-        :param size: Bytes of what was handled.
+        :param size: Bytes of the handled messages.
         """
         fits = handled * _SECONDS_PER_RECEIVE / seconds if seconds > 0 else self._most
         small = handled * _MAX_DEMAND_BYTES / size if size else self._most
@@ -247,14 +247,14 @@ class Receiving:
         self._demand = max(self._portion, grown)
 
     def _reason_to_end(self, now: float) -> str:
-        """Why nothing more is handed out, or ``""``."""
+        """Returns why nothing more is handed out, or ``""``."""
         seconds = self._budget.max_seconds
         if seconds is not None and now - self._started >= seconds:
             return self._stop() or "max_seconds"
         return self._stop()
 
     def _wanted(self, now: float) -> int:
-        """Messages to ask for now; 0 when a bound is reached."""
+        """Returns the number of messages to request now; 0 if a limit is reached."""
         budget = self._budget
         demand = self._demand
         if budget.max_messages is not None:
@@ -271,7 +271,7 @@ class Receiving:
         return 0
 
     def _timeout(self, now: float, longest: float) -> float:
-        """Seconds to wait now, at most ``longest``; at least what is worth waiting, or 0."""
+        """Returns the seconds to wait now, at most ``longest``; at least the minimum wait, or 0."""
         bounds = [_RECEIVE_TIMEOUT, longest]
         if self._budget.max_seconds is not None:
             bounds.append(self._started + self._budget.max_seconds - now)
@@ -282,7 +282,7 @@ class Receiving:
         return max(_LEAST_TIMEOUT, least) if least > 0 else 0.0
 
     def _receive(self, granted: int, timeout: float) -> Sequence[Message]:
-        """Receive at most what the limiter granted; it gets back what did not come."""
+        """Receives at most what the limiter granted, and refunds the rest."""
         source, started = self._source, self._clock.monotonic()
         messages: Sequence[Message] = ()
         self.receives += 1
@@ -298,22 +298,22 @@ class Receiving:
             self._limiter.refund(granted - len(messages))
         return messages
 
-    def _collect(self, work: Callable[[], Sequence[Message]]) -> Sequence[Message]:
-        """Account for what the source gives by ``work``, and let it wait for a processor."""
+    def _collect(self, call: Callable[[], Sequence[Message]]) -> Sequence[Message]:
+        """Counts and queues the messages that ``call`` returns."""
         started = self._clock.monotonic()
         self.under_way = True
-        messages = work()
+        messages = call()
         self.received += len(messages)
         self.received_bytes += sum([message.size for message in messages])
         self.seconds += self._clock.monotonic() - started
-        self._note_waited(messages)
+        self._record_waited(messages)
         self._enqueue(messages)
         self.under_way = False
         return messages
 
-    def _note_waited(self, messages: Sequence[Message]) -> None:
-        """Note how long messages had waited: by the first and the last of what came at once, for to
-        read each one's time would cost as much as to receive it.
+    def _record_waited(self, messages: Sequence[Message]) -> None:
+        """Records how long messages had waited: by the first and the last of a receive, since
+        reading every timestamp would cost as much as the receive.
         """
         if self._enqueued_at is None or not messages:
             return
@@ -321,13 +321,13 @@ class Receiving:
             try:
                 at = self._enqueued_at(message)
                 waited = None if at is None else (message.received_at - at).total_seconds()
-            except (OverflowError, TypeError, ValueError):  # anybody may have written it
+            except (OverflowError, TypeError, ValueError):  # the timestamp may be forged
                 waited = None
             if waited is not None and waited > -_CLOCK_SKEW:
                 self.waited = max(0.0, waited, self.waited or 0.0)
 
     def _enqueue(self, messages: Sequence[Message]) -> None:
-        """Have what was received wait for a processor."""
+        """Queues received messages for a processor."""
         if not messages:
             return
         accepted = self._accept(messages)
@@ -338,7 +338,7 @@ class Receiving:
             self._waiting += accepted
         except PipelineError as error:
             log.error(
-                "%s; the run ends, and gives back %s",
+                "%s; the run ends, and releases %s",
                 error,
                 many(len(messages), "message"),
                 extra={"code": "producer_crash"},

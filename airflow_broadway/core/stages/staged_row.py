@@ -1,12 +1,12 @@
-"""From a message to what its batcher gets: the part of the work that can fail message by message.
+"""Converts a message to what its batcher receives, which can fail message by message.
 
 It is the last step before a message counts as a success.  The data is converted to the batcher's
-schema, or without one must be what can be staged; so must key and metadata.  ``partition_by`` is
-asked too.  It runs where ``handle_message`` ran, so that an error fails that message alone, with
+schema, or without one must be serializable; so must key and metadata.  ``partition_by`` is called
+here, too.  It runs where ``handle_message`` ran, so that an error fails that message alone, with
 ``handle_failed`` and the usual verdict.
 
-:class:`RowConverter` makes what a process task stages.  Where nothing is staged,
-:class:`DirectConverter` makes what would be read back of it, so that a batch holds the same in a
+:class:`RowConverter` returns what a process task stages.  Where nothing is staged,
+:class:`DirectConverter` returns what would be read back, so that a batch has the same content in a
 run in one process, in the test kit and in a task group.  ``docs/semantics.md`` has the table.
 """
 
@@ -32,20 +32,20 @@ from airflow_broadway.core.schema.plain import (
 )
 from airflow_broadway.core.stages.batcher import partitioner
 
-#: Keys whose text is kept; more, and the cache starts anew.
+#: Keys whose text is cached; the cache is cleared when it is full.
 _CACHED_KEYS: Final = 10_000
-#: Types of keys whose text is kept: of these, equal ones have one text.
+#: Types of keys whose text is cached: for these, equal keys have equal texts.
 _CACHED_TYPES: Final = frozenset({str, int, bool, type(None)})
 _NO_METADATA: dict[str, str] = {}
 
 
 class StagedRow(NamedTuple):
-    """What is staged of one message, beside what the message itself says.
+    """The staged form of one message, next to the message's own attributes.
 
     :param data: A tuple of the schema's columns; without a schema ``bytes``, text, or ``None``.
     :param key: The batch key as text.
-    :param partition: What ``partition_by`` said, modulo ``concurrency``; ``None`` without it.
-    :param dropped: Keys of the data that the schema does not name, with how often.
+    :param partition: ``partition_by`` modulo ``concurrency``; ``None`` without it.
+    :param dropped: Keys of the data that are not in the schema → count.
     """
 
     data: Any
@@ -56,12 +56,12 @@ class StagedRow(NamedTuple):
 
 
 class PlacedData(NamedTuple):
-    """A message's data and its place, on the way from a processor to a batcher in one process.
+    """A message's data and its place, between a processor and a batcher in one process.
 
-    A message whose key is text, and that has no partition, carries its data alone.
+    A message with a text key and no partition carries its data directly.
 
     :param data: The data itself.
-    :param identity: What is the same for keys that are one key; a key that is text is its own.
+    :param identity: Equal for equal keys; a text key is its own identity.
     :param partition: As in :class:`StagedRow`.
     :param dropped: As in :class:`StagedRow`.
     """
@@ -89,77 +89,77 @@ class PlacedMessage(NamedTuple):
 
 
 def placed_message(message: Message) -> PlacedMessage:
-    """What a batcher takes of a message whose data is :class:`PlacedData`: it has its own again."""
+    """Unpacks a message whose data is :class:`PlacedData`; its own data is restored."""
     placed: PlacedData = message.data
     return PlacedMessage(message.put_data(placed.data), placed.identity, placed.partition)
 
 
 class RowConverter:
-    """Converts messages of ``pipeline`` to what is staged; one object for one thread.
+    """Converts messages of ``pipeline`` to their staged form; for use in one thread.
 
-    Without batchers nothing is staged, and messages stay what they are.
+    Without batchers nothing is staged, and messages are unchanged.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._conversions = {name: _Conversion(made) for name, made in pipeline.batchers.items()}
+        self._conversions = {key: _Conversion(value) for key, value in pipeline.batchers.items()}
 
     def __call__(self, message: Message) -> Message:
-        """Return the message with its :class:`StagedRow` for data.
+        """Returns the message with its :class:`StagedRow` as data.
 
         :raises ConversionError: Naming column, value and rule: the data does not fit the schema, or
-            the data, the key or the metadata is nothing that can be staged.
-        :raises Exception: Whatever ``partition_by`` raises.
+            the data, the key or the metadata cannot be serialized.
+        :raises Exception: Any exception of ``partition_by``.
         """
         if not self._conversions:
             return message
         return message.put_data(self.row(message))
 
     def row(self, message: Message) -> StagedRow:
-        """Return what is staged of the message; raises as a call does."""
+        """Returns the staged form of the message; raises as a call does."""
         conversion = self._conversions[message.batcher]
         data = conversion.dump_data(message.data)
         text = conversion.key_text(message.batch_key)
         _check_id(message)
         metadata = message.metadata
-        made = (
+        fields = (
             data,
             text,
             None if conversion.partition is None else conversion.partition(message),
             conversion.dump_metadata(metadata) if metadata else _NO_METADATA,
             conversion.dropped_now() if conversion.dropped else None,
         )
-        return tuple.__new__(StagedRow, made)  # half the cost of calling the class
+        return tuple.__new__(StagedRow, fields)  # half the cost of calling the class
 
 
 class DirectConverter:
-    """Converts messages of ``pipeline`` to what their batches would hold, had they been staged; one
-    object for one thread.
+    """Converts messages of ``pipeline`` to the form that batches would read back from staging; for
+    use in one thread.
 
-    Without batchers messages stay what they are.
+    Without batchers messages are unchanged.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._conversions = {name: _Conversion(made) for name, made in pipeline.batchers.items()}
+        self._conversions = {key: _Conversion(value) for key, value in pipeline.batchers.items()}
 
     def __call__(self, message: Message) -> Message:
-        """Return the message as its batch gets it, its data :class:`PlacedData` if it must be.
+        """Returns the message as its batch receives it; its data is :class:`PlacedData` if needed.
 
-        :raises Exception: What :class:`RowConverter` raises.
+        :raises Exception: As :class:`RowConverter`.
         """
         conversion = self._conversions.get(message.batcher)
         if conversion is None:
             return message
-        given, key, metadata = message.data, message.batch_key, message.metadata
+        original, key, metadata = message.data, message.batch_key, message.metadata
         if (
             conversion.keeps_bytes
-            and type(given) is bytes
+            and type(original) is bytes
             and type(key) is str
             and key.isascii()
             and not metadata
             and message.message_id.isascii()
         ):
             return message  # most messages of most queues
-        data = conversion.read_back(given)
+        data = conversion.read_back(original)
         identity = key
         if type(key) is not str or not key.isascii():
             text = conversion.key_text(key)
@@ -167,13 +167,13 @@ class DirectConverter:
             identity = key if type(key) is str else (text,)
         _check_id(message)
         partition = None if conversion.partition is None else conversion.partition(message)
-        known = conversion.metadata_read_back(metadata) if metadata else metadata
+        restored = conversion.metadata_read_back(metadata) if metadata else metadata
         if conversion.dropped or partition is not None or identity is not key:
             dropped = conversion.dropped_now() if conversion.dropped else None
             data = PlacedData(data, identity, partition, dropped)
-        elif data is given and key is message.batch_key and known is metadata:
+        elif data is original and key is message.batch_key and restored is metadata:
             return message
-        return message.with_content(data, key, known)
+        return message.with_content(data, key, restored)
 
 
 def _check_id(message: Message) -> None:
@@ -182,14 +182,14 @@ def _check_id(message: Message) -> None:
 
 
 class _Conversion:
-    """How data, keys and metadata of one batcher's messages are converted."""
+    """The conversion of data, keys and metadata for one batcher's messages."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.partition: Callable[[Message], int] | None = partitioner(batcher)
         self._python = batcher.engine == "python"
-        #: Whether bytes with a key that is text go on as they are.
+        #: Whether bytes with a text key are passed on unchanged.
         self.keeps_bytes = self._python and batcher.schema is None and self.partition is None
-        #: What counts the keys that the schema does not name.
+        #: The counter of keys that are not in the schema.
         self.dropped: Any = None
         self._schema = batcher.schema is not None
         self._dump = dump if self._python else encode_json
@@ -203,7 +203,7 @@ class _Conversion:
         self._keys: dict[Any, str] = {}
 
     def _plain(self, data: Any) -> bytes | str | None:
-        """Bytes and nothing as they are, anything else as text."""
+        """Returns bytes and ``None`` unchanged, anything else as text."""
         if data is None:
             return None
         if isinstance(data, (bytes, bytearray, memoryview)):
@@ -211,7 +211,7 @@ class _Conversion:
         return self._dump(data)
 
     def dropped_now(self) -> dict[str, int]:
-        """The keys that were dropped since it was last asked."""
+        """Returns the keys that were dropped since the last call."""
         counted = dict(self.dropped)
         self.dropped.clear()
         return counted
@@ -220,19 +220,19 @@ class _Conversion:
         kind = type(key)
         if kind not in _CACHED_TYPES:
             return self._key_text(key)
-        known = key if kind is str else (kind, key)  # True and 1 are equal, and two keys
-        text = self._keys.get(known)
+        cache_key = key if kind is str else (kind, key)  # True and 1 are equal, but distinct keys
+        text = self._keys.get(cache_key)
         if text is None:
             if len(self._keys) >= _CACHED_KEYS:
                 self._keys.clear()
-            text = self._keys[known] = self._key_text(key)
+            text = self._keys[cache_key] = self._key_text(key)
         return text
 
     def _key_text(self, key: Any) -> str:
         return dump_key(key) if self._python else encode_json(key, path="batch_key")
 
     def load_key(self, text: str) -> Any:
-        """A key as a batch has it, of its text."""
+        """Returns a key as a batch receives it, from its text."""
         value = json.loads(text)
         return load_key(value) if self._python else plain_key(value)
 
@@ -247,7 +247,7 @@ class _Conversion:
         return dump_metadata(metadata) if self._python else encode_metadata(metadata)
 
     def read_back(self, data: Any) -> Any:
-        """The data as a batch has it: as it would be read back, had it been staged."""
+        """Returns the data as a batch would read it back from staging."""
         if self._schema:
             return self._read(self.dump_data(data))
         if self._python and _stays(data):
@@ -256,7 +256,7 @@ class _Conversion:
         return self._load(staged) if type(staged) is str else staged
 
     def metadata_read_back(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The metadata as a batch has it."""
+        """Returns the metadata as a batch would read it back from staging."""
         if self._python:
             if all(type(key) is str for key in metadata) and _stays(metadata):
                 return metadata

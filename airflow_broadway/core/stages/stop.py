@@ -1,7 +1,7 @@
-"""When a run begins nothing more, and when it waits for nothing more.
+"""When a run begins nothing more, and when it stops waiting.
 
-A run ends by itself, by its budget of time, or because it is asked to.  In each case what has not
-been begun goes back to its broker, and what is done counts.
+A run ends by itself, by its time budget, or on request.  In each case messages that were not begun
+are released, and completed ones keep their results.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Final
 from airflow_broadway.core.clock import Clock
 
 _NEVER: Final = float("inf")
-#: Seconds for which a run waits at most without looking whether it is to stop.
+#: The maximum seconds of a wait without a check for a stop.
 STOP_CHECK_INTERVAL: Final = 0.5
-#: Seconds between two looks at what ``asked`` says, while messages are handled.
+#: Seconds between two calls of ``asked``, while messages are handled.
 _ASK_INTERVAL: Final = 0.05
-#: Seconds for which a run whose time is over waits for processors that are at a message.
+#: Seconds for which a run whose time is over waits for processors that are handling a message.
 _LAST_MESSAGE_TIMEOUT: Final = 1.0
 
 
 class Stop:
-    """Whether a run is to stop, and until when it may finish what it is at.
+    """Whether a run is to stop, and how long it may take to finish.
 
-    :param shutdown: Seconds that it has, once it is to stop, to finish what was handed out.
-    :param asked: Asked often: why to stop now, or ``""``.
-    :param interrupts: What ends a callback from outside, as a task's time-out does: the message at
-        work goes back, and nothing more is begun.
+    :param shutdown: Seconds that it has, after a stop request, to finish what was handed out.
+    :param asked: Called often; returns the reason to stop now, or ``""``.
+    :param interrupts: Exceptions that end a callback from outside, such as a task's timeout: its
+        message is released, and nothing more is begun.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class Stop:
     ) -> None:
         self.shutdown = shutdown
         self.interrupts = interrupts
-        #: Called once the run is to stop, perhaps in a signal handler.
+        #: Called when the run is to stop, perhaps in a signal handler.
         self.on_request: list[Callable[[], None]] = []
-        #: The instant, by ``now``, from which on :meth:`enough` is worth asking: looking at it
-        #: before each message costs less than the call.
+        #: The time, by ``now``, from which on :meth:`enough` must be called: comparing it before
+        #: each message is cheaper than the call.
         self.look_at = 0.0
         self.now = clock.monotonic
         self._asked = asked
         self._reason = ""
-        self._until = _NEVER  # for messages
-        self._late = _NEVER  # for everything
+        self._until = _NEVER  # begins no message after this time
+        self._late = _NEVER  # begins nothing after this time
 
     def bound(self, seconds: float | None) -> None:
-        """Begin no message after ``seconds`` from now; ``None``: no bound."""
+        """Begins no message after ``seconds`` from now; ``None``: no limit."""
         if seconds is not None:
             self._until = min(self._until, self.now() + seconds)
             self.look_at = min(self.look_at, self._until)
 
     def request(self, reason: str, *, at_once: bool = False) -> None:
-        """Ask the run to stop; the first reason stands.  May be called from a signal handler.
+        """Requests a stop; the first reason is kept.  May be called from a signal handler.
 
         :param at_once: Leave no time to finish.
         """
@@ -73,15 +73,15 @@ class Stop:
             call()
 
     def reason(self) -> str:
-        """Why the run is to stop, or ``""``."""
+        """Returns why the run is to stop, or ``""``."""
         if not self._reason and self._asked is not None:
-            asked = self._asked()
-            if asked:
-                self.request(asked)
+            reason = self._asked()
+            if reason:
+                self.request(reason)
         return self._reason
 
     def enough(self) -> bool:
-        """Whether no further message is begun."""
+        """Returns whether no further message is begun."""
         self.reason()
         now = self.now()
         asks = self._asked is not None and not self._reason
@@ -89,27 +89,27 @@ class Stop:
         return now >= self._until
 
     def late(self) -> bool:
-        """Whether nothing more is begun or waited for: the time to finish is over."""
+        """Returns whether nothing more is begun or waited for: the time to finish is over."""
         self.reason()
         return self.now() >= self._late
 
     def over(self) -> bool:
-        """Whether not even processors that are at a message are waited for any more."""
+        """Returns whether not even processors that are handling a message are waited for."""
         self.reason()
         return self.now() >= self._late + _LAST_MESSAGE_TIMEOUT
 
     def left(self) -> float | None:
-        """Seconds in which messages are begun; ``None``: no bound."""
+        """Returns the seconds in which messages are begun; ``None``: no limit."""
         return None if self._until == _NEVER else max(0.0, self._until - self.now())
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """Stop on SIGTERM, where signals can be handled: in the main thread."""
+        """Stops on SIGTERM, if signals can be handled: in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda number, frame: self.request("stopped"))
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: self.request("stopped"))
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous)

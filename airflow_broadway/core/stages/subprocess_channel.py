@@ -1,7 +1,7 @@
-"""The pipe between a process task and the processes of its processors.
+"""The pipe between a process task and the child processes of its processors.
 
-Values go over it pickled: written by the one end and read by the other, never stored (ADR 7).
-Acknowledgers stay in the parent: a message's own crosses as a number, and calls of it come back
+Values are sent pickled: written by one end and read by the other, never stored (ADR 7).
+Acknowledgers stay in the parent: a message's own is sent as a number, and calls of it are sent back
 over the pipe.
 """
 
@@ -22,13 +22,13 @@ from airflow_broadway.core.model.message import Message, Status
 _LENGTH: Final = struct.Struct("!Q")
 #: In the child: its end of the pipe.
 _channel: PipeChannel | None = None
-#: In the parent: number → acknowledger, for the acknowledgers of messages that are away.
+#: In the parent: number → acknowledger, for the acknowledgers of messages in the child.
 _away: dict[int, Any] = {}
 _away_lock = threading.Lock()
 
 
 class UnreadableValue(PipelineError):
-    """Raised where a value from the other process cannot be unpickled."""
+    """A value from the other process that cannot be unpickled."""
 
 
 class PipeChannel:
@@ -40,34 +40,34 @@ class PipeChannel:
         self._lock = threading.RLock()
 
     def send(self, value: Any) -> None:
-        body = _pickled(value)
+        body = _pickle(value)
         with self._lock:
             self._writer.write(_LENGTH.pack(len(body)))
             self._writer.write(body)
             self._writer.flush()
 
     def call(self, value: Any) -> Any:
-        """Send a request, and return its answer; of several threads one at a time.
+        """Sends a request, and returns the response; one thread at a time.
 
-        :raises Exception: What the other end raised.
+        :raises Exception: The exception of the other end.
         """
         with self._lock:
             self.send(value)
-            kind, answer = self.receive()
+            kind, response = self.receive()
         if kind == "raise":
-            raise answer
-        return answer
+            raise response
+        return response
 
     def receive(self) -> Any:
-        """Receive the next value.
+        """Receives the next value.
 
-        :raises EOFError: If the other end is gone.
+        :raises EOFError: If the other end has closed.
         :raises UnreadableValue: If it cannot be unpickled, such as an exception of a module that
             only the other process can import.
         """
         body = self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
         try:
-            # Written by our own child or parent, over a pipe that nobody else holds: ADR 7.
+            # Written by our own child or parent, over a private pipe: ADR 7.
             return pickle.loads(body)  # noqa: S301
         except Exception as error:  # of a user's class; not SystemExit
             raise UnreadableValue(
@@ -76,7 +76,7 @@ class PipeChannel:
 
     def _read(self, size: int) -> bytes:
         body = self._reader.read(size)
-        if len(body) < size:  # it ended while it wrote
+        if len(body) < size:  # the other end died while writing
             raise EOFError
         return body
 
@@ -84,45 +84,45 @@ class PipeChannel:
         for pipe in (self._writer, self._reader):
             try:
                 pipe.close()
-            except OSError:  # the other end is gone
+            except OSError:  # the other end has closed
                 pass
 
 
 def connect(reader: IO[bytes], writer: IO[bytes]) -> PipeChannel:
-    """Make the child's end; from now on acknowledgers that come over it are remote ones."""
+    """Creates the child's end; acknowledgers received from now on are remote ones."""
     global _channel  # noqa: PLW0603 - the child has one channel
     _channel = PipeChannel(reader, writer)
     return _channel
 
 
 def acknowledger_of(number: int) -> Any:
-    """In the parent: the acknowledger that crossed as this number."""
+    """Returns, in the parent, the acknowledger that was sent as this number."""
     return _away[number]
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = copyreg.dispatch_table.copy()
-    for kind in _kinds(value):
+    for kind in _acknowledger_types(value):
         pickler.dispatch_table[kind] = _reduce
     pickler.dump(value)
     return buffer.getvalue()
 
 
-def _kinds(value: Any) -> set[type]:
-    """The types of the acknowledgers in a chunk or in a result: those that are not pickled."""
-    found: set[type] = {RemoteAcknowledger}
+def _acknowledger_types(value: Any) -> set[type]:
+    """Returns the types of the acknowledgers in a chunk or result, which are not pickled."""
+    types: set[type] = {RemoteAcknowledger}
     for part in value if isinstance(value, tuple) else ():
-        for each in part if isinstance(part, list) else ():
-            if type(each) is Message:
-                found.add(type(each.acknowledger.acknowledger))
-    found.discard(NoopAcknowledger)
-    return found
+        for item in part if isinstance(part, list) else ():
+            if type(item) is Message:
+                types.add(type(item.acknowledger.acknowledger))
+    types.discard(NoopAcknowledger)
+    return types
 
 
 def _reduce(acknowledger: Any) -> tuple[Any, ...]:
-    """An acknowledger crosses as a number, and as the names of what it can do beyond ``ack``."""
+    """Reduces an acknowledger to a number, and the names of its methods besides ``ack``."""
     if isinstance(acknowledger, RemoteAcknowledger):
         return _acknowledger, (acknowledger.number, acknowledger.can)
     number = id(acknowledger)
@@ -142,7 +142,7 @@ def _acknowledger(number: int, can: tuple[str, ...]) -> Any:
 
 
 class RemoteAcknowledger:
-    """In the child: an acknowledger of the parent, by its number."""
+    """An acknowledger of the parent, in the child, by its number."""
 
     known: dict[int, RemoteAcknowledger] = {}  # noqa: RUF012 - one registry per child
 
@@ -152,7 +152,7 @@ class RemoteAcknowledger:
         self._channel = channel
 
     def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
-        """Settle in the parent."""
+        """Settles in the parent."""
         self._call("ack", ack_ref, portable(successful), portable(failed))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -165,13 +165,13 @@ class RemoteAcknowledger:
 
 
 def portable(messages: list[Message]) -> list[Message]:
-    """The messages, such that they can cross: one that cannot fails, without its data."""
+    """Returns picklable messages: one that cannot be pickled fails, without its data."""
     if pickles((messages,)):
         return messages
-    return [each if pickles(([each],)) else _made_portable(each) for each in messages]
+    return [message if pickles(([message],)) else _make_portable(message) for message in messages]
 
 
-def _made_portable(message: Message) -> Message:
+def _make_portable(message: Message) -> Message:
     status = message.status
     if status.kind == "ok":
         error = PipelineError(
@@ -184,17 +184,17 @@ def _made_portable(message: Message) -> Message:
 
 
 def pickles(value: Any) -> bool:
-    """Whether a value can cross.
+    """Returns whether a value can be pickled.
 
-    It is read back as well: some values can be pickled, and their pickles not be read.
+    It is unpickled as well: some values can be pickled, but not unpickled.
     """
     try:
-        pickle.loads(_pickled(value))  # noqa: S301 - what was just pickled
+        pickle.loads(_pickle(value))  # noqa: S301 - what was just pickled
     except Exception:  # of a user's class; not KeyboardInterrupt, SystemExit
         return False
     return True
 
 
 def portable_error(error: BaseException) -> BaseException:
-    """The error, or if it cannot cross one that has its text."""
+    """Returns the error, or one with its text if it cannot be pickled."""
     return error if pickles(error) else PipelineError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""A processor's own process: the child's end of :mod:`.subprocess_processor`."""
+"""The child process of a processor: the other end of :mod:`.subprocess_processor`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from airflow_broadway.core.stages.subprocess_channel import (
 
 
 class _Child:
-    """Serves chunks until the parent closes the pipe."""
+    """Handles chunks until the parent closes the pipe."""
 
     def __init__(self) -> None:
         self._stop: Stop | None = None
         self._terminated = False
-        tie_to_parent()  # a parent that is dead by now has closed the pipe
-        # The parent decides, and ends this process; a signal to the group reaches it too.
+        tie_to_parent()  # a parent that has died already has closed the pipe
+        # The parent decides, and ends this process; a signal to the process group reaches it, too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._request_stop)
         self._channel = _own_channel()
@@ -47,17 +47,17 @@ class _Child:
             self._stop.request("signal")
 
     def serve(self) -> None:
-        """Load the pipeline, then handle chunks; what that raises is raised in the parent."""
-        *about, ids = self._channel.receive()
+        """Loads the pipeline, then handles chunks; exceptions are raised in the parent."""
+        *setup, ids = self._channel.receive()
         with log_ids(**ids):
-            self._serve(about)
+            self._serve(setup)
 
-    def _serve(self, about: Sequence[Any]) -> None:
-        *about, enters, connect_host = about
+    def _serve(self, setup: Sequence[Any]) -> None:
+        *setup, enters, connect_host = setup
         try:
             if connect_host:
                 resolve_name(connect_host)(lambda request: self._channel.call(("host", request)))
-            stage = self._stage(*about)
+            stage = self._make_stage(*setup)
             context_of(stage.pipeline)
         except BaseException as error:
             self._channel.send(("raise", portable_error(error)))
@@ -67,14 +67,14 @@ class _Child:
         self._channel.send(("ready",))
         while True:
             try:
-                wanted, until, chunk = self._channel.receive()
+                events, until, chunk = self._channel.receive()
             except EOFError:
                 return
             if self._stop is not None and until is not None:
                 self._stop.bound(until - time.monotonic())
-            self._handle(stage, chunk, wanted, entry)
+            self._handle(stage, chunk, events, entry)
 
-    def _stage(
+    def _make_stage(
         self,
         ref: Mapping[str, Any],
         run: RunInfo,
@@ -98,15 +98,15 @@ class _Child:
         self,
         stage: ProcessorStage,
         chunk: list[Message],
-        wanted: list[str],
+        events: list[str],
         entry: MessageEntry | None,
     ) -> None:
-        """Handle a chunk, and send its result.
+        """Handles a chunk, and sends its result.
 
-        :param wanted: The events that the parent has a handler for.
-        :param entry: Lets the messages in, unless the parent has done so.
+        :param events: The events for which the parent has a handler.
+        :param entry: Transforms the messages, unless the parent has done so.
         """
-        handler = telemetry.attach(self._send_event, events=wanted) if wanted else None
+        handler = telemetry.attach(self._send_event, events=events) if events else None
         try:
             if entry is not None:
                 chunk = [entry.lane(message)[1] for message in entry.transform(chunk)]
@@ -116,7 +116,7 @@ class _Child:
         else:
             successful = result.successful
             if entry is not None and not stage.pipeline.batchers:
-                # Its parent's results need not cross, and nothing more is done with them there.
+                # The parent does not use the data of such results, so it need not be sent.
                 successful = [message.put_data(None) for message in successful]
             successful = portable(successful)
             lost = [message for message in successful if not message.ok]
@@ -131,13 +131,13 @@ class _Child:
     def _send_event(
         self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> None:
-        about = {name: _portable_value(name, value) for name, value in metadata.items()}
-        about.pop("producer", None)  # the parent has it
-        self._channel.send(("event", event, measurements, about))
+        portable_metadata = {name: _portable_value(name, value) for name, value in metadata.items()}
+        portable_metadata.pop("producer", None)  # the parent has it
+        self._channel.send(("event", event, measurements, portable_metadata))
 
 
 def _portable_value(name: str, value: Any) -> Any:
-    """A value of an event's metadata, such that it can cross."""
+    """Returns a picklable value of an event's metadata."""
     if name == "message":
         return portable([value])[0]
     if name == "context":
@@ -150,27 +150,27 @@ def _portable_value(name: str, value: Any) -> Any:
 
 
 def _own_channel() -> PipeChannel:
-    """Take the pipes away from callbacks, and from what these start.
+    """Hides the pipes from callbacks, and from processes that they start.
 
-    They read nothing, and print to where the log goes.
+    Their standard input is empty, and their standard output is the log.
     """
     reader, writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull, "rb") as devnull:
+        os.dup2(devnull.fileno(), 0)
     os.dup2(2, 1)
     os.register_at_fork(after_in_child=lambda: _disconnect(reader, writer))
     return connect(reader, writer)
 
 
 def _disconnect(*pipes: IO[bytes]) -> None:
-    """Take the pipes from a fork of this process: the parent would wait until that ends, too."""
-    with open(os.devnull, "r+b", buffering=0) as nothing:
+    """Detaches a fork of this process from the pipes: the parent would wait for its end, too."""
+    with open(os.devnull, "r+b", buffering=0) as devnull:
         for pipe in pipes:
-            os.dup2(nothing.fileno(), pipe.fileno(), inheritable=False)
+            os.dup2(devnull.fileno(), pipe.fileno(), inheritable=False)
 
 
 def main() -> None:
-    """Be the child."""
+    """Runs the child."""
     log_plainly()
     _Child().serve()
 

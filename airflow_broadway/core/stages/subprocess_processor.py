@@ -1,12 +1,12 @@
-"""A processor in a process of its own: for callbacks that compute.
+"""A processor in a child process, for CPU-bound callbacks.
 
-The child is started by its module's name, with nothing of the parent's memory: it loads the
-pipeline by its reference, once.  Chunks and results go through a pair of pipes, pickled: between
-two processes of one task, never stored.  While the child works on a chunk it may call back: for
+The child is started by its module's name, without the parent's memory: it loads the pipeline by its
+reference, once.  Chunks and results are sent over a pair of pipes, pickled: between two processes
+of one task, never stored.  While the child handles a chunk it may send requests: for
 ``ack_immediately`` (the acknowledger stays in the parent, so it is as immediate as anywhere), for
 ``configure_ack``, and with telemetry.
 
-User code that prints goes to the task's log: the child's standard output is its error output.
+Output of user code is in the task's log: the child's standard output is its standard error.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from airflow_broadway.core.stages.subprocess_channel import (
 )
 from airflow_broadway.core.text import many
 
-#: Seconds within which a child that has closed its pipe is expected to end.
+#: Seconds in which a child that has closed its pipe is expected to exit.
 _END_TIMEOUT: Final = 2.0
 
 
 class ProcessDied(PipelineError):
-    """A processor's child process ended while it handled a chunk, and its parent lives.
+    """A processor's child process died while it handled a chunk, and its parent lives.
 
-    :param ending: How it ended, for people: an exit code or a signal.
-    :param settled: Ids of the messages of the chunk that callbacks had settled by then.
+    :param ending: How it ended, for display: an exit code or a signal.
+    :param settled: Ids of the chunk's messages that callbacks had settled by then.
     """
 
     def __init__(self, text: str, *, ending: str, settled: frozenset[str]) -> None:
@@ -56,14 +56,14 @@ class ProcessDied(PipelineError):
 
 
 class SubprocessProcessor:
-    """One processor in a process of its own; the parent's end.
+    """One processor in a child process; the parent's end.
 
     :param ack: Settles a chunk's result; called in the thread that calls :meth:`handle`.
-    :param convert: As for ``ProcessorStage``; a class or function of a module, made in the child.
-    :param stop: When no further message is begun, in the child too.
+    :param convert: As for ``ProcessorStage``; a class or function of a module, called in the child.
+    :param stop: Stops the processor: no further message is begun, in the child too.
     :param traces: As for ``ProcessorStage``.
-    :param enters: Whether the child transforms messages and asks ``partition_by`` too.
-    :param host: What callbacks in the child may ask.
+    :param enters: Whether the child also runs ``transformer`` and ``partition_by``.
+    :param host: Answers requests of callbacks in the child.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SubprocessProcessor:
         self._convert = convert
         self._traces = traces
         self._enters = enters
-        #: Ids of the messages that callbacks settled while the chunk at hand was handled.
+        #: Ids of messages that callbacks settled while the current chunk was handled.
         self._settled: set[str] = set()
         self._ref = make_ref(pipeline)
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,16 +98,16 @@ class SubprocessProcessor:
             stop.on_request.append(self._signal_child)
 
     def _signal_child(self) -> None:
-        """Let the child begin nothing after its time; it has this signal from Airflow as well."""
+        """Signals the stop to the child; Airflow sends it this signal, too."""
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
 
     def start(self) -> bool:
-        """Start the child, unless there is one; whether there is one then: not after a stop.
+        """Starts the child, unless it is running; returns whether it is: not after a stop.
 
-        :raises PipelineError: If it ends before it has loaded the pipeline and its context: no
+        :raises PipelineError: If it dies before it has loaded the pipeline and its context: no
             message is to blame then.
         """
         if self._channel is not None:
@@ -116,7 +116,7 @@ class SubprocessProcessor:
             self._start()
         except (EOFError, BrokenPipeError):
             ending = self._ending()
-        except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
+        except BaseException:  # also on KeyboardInterrupt and a timeout; re-raised
             self._end_child()
             raise
         else:
@@ -132,8 +132,8 @@ class SubprocessProcessor:
         return self._closed or (self.stop is not None and bool(self.stop.reason()))
 
     def _start(self) -> None:
-        # With this process's path: -P leaves out the working folder, which -m would put before it.
-        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        # With this process's path: -P omits the working directory, which -m would prepend.
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         with self._lock:
             if self._closed:
                 raise EOFError
@@ -142,9 +142,9 @@ class SubprocessProcessor:
             raise PipelineError("a processor's process has no pipes")
         self._channel = PipeChannel(process.stdout, process.stdin)
         shutdown = None if self.stop is None else self.stop.shutdown
-        about = (self._ref, self.pipeline.run, self._index, self._convert, shutdown, self._traces)
+        setup = (self._ref, self.pipeline.run, self._index, self._convert, shutdown, self._traces)
         connect_host = "" if self._host is None else self._host.connect
-        self._channel.send((*about, self._enters, connect_host, ids_now()))
+        self._channel.send((*setup, self._enters, connect_host, ids_now()))
         while True:
             kind, *rest = self._channel.receive()
             if kind == "ready":
@@ -163,9 +163,9 @@ class SubprocessProcessor:
         )
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
-        """Have the child handle one chunk.
+        """Handles one chunk in the child.
 
-        :raises ProcessDied: If the child ends meanwhile; the next chunk gets another one.
+        :raises ProcessDied: If the child dies meanwhile; the next chunk gets a new one.
         :raises PipelineError: If the child cannot load the pipeline.
         """
         self._settled = set()
@@ -179,11 +179,11 @@ class SubprocessProcessor:
         except UnreadableValue as error:
             ending = str(error)
             self._end_child()
-        except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
+        except BaseException:  # also on KeyboardInterrupt and a timeout; re-raised
             self._end_child()  # the pipe may be in the middle of a value
             raise
         if self._is_stopped():
-            return ChunkResult([], [])  # what it was at goes back
+            return ChunkResult([], [])  # the messages in process are released
         raise ProcessDied(
             f"{self.name} ended with {ending} while it handled {many(len(chunk), 'message')}",
             ending=ending,
@@ -191,17 +191,17 @@ class SubprocessProcessor:
         )
 
     def _exchange(self, channel: PipeChannel, chunk: list[Message]) -> ChunkResult:
-        """Send a chunk, and serve the child until its result is there."""
+        """Sends a chunk, and answers the child until it sends the result."""
         left = None if self.stop is None else self.stop.left()
-        until = None if left is None else time.monotonic() + left  # the machine's, in both
+        until = None if left is None else time.monotonic() + left  # one clock for both processes
         channel.send((telemetry.wanted(), until, chunk))
         while True:
             kind, *rest = channel.receive()
             if kind == "result":
                 successful, failed, terminated = rest
-                result = self.settle(_sealed(successful), _sealed(failed))
+                result = self.settle(_share_no_ack(successful), _share_no_ack(failed))
                 if terminated and not self._is_stopped():
-                    self._end_child()  # it begins no message any more, and the run goes on
+                    self._end_child()  # it begins no further message, but the run continues
                 return result
             if kind == "event":
                 self._emit(*rest)
@@ -213,9 +213,9 @@ class SubprocessProcessor:
                 channel.send(self._answer(*rest))
 
     def _ending(self) -> str:
-        """Wait for the child, which has closed its pipe; how it ended."""
+        """Waits for the child, which has closed its pipe; returns how it ended."""
         process, code = self._process, None
-        with suppress(subprocess.TimeoutExpired):  # a callback closed the pipe, and lives
+        with suppress(subprocess.TimeoutExpired):  # a callback closed the pipe, but lives
             code = None if process is None else process.wait(_END_TIMEOUT)
         self._end_child()
         if code is None:
@@ -226,7 +226,7 @@ class SubprocessProcessor:
         return f"exit code {code}"
 
     def settle(self, successful: list[Message], failed: list[Message]) -> ChunkResult:
-        """Settle a result as the stage in a thread would."""
+        """Settles a result as a stage in a thread would."""
         with Scope("process"):
             if not self.pipeline.batchers:
                 self._ack(successful, failed)
@@ -237,26 +237,26 @@ class SubprocessProcessor:
     def _answer(self, number: int, method: str, *arguments: Any) -> tuple[str, Any]:
         with Scope("process"):
             try:
-                answer = getattr(acknowledger_of(number), method)(*arguments)
-            except Exception as error:  # the callback's to handle; a kill ends this process
+                result = getattr(acknowledger_of(number), method)(*arguments)
+            except Exception as error:  # for the callback to handle
                 return "raise", portable_error(error)
         if method in ("ack", "ack_now"):
             _, successful, failed = arguments
             self._settled.update(message.message_id for message in (*successful, *failed))
-        return "ok", answer
+        return "ok", result
 
     def _answer_for_host(self, request: Any) -> tuple[str, Any]:
         assert self._host is not None
         try:
             return "ok", self._host.answer(request)
-        except Exception as error:  # the callback's to handle
+        except Exception as error:  # for the callback to handle
             return "raise", portable_error(error)
 
     def _emit(self, event: str, measurements: Any, metadata: dict[str, Any]) -> None:
         telemetry.emit(event, measurements, {**metadata, "producer": self.pipeline.producer})
 
     def close(self) -> None:
-        """End the child; it finishes no chunk, and no other follows it."""
+        """Ends the child; it finishes no chunk, and is not replaced."""
         with self._lock:
             self._closed = True
         self._end_child()
@@ -271,8 +271,8 @@ class SubprocessProcessor:
         process.wait()
 
 
-def _sealed(messages: list[Message]) -> list[Message]:
-    # What was settled at once comes back with an equal NO_ACK; give it the one that all share.
+def _share_no_ack(messages: list[Message]) -> list[Message]:
+    # Messages settled immediately are received with an equal NO_ACK; replace it by the shared one.
     return [
         message.with_acknowledger(NO_ACK) if is_settled(message) else message
         for message in messages

@@ -1,6 +1,6 @@
-"""Handles suspects next to the other processors: in a child process, fed by a thread of its own.
+"""Handles suspects next to the other processors: in a child process, fed by its own thread.
 
-A *suspect* is a message that may have ended an earlier process.
+A *suspect* is a message that may have killed an earlier process.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from airflow_broadway.core.stages.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
-#: Portions that may wait for the child process, before nothing more is taken.
+#: Portions that may wait for the child process before receiving pauses.
 _MOST_WAITING: Final = 2
 
-#: A chunk, and what became of it.
+#: A chunk, and its result.
 Handled = tuple[list[Message], ChunkResult]
 
 
 class Suspects(Protocol):
-    """Says which messages may have ended an earlier process, and notes which are in hand."""
+    """Identifies messages that may have killed an earlier process, and records those in hand."""
 
     def is_suspect(self, message: Message) -> bool:
-        """Return whether the message is to be handled apart."""
+        """Returns whether the message is to be handled apart."""
         ...
 
     def reason_to_blame(self, message: Message) -> str:
-        """Return why the message is dead-lettered at once; empty if it is handled."""
+        """Returns why the message is dead-lettered unhandled; empty if it is handled."""
         ...
 
     def portions(self, messages: Sequence[Message]) -> Iterable[list[Message]]:
-        """Part messages, in order, into portions that may be in hand together."""
+        """Divides messages, in order, into portions that may be in hand together."""
         ...
 
     def note_in_hand(self, messages: Sequence[Message]) -> None:
-        """Note which messages the child process handles from now on; none, if it is done."""
+        """Records which messages the child process handles from now on; none when it is done."""
         ...
 
 
 class SuspectLane:
     """One more processor of a pool, which handles the suspects.
 
-    :param make: Makes the processor, when the first suspect is there.
-    :param size: The most messages of a chunk.
+    :param make: Creates the processor, for the first suspect.
+    :param size: The maximum number of messages in a chunk.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class SuspectLane:
         self._processor: IsolatingProcessor | None = None
         self._pool: WorkerPool[list[Message], list[Handled]] | None = None
         self._waiting: deque[list[Message]] = deque()
-        #: Whether no child process can be started, and what was to be handled by it.
+        #: Whether no child process can be started, and the messages that it was to handle.
         self._broken = False
         self._returned: list[Message] = []
 
     def split(self, dispatch: list[Message]) -> tuple[list[Message], list[Message]]:
-        """Return the suspects of a dispatch, and its other messages."""
+        """Divides a dispatch into suspects and other messages."""
         if self._broken:
             return [], dispatch
         is_suspect = self._suspects.is_suspect
@@ -75,7 +75,7 @@ class SuspectLane:
         return suspects, [message for message in dispatch if not is_suspect(message)]
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Have messages handled, in order."""
+        """Queues messages to be handled, in order."""
         if not messages:
             return
         if self._pool is None:
@@ -90,18 +90,18 @@ class SuspectLane:
 
     @property
     def under_way(self) -> int:
-        """Portions added whose results have not been taken."""
+        """The number of portions added whose results have not been taken."""
         return len(self._waiting) + (0 if self._pool is None else self._pool.under_way)
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is to be taken until a portion is done."""
+        """Whether receiving must pause until a portion is done."""
         return len(self._waiting) >= _MOST_WAITING
 
     def take(self) -> list[Handled]:
-        """Return what is finished; never waits.
+        """Returns finished results; never waits.
 
-        :raises BaseException: What the processor could not handle.
+        :raises BaseException: An exception that the processor does not handle.
         """
         if self._pool is None:
             return []
@@ -110,16 +110,16 @@ class SuspectLane:
         return [handled for _, portion in taken for handled in portion]
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until :meth:`take` has something or nothing is under way; whether that came."""
+        """Waits until :meth:`take` has a result or nothing is in process; returns whether so."""
         return self._pool is None or self._pool.wait(timeout)
 
     def take_back(self) -> list[Message]:
-        """Return the messages for which no child process could be started, in order."""
+        """Returns the messages for which no child process could be started, in order."""
         returned, self._returned = self._returned, []
         return returned
 
     def left(self) -> tuple[list[Handled], list[list[Message]]]:
-        """Return all that was not taken: results, and messages that have none."""
+        """Returns everything not taken: results, and messages without one."""
         if self._pool is None:
             return [], []
         done, portions = self._pool.left()
@@ -127,8 +127,8 @@ class SuspectLane:
         return [handled for _, portion in done for handled in portion], chunks
 
     def _handle(self, portion: list[Message]) -> list[Handled]:
-        """Handle a portion; in the lane's own thread."""
-        processor = self._started()  # before that no message is in hand
+        """Handles a portion, in the lane's own thread."""
+        processor = self._start_processor()  # no message is in hand before that
         if processor is None:
             self._returned += portion
             return []
@@ -141,30 +141,30 @@ class SuspectLane:
         for start in range(0, len(portion), self._size):
             chunk = portion[start : start + self._size]
             handled.append((chunk, processor.handle(chunk)))
-        if not self._waiting:  # the next portion replaces the note
+        if not self._waiting:  # the next portion replaces the record
             self._suspects.note_in_hand([])
         return handled
 
-    def _started(self) -> IsolatingProcessor | None:
-        """The processor with its child process; ``None`` if none can be started."""
+    def _start_processor(self) -> IsolatingProcessor | None:
+        """Returns the processor with its child process; ``None`` if none can be started."""
         if self._broken:
             return None
         try:
             if self._processor is None:
                 self._processor = self._make()
             self._processor.start()
-        except Exception as error:  # whatever the pipeline's module or setup() raises
+        except Exception as error:  # any exception of the pipeline's module or setup()
             self._broken = True
             log.error(
                 "Redelivered messages are handled in this process, though one of them may have"
-                " ended an earlier one: no child process could be started for them (%s: %s)",
+                " killed an earlier one: no child process could be started for them (%s: %s)",
                 type(error).__name__,
                 error,
             )
         return None if self._broken else self._processor
 
     def close(self) -> None:
-        """End the child process; it finishes no chunk."""
+        """Ends the child process; it finishes no chunk."""
         if self._processor is not None:
             self._processor.close()
         if self._pool is not None:

@@ -1,9 +1,9 @@
-"""Threads that work side by side: each free one gets the next piece, or each its own lane.
+"""Concurrent threads: each idle one gets the next piece of work, or each its own lane.
 
-Nothing is queued behind a busy worker while another is free: a piece goes to the worker that has
-been free for longest, unless order binds it: to the worker of its lane, or to the one that is at an
-earlier piece with one of its keys.  The number of pieces under way is bounded, so memory is flat
-whatever is fed in.
+Nothing is queued behind a busy worker while another is idle: a piece goes to the worker that has
+been idle longest, unless order binds it: to the worker of its lane, or to the one that handles an
+earlier piece with one of its keys.  The number of pieces in process is bounded, so memory use is
+constant, whatever the input.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _STOP = object()
 
 
 class _Worker(Generic[P, R]):
-    """One thread and the pieces that wait for it: only those of its own lane ever do."""
+    """One thread and its queue, which only holds pieces of its own lane or keys."""
 
     def __init__(self, name: str, work: Callable[[P], R], pool: WorkerPool[P, R]) -> None:
         self.queue: deque[Any] = deque()
         self.wake = threading.Semaphore(0)
         self._work = work
         self._pool = pool
-        # Daemonic, so that a callback that never returns cannot keep the process alive.
+        # A daemon, so that a callback that never returns cannot keep the process alive.
         self.thread = threading.Thread(target=keep_ids(self._run), name=name, daemon=True)
         self.thread.start()
 
@@ -55,8 +55,8 @@ class _Worker(Generic[P, R]):
 class WorkerPool(Generic[P, R]):
     """One thread per function in ``work``; fed and emptied from one thread.
 
-    :param work: What each worker does with a piece.
-    :param ordered: Give results in the order of :meth:`put`; else as they are finished.
+    :param work: The function of each worker, called with a piece.
+    :param ordered: Return results in the order of :meth:`put`; else as they are finished.
     :param waiting: Pieces that may wait for the worker of their lane, per worker; at least 0.
     :param unread: Finished results that may wait to be taken, per worker; at least 1.
     """
@@ -75,11 +75,11 @@ class WorkerPool(Generic[P, R]):
         self._waiting = waiting
         self._bound = len(work) * unread
         self._error: BaseException | None = None
-        self._given = 0  # tickets handed out
+        self._issued = 0  # tickets issued
         self._taken = 0  # results taken
         self._done: dict[int, R] = {}
         self._pieces: dict[int, P] = {}  # ticket → its piece, until its result is taken
-        self._keys: dict[int, Sequence[Hashable]] = {}  # ticket → its keys, while under way
+        self._keys: dict[int, Sequence[Hashable]] = {}  # ticket → its keys, while in process
         self._at: dict[Hashable, tuple[_Worker[P, R], int]] = {}  # key → its worker, its pieces
         self._workers = [
             _Worker(f"{name}-{index}", function, self) for index, function in enumerate(work)
@@ -89,8 +89,8 @@ class WorkerPool(Generic[P, R]):
 
     @property
     def under_way(self) -> int:
-        """Pieces put whose results have not been taken."""
-        return self._given - self._taken
+        """The number of pieces put whose results have not been taken."""
+        return self._issued - self._taken
 
     def put(
         self,
@@ -99,26 +99,26 @@ class WorkerPool(Generic[P, R]):
         keys: Sequence[Hashable] = (),
         timeout: float | None = None,
     ) -> bool:
-        """Hand over one piece; waits until a worker takes it.
+        """Hands over one piece; waits until a worker takes it.
 
-        :param lane: Pieces of one lane are worked on in order, by the worker of that number.
-        :param keys: Pieces that share a key are worked on in order; for pieces without a lane.
-        :param timeout: Seconds to wait; ``None``: without bound.
+        :param lane: Pieces of one lane are handled in order, by the worker of that number.
+        :param keys: Pieces that share a key are handled in order; for pieces without a lane.
+        :param timeout: Seconds to wait; ``None``: unlimited.
         :returns: Whether it was handed over.
-        :raises BaseException: What a worker could not handle.
+        :raises BaseException: An exception of a worker's function.
         """
         with self._change:
             if not self._change.wait_for(lambda: self._ready(lane, keys), timeout):
                 return False
-            self._raise()
+            self._raise_error()
             worker = self._bound_to(lane, keys)
             if worker is None:
                 worker = self._free.popleft()
             elif not self._load[worker]:
                 self._free.remove(worker)
             self._load[worker] += 1
-            ticket = self._given
-            self._given += 1
+            ticket = self._issued
+            self._issued += 1
             self._pieces[ticket] = piece
             if keys:
                 self._keys[ticket] = keys
@@ -129,17 +129,19 @@ class WorkerPool(Generic[P, R]):
         return True
 
     def wait_for(self, lane: int | None = None, timeout: float | None = None) -> bool:
-        """Wait until :meth:`put` would hand over at once or :meth:`take` has something.
+        """Waits until :meth:`put` would hand over immediately or :meth:`take` has a result.
 
-        :returns: Whether that came within ``timeout`` seconds.
+        :returns: Whether that happened within ``timeout`` seconds.
         """
         with self._change:
-            return self._change.wait_for(lambda: self._ready(lane, ()) or self._news(), timeout)
+            return self._change.wait_for(
+                lambda: self._ready(lane, ()) or self._has_result(), timeout
+            )
 
     def _ready(self, lane: int | None, keys: Sequence[Hashable]) -> bool:
         if self._error is not None:
             return True
-        if self._ordered and self._given - self._taken >= self._bound:
+        if self._ordered and self._issued - self._taken >= self._bound:
             return False
         if keys and len({self._at[key][0] for key in keys if key in self._at}) > 1:
             return False  # bound to two workers: wait until all but one are done
@@ -152,47 +154,47 @@ class WorkerPool(Generic[P, R]):
         return next((self._at[key][0] for key in keys if key in self._at), None)
 
     def take(self) -> list[tuple[P, R]]:
-        """What is finished and may be taken now; never waits.
+        """Returns finished results that may be taken now; never waits.
 
-        :raises BaseException: What a worker could not handle.
+        :raises BaseException: An exception of a worker's function.
         """
         with self._change:
-            self._raise()
+            self._raise_error()
             if self._ordered:
                 taken = []
                 while self._taken in self._done:
-                    taken.append(self._pair(self._taken))
+                    taken.append(self._pop_result(self._taken))
                     self._taken += 1
             else:
-                taken = [self._pair(ticket) for ticket in sorted(self._done)]
+                taken = [self._pop_result(ticket) for ticket in sorted(self._done)]
                 self._taken += len(taken)
             if taken:
                 self._change.notify_all()
             return taken
 
-    def _pair(self, ticket: int) -> tuple[P, R]:
+    def _pop_result(self, ticket: int) -> tuple[P, R]:
         return self._pieces.pop(ticket), self._done.pop(ticket)
 
     def left(self) -> tuple[list[tuple[P, R]], list[P]]:
-        """All that was not taken, in order of :meth:`put`: results, and pieces without one.
+        """Returns everything not taken, in order of :meth:`put`: results, and pieces without one.
 
-        For whoever takes nothing more: a result that comes after this is nobody's.
+        For callers that take nothing more: later results are discarded.
         """
         with self._change:
-            done = [self._pair(ticket) for ticket in sorted(self._done)]
+            done = [self._pop_result(ticket) for ticket in sorted(self._done)]
             return done, [self._pieces[ticket] for ticket in sorted(self._pieces)]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until :meth:`take` has something or nothing is under way; whether that came."""
+        """Waits until :meth:`take` has a result or nothing is in process; returns whether so."""
         with self._change:
-            return self._change.wait_for(self._news, timeout)
+            return self._change.wait_for(self._has_result, timeout)
 
-    def _news(self) -> bool:
-        if self._error is not None or self._given == self._taken:
+    def _has_result(self) -> bool:
+        if self._error is not None or self._issued == self._taken:
             return True
         return self._taken in self._done if self._ordered else bool(self._done)
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -203,7 +205,7 @@ class WorkerPool(Generic[P, R]):
         result: Any,
         error: BaseException | None,
     ) -> None:
-        """Take note of a piece that a worker is done with; called by the workers."""
+        """Records the result of a piece; called by the workers."""
         with self._change:
             if error is not None:
                 self._error = self._error or error
@@ -221,7 +223,7 @@ class WorkerPool(Generic[P, R]):
             self._change.notify_all()
 
     def close(self, timeout: float = 0.0) -> None:
-        """Tell the workers to end after what they have; waits ``timeout`` seconds for each."""
+        """Ends the workers after their queued pieces; waits ``timeout`` seconds for each."""
         for worker in self._workers:
             worker.put(_STOP)
         for worker in self._workers:

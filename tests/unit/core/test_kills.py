@@ -25,7 +25,7 @@ def _killed(kind: type[BaseException]) -> Any:
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "the text of a reason": lambda odd: Status("error", odd).text,
-    "the path of a value": schema_convert._step,
+    "the path of a value": schema_convert._path_step,
     "a value in an error": schema_values.describe,
     "what goes to another process": pickles,
 }

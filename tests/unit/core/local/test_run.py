@@ -179,7 +179,7 @@ def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_mess
     batches = sum(sum(each.values()) for each in report.batches.values())
     assert batches == (9 if kind is StuckInABatch else 0)
     [stuck] = [each.message_id for each in queue.receive("next", 10) if each.data == b"0"]
-    assert re.search(rf"was still at message '{stuck}' when .* goes back", caplog.text)
+    assert re.search(rf"was still at message '{stuck}' when .* are released", caplog.text)
     assert "three" in caplog.text
 
 

@@ -65,7 +65,7 @@ def _raises(error: BaseException) -> Callable[[Any], Any]:
     [
         (
             lambda message: Message(message.data, message_id="order-1"),
-            "must keep the message_id: it made 'order-1' of 'm-1'",
+            "must keep the message_id: it changed 'm-1' to 'order-1'",
         ),
         (lambda message: b"raw", "must return a message, got: b'raw'"),
         (_raises(ValueError("17")), "ValueError: 17"),
