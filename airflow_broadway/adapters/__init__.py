@@ -1,4 +1,4 @@
-"""Airflow as the host of a run's tasks: what fills the ports of :mod:`airflow_broadway.runs`.
+"""Airflow as the host of a run's tasks: implements the ports of :mod:`airflow_broadway.runs`.
 
-Shared by operators, sensor, hooks and command line, which alone may import it.
+Only operators, sensors, hooks and the command line may import it.
 """

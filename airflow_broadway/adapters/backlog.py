@@ -1,4 +1,4 @@
-"""A backlog, asked for by Airflow's means: its connections, its settings, the runs of a Dag."""
+"""Reads a backlog with Airflow's connections, its configuration, and the runs of a Dag."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ T = TypeVar("T")
 def look_at(
     queues: WatchedQueues, staging: str | None, *, dag_id: str | None = None, by: str = ""
 ) -> QueueDepth | None:
-    """Read the depth of the queues; blocks, and connects anew.
+    """Reads the depth of the queues; blocks, and opens new connections.
 
     :param staging: URI of the staging root, where producers keep notes between runs.
-    :param dag_id: The Dag of the pipeline, to which the depth is reported; ``None``: to none.
-    :param by: The trigger or sensor that asks.
-    :raises BroadwayError: If a connection is missing, or a broker cannot be asked.
+    :param dag_id: The pipeline's Dag, under which the depth is reported; ``None``: not reported.
+    :param by: The trigger or sensor that reads it, for the report.
+    :raises BroadwayError: If a connection is missing, or a broker cannot be reached.
     """
     root = staging_root(staging).rstrip("/")
     env = ProducerEnv(
@@ -55,38 +55,38 @@ def look_at(
     return depth
 
 
-def runs_of(dag_id: str) -> Runs:
-    """The runs of a Dag; blocks."""
+def count_runs(dag_id: str) -> Runs:
+    """Counts the runs of a Dag; blocks."""
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
     count = RuntimeTaskInstance.get_dr_count
     alive = ["queued", "running"]
-    # All of them first: one that is made in between then counts as open, and not as none.
-    ever = count(dag_id=dag_id)
-    return Runs(open=count(dag_id=dag_id, states=alive), ever=ever)
+    # The total first: a run that is created in between then counts as open, and is not missed.
+    total = count(dag_id=dag_id)
+    return Runs(open=count(dag_id=dag_id, states=alive), ever=total)
 
 
 def check_age(queues: WatchedQueues, bounds: Backlog, path: str) -> None:
-    """Refuse bounds that nothing would ever reach.
+    """Refuses bounds that cannot be reached.
 
-    :raises OptionsError: If only the age counts, and the broker never tells it.
+    :raises OptionsError: If only the age is bounded, and the broker does not report it.
     """
     if bounds.min_messages is None and not queues.tells_age:
         kind = queues.producers[0].kind
         raise OptionsError(
-            f"{path}.max_age", f"min_messages beside it: {kind} tells no age", bounds.max_age
+            f"{path}.max_age", f"min_messages as well: {kind} reports no age", bounds.max_age
         )
 
 
-async def off_the_loop(function: Callable[[], T]) -> T:
-    """Call what blocks in a thread of its own.
+async def run_in_thread(function: Callable[[], T]) -> T:
+    """Calls a blocking function in a thread of its own.
 
-    Not in the loop's own threads: they are few, all triggers share them, and one that waits for a
-    silent broker would keep the triggerer from ending.
+    The event loop's own threads are few, all triggers share them, and a thread that waits for an
+    unresponsive broker would keep the triggerer from ending.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()  # what log lines are bound to
+    context = contextvars.copy_context()  # the ids bound to log lines
 
     def settle(call: Callable[[Any], None], value: Any) -> None:
         if not done.done():  # the trigger may have been cancelled meanwhile

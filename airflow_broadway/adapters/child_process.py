@@ -1,7 +1,7 @@
-"""Lets callbacks in a child process of a task ask Airflow: for connections, variables and the like.
+"""Lets callbacks in a task's child process use Airflow: connections, variables and the like.
 
-Airflow's supervisor listens to the task's own process alone, by one socket.  So a child sends its
-requests to its parent, which asks the supervisor.
+Airflow's supervisor serves the task's own process only, over one socket.  So a child sends its
+requests to its parent, which forwards them to the supervisor.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any, Final
 
 from airflow_broadway.core.stages.child_host import ChildHost
 
-#: The module where Airflow's SDK looks for its way to the supervisor, and the name there.
+#: The module and name of the Airflow SDK's connection to the supervisor.
 _MODULE: Final = "airflow.sdk.execution_time.task_runner"
 _NAME: Final = "SUPERVISOR_COMMS"
 
 
 class _RelayedComms:
-    """Stands for Airflow's ``CommsDecoder`` in a child process."""
+    """A replacement for Airflow's ``CommsDecoder`` in a child process."""
 
     def __init__(self, ask: Callable[[Any], Any]) -> None:
         self._ask = ask
 
     def send(self, msg: Any) -> Any:
-        """Send a request to the supervisor, and return its response."""
+        """Sends a request to the supervisor, and returns its response."""
         return self._ask(msg)
 
     async def asend(self, msg: Any) -> Any:
-        """The same without blocking the event loop."""
+        """Sends a request without blocking the event loop."""
         return await asyncio.to_thread(self._ask, msg)
 
 
 class _TaskRunnerFinder(MetaPathFinder):
-    """Puts the stand-in in its place when that module is imported: most pipelines never do."""
+    """Installs the replacement when the module is imported: most pipelines never import it."""
 
     def __init__(self, comms: _RelayedComms) -> None:
         self._comms = comms
@@ -47,36 +47,36 @@ class _TaskRunnerFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the one module, by the other finders."""
+        """Finds the one module, with the other finders."""
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Placing(spec.loader, self._comms)
+            spec.loader = _ReplacingLoader(spec.loader, self._comms)
         return spec
 
 
-class _Placing(Loader):
-    """Loads a module, and puts the stand-in there."""
+class _ReplacingLoader(Loader):
+    """Loads a module, and sets the replacement in it."""
 
     def __init__(self, loader: Loader, comms: _RelayedComms) -> None:
         self._loader = loader
         self._comms = comms
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create it as its own loader does."""
+        """Creates it with its own loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute it as its own loader does."""
+        """Executes it with its own loader."""
         self._loader.exec_module(module)
         setattr(module, _NAME, self._comms)
 
 
 def connect(ask: Callable[[Any], Any]) -> None:
-    """Have Airflow's SDK in this child process ask by ``ask``."""
-    # No task may use the metadata database, and its settings have no address of it.
+    """Makes Airflow's SDK in this child process send its requests with ``ask``."""
+    # A task may not use the metadata database, and its settings have no address of it.
     os.environ["_AIRFLOW__AS_LIBRARY"] = "1"
     comms, loaded = _RelayedComms(ask), sys.modules.get(_MODULE)
     if loaded is not None:
@@ -85,10 +85,10 @@ def connect(ask: Callable[[Any], Any]) -> None:
         sys.meta_path.insert(0, _TaskRunnerFinder(comms))
 
 
-def _answer(request: Any) -> Any:
-    """Ask the supervisor; in the task's own process."""
+def _forward(request: Any) -> Any:
+    """Sends a request to the supervisor, in the task's own process."""
     return getattr(sys.modules[_MODULE], _NAME).send(request)
 
 
-#: For :class:`airflow_broadway.runs.ports.Ports`.
-CHILD_HOST: Final = ChildHost(connect=f"{__name__}:connect", answer=_answer)
+#: The child host for :class:`airflow_broadway.runs.ports.Ports`.
+CHILD_HOST: Final = ChildHost(connect=f"{__name__}:connect", answer=_forward)

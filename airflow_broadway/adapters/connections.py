@@ -1,4 +1,4 @@
-"""Airflow's connections, as producers know them."""
+"""Resolves Airflow's connections for producers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from airflow_broadway.core.errors import ConnectionMissing
 class AirflowConnections:
     """Airflow's connections, each looked up once.
 
-    Once, because lease renewers use them from threads, and a task's channel to Airflow is for its
-    main thread.
+    Cached because lease renewers use them from threads, and a task's channel to Airflow may be used
+    by its main thread only.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, Connection] = {}
 
     def get(self, conn_id: str) -> Connection:
-        """The connection of that id.
+        """Returns the connection with that id.
 
         :raises ConnectionMissing: If Airflow has none.
         """
@@ -32,24 +32,24 @@ class AirflowConnections:
     @staticmethod
     def _look_up(conn_id: str) -> Connection:
         try:
-            found = BaseHook.get_connection(conn_id)
+            connection = BaseHook.get_connection(conn_id)
         except AirflowNotFoundException:
             raise ConnectionMissing(
                 f"the Airflow connection {conn_id!r} is not defined; add it under Admin →"
                 f" Connections, or set the variable AIRFLOW_CONN_{conn_id.upper()}"
             ) from None
-        return connection_of(conn_id, found)
+        return connection_of(conn_id, connection)
 
 
-def connection_of(conn_id: str, found: Any) -> Connection:
-    """The connection that an Airflow ``Connection`` describes."""
+def connection_of(conn_id: str, connection: Any) -> Connection:
+    """Converts an Airflow ``Connection``."""
     return Connection(
         conn_id=conn_id,
-        conn_type=found.conn_type or "",
-        host=found.host or "",
-        port=found.port,
-        login=found.login or "",
-        password=found.password or "",
-        schema=found.schema or "",
-        extra=found.extra_dejson,
+        conn_type=connection.conn_type or "",
+        host=connection.host or "",
+        port=connection.port,
+        login=connection.login or "",
+        password=connection.password or "",
+        schema=connection.schema or "",
+        extra=connection.extra_dejson,
     )

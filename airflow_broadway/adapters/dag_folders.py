@@ -1,4 +1,4 @@
-"""Where Airflow's own processes find what lies beside Dag files."""
+"""Makes modules next to Dag files importable, as in Airflow's own processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from airflow.providers.common.compat.sdk import conf
 
 
 def add_dag_folders() -> None:
-    """Let this process import what lies beside Dag files, as Airflow's own processes do."""
+    """Adds the folders of Dag files to ``sys.path``, as Airflow's own processes do."""
     try:
         bundles = json.loads(conf.get("dag_processor", "dag_bundle_config_list", fallback="[]"))
     except ValueError:
         bundles = []
     folders = [
         conf.get("core", "dags_folder", fallback=""),
-        *((each.get("kwargs") or {}).get("path") for each in bundles if isinstance(each, Mapping)),
+        *((b.get("kwargs") or {}).get("path") for b in bundles if isinstance(b, Mapping)),
         conf.get("core", "plugins_folder", fallback=""),
     ]
     for folder in folders:

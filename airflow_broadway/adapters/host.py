@@ -1,4 +1,4 @@
-"""Reads an Airflow task's context: the task, its run, and what Airflow gives to both."""
+"""Reads an Airflow task's context: the task, its run, and the run's parameters."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
     from airflow_broadway.staging.run_folder import StagedRun
 
-#: Seconds that a task which is told to stop takes at most to finish what it is at.  Airflow kills
-#: it after five, and what is done must be stored by then.
+#: Seconds that a task may take, after a stop request, to finish.  Airflow kills it after five, and
+#: results must be stored by then.
 MAX_SHUTDOWN: Final = 2.0
 
 
 class Host:
-    """What Airflow gives a task, read from the task's context.
+    """The Airflow side of a task, read from its context.
 
-    :param context: As ``execute`` of an operator gets it.
+    :param context: The ``context`` of an operator's ``execute``.
     """
 
     def __init__(self, context: Context) -> None:
@@ -56,14 +56,14 @@ class Host:
             task_id=self.ti.task_id,
             map_index=-1 if index is None else index,
             try_number=self.ti.try_number,
-            # Airflow raises it by the tries that a clear grants.
+            # Airflow increases it with the tries that a clear adds.
             cleared=getattr(self.ti, "max_tries", None) or 0,
             forks=_is_supervised(),
         )
 
     @cached_property
     def ports(self) -> Ports:
-        """What ``runs`` may use of Airflow."""
+        """The parts of Airflow that ``runs`` may use."""
         return Ports(
             connections=AirflowConnections(),
             metrics=AirflowMetrics(),
@@ -79,7 +79,7 @@ class Host:
 
     @cached_property
     def run_info(self) -> RunInfo:
-        """What callbacks may know about the run."""
+        """The information on the run for callbacks."""
         dag_run = self.context["dag_run"]
         return RunInfo(
             dag_id=self.ti.dag_id,
@@ -92,23 +92,23 @@ class Host:
         )
 
     def load_pipeline(self, ref: Mapping[str, Any]) -> Pipeline:
-        """Load the pipeline of a rendered reference; from then on a segmentation fault ends the
-        task.
+        """Loads the pipeline of a rendered reference; restores the default action of SIGSEGV.
 
         :raises PipelineError: If it cannot be imported.
         :raises OptionsError: If an option, once rendered, breaks its rule.
         """
-        _restore_segfault()
+        _restore_sigsegv()
         return load_ref(ref, self.run_info)
 
     def open_run(
         self, staging: str | None, pipeline: Pipeline, *, report: bool = True
     ) -> StagedRun:
-        """Open the run's staging folder, with the clock by which its leases are judged.
+        """Opens the run's staging folder, with the clock that judges its leases.
 
         :param staging: URI of the staging root; ``[broadway] staging`` if it is ``None``.
         :param report: Whether to log that this host's clock differs from the root's.
-        :raises StagingError: If the root cannot be used, or the clocks make the lease useless.
+        :raises StagingError: If the root cannot be used, or the clocks cannot be compared precisely
+            enough for the lease.
         """
         from airflow_broadway.staging.run_folder import StagedRun
 
@@ -124,30 +124,30 @@ class Host:
             else store.clock(float(producer.lease), clock, report=report),
         )
 
-    # -- what the run was triggered with ---------------------------------------------------------
+    # -- the run's parameters --------------------------------------------------------------------
 
     def source_request(self, declared: str = "") -> SourceRequest:
-        """Return where the run's messages should come from: by its params, or else by its type and
-        data interval.
+        """Returns the requested source of the run's messages: by its params, or else by its type
+        and data interval.
 
-        :param declared: The source that the operator names.
-        :raises RequestRefused: If a param is no timestamp, or Airflow keeps the choice of dead
-            letters from the params: a run must not take the live queue instead.
+        :param declared: The operator's ``source``.
+        :raises RequestRefused: If a param is not a timestamp, or Airflow does not pass the conf's
+            dead-letter filter to the params: a run must not drain the live queue instead.
         """
         dag_run = self.context["dag_run"]
         kind, start, end, past_run, batches, letters = (self.params.get(name) for name in PARAMS)
         if self._conf.get("dead_letters", letters) != letters:
             raise RequestRefused(
-                "dead_letters was given, and Airflow hands no conf to the params of a run: turn"
-                " [core] dag_run_conf_overrides_params on; nothing was received"
+                "dead_letters is set, but Airflow does not pass the conf of a run to its params:"
+                " turn [core] dag_run_conf_overrides_params on; nothing was received"
             )
         return SourceRequest(
             run_id=str(self.ti.run_id),
             kind=str(kind or declared),
-            start=_instant("interval_start", start),
-            end=_instant("interval_end", end),
+            start=_parse_timestamp("interval_start", start),
+            end=_parse_timestamp("interval_end", end),
             past_run=str(past_run or ""),
-            batches=_names("source_batches", batches),
+            batches=_check_names("source_batches", batches),
             letters=letters,
             backfill=str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill",
             interval=(dag_run.data_interval_start, dag_run.data_interval_end),
@@ -158,10 +158,10 @@ class Host:
         return getattr(self.context["dag_run"], "conf", None) or {}
 
     def is_dry_run(self) -> bool:
-        """Whether the run should only look.
+        """Returns whether the run is a dry run.
 
-        :raises RequestRefused: If its param is no truth value, or Airflow keeps the run's conf from
-            the params.
+        :raises RequestRefused: If its param is not a boolean, or Airflow does not pass the run's
+            conf to the params.
         """
         value = self.params.get("dry_run")
         if value is not None and not isinstance(value, bool):
@@ -169,15 +169,16 @@ class Host:
         requested = self._conf.get("dry_run", value)
         if requested != value:
             raise RequestRefused(
-                f"dry_run={requested!r:.80} was asked for, and Airflow hands no values of a form to"
-                " a run: turn [core] dag_run_conf_overrides_params on; nothing was received"
+                f"dry_run={requested!r:.80} was requested, but Airflow does not pass the conf of a"
+                " run to its params: turn [core] dag_run_conf_overrides_params on; nothing was"
+                " received"
             )
         return bool(value)
 
     def backlog_events(self) -> list[Mapping[str, Any]]:
-        """The backlog's events, if these alone triggered the run, and this is the task's first try.
+        """Returns the backlog's events, if only these triggered the run, and on the first try.
 
-        A task that is cleared, or tried again, does its work, whichever run has served the events.
+        A cleared or retried task does its work, even if another run has served the events.
         """
         payloads: list[Mapping[str, Any]] = []
         if self.ti.try_number > 1:
@@ -194,9 +195,9 @@ class Host:
 
 
 def _is_supervised() -> bool:
-    """Whether Airflow is another process, which a fork of this one can ask as well.
+    """Returns whether Airflow is another process, which a fork of this one can reach as well.
 
-    In ``dag.test()`` it is threads of this process, and a fork has none of them.
+    In ``dag.test()`` Airflow is threads of this process, which a fork does not have.
     """
     from airflow.sdk.execution_time import task_runner
     from airflow.sdk.execution_time.comms import CommsDecoder
@@ -204,32 +205,32 @@ def _is_supervised() -> bool:
     return type(getattr(task_runner, "SUPERVISOR_COMMS", None)) is CommsDecoder
 
 
-def _names(name: str, value: Any) -> Sequence[str]:
-    """Returns the texts of a param that is a list of them."""
+def _check_names(name: str, value: Any) -> Sequence[str]:
+    """Returns the value of a param that is a list of strings."""
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise RequestRefused(f"{name} is no list of texts: {value!r:.80}")
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise RequestRefused(f"{name} is not a list of strings: {value!r:.80}")
     return value
 
 
-def _instant(name: str, value: Any) -> datetime | None:
-    """An instant of a param: text in ISO 8601; in UTC unless it says otherwise."""
+def _parse_timestamp(name: str, value: Any) -> datetime | None:
+    """Parses a param's ISO 8601 timestamp; without a time zone it is UTC."""
     if value in (None, ""):
         return None
     try:
-        found = datetime.fromisoformat(str(value))
+        timestamp = datetime.fromisoformat(str(value))
     except ValueError:
         raise RequestRefused(
-            f"{name} is no instant in ISO 8601, such as 2013-01-01T00:00:00Z: {value!r:.80}"
+            f"{name} is not an ISO 8601 timestamp, such as 2013-01-01T00:00:00Z: {value!r:.80}"
         ) from None
-    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    return timestamp.replace(tzinfo=UTC) if timestamp.tzinfo is None else timestamp.astimezone(UTC)
 
 
-def _restore_segfault() -> None:
-    """Restore the signal's default action, which Airflow's Dag importer replaces in each task.
+def _restore_sigsegv() -> None:
+    """Restores the signal's default action, which Airflow's Dag importer replaces in each task.
 
-    Its handler is of Python: the faulty instruction is repeated for ever, and no try ever ends.
+    Its handler is in Python: the faulty instruction is repeated for ever, and the try never ends.
     """
     if threading.current_thread() is threading.main_thread() and callable(
         signal.getsignal(signal.SIGSEGV)
@@ -238,17 +239,17 @@ def _restore_segfault() -> None:
 
 
 def deployment() -> str:
-    """The name of this Airflow, the same in all its tasks: ``[broadway] deployment``, or the
-    address of the API server that tasks report to.  A loopback address names no deployment: host
-    and ``AIRFLOW_HOME`` stand for it.
+    """Returns this Airflow's name, equal in all its tasks: ``[broadway] deployment``, or the
+    address of the API server that tasks use.  A loopback address is ambiguous: host and
+    ``AIRFLOW_HOME`` are used instead.
 
-    A task knows neither the metadata database nor its address.
+    A task does not know the address of the metadata database.
     """
     from airflow_broadway.staging.store import host_name
 
-    given = conf.get("broadway", "deployment", fallback="")
-    if given:
-        return str(given)
+    name = conf.get("broadway", "deployment", fallback="")
+    if name:
+        return str(name)
     base_url = str(conf.get("api", "base_url", fallback="") or "")
     url = urlsplit(str(conf.get("core", "execution_api_server_url", fallback="") or base_url))
     host = url.hostname or "localhost"
@@ -258,15 +259,15 @@ def deployment() -> str:
 
 
 def references(rendered: Any) -> Iterator[Mapping[str, Any]]:
-    """The references in whatever a template renders: one, a list, a mapped task's outputs.
+    """Yields the references in a rendered template: one, a list, a mapped task's outputs.
 
-    Those of tasks that pushed none are left out.
+    Tasks that pushed none are omitted.
     """
     if isinstance(rendered, Mapping):
         if rendered:
             yield rendered
     elif rendered is not None and not isinstance(rendered, str):
-        # A slice gets a mapped task's outputs at once.  A loop over them asks for each, and for
-        # one after the last, which Airflow logs as an error.
+        # A slice requests a mapped task's outputs together.  A loop requests each, and one after
+        # the last, which Airflow logs as an error.
         for reference in rendered[:] if isinstance(rendered, Sequence) else rendered:
             yield from references(reference)

@@ -1,8 +1,8 @@
-"""Links from a task in Airflow's UI: to the run's page, its report, Spark, the broker's console.
+"""Links of a task in Airflow's UI: to the run's page, its report, Spark, the broker's console.
 
-Airflow 3 asks a link for its address in the worker, when the task has ended, and stores it as an
-XCom; the UI reads no more than that.  So the links are attributes of the operators, and the plugin
-names none.  What only an execution knows its task notes while it works: :func:`note_link`.
+Airflow 3 evaluates a link in the worker, when the task has ended, and stores the URL as an XCom;
+the UI reads only that.  So the links are attributes of the operators, and the plugin registers
+none.  A link that only the execution knows is recorded while it runs: :func:`note_link`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def web_address(value: object) -> str | None:
-    """An address that a browser may be led to: one of http(s); ``None`` else."""
+    """Returns the URL if it is safe to link to (http or https, no password); else ``None``."""
     text = str(value or "").strip()
     try:
         parts = urlsplit(text)
     except ValueError:
         return None
-    # One with a password would show it to whoever sees the link.
+    # A password would be visible to everyone who sees the link.
     safe = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
     return text if safe else None
 
@@ -38,12 +38,12 @@ def web_address(value: object) -> str | None:
 def _run_page(ti_key: Any) -> str:
     base = conf.get("api", "base_url", fallback="") or ""
     ids = quote(ti_key.dag_id, safe=""), quote(ti_key.run_id, safe="")
-    # Without a host it is a path of the UI's own host.
+    # Without a host it is a path on the UI's own host.
     return f"{base.rstrip('/')}/broadway/dags/{ids[0]}/runs/{ids[1]}"
 
 
 class RunPageLink(BaseOperatorLink):
-    """What became of the run's messages."""
+    """The page of the run's messages."""
 
     name = "Broadway"
 
@@ -52,7 +52,7 @@ class RunPageLink(BaseOperatorLink):
 
 
 class ReportLink(BaseOperatorLink):
-    """The run's report, once there is one."""
+    """The run's report, once it exists."""
 
     name = "Report"
 
@@ -60,53 +60,53 @@ class ReportLink(BaseOperatorLink):
         return f"{_run_page(ti_key)}/report"
 
 
-class _NotedLink(BaseOperatorLink):
-    """An address that only the execution knows; none if nothing was noted."""
+class _RecordedLink(BaseOperatorLink):
+    """A URL that only the execution knows; no link if none was recorded."""
 
     def get_link(self, operator: Any, *, ti_key: Any) -> str:
-        noted = operator.__dict__.get("_noted_links", {})
-        return noted.get(self.xcom_key)  # type: ignore[no-any-return] # None: no link
+        recorded = operator.__dict__.get("_recorded_links", {})
+        return recorded.get(self.xcom_key)  # type: ignore[no-any-return] # None: no link
 
 
-class ConsoleLink(_NotedLink):
-    """The queue in its broker's own console."""
+class ConsoleLink(_RecordedLink):
+    """The queue in its broker's console."""
 
     name = "Broker's console"
 
 
-class SparkLink(_NotedLink):
-    """Spark's UI while the application runs, and its history server's page of it afterwards."""
+class SparkLink(_RecordedLink):
+    """Spark's UI while the application runs, and its page in the history server afterwards."""
 
     name = "Spark"
 
 
-#: The links of every task, of those that deal with the broker, and of those that start Spark.
+#: The links of every task, of tasks that use the broker, and of tasks that start Spark.
 ALL_TASKS: Final[tuple[BaseOperatorLink, ...]] = (RunPageLink(), ReportLink())
 AT_BROKER: Final[tuple[BaseOperatorLink, ...]] = (*ALL_TASKS, ConsoleLink())
 ON_SPARK: Final[tuple[BaseOperatorLink, ...]] = (*ALL_TASKS, SparkLink())
 
 
 def note_console(operator: Any, pipeline: Pipeline, ports: Ports) -> None:
-    """Note where the broker's own console shows the queue, if that is known; asks no broker."""
+    """Records the URL of the queue in its broker's console, if known; makes no request."""
     try:
-        found = pipeline.producer.console(producer_env(pipeline, ports))
+        url = pipeline.producer.console(producer_env(pipeline, ports))
     except BroadwayError:
-        return  # the task itself says what is wrong
-    address = web_address(found)
+        return  # the task itself reports the error
+    address = web_address(url)
     if address is not None:
-        _note(operator, ConsoleLink(), address)
+        _record_link(operator, ConsoleLink(), address)
 
 
 def note_spark(operator: Any, context: Context, application_id: str, ui: str) -> None:
-    """Note where Spark shows an application: its UI at once, the history server for later."""
+    """Records the URLs of a Spark application: its UI immediately, the history server for later."""
     running = web_address(ui)
     if running is not None:
         context["ti"].xcom_push(key=SparkLink().xcom_key, value=running)
     history = web_address(conf.get("broadway", "spark_history", fallback=""))
     if history is not None:
-        kept = f"{history.rstrip('/')}/history/{quote(application_id, safe='')}/"
-        _note(operator, SparkLink(), kept)
+        page = f"{history.rstrip('/')}/history/{quote(application_id, safe='')}/"
+        _record_link(operator, SparkLink(), page)
 
 
-def _note(operator: Any, link: BaseOperatorLink, address: str) -> None:
-    operator.__dict__.setdefault("_noted_links", {})[link.xcom_key] = address
+def _record_link(operator: Any, link: BaseOperatorLink, address: str) -> None:
+    operator.__dict__.setdefault("_recorded_links", {})[link.xcom_key] = address

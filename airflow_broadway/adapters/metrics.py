@@ -1,4 +1,4 @@
-"""Metrics through Airflow's ``Stats``."""
+"""Sends metrics with Airflow's ``Stats``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from airflow.providers.common.compat.sdk import Stats
 
 
 class AirflowMetrics:
-    """Sends metrics wherever Airflow's own go: StatsD, OpenTelemetry, or nowhere."""
+    """Sends metrics to Airflow's own backend: StatsD, OpenTelemetry, or none."""
 
     def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
-        """Add to a counter."""
+        """Adds to a counter."""
         Stats.incr(name, count, tags=dict(tags))
 
     def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
-        """Set a gauge."""
+        """Sets a gauge."""
         Stats.gauge(name, value, tags=dict(tags))
 
     def seconds(self, name: str, seconds: float, tags: Mapping[str, str]) -> None:
-        """Record a duration; Airflow's timers count milliseconds."""
+        """Records a duration; Airflow's timers use milliseconds."""
         Stats.timing(name, seconds * 1000.0, tags=dict(tags))

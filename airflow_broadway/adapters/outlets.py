@@ -1,4 +1,4 @@
-"""The outlets of tasks that handle batches: their assets, and what their events say."""
+"""The asset outlets of tasks that handle batches, and the content of their events."""
 
 from __future__ import annotations
 
@@ -22,61 +22,61 @@ log = logging.getLogger(__name__)
 
 
 def outlets_of(pipeline: Pipeline, batchers: Iterable[str]) -> list[Asset]:
-    """The assets that some batchers declare as their outlets."""
+    """Returns the assets that some batchers declare as their outlets."""
     names = (name for batcher in batchers for name in pipeline.batchers[batcher].outlets)
     return [Asset(name) for name in dict.fromkeys(names)]
 
 
 def with_outlets(
-    given: Mapping[str, Any], pipeline: Pipeline, batchers: Iterable[str]
+    kwargs: Mapping[str, Any], pipeline: Pipeline, batchers: Iterable[str]
 ) -> dict[str, Any]:
-    """A task's arguments, with those outlets beside its own."""
+    """Returns a task's arguments, with the batchers' outlets added to its own."""
     declared = outlets_of(pipeline, batchers)
     if not declared:
-        return dict(given)
-    own = given.get("outlets") or []
-    return {**given, "outlets": [*(own if isinstance(own, list) else [own]), *declared]}
+        return dict(kwargs)
+    own = kwargs.get("outlets") or []
+    return {**kwargs, "outlets": [*(own if isinstance(own, list) else [own]), *declared]}
 
 
 def check_no_outlets(pipeline: Pipeline) -> None:
-    """Refuse outlets of batchers where nothing is staged that an event could tell of.
+    """Refuses outlets of batchers where nothing is staged that an event could describe.
 
-    :raises OptionsError: Naming the first batcher that has some.
+    :raises OptionsError: Naming the first batcher with outlets.
     """
     for name, batcher in pipeline.batchers.items():
         if batcher.outlets:
             raise OptionsError(
                 f"batchers.{name}.outlets",
                 "none with BroadwayRunOperator, which stages nothing and so knows no batch ids:"
-                " give the operator outlets=[Asset(…)], or use a task group",
+                " set the operator's outlets=[Asset(…)], or use a task group",
                 batcher.outlets,
             )
 
 
-def tell_outlets(
+def emit_outlet_events(
     operator: BaseOperator,
     context: Context,
     run: StagedRun,
     pipeline: Pipeline,
     heads: Iterable[BatchPlan],
 ) -> None:
-    """Say in the event of each outlet what the batches came to.
+    """Fills the event of each outlet with the counts of its batches.
 
-    An outlet of batchers of which no message succeeded gets no event: it was not changed.  One that
-    the task was given, and no batcher declares, is that of all its batches.
+    An outlet of batchers without a successful message gets no event: it was not updated.  An outlet
+    of the task that no batcher declares counts all of the task's batches.
     """
     from airflow_broadway.runs.outlets import Produced, produced
 
     heads = list(heads)
-    declared: dict[str, set[str]] = {}  # outlet → which of the batchers here declare it
+    declared: dict[str, set[str]] = {}  # outlet → the batchers of this task that declare it
     for head in heads:
         for name in pipeline.batchers[head.batcher].outlets:
             declared.setdefault(name, set()).add(head.batcher)
-    missing = sorted(declared.keys() - {getattr(each, "name", "") for each in operator.outlets})
+    missing = sorted(declared.keys() - {getattr(asset, "name", "") for asset in operator.outlets})
     if missing:
         log.warning(
-            "The outlets %s are declared by batchers, and not this task's: no event tells of them."
-            "  Give them to the operator: outlets=[Asset(%r), …]",
+            "The outlets %s are declared by batchers, but are not this task's: they get no event."
+            "  Add them to the operator: outlets=[Asset(%r), …]",
             missing,
             missing[0],
         )
@@ -84,16 +84,16 @@ def tell_outlets(
         return
     by_batcher = produced(run, heads)
     others = {name for batcher in pipeline.batchers.values() for name in batcher.outlets}
-    kept = []
+    updated = []
     for outlet in operator.outlets:
         if not isinstance(outlet, Asset):  # an alias, whose events are the user's own
-            kept.append(outlet)
+            updated.append(outlet)
             continue
         total = Produced()
-        for batcher, found in by_batcher.items():
+        for batcher, counts in by_batcher.items():
             if outlet.name not in others or batcher in declared.get(outlet.name, ()):
-                total.add(found)
+                total.add(counts)
         if total.successful:
-            kept.append(outlet)
+            updated.append(outlet)
             context["outlet_events"][outlet].extra.update(total.extra(pipeline.name))
-    operator.outlets = kept
+    operator.outlets = updated

@@ -1,4 +1,4 @@
-"""What is checked of a pipeline while a Dag is parsed: without loading a module for it."""
+"""Validates a pipeline while a Dag is parsed, without importing a module for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from airflow_broadway.core.reference import import_class, is_dag_file, make_ref
 
 
 def pipeline_ref(pipeline: object, task: str = "") -> dict[str, Any]:
-    """The reference that an operator stores, checked as far as parsing may, with what is known of
-    the pipeline then: who only reads the Dag need not import its class.
+    """Returns the reference that an operator stores, validated as far as parsing allows, with a
+    summary of the pipeline: readers of the Dag need not import its class.
 
-    A class that was given as text is not imported, and nothing is known of it.
+    A class passed as text is not imported, and has no summary.
 
-    :param task: What the operator's task does, such as ``"process"``.  A stored Dag tells of an
-        operator its own class alone, which may be a subclass that nobody can import.
+    :param task: The kind of the operator's task, such as ``"process"``.  A serialized Dag has only
+        an operator's class, which may be a subclass that is not importable.
     :raises OptionsError: Naming the option and the rule.
     """
     ref = make_ref(pipeline)
@@ -28,19 +28,19 @@ def pipeline_ref(pipeline: object, task: str = "") -> dict[str, Any]:
     if known is None:
         return ref
     known.check_callbacks(known.batchers)
-    about = {
+    summary = {
         "name": known.name,
         "broker": known.producer.kind or type(known.producer).__name__,
         "producers": known.producer.concurrency,
-        "batchers": {name: each.engine for name, each in known.batchers.items()},
+        "batchers": {name: batcher.engine for name, batcher in known.batchers.items()},
     }
-    return {**ref, "about": about}
+    return {**ref, "about": summary}
 
 
 def declared(ref: Mapping[str, Any]) -> Pipeline | None:
-    """The pipeline of a reference while a Dag is parsed; ``None`` if its module is not loaded yet.
+    """Returns a reference's pipeline while a Dag is parsed; ``None`` if its module is not imported.
 
-    Loading it then would be work at import.
+    Importing it would be work at parse time.
     """
     path = str(ref["class"])
     if is_dag_file(path) or path.partition(":")[0] in sys.modules:
@@ -49,9 +49,9 @@ def declared(ref: Mapping[str, Any]) -> Pipeline | None:
 
 
 def check_engine(ref: Mapping[str, Any]) -> None:
-    """Refuse a Spark batcher of a class that no Spark driver could import.
+    """Refuses a Spark batcher of a class that no Spark driver can import.
 
-    :raises OptionsError: Saying where to move the class.
+    :raises OptionsError: Naming the module to move the class to.
     """
     path = str(ref["class"])
     if not is_dag_file(path):
@@ -63,7 +63,7 @@ def check_engine(ref: Mapping[str, Any]) -> None:
         raise OptionsError(
             f"batchers.{spark[0]}.engine",
             f"'python' for a pipeline of a Dag file, which Spark cannot import: move the class"
-            f" {name} to a module of its own beside the Dag file, such as"
+            f" {name} to a module of its own next to the Dag file, such as"
             f" {name.lower()}_pipeline.py, and import it from there",
             "spark",
         )

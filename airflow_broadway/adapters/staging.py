@@ -1,4 +1,4 @@
-"""The staging root, by Airflow's settings and through its object storage."""
+"""Opens the staging root, by Airflow's configuration and with its object storage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from airflow_broadway.staging.store import Store
 
 
-#: The package's extra that brings the client of a URI's scheme.
+#: URI scheme → this package's extra that installs its client.
 _EXTRAS: Final = {"s3": "s3", "s3a": "s3"}
-#: What a newcomer, and who mistyped a folder, can do about one that is not there.
+#: The way out in the error for a missing folder.
 _ADVICE: Final = (
     ": the first run of a pipeline creates it; if runs use another one, pass --staging, or set"
     " `[broadway] staging`"
@@ -24,8 +24,8 @@ _ADVICE: Final = (
 
 
 def staging_root(staging: str | None) -> str:
-    """The staging root's URI: ``staging`` if given, else ``[broadway] staging``, else a folder of
-    AIRFLOW_HOME.
+    """Returns the staging root's URI: ``staging`` if set, else ``[broadway] staging``, else a
+    folder of AIRFLOW_HOME.
     """
     if staging:
         return staging
@@ -34,17 +34,17 @@ def staging_root(staging: str | None) -> str:
 
 
 def open_store(staging: str | None) -> Store:
-    """The staging root, through Airflow's object storage: ``s3://conn_id@bucket/…`` names the
+    """Opens the staging root with Airflow's object storage: ``s3://conn_id@bucket/…`` names the
     connection.
 
-    :raises StagingError: If it is no URI, or of a kind that fsspec has no client for.
+    :raises StagingError: If it is not a URI, or fsspec has no client for its scheme.
     """
     from airflow_broadway.staging.store import Store
 
     uri = staging_root(staging)
     if "://" not in uri:
         raise StagingError(
-            f"the staging root {uri!r} is no URI; set [broadway] staging to one such as"
+            f"the staging root {uri!r} is not a URI; set [broadway] staging to one such as"
             " 'file:///data/broadway' or 's3://aws_default@bucket/broadway'"
         )
     try:
@@ -64,10 +64,10 @@ def open_store(staging: str | None) -> Store:
 
 
 def open_existing_store(staging: str | None, *, advice: str = _ADVICE) -> Store:
-    """The staging root to look at; nothing makes it.
+    """Opens the staging root for reading, without creating it.
 
-    :param advice: What is said behind "does not exist": who asks knows what people can do.
-    :raises StagingError: If it cannot be opened, or is a folder that does not exist.
+    :param advice: The way out, appended to "does not exist"; it depends on the caller.
+    :raises StagingError: If it cannot be opened, or its folder does not exist.
     """
     store = open_store(staging)
     if store.local and not Path(store.root).is_dir():

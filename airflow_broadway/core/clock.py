@@ -11,15 +11,15 @@ class Clock(Protocol):
     """A component's source of time."""
 
     def now(self) -> datetime:
-        """Return the current time: aware, UTC."""
+        """Returns the current time: aware, UTC."""
         ...
 
     def monotonic(self) -> float:
-        """Return seconds from a fixed but arbitrary origin; never decreases."""
+        """Returns seconds from a fixed but arbitrary origin; never decreases."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Block for ``seconds``."""
+        """Blocks for ``seconds``."""
         ...
 
 

@@ -56,7 +56,7 @@ class OptionsError(BroadwayError, ValueError):
     def unknown(
         cls, path: str, value: object, valid: Iterable[str], example: str = ""
     ) -> OptionsError:
-        """Build the error for an unknown option, with the valid names and the closest match.
+        """Builds the error for an unknown option, with the valid names and the closest match.
 
         :param example: The correct spelling, where it belongs elsewhere:
             ``qos=Qos(prefetch_count=…)``.
@@ -74,7 +74,7 @@ class OptionsError(BroadwayError, ValueError):
 
     @classmethod
     def missing(cls, path: str, example: str = "") -> OptionsError:
-        """Build the error for a missing required option.
+        """Builds the error for a missing required option.
 
         :param example: A valid value, such as ``SqliteProducer(queue="orders")``.
         """

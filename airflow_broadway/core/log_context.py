@@ -1,4 +1,4 @@
-"""Log context: the generation, batch and message of a log line.
+"""Logs context: the generation, batch and message of a log line.
 
 Each id is a context variable.  Airflow's log (structlog) adds every variable whose name begins with
 ``structlog_`` to each line, as it does its own ``dag_id``, ``run_id`` and ``task_id``; structlog is
@@ -46,7 +46,7 @@ def log_ids(**ids: str | None) -> Iterator[None]:
 
 
 def ids_now() -> dict[str, str]:
-    """Return the ids of :data:`LOGGED_IDS` that a log line would carry now, Airflow's included."""
+    """Returns the ids of :data:`LOGGED_IDS` that a log line would carry now, Airflow's included."""
     ids = {variable.name: value for variable, value in _bound_variables().items()}
     known = ((name, ids.get(f"{_PREFIX}{name}")) for name in LOGGED_IDS)
     return {name: str(value) for name, value in known if value is not None}
@@ -70,7 +70,7 @@ def keep_ids(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def _bound_variables() -> dict[ContextVar[Any], Any]:
-    """Return the variables that have a value, Airflow's included."""
+    """Returns the variables that have a value, Airflow's included."""
     return {
         variable: value
         for variable, value in copy_context().items()
@@ -88,7 +88,7 @@ class _Formatter(logging.Formatter):
 
 
 def log_plainly(form: str = logging.BASIC_FORMAT) -> None:
-    """Log to standard error from ``INFO`` on, with ids; no effect if logging is configured."""
+    """Logs to standard error from ``INFO`` on, with ids; no effect if logging is configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(form))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

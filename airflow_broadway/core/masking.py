@@ -58,7 +58,7 @@ def redacted(text: str) -> str:
 
 
 def shown(value: object, name: str = "") -> str:
-    """Return the ``repr`` of an option's value with everything masked that may be a secret.
+    """Returns the ``repr`` of an option's value with everything masked that may be a secret.
 
     :param name: The option's name; some names mark a secret.
     """

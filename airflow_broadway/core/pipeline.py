@@ -96,7 +96,7 @@ class Pipeline:
 
     @classmethod
     def from_rendered(cls, overrides: Mapping[str, Any], run: RunInfo | None = None) -> Pipeline:
-        """Build a pipeline from rendered options, without calling the constructor.
+        """Builds a pipeline from rendered options, without calling the constructor.
 
         :raises OptionsError: If an option, once rendered, breaks its rule.
         """
@@ -144,12 +144,12 @@ class Pipeline:
 
     @classmethod
     def defines(cls, callback: str) -> bool:
-        """Whether the pipeline overrides a callback."""
+        """Returns whether the pipeline overrides a callback."""
         return getattr(cls, callback) is not getattr(Pipeline, callback)
 
     @classmethod
     def check_callbacks(cls, batchers: Mapping[str, Batcher]) -> None:
-        """Check that the required callbacks exist and take the expected arguments.
+        """Checks that the required callbacks exist and take the expected arguments.
 
         :raises OptionsError: Naming the callback that is missing, or takes other arguments.
         """
@@ -174,7 +174,7 @@ class Pipeline:
     # -- introspection -------------------------------------------------------------------------
 
     def topology(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the producers, processors and batchers, each with name, key and concurrency."""
+        """Returns the producers, processors and batchers, each with name, key and concurrency."""
         name, processors = f"{self.name}.Broadway", self.processors
         return {
             "producers": [{"name": f"{name}.Producer", "concurrency": self.producer.concurrency}],
@@ -197,7 +197,7 @@ class Pipeline:
         }
 
     def producer_names(self) -> list[str]:
-        """Return the producers' names, one for each mapped process task."""
+        """Returns the producers' names, one for each mapped process task."""
         return [f"{self.name}.Broadway.Producer_{i}" for i in range(self.producer.concurrency)]
 
     # -- options -------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Pipeline:
 
 
 def _signature_text(cls: type[Pipeline], name: str) -> str:
-    """Return a method's name and argument names, as declared."""
+    """Returns a method's name and argument names, as declared."""
     arguments = inspect.signature(getattr(cls, name)).parameters.values()
     bare = [argument.replace(annotation=inspect.Parameter.empty) for argument in arguments]
     return f"{name}({', '.join(map(str, bare))})"

@@ -24,7 +24,7 @@ _DAG_FILE = "dag-file/"
 
 
 def make_ref(pipeline: object) -> dict[str, Any]:
-    """Return the reference of an operator's ``pipeline``: a class, an instance,
+    """Returns the reference of an operator's ``pipeline``: a class, an instance,
     ``"pkg.module:Class"`` or a reference.
 
     :raises OptionsError: If it is none of these, an override is not JSON, or the class cannot be
@@ -47,7 +47,7 @@ def make_ref(pipeline: object) -> dict[str, Any]:
 
 
 def load_ref(ref: Mapping[str, Any], run: RunInfo | None = None) -> Pipeline:
-    """Build the pipeline of a rendered reference.
+    """Builds the pipeline of a rendered reference.
 
     :param run: The run information for its callbacks; by default :class:`RunInfo`'s defaults.
     :raises PipelineError: If its class cannot be imported here; names the module and the cause.
@@ -57,7 +57,7 @@ def load_ref(ref: Mapping[str, Any], run: RunInfo | None = None) -> Pipeline:
 
 
 def class_path(cls: type[Pipeline]) -> str:
-    """Return ``"pkg.module:Class"``; for a class of a Dag file ``"dag-file/<stem>:Class"``.
+    """Returns ``"pkg.module:Class"``; for a class of a Dag file ``"dag-file/<stem>:Class"``.
 
     :raises OptionsError: If the class is local to a function, or of ``__main__``.
     """
@@ -73,12 +73,12 @@ def class_path(cls: type[Pipeline]) -> str:
 
 
 def is_dag_file(path: str) -> bool:
-    """Whether a class path names a class of a Dag file, which no Spark driver can import."""
+    """Returns whether a path names a class of a Dag file, which no Spark driver can import."""
     return path.startswith(_DAG_FILE)
 
 
 def import_class(path: str) -> type[Pipeline]:
-    """Import the class of a path made by :func:`class_path`.
+    """Imports the class of a path made by :func:`class_path`.
 
     :raises PipelineError: If it cannot be imported, or is not a pipeline.
     """
@@ -102,7 +102,7 @@ def _import(name: str) -> object:
     except ImportError as error:
         raise PipelineError(
             f"the pipeline's module {name!r} cannot be imported by {sys.executable}: {error}."
-            " Install it there, or put it beside the Dag files in a module of its own"
+            " Install it there, or move it to a module of its own next to the Dag files"
         ) from error
 
 

@@ -149,12 +149,12 @@ class Span:
         )
 
     def stop(self, metadata: dict[str, Any]) -> None:
-        """Emit the stop event with its own metadata, without the start's."""
+        """Emits the stop event with its own metadata, without the start's."""
         metadata["telemetry_span_context"] = self._metadata["telemetry_span_context"]
         self._end("stop", metadata)
 
     def exception(self, kind: str, reason: Any, stacktrace: str) -> None:
-        """Emit the exception event."""
+        """Emits the exception event."""
         self._end(
             "exception",
             {**self._metadata, "kind": kind, "reason": reason, "stacktrace": stacktrace},

@@ -1,4 +1,4 @@
-"""The connection that names a RabbitMQ."""
+"""The hook of RabbitMQ connections."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["RabbitMQHook"]
 
 
 class RabbitMQHook(BaseHook):
-    """Open RabbitMQ by an Airflow connection; see ``docs/rabbitmq.md``.
+    """Opens RabbitMQ by an Airflow connection; see ``docs/rabbitmq.md``.
 
-    The host may name several, the schema is the virtual host, and the form has fields for the
-    extras that are wanted most.
+    The host may list several, the schema is the virtual host, and the form has fields for the most
+    frequent extras.
 
-    :param rabbitmq_conn_id: The connection.
+    :param rabbitmq_conn_id: The connection id.
     """
 
     conn_name_attr = "rabbitmq_conn_id"
@@ -34,7 +34,7 @@ class RabbitMQHook(BaseHook):
 
     @classmethod
     def get_ui_field_behaviour(cls) -> dict[str, Any]:
-        """How the connection form differs from the standard one."""
+        """Returns the differences of the connection form from the standard one."""
         return {
             "hidden_fields": [],
             "relabeling": {"schema": "Virtual host"},
@@ -47,24 +47,24 @@ class RabbitMQHook(BaseHook):
 
     @property
     def address(self) -> Address:
-        """The broker; its password is in no text about it.
+        """The broker's address; its password is omitted from its ``repr`` and texts.
 
-        :raises ConnectionMissing: If the connection lacks what is needed.
+        :raises ConnectionMissing: If the connection lacks a required field.
         """
-        found = self.get_connection(self.rabbitmq_conn_id)
+        connection = self.get_connection(self.rabbitmq_conn_id)
         return address_of(
-            connection_of(self.rabbitmq_conn_id, found),
+            connection_of(self.rabbitmq_conn_id, connection),
             name=f"airflow hook {self.rabbitmq_conn_id}",
         )
 
     def get_conn(self) -> Any:
-        """A ``pika.BlockingConnection``; close it when done."""
+        """Returns a ``pika.BlockingConnection``; close it when done."""
         import pika
 
-        return pika.BlockingConnection([each.parameters() for each in self.address.hosts()])
+        return pika.BlockingConnection([host.parameters() for host in self.address.hosts()])
 
     def test_connection(self) -> tuple[bool, str]:
-        """Whether one can log in, and why not."""
+        """Returns whether a login succeeds, and the reason if not."""
         from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 
         try:

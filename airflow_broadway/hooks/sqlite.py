@@ -1,4 +1,4 @@
-"""The connection that names an embedded queue's file."""
+"""The hook of connections to an embedded queue's file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["BroadwaySqliteHook"]
 
 
 class BroadwaySqliteHook(BaseHook):
-    """Open embedded queues by an Airflow connection.
+    """Opens embedded queues by an Airflow connection.
 
     The connection's host is the queue file: an absolute path on a disk that every worker shares,
-    so one machine's.  See ``docs/embedded-queue.md``.
+    which means a single machine.  See ``docs/embedded-queue.md``.
 
-    :param broadway_sqlite_conn_id: The connection.
+    :param broadway_sqlite_conn_id: The connection id.
     """
 
     conn_name_attr = "broadway_sqlite_conn_id"
@@ -34,7 +34,7 @@ class BroadwaySqliteHook(BaseHook):
 
     @classmethod
     def get_ui_field_behaviour(cls) -> dict[str, Any]:
-        """How the connection form differs from the standard one."""
+        """Returns the differences of the connection form from the standard one."""
         return {
             "hidden_fields": ["port", "schema", "login", "password", "extra"],
             "relabeling": {"host": "Queue file"},
@@ -43,26 +43,26 @@ class BroadwaySqliteHook(BaseHook):
 
     @property
     def path(self) -> str:
-        """The queue file.
+        """The queue file's path.
 
-        :raises ConnectionMissing: If the connection names none.
+        :raises ConnectionMissing: If the connection has none.
         """
-        found = self.get_connection(self.broadway_sqlite_conn_id)
-        return path_of(connection_of(self.broadway_sqlite_conn_id, found))
+        connection = self.get_connection(self.broadway_sqlite_conn_id)
+        return path_of(connection_of(self.broadway_sqlite_conn_id, connection))
 
     def get_conn(self) -> str:
-        """The queue file's path: what a connection of this type comes down to."""
+        """Returns the queue file's path."""
         return self.path
 
     def get_queue(self, name: str) -> SqliteQueue:
-        """The queue of that name in the file; nothing is opened before its first call."""
+        """Returns the queue of that name in the file; the file is opened on its first call."""
         return SqliteQueue(self.path, name)
 
     def test_connection(self) -> tuple[bool, str]:
-        """Whether the queue file can be used, and why not."""
+        """Returns whether the queue file is usable, and the reason if not."""
         try:
             with self.get_queue("test") as queue:
-                made = queue.names() is not None
+                exists = queue.names() is not None
         except BroadwayError as error:
             return False, str(error)
-        return True, "The queue file is in order." if made else "The first message makes the file."
+        return True, "The queue file is in order." if exists else "The first message creates it."

@@ -1,1 +1,1 @@
-"""Airflow operators: thin covers over ``core``, ``producers`` and ``staging``."""
+"""Airflow operators: thin wrappers around the tasks of :mod:`airflow_broadway.runs`."""

@@ -1,4 +1,4 @@
-"""Group staged messages into batches; run them too, where ``handle_batch`` is plain Python."""
+"""Groups staged messages into batches, and runs them if ``handle_batch`` is plain Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipExc
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host, references
 from airflow_broadway.adapters.links import ALL_TASKS
-from airflow_broadway.adapters.outlets import tell_outlets
+from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.text import many, without_outcome
@@ -26,7 +26,7 @@ __all__ = ["BroadwayBatcherOperator"]
 
 
 class BroadwayBatcherOperator(BaseOperator):
-    """Group the messages that process tasks staged for one batcher into batches.
+    """Groups the messages that process tasks staged for one batcher into batches.
 
     Returns a reference to the plan of batches, never payloads.  Skips itself when there is no
     message for the batcher; its reference then has no plan.  With ``engine="python"`` it also runs
@@ -35,7 +35,7 @@ class BroadwayBatcherOperator(BaseOperator):
     :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
     :param batcher: The batcher's name.
     :param processed: The outputs of the process tasks. (templated)
-    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
+    :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
     :raises OptionsError: While the Dag is parsed, if the pipeline has no such batcher.
     """
 
@@ -53,7 +53,7 @@ class BroadwayBatcherOperator(BaseOperator):
         staging: str | None = None,
         **kwargs: Any,
     ) -> None:
-        # A process task that failed for good left nothing here; the others' messages go on.
+        # A failed process task staged nothing for this task; the others' messages are batched.
         kwargs.setdefault("trigger_rule", "all_done")
         kwargs.setdefault("doc_md", task_docs.BATCH)
         super().__init__(**kwargs)
@@ -79,12 +79,12 @@ class BroadwayBatcherOperator(BaseOperator):
         plan = task.plan(references(self.processed), label=f"{ti.try_number}-{ti.id}"[:40])
         reference = task.reference(plan)
         if plan is None or not plan.messages:
-            # Pushed all the same: Airflow logs an error for an output that is missing.
+            # Pushed all the same: Airflow logs an error for a missing output.
             ti.xcom_push(key="return_value", value=reference)
             text = f"No message for the batcher {self.batcher!r}"
             if plan is not None:
                 text += (
-                    " that this run still holds: they are settled, or were given back.  To handle"
+                    " that this run still holds: they are settled, or were released.  To handle"
                     " batches again that were handled:"
                     f" {run_again_command(run.dag_id, run.run_id)}"
                 )
@@ -97,7 +97,7 @@ class BroadwayBatcherOperator(BaseOperator):
         )
         counts = task.handle(plan)
         if counts is None:
-            self._tell_nothing(context, run, pipeline)
+            self._emit_no_events(context, run, pipeline)
             return reference
         if counts["without_outcome"]:
             raise AirflowException(
@@ -105,18 +105,18 @@ class BroadwayBatcherOperator(BaseOperator):
                 " longer holds their messages, or was stopped; clear `process` to receive them"
                 " again"
             )
-        tell_outlets(self, context, run, pipeline, [plan])
+        emit_outlet_events(self, context, run, pipeline, [plan])
         return {**reference, "outcomes": counts}
 
-    def _tell_nothing(self, context: Context, run: StagedRun, pipeline: Pipeline) -> None:
-        """Spark handles the batches: this task has changed no asset."""
+    def _emit_no_events(self, context: Context, run: StagedRun, pipeline: Pipeline) -> None:
+        """Drops the outlets: Spark handles the batches, so this task updates no asset."""
         if self.outlets:
             self.log.warning(
-                "Spark handles the batches of %r: this task's outlets have no event.  Give them to"
-                " the task that does: spark={'outlets': […]}, or the batcher's own outlets.",
+                "Spark handles the batches of %r: this task's outlets get no event.  Add them to"
+                " the Spark task: spark={'outlets': […]}, or to the batcher's own outlets.",
                 self.batcher,
             )
-        tell_outlets(self, context, run, pipeline, [])
+        emit_outlet_events(self, context, run, pipeline, [])
 
     def on_kill(self) -> None:
         if self._task is not None:

@@ -1,4 +1,4 @@
-"""Pull messages, run ``handle_message`` on each, and stage the results."""
+"""Receives messages, runs ``handle_message`` on each, and stages the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BroadwayProcessorOperator"]
 
 
 class BroadwayProcessorOperator(PullOperator):
-    """Pull messages within a budget, run ``handle_message`` on each, and stage the results.
+    """Receives messages within a budget, runs ``handle_message`` on each, and stages the results.
 
     Returns a reference to the published manifest, never payloads: XCom lives in the metadata
     database.  Never skips: an empty queue gives an empty manifest.  Map it over ``producer_index``
@@ -27,20 +27,20 @@ class BroadwayProcessorOperator(PullOperator):
 
     :param pipeline: A :class:`Broadway` subclass, an instance, or its import path such as
         ``"shop.orders:Orders"``. (templated)
-    :param producer_index: Which of the producers this is, from 0; unless given it is the only one,
-        and receives all.
-    :param max_messages: Stop after this many messages of this task; ``None``: no bound. (templated)
+    :param producer_index: The index of this producer, from 0; by default it is the only one, and
+        receives all messages.
+    :param max_messages: Stop after this many messages of this task; ``None``: no limit. (templated)
     :param max_bytes: Stop once payloads of this many bytes were received. (templated)
-    :param max_seconds: Stop pulling after this many seconds, even if messages remain. (templated)
+    :param max_seconds: Stop receiving after this many seconds, even if messages remain. (templated)
     :param wait_seconds: How long to wait for the first message. (templated)
     :param idle_seconds: Stop after this long without a message. (templated)
-    :param source: Where messages come from: ``"live"``, ``"archive"``, ``"dead_letters"``,
-        ``"log"`` or ``"run"``; unless given, a run of type backfill takes its interval of the
-        archive, or of the broker's log, and any other the queue. (templated)
-    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
+    :param source: The source of the messages: ``"live"``, ``"archive"``, ``"dead_letters"``,
+        ``"log"`` or ``"run"``.  By default a run of type backfill reads its interval from the
+        archive, or from the broker's log, and any other run reads the queue. (templated)
+    :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
 
-    Params of the run with the same names as the five budgets, where not null, override them; so
-    does ``source``, with ``interval_start`` and ``interval_end``, or ``source_run``.
+    Params of the run with the names of the five budgets, where not null, override them; so does
+    ``source``, with ``interval_start`` and ``interval_end``, or ``source_run``.
 
     :raises OptionsError: While the Dag is parsed, if a budget breaks its rule.
     """
@@ -51,28 +51,28 @@ class BroadwayProcessorOperator(PullOperator):
         self._task = ProcessTask(**work)
         reference, timed_out, trouble = self._task.run()
         if timed_out:
-            # A retry would void what was published: later tasks get the reference all the same.
+            # A retry would void the published messages: later tasks get the reference all the same.
             host.ti.xcom_push(key="return_value", value=reference)
             raise AirflowFailException(
-                f"The execution_timeout of {self.execution_timeout} passed while callbacks were at"
-                f" work.  What was done by then is published and goes on; the rest is given back"
+                f"The execution_timeout of {self.execution_timeout} passed while callbacks were"
+                f" running.  Completed messages are published and go on; the rest is released"
             )
-        if trouble:  # all is settled: trying again would only take more
-            raise AirflowFailException(f"All messages are settled or given back, but {trouble}")
+        if trouble:  # all is settled: a retry would only receive more
+            raise AirflowFailException(f"All messages are settled or released, but {trouble}")
         ended = ended_sensor(self.task_id, host.context)
         if ended and reference["received"] and work["pipeline"].batchers:
-            # Cleared alone: without this the run would be green, and its messages held.
+            # Cleared alone: without this check the run would succeed with its messages held.
             host.ti.xcom_push(key="return_value", value=reference)
             raise AirflowFailException(
                 f"{many(reference['received'], 'message')} are received and held, and {ended!r} of"
                 " this run, which would settle them, has ended: clear it, and the tasks between,"
-                " too.  Otherwise the next run gives these messages back"
+                " too.  Otherwise the next run releases these messages"
             )
         return reference
 
 
 def ended_sensor(task_id: str, context: Context) -> str | None:
-    """The ack sensor that watches this task, if it has ended in this run."""
+    """Returns the id of the ack sensor that watches this task, if it has ended in this run."""
     from airflow_broadway.sensors.ack import BroadwayAckSensor
     from airflow_broadway.triggers.ack import FINISHED
 

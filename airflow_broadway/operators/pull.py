@@ -1,4 +1,4 @@
-"""What the operators that receive have in common: a pipeline, one of its producers, a budget."""
+"""The base class of operators that receive: a pipeline, one of its producers, a budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     PullTask = ProcessTask | UnstagedTask
 
-#: The budgets of a process task: its operator's arguments, and params that override them.
+#: The budgets of a process task: operator arguments, and params that override them.
 BUDGETS: Mapping[str, Rule] = {
     "max_messages": POSITIVE.or_none(),
     "max_bytes": POSITIVE.or_none(),
@@ -40,7 +40,7 @@ BUDGETS: Mapping[str, Rule] = {
     "idle_seconds": SECONDS_OR_ZERO,
 }
 
-#: What they are unless given: a run ends after five minutes of pulling at the latest.
+#: Their defaults: a run stops receiving after five minutes at the latest.
 BUDGET_DEFAULTS: Mapping[str, Any] = {
     "max_messages": None,
     "max_bytes": None,
@@ -51,18 +51,18 @@ BUDGET_DEFAULTS: Mapping[str, Any] = {
 
 
 def check_budgets(
-    owner: str, given: Mapping[str, Any], *, rendered: bool = False
+    owner: str, arguments: Mapping[str, Any], *, rendered: bool = False
 ) -> dict[str, Any]:
-    """The budgets, each checked; text is a template while the Dag is parsed, and read afterwards.
+    """Validates the budgets; text is a template while the Dag is parsed, and parsed once rendered.
 
     :raises OptionsError: Naming the argument, the rule and the value.
     """
-    read: dict[str, Any] = {}
+    budgets: dict[str, Any] = {}
     for name, rule in BUDGETS.items():
-        value = given[name]
+        value = arguments[name]
         if isinstance(value, str):
             if "{{" in value and not rendered:
-                read[name] = value
+                budgets[name] = value
                 continue
             if rendered and rule.read is not None:
                 try:
@@ -71,54 +71,54 @@ def check_budgets(
                     raise OptionsError(f"{owner}.{name}", rule.text, value) from None
         if not rule.admits(value):
             raise OptionsError(f"{owner}.{name}", rule.text, value)
-        read[name] = value
-    if read["max_messages"] is None and read["max_seconds"] is None:
+        budgets[name] = value
+    if budgets["max_messages"] is None and budgets["max_seconds"] is None:
         raise OptionsError(
-            f"{owner}.max_seconds", "a bound here or for max_messages (a run has an end)", None
+            f"{owner}.max_seconds", "a limit here or for max_messages (a run has an end)", None
         )
-    return read
+    return budgets
 
 
 def budget_of(operator: Any, host: Host, source: RunSource | None = None) -> Budget:
-    """The budget of this execution: the run's params where set, else the operator's arguments.
+    """Returns the budget of this execution: the run's params if set, else the operator's arguments.
 
-    A task with an ``execution_timeout`` stops pulling at four fifths of it, to have time to finish.
-    A source that is past is read whole: it has no other bound.
+    A task with an ``execution_timeout`` stops receiving at four fifths of it, to have time to
+    finish.  A source of the past is read whole: it has no other limit.
 
-    :param source: Of the run; the live queue unless given.
-    :raises OptionsError: If one, once rendered, breaks its rule.
+    :param source: The run's source; by default the live queue.
+    :raises OptionsError: If a budget, once rendered, breaks its rule.
     """
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.runs.sources.dead_letters import deletes
 
-    given = {
+    arguments = {
         name: getattr(operator, name) if host.params.get(name) is None else host.params[name]
         for name in BUDGETS
     }
-    read = check_budgets(operator.task_id, given, rendered=True)
+    budgets = check_budgets(operator.task_id, arguments, rendered=True)
     if source is not None and source.is_whole:
-        read.update(max_messages=None, max_bytes=None, max_seconds=None)
-        if not source.asks_broker:  # nothing is there to be waited for
-            read.update(wait_seconds=0.0, idle_seconds=0.0)
+        budgets.update(max_messages=None, max_bytes=None, max_seconds=None)
+        if not source.asks_broker:  # all messages exist already
+            budgets.update(wait_seconds=0.0, idle_seconds=0.0)
     if source is not None and deletes(source):
-        read.update(max_messages=0)
+        budgets.update(max_messages=0)
     if operator.execution_timeout is not None:
         bound = 0.8 * operator.execution_timeout.total_seconds()
-        read["max_seconds"] = min(bound, read["max_seconds"] or bound)
-    return Budget(**read)
+        budgets["max_seconds"] = min(bound, budgets["max_seconds"] or bound)
+    return Budget(**budgets)
 
 
 class PullOperator(BaseOperator):
-    """What the operators that receive have in common: a pipeline, a producer of it, a budget."""
+    """The base class of operators that receive: a pipeline, one of its producers, a budget."""
 
     template_fields: Sequence[str] = ("pipeline", *BUDGETS, "source", "staging")
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
     ui_color = "#e8f0fe"
     operator_extra_links = AT_BROKER
 
-    #: What Airflow's UI shows about the task, and what the plugin knows it by.
-    _about = task_docs.PROCESS
-    _does = "process"
+    #: The task's documentation in Airflow's UI, and its kind, by which the plugin identifies it.
+    _task_docs = task_docs.PROCESS
+    _task_kind = "process"
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class PullOperator(BaseOperator):
         staging: str | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("doc_md", self._about)
+        kwargs.setdefault("doc_md", self._task_docs)
         super().__init__(**kwargs)
-        self.pipeline = pipeline_ref(pipeline, self._does)
+        self.pipeline = pipeline_ref(pipeline, self._task_kind)
         self._check_engine(self.pipeline)
         self.producer_index = producer_index
         self.max_messages = max_messages
@@ -152,24 +152,24 @@ class PullOperator(BaseOperator):
 
     @classmethod
     def partial(cls, **kwargs: Any) -> OperatorPartial:
-        """Map it, e.g. ``.partial(task_id="pull", pipeline=…).expand(producer_index=[0, 1])``.
+        """Maps it, e.g. ``.partial(task_id="pull", pipeline=…).expand(producer_index=[0, 1])``.
 
-        Here too the pipeline becomes its reference at once: a class kept as an argument would put
-        its source into the serialized Dag.
+        Here too the pipeline is replaced by its reference immediately: a class as an argument would
+        put its source code into the serialized Dag.
         """
         if "pipeline" in kwargs:
-            kwargs["pipeline"] = pipeline_ref(kwargs["pipeline"], cls._does)
+            kwargs["pipeline"] = pipeline_ref(kwargs["pipeline"], cls._task_kind)
             cls._check_engine(kwargs["pipeline"])
         check_budgets(
             str(kwargs.get("task_id", cls.__name__)),
             {name: kwargs.get(name, default) for name, default in BUDGET_DEFAULTS.items()},
         )
-        kwargs.setdefault("doc_md", cls._about)
+        kwargs.setdefault("doc_md", cls._task_docs)
         return super().partial(**kwargs)
 
     @classmethod
     def _check_engine(cls, ref: Mapping[str, Any]) -> None:
-        """Refuse what the task could not run, where that can be told while the Dag is parsed."""
+        """Refuses a pipeline that the task cannot run, if known while the Dag is parsed."""
         check_engine(ref)
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -196,32 +196,32 @@ class PullOperator(BaseOperator):
                 return DryRun(**work).run(report=self._keeps_report)
             self._claim_events(host, run)
             return self._pull(host, work)
-        except RequestRefused as error:  # another try would find the same
+        except RequestRefused as error:  # a retry would fail alike
             raise AirflowFailException(str(error)) from None
 
-    #: Whether no other task keeps the run's report.
+    #: Whether this task writes the run's report, instead of the ack sensor.
     _keeps_report = False
-    #: What pulls, once it is at work.
+    #: The running task, once it has started.
     _task: PullTask | None = None
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
-        """Refuse a rendered pipeline that this operator cannot run."""
+        """Refuses a rendered pipeline that this operator cannot run."""
 
     def _check_source(self, source: RunSource) -> None:
-        """Refuse a source that this operator cannot serve."""
+        """Refuses a source that this operator does not support."""
 
     def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:
-        """Pull and handle messages; returns the task's reference.
+        """Receives and handles messages; returns the task's reference.
 
         :param work: The arguments of a :class:`ProcessTask`, or :class:`UnstagedTask`.
         """
         raise NotImplementedError
 
     def _claim_events(self, host: Host, run: StagedRun) -> None:
-        """Claim the events of a backlog that started this run.
+        """Claims the events of a backlog that started this run.
 
-        :raises AirflowSkipException: If another run has served them: nothing is taken twice, and
-            nothing is left that they reported.
+        :raises AirflowSkipException: If another run has served them: nothing is received twice, and
+            none of the reported messages is left.
         """
         events = host.backlog_events()
         if not events:
@@ -239,9 +239,9 @@ class PullOperator(BaseOperator):
 
 
 def source_of_run(operator: PullOperator, host: Host, pipeline: Pipeline) -> RunSource:
-    """Where the run's messages come from.
+    """Returns the source of the run's messages.
 
-    :raises AirflowFailException: If it cannot be served; another try would find the same.
+    :raises AirflowFailException: If it is not supported; a retry would fail alike.
     """
     from airflow_broadway.runs.sources.choice import choose_source
 
@@ -254,9 +254,10 @@ def source_of_run(operator: PullOperator, host: Host, pipeline: Pipeline) -> Run
 
 
 def _check_named_pipeline(letters: Any, context: Context) -> None:
-    """Refuse dead letters of a pipeline that the Dag does not have: no task would move them.
+    """Refuses dead letters of a pipeline that the Dag does not have: no task would requeue them.
 
-    :raises RequestRefused: If the names of all pipelines of the Dag are known, and it is none.
+    :raises RequestRefused: If the names of all pipelines of the Dag are known, and it is not among
+        them.
     """
     dag, wanted = context.get("dag"), letters.get("pipeline") if isinstance(letters, dict) else None
     if dag is None or not wanted:
@@ -266,7 +267,7 @@ def _check_named_pipeline(letters: Any, context: Context) -> None:
         arguments = getattr(task, "partial_kwargs", None) or vars(task)
         reference = arguments.get("pipeline")
         if isinstance(reference, Mapping) and reference.get("task") in ("process", "run"):
-            # Of a class that was given as text, the name is known to its own runs alone.
+            # The name of a class passed as text is known only to its own runs.
             names.add((reference.get("about") or {}).get("name"))
     if names and wanted not in names and not any(n is None or "{{" in n for n in names):
         raise RequestRefused(

@@ -1,4 +1,4 @@
-"""Run a pipeline whose batchers are all Python in one task, on real custody."""
+"""Runs a pipeline whose batchers are all Python in one task, with real custody."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ __all__ = ["BroadwayRunOperator"]
 
 
 def check_unstaged(pipeline: Pipeline) -> None:
-    """Refuse a pipeline that wants its messages kept: this operator stages none of them.
+    """Refuses a pipeline with an archive: this operator stages no messages.
 
-    :raises OptionsError: Saying so.
+    :raises OptionsError: If the pipeline has an archive.
     """
     if pipeline.archive is not None:
         raise OptionsError(
             "archive",
-            "None with BroadwayRunOperator, which stages nothing that could be kept; with"
+            "None with BroadwayRunOperator, which stages nothing that could be archived; with"
             " task_group() the pipeline can have one",
             pipeline.archive,
         )
 
 
 class BroadwayRunOperator(PullOperator):
-    """Run a pipeline whose batchers are all ``engine="python"`` in this one task.
+    """Runs a pipeline whose batchers are all ``engine="python"`` in this one task.
 
     Nothing is staged: messages are handled, batched and settled at their broker as their outcomes
-    come.  The choice for low latency, with ``schedule="@continuous"`` and ``wait_seconds``, so that
-    a quiet queue does not fill the metadata database with empty runs.
+    arrive.  For low latency, use it with ``schedule="@continuous"`` and ``wait_seconds``, so that
+    an idle queue does not fill the metadata database with empty runs.
 
     The arguments are those of :class:`BroadwayProcessorOperator`, and:
 
     :param fail_when: As for :class:`BroadwayAckSensor`.
-    :raises PipelineError: If a batcher runs on Spark: while the Dag is parsed where the pipeline is
-        given as a class or an instance, else when the task runs.
+    :raises PipelineError: If a batcher runs on Spark: while the Dag is parsed if the pipeline is
+        passed as a class or an instance, else when the task runs.
     """
 
-    _about = task_docs.RUN
-    _does = "run"
+    _task_docs = task_docs.RUN
+    _task_kind = "run"
 
     _keeps_report = True
 
@@ -85,8 +85,8 @@ class BroadwayRunOperator(PullOperator):
 
         self._task = UnstagedTask(**work, fail_when=self.fail_when)
         reference, trouble = self._task.run()
-        if trouble:  # everything is settled: trying again would only take more
+        if trouble:  # all is settled: a retry would only receive more
             raise AirflowFailException(
-                f"All messages are settled or given back, but {trouble}.  {reference['summary']}"
+                f"All messages are settled or released, but {trouble}.  {reference['summary']}"
             )
         return reference

@@ -1,4 +1,4 @@
-"""Run ``handle_batch`` on Spark: one application for all batches that have no outcome yet."""
+"""Runs ``handle_batch`` on Spark: one application for all batches without an outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.host import Host, references
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
-from airflow_broadway.adapters.outlets import tell_outlets
+from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.core.custody.producer import Connection
@@ -44,23 +44,22 @@ __all__ = ["BroadwaySparkSubmitOperator"]
 
 
 class BroadwaySparkSubmitOperator(SparkSubmitOperator):
-    """Run ``handle_batch`` of a pipeline on all batches that have no outcome yet.
+    """Runs ``handle_batch`` of a pipeline on all batches without an outcome.
 
-    One Spark application does it, started with the arguments and the connection of
-    :class:`SparkSubmitOperator`; the code of the pipeline goes with it.  Nothing is started when
-    nothing is to be done.  Returns a reference: how many batches, and how many of them failed
-    whole.
+    It submits one Spark application, with the arguments and the connection of
+    :class:`SparkSubmitOperator` and the code of the pipeline.  Nothing is submitted when there is
+    no such batch.  Returns a reference: the number of batches, and of those that failed as a whole.
 
     :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
-    :param batches: The outputs of the batcher tasks; a skipped task's ``None`` is passed over.
+    :param batches: The outputs of the batcher tasks; a skipped task's ``None`` is ignored.
         (templated)
-    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
-    :param check_pipeline: Whether to load the pipeline in a process of its own, as the driver will,
+    :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
+    :param check_pipeline: Whether to load the pipeline in a child process, as the driver will,
         before Spark is started.
     :param max_applications: Applications that it may start in one run, once one of them has died;
-        anew once the task is cleared:
-        see ``docs/poison.md``.
-    :param kwargs: Anything :class:`SparkSubmitOperator` takes but ``application``,
+        the count is reset when the task is cleared: see ``docs/poison.md``.
+    :param kwargs: Arguments of :class:`SparkSubmitOperator` except ``application``,
+        ``application_args`` and ``java_class``.
         ``application_args`` and ``java_class``.
     :raises OptionsError: While the Dag is parsed, if the pipeline is a class of the Dag file, which
         no Spark driver can import.
@@ -91,11 +90,11 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(
-                    name, "nothing: the application is airflow-broadway's own", kwargs[name]
+                    name, "no value: the application is airflow-broadway's own", kwargs[name]
                 )
-        # Batchers without a message skip themselves, and of one that failed the others' batches
-        # still are to run.  No rule of Airflow's says "any success" and allows for skips, so this
-        # task looks for itself.
+        # Batchers without a message skip themselves, and the batches of the others must run even if
+        # one fails.  No trigger rule of Airflow means "any success, skips allowed", so this task
+        # checks itself.
         kwargs.setdefault("trigger_rule", "all_done")
         kwargs.setdefault("name", "{{ dag.dag_id }}.{{ ti.task_id }}")
         kwargs.setdefault("doc_md", task_docs.SPARK)
@@ -129,7 +128,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             raise AirflowSkipException("No batcher has a batch.")
         if ending is Ending.VOID:
             raise AirflowFailException(
-                f"{many(len(batches.void), 'batch')} without an outcome that cannot get one:"
+                f"{many(len(batches.void), 'batch')} without an outcome can get none:"
                 f" {next(iter(batches.void.values()))}"
             )
         if ending is Ending.OPEN:
@@ -137,7 +136,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             with batches.leases_kept():
                 error = self._submit_all(context, run, batches)
             self._check_complete(batches, batches.end(), error)
-        tell_outlets(self, context, run, pipeline, batches.plans.heads)
+        emit_outlet_events(self, context, run, pipeline, batches.plans.heads)
         return self._reference(batches.plans)
 
     def on_kill(self) -> None:
@@ -147,7 +146,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 self._running.stopped()
             super().on_kill()
 
-    #: The batches at work.
+    #: The batches in process.
     _running: SparkBatches | None = None
 
     # -- the application ---------------------------------------------------------------------------
@@ -155,35 +154,35 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _submit_all(
         self, context: Context, run: StagedRun, batches: SparkBatches
     ) -> Exception | None:
-        """Run applications, until one does not die of its batches; returns what the last one ended
-        with, if that was an error.
+        """Runs applications, until one does not die of its batches; returns the last one's error,
+        if any.
         """
         error = None
-        # One that a cluster has may still be at work, and is taken up again.
-        there = batches.choose(over=not self._is_tracked())
-        while there:
+        # An application on a cluster may still be running, and is tracked again.
+        remaining = batches.choose(over=not self._is_tracked())
+        while remaining:
             error = self._submit(context, run, batches)
             if not batches.goes_on():
                 break
             if error is not None:
-                self.log.warning("An application died, and another goes on: %s", error)
-            there = batches.choose()
+                self.log.warning("An application died; another one continues: %s", error)
+            remaining = batches.choose()
         return error
 
     def _is_tracked(self) -> bool:
-        """Whether the driver runs on a cluster, and outlives this task."""
+        """Returns whether the driver runs on a cluster, and outlives this task."""
         hook = super()._get_hook()
         return bool(hook._should_track_driver_status or hook._should_track_driver_via_k8s_api())
 
     def _submit(self, context: Context, run: StagedRun, batches: SparkBatches) -> Exception | None:
-        """Run the application; returns what it ended with, if that was an error."""
-        # A job id of a cluster outlives the clearing of its task: another list of work is not its.
+        """Runs the application; returns its error, if any."""
+        # A cluster's job id outlives the clearing of its task: it must not match other work.
         self.external_id_key = f"spark_job_id_{batches.key()}"
         self._plans = batches.plans
         host = Host(context)
-        about = host.task.file_name, make_ref(self.pipeline), host.run_info
-        self._noted = lambda app, ui: note_spark(self, context, app, ui)
-        with self._prepared(run.spark_uri(), lambda: batches.write_work(*about)):
+        work = host.task.file_name, make_ref(self.pipeline), host.run_info
+        self._on_started = lambda app, ui: note_spark(self, context, app, ui)
+        with self._prepared(run.spark_uri(), lambda: batches.write_work(*work)):
             try:
                 super().execute(context)
             except AirflowException as error:
@@ -192,50 +191,51 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
     @contextmanager
     def _prepared(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> Iterator[None]:
-        """Complete the arguments; while this lasts, the application can be started."""
+        """Completes the arguments; within the context, the application can be started."""
         from airflow_broadway.spark.job import arguments_of
         from airflow_broadway.submit.hook import SubmitHook
         from airflow_broadway.submit.submission import prepare
 
         own = self.application, self.py_files, self.conf
         with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
-            made = prepare(
-                self._chosen(),
+            submission = prepare(
+                self._chosen_options(),
                 self.pipeline,
                 run_uri,
                 Path(folder),
                 storage=self._storage(run_uri),
                 check=self.check_pipeline,
             )
-            self.application, self.py_files, self.conf = made.application, made.py_files, made.conf
+            self.application = submission.application
+            self.py_files, self.conf = submission.py_files, submission.conf
             self._hook = None
             self._make_hook = lambda hook: SubmitHook.of(
                 hook,
-                binary=made.program.binary,
-                env=made.variables,
+                binary=submission.program.binary,
+                env=submission.variables,
                 prepare=lambda: arguments_of(run_uri, *write_work()),
-                on_application=self._noted,
+                on_application=self._on_started,
             )
             try:
                 yield
-            finally:  # what is made lies in the folder; another application has its own
+            finally:  # the files are in the folder; another application has its own
                 self.application, self.py_files, self.conf = own
 
-    #: Called with the application's id and the address of its UI, once they are known.
-    _noted: Callable[[str, str], None] = staticmethod(lambda application_id, ui: None)
-    #: Makes our hook of the parent's.
+    #: Called with the application's id and the URL of its UI, once they are known.
+    _on_started: Callable[[str, str], None] = staticmethod(lambda application_id, ui: None)
+    #: Wraps the parent's hook in ours.
     _make_hook: Callable[[SparkSubmitHook], SparkSubmitHook] | None = None
 
     def _get_hook(self) -> SparkSubmitHook:
-        # The parent asks for it when it has completed ``conf``.
+        # The parent calls this when it has completed ``conf``.
         hook = super()._get_hook()
         return hook if self._make_hook is None else self._make_hook(hook)
 
-    def _chosen(self) -> Chosen:
-        """What the connection and the operator's arguments say.
+    def _chosen_options(self) -> Chosen:
+        """Returns the options of the connection and the operator's arguments.
 
-        :raises ConnectionMissing: If the connection is not defined: the provider would go on with
-            yarn.
+        :raises ConnectionMissing: If the connection is not defined: the provider would use yarn
+            instead.
         """
         from airflow_broadway.submit.environment import check_master
         from airflow_broadway.submit.submission import Chosen
@@ -250,11 +250,11 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 f"the Spark connection {self._conn_id!r} is not defined; add it under Admin →"
                 f" Connections, or set AIRFLOW_CONN_{self._conn_id.upper()}={example!r}"
             ) from None
-        found = super()._get_hook()._connection
+        options = super()._get_hook()._connection
         return Chosen(
-            master=check_master(self._conn_id, str(found["master"])),
-            deploy_mode=str(found["deploy_mode"] or "client"),
-            binary=str(found["spark_binary"]),
+            master=check_master(self._conn_id, str(options["master"])),
+            deploy_mode=str(options["deploy_mode"] or "client"),
+            binary=str(options["spark_binary"]),
             conf=self.conf or {},
             env_vars=self.env_vars or {},
             properties_file=self.properties_file,
@@ -262,7 +262,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         )
 
     def _storage(self, run_uri: str) -> Connection | None:
-        """The connection of a staging root in S3, if it names one."""
+        """Returns the connection of a staging root in S3, if it names one."""
         if not run_uri.startswith("s3a://"):
             return None
         authority = staging_root(self.staging).partition("://")[2].partition("/")[0]
@@ -270,13 +270,13 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         return AirflowConnections().get(conn_id) if conn_id else None
 
     def is_job_succeeded(self, status: str) -> bool:
-        # A job of a cluster may have ended well long ago, and its batches have been cleared since.
+        # A cluster's job may have succeeded long ago, and its batches have been cleared since.
         if not super().is_job_succeeded(status):
             return False
         self._plans.look()
         return not self._plans.left
 
-    # -- what came of it ---------------------------------------------------------------------------
+    # -- the result --------------------------------------------------------------------------------
 
     def _check_complete(
         self, batches: SparkBatches, ending: Ending, error: Exception | None
@@ -292,21 +292,21 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         if ending is Ending.VOID:
             raise AirflowFailException(f"{text}: {next(iter(void.values()))}") from error
         if void:
-            text += f" ({len(void)} of them never will: {CURE})"
-        told = getattr(self._hook, "ending", "")  # what our hook says, if one was made
-        ended = f"  Spark ended with {told}." if told else ""
+            text += f" ({len(void)} of them can get none: {CURE})"
+        status = getattr(self._hook, "ending", "")  # our hook's status, if there is a hook
+        ended = f"  Spark ended with {status}." if status else ""
         cause = f".\n{error}" if error else ""
         raise AirflowException(
-            f"{text}; the others stand.{ended}  A retry, or clearing this task, runs only"
+            f"{text}; the others are valid.{ended}  A retry, or clearing this task, runs only"
             f" those{cause}"
         ) from error
 
     def _reference(self, plans: OpenPlans) -> dict[str, Any]:
-        made = plans.reference()
-        if made["failed"]:
+        reference = plans.reference()
+        if reference["failed"]:
             self.log.error(
                 "%d of %s failed whole: see the outcomes, and the driver's log.",
-                made["failed"],
-                many(made["batches"], "batch"),
+                reference["failed"],
+                many(reference["batches"], "batch"),
             )
-        return made
+        return reference

@@ -1,4 +1,4 @@
-"""Settle every message at its broker by what became of it."""
+"""Settles every message of a run at its broker by its recorded outcome."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 __all__ = ["BroadwayAckSensor"]
 
-#: The longest interval between two looks, in seconds, unless another is given.
+#: The default of the longest interval between two checks, in seconds.
 MAX_POKE_INTERVAL: Final = 15.0
 
-#: In reschedule mode it stays at its worker for so many seconds from the start of a run, unless no
+#: In reschedule mode it keeps its worker for this many seconds from the start of a run, unless no
 #: watched task has been running for ``QUIET_TIMEOUT``.
 STAY_TIMEOUT: Final = 60.0
 QUIET_TIMEOUT: Final = 5.0
-#: Seconds between two looks at the states of tasks meanwhile.
+#: Seconds between two checks of task states meanwhile.
 STAY_INTERVAL: Final = 1.0
 
-#: The least seconds for which it is rescheduled, unless its ``poke_interval`` is shorter.  The
+#: The minimum seconds until a rescheduled check, unless ``poke_interval`` is shorter.  The
 #: supervisor of a task may outlive it by ``[workers] min_heartbeat_interval``, which is 5.
 MIN_RESCHEDULE_INTERVAL: Final = 10.0
 
@@ -58,34 +58,34 @@ FAILED: Final = frozenset({"failed", "upstream_failed"})
 
 
 class BroadwayAckSensor(BaseSensorOperator):
-    """Watch the tasks of a run, renew its leases, settle each message by its recorded outcome.
+    """Watches the tasks of a run, renews its leases, settles each message by its recorded outcome.
 
     It starts with the run (``trigger_rule="always"``) and is the last to end: when every watched
-    task has finished it settles what has an outcome, releases what has none, checks that each
-    message received is accounted for exactly once, and then fails the run if any watched task
-    failed, the sum does not balance, messages had lapsed or could not be settled, or so many failed
-    as ``fail_when`` says.  Red means look, never that settling was skipped.
+    task has finished it settles messages with an outcome, releases the others, and checks that each
+    message received is accounted for exactly once.  Then it fails the run if any watched task
+    failed, the sum does not balance, messages had lapsed or could not be settled, or too many
+    failed by ``fail_when``.  A failed sensor needs attention; settling was not skipped.
 
-    Its failure, and the ``summary`` that it returns, have figures and no text of a message or of a
+    Its error, and the ``summary`` that it returns, contain counts and no text of a message or a
     broker, so that notifiers can send them.
 
     :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
     :param watch: Ids of the process, batch and Spark tasks.
-    :param hold_failed: Seconds for which leases are kept after a batch or Spark task failed for
-        good, so that it can be mended and cleared.
-    :param fail_when: When failed messages make the run fail, once all are settled: ``"all"``
-        (default), if every message that was handled failed; an integer, from so many on; a share
-        below 1, such as ``0.05``, from that share of them on; ``"never"``.  ``"all"`` and a share
-        of fewer than 10 messages need one failure that is not retried.
-    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
-    :param poke_interval: The longest time between two looks, in seconds; a quarter of the lease,
-        at most 15, unless given.  A young run is looked at more often.  With ``"reschedule"``, less
-        than 10 is at the mercy of Airflow, which now and then takes a sensor that comes back
-        before the supervisor of its last look has ended for killed.
-    :param mode: ``"reschedule"`` (default) frees the worker between two looks, once the run is a
+    :param hold_failed: Seconds for which leases are kept after a batch or Spark task has finally
+        failed, so that it can be fixed and cleared.
+    :param fail_when: The failed messages that fail the run, once all are settled: ``"all"``
+        (default), if every handled message failed; an integer, at that number; a share below 1,
+        such as ``0.05``, at that share of the handled ones; ``"never"``.  ``"all"`` and a share of
+        fewer than 10 messages need one failure that is not retried.
+    :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
+    :param poke_interval: The longest time between two checks, in seconds; by default a quarter of
+        the lease, at most 15.  A young run is checked more often.  With ``"reschedule"``, less than
+        10 is unreliable: Airflow may treat a sensor as killed that is rescheduled before the
+        supervisor of its last check has ended.
+    :param mode: ``"reschedule"`` (default) frees the worker between two checks, once the run is a
         minute old or none of its tasks is running; ``"poke"`` never does, except in ``dag.test()``,
         which runs one task at a time.
-    :param deferrable: Wait in the triggerer; ``[operators] default_deferrable`` unless given.
+    :param deferrable: Wait in the triggerer; by default ``[operators] default_deferrable``.
     """
 
     template_fields: Sequence[str] = ("pipeline", "staging")
@@ -107,7 +107,7 @@ class BroadwayAckSensor(BaseSensorOperator):
     ) -> None:
         ref = pipeline_ref(pipeline, "ack")
         known = declared(ref)
-        interval = _interval(poke_interval, None if known is None else known.producer.lease)
+        interval = _poke_interval(poke_interval, None if known is None else known.producer.lease)
         kwargs.setdefault("mode", "reschedule")
         kwargs.setdefault("trigger_rule", "always")
         # Before its siblings: it renews their leases.
@@ -131,25 +131,26 @@ class BroadwayAckSensor(BaseSensorOperator):
 
     def execute(self, context: Context) -> Any:
         if _runs_inline():
-            self.mode = "reschedule"  # else it would wait for what only runs after it
+            self.mode = "reschedule"  # else it would wait for tasks that only run after it
         if not self.deferrable or _runs_inline():
             return super().execute(context)
-        return self._look_or_defer(context)
+        return self._check_or_defer(context)
 
     def resume(self, context: Context, event: Any = None) -> Any:
-        """Go on after the trigger fired."""
+        """Continues after the trigger fired."""
         self._resumed = True
-        return self._look_or_defer(context)
+        return self._check_or_defer(context)
 
-    def _look_or_defer(self, context: Context) -> Any:
-        done = self._look(context)
-        if done is not None:
-            return done
+    def _check_or_defer(self, context: Context) -> Any:
+        summary = self._check_run(context)
+        if summary is not None:
+            return summary
         states = self._states(context)
         left = self.timeout - self._elapsed(context)
         if left <= 0:
             raise AirflowSensorTimeout(
-                f"The run was not over after {self.timeout:g} s; what had no outcome was given back"
+                f"The run was not over after {self.timeout:g} s; messages without an outcome were"
+                " released"
             )
         return self.defer(
             trigger=BroadwayAckTrigger(
@@ -163,14 +164,14 @@ class BroadwayAckSensor(BaseSensorOperator):
         )
 
     def poke(self, context: Context) -> bool | PokeReturnValue:
-        done = self._look(context)
-        while done is None and self.mode == "reschedule" and self._stay(context):
-            done = self._look(context)
-        if done is not None:
-            return PokeReturnValue(is_done=True, xcom_value=done)
+        summary = self._check_run(context)
+        while summary is None and self.mode == "reschedule" and self._stay(context):
+            summary = self._check_run(context)
+        if summary is not None:
+            return PokeReturnValue(is_done=True, xcom_value=summary)
         elapsed = self._elapsed(context)
         if self.mode == "reschedule" and elapsed < self.timeout:
-            # In dag.test() nothing else runs beside it.
+            # In dag.test() no other task runs concurrently.
             least = 1.0 if _runs_inline() else MIN_RESCHEDULE_INTERVAL
             wait = min(max(least, elapsed / 4), self.poke_interval)
             again = timezone.utcnow() + timedelta(seconds=wait)
@@ -178,13 +179,13 @@ class BroadwayAckSensor(BaseSensorOperator):
         return False
 
     def _stay(self, context: Context) -> bool:
-        """Wait at this worker while the run is young and its tasks are at work.
+        """Waits at this worker while the run is young and its tasks are running.
 
-        A short run then ends within a second of its last task, and nothing is started for each
-        look.  Were the sensor rescheduled as often, Airflow would now and then take it for killed:
-        it knows two looks of one try apart only once it has seen the end of the first.
+        A short run then ends within a second of its last task, and no process is started for each
+        check.  If the sensor were rescheduled as often, Airflow would occasionally treat it as
+        killed: it distinguishes two checks of one try only after the end of the first.
 
-        :returns: Whether to look again here; else the sensor is rescheduled.
+        :returns: Whether to check again here; else the sensor is rescheduled.
         """
         if _runs_inline() or self._elapsed(context) >= STAY_TIMEOUT or _over(self._states(context)):
             return False
@@ -196,7 +197,7 @@ class BroadwayAckSensor(BaseSensorOperator):
                 return True
             if "running" in states.values():
                 busy = time.monotonic()
-            # While none runs, one may be waiting for the slot that this task holds.
+            # While none runs, one may be waiting for the slot that this task occupies.
             elif time.monotonic() - busy > QUIET_TIMEOUT:
                 return False
         return True
@@ -205,21 +206,21 @@ class BroadwayAckSensor(BaseSensorOperator):
         first = context["ti"].get_first_reschedule_date(context) or context["ti"].start_date
         return 0.0 if first is None else (timezone.utcnow() - first).total_seconds()
 
-    #: The folder of the run, once it is open.
+    #: The run's folder, once it is open.
     _run: StagedRun | None = None
     _resumed = False
 
     def _is_first(self, context: Context) -> bool:
-        """Whether this task looks for the first time: it was not rescheduled or deferred."""
+        """Returns whether this is the first check: the task was not rescheduled or deferred."""
         return not self._resumed and context["ti"].get_first_reschedule_date(context) is None
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- checking ------------------------------------------------------------------------------
 
-    def _look(self, context: Context) -> dict[str, Any] | None:
-        """Look once; return the run's summary when all is done.
+    def _check_run(self, context: Context) -> dict[str, Any] | None:
+        """Checks the run once; returns its summary when it is over.
 
-        :raises AirflowException: When all is done, and a watched task failed, the sum is off, or
-            messages of a process task are not in this staging folder.
+        :raises AirflowException: If it is over, and a watched task failed, the sum does not
+            balance, or messages of a process task are not in this staging folder.
         """
         from airflow_broadway.runs.watch import RunWatcher
 
@@ -229,13 +230,13 @@ class BroadwayAckSensor(BaseSensorOperator):
         run = self._run = self._run or host.open_run(
             self.staging, pipeline, report=self._is_first(context)
         )
-        settler = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=host.ports)
+        watcher = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=host.ports)
         states = self._states(context)
         finished = _over(states)
         failed = sorted(task for task, state in states.items() if state in FAILED)
         last = self._elapsed(context) + self.poke_interval > self.timeout
         try:
-            report = settler.look(
+            report = watcher.look(
                 over=finished,
                 failed=failed,
                 processed=self._processed(context) if finished else (),
@@ -243,7 +244,7 @@ class BroadwayAckSensor(BaseSensorOperator):
                 hold_failed=self.hold_failed,
             )
         finally:
-            settler.close()
+            watcher.close()
         return None if report is None else self._conclude(report)
 
     def _conclude(self, report: dict[str, Any]) -> dict[str, Any]:
@@ -253,39 +254,40 @@ class BroadwayAckSensor(BaseSensorOperator):
         for line in lines_of(report):
             self.log.info("%s", line)
         self.log.info(
-            "All of it: airflow-broadway show --dag-id %s --run-id %s (%s)",
+            "Full report: airflow-broadway show --dag-id %s --run-id %s (%s)",
             report["dag_id"],
             report["run_id"],
             report["path"],
         )
         if report.get("unseen"):
-            # A retry may run on the host that sees them.
+            # A retry may run on a host that has them.
             raise AirflowException(report["unseen"])
-        # Looking again would find the same: no retry.
+        # Checking again would have the same result: no retry.
         if not report["balanced"]:
             raise AirflowFailException(f"{unbalanced_line(totals)}.  See {report['path']}")
         troubles = trouble_of(report, self.fail_when)
         summary = summary_line(totals)
         if troubles:
             raise AirflowFailException(
-                f"All messages are settled or given back, but {'.  '.join(troubles)}.  {summary}"
+                f"All messages are settled or released, but {'.  '.join(troubles)}.  {summary}"
             )
         return {"report": report["path"], "summary": summary, **totals}
 
     def _states(self, context: Context) -> dict[str, str | None]:
-        """The states of the watched task instances: ``process``, or ``process[0]`` and so on."""
+        """Returns the states of the watched task instances: ``process``, or ``process[0]`` etc."""
         ti = context["ti"]
         watched = self.watched(context)
-        found = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=watched)
-        return {_shown(name, watched): state for name, state in found.get(ti.run_id, {}).items()}
+        states = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=watched)
+        own = states.get(ti.run_id, {})
+        return {_instance_label(name, watched): state for name, state in own.items()}
 
     def _processed(self, context: Context) -> list[Mapping[str, Any]]:
-        """The references of the watched process tasks."""
+        """Returns the references of the watched process tasks."""
         pulled = context["ti"].xcom_pull(task_ids=self.watched(context))
-        return [each for each in pulled if isinstance(each, Mapping) and each.get("generation")]
+        return [ref for ref in pulled if isinstance(ref, Mapping) and ref.get("generation")]
 
     def watched(self, context: Context) -> list[str]:
-        """The watched ids as Airflow knows them: those of a task group carry its prefix."""
+        """Returns the watched ids as in the Dag: those of a task group have its prefix."""
         known = set(context["dag"].task_ids)
         group = self.task_group
         prefix = f"{group.group_id}." if group is not None and group.group_id else ""
@@ -302,37 +304,37 @@ class BroadwayAckSensor(BaseSensorOperator):
 
 
 def _over(states: Mapping[str, str | None]) -> bool:
-    """Whether all watched tasks are through."""
+    """Returns whether all watched tasks have finished."""
     return bool(states) and all(state in FINISHED for state in states.values())
 
 
-def _interval(given: timedelta | float | None, lease: float | str | None) -> float:
-    """The poke interval, bounded by the lease that it renews."""
-    if isinstance(lease, str):  # a template, whose value nobody knows yet
+def _poke_interval(interval: timedelta | float | None, lease: float | str | None) -> float:
+    """Returns the poke interval, bounded by the lease that it renews."""
+    if isinstance(lease, str):  # a template that is not rendered yet
         lease = None
-    if given is None:
+    if interval is None:
         return min(MAX_POKE_INTERVAL, (lease or MAX_POKE_INTERVAL * 4) / 4)
-    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    seconds = interval.total_seconds() if isinstance(interval, timedelta) else interval
     if not SECONDS.holds(seconds):
-        raise OptionsError("ack.poke_interval", SECONDS.text, given)
+        raise OptionsError("ack.poke_interval", SECONDS.text, interval)
     if lease is not None and seconds > lease / 2:
         raise OptionsError(
             "ack.poke_interval",
             f"at most half of the producer's lease ({lease:g} s), which it renews",
-            given,
+            interval,
         )
     return float(seconds)
 
 
 def _runs_inline() -> bool:
-    """Whether this is ``dag.test()``, which waits for a trigger before it runs another task."""
+    """Returns whether this is ``dag.test()``, which runs a trigger before another task."""
     from airflow.sdk.execution_time import task_runner
 
     comms = getattr(task_runner, "SUPERVISOR_COMMS", None)
     return type(comms).__name__ == "InProcessSupervisorComms"
 
 
-def _shown(name: str, watched: Sequence[str]) -> str:
-    """``process_0``, as Airflow names an instance here, in the words of its UI: ``process[0]``."""
+def _instance_label(name: str, watched: Sequence[str]) -> str:
+    """Converts ``process_0``, Airflow's name of an instance here, to its UI's ``process[0]``."""
     task_id, _, index = name.rpartition("_")
     return f"{task_id}[{index}]" if task_id in watched and name not in watched else name

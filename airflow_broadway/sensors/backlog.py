@@ -1,4 +1,4 @@
-"""Wait until a queue's backlog has reached its bounds; take nothing."""
+"""Waits until a queue's backlog has reached its bounds; receives nothing."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["BroadwayBacklogSensor"]
 
 
 class BroadwayBacklogSensor(BaseSensorOperator):
-    """Succeed when a backlog has reached its bounds; its XCom says how full the queue is and why.
+    """Succeeds when a backlog has reached its bounds; its XCom has the depth and the reason.
 
-    A look that fails fails the task, whose retries look again; in the triggerer it is logged, and
-    looked again, later each time, until the sensor's ``timeout``.
+    A failed check fails the task, whose retries check again; in the triggerer it is logged, and
+    repeated with a growing delay, until the sensor's ``timeout``.
 
     :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
-    :param min_messages: So many messages wait that a run could receive now.
-    :param max_age: The oldest of them has waited for so many seconds.
-    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
-    :param poke_interval: Seconds between two looks; 30.
-    :param deferrable: Wait in the triggerer; ``[operators] default_deferrable`` unless given.
-    :raises OptionsError: While the Dag is parsed: if no bound is given, or one breaks its rule.
+    :param min_messages: Messages ready to be received.
+    :param max_age: Age of the oldest ready message, in seconds.
+    :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
+    :param poke_interval: Seconds between two checks; 30.
+    :param deferrable: Wait in the triggerer; by default ``[operators] default_deferrable``.
+    :raises OptionsError: While the Dag is parsed: if no bound is set, or one breaks its rule.
     """
 
     template_fields: Sequence[str] = ("pipeline", "staging")
@@ -71,15 +71,15 @@ class BroadwayBacklogSensor(BaseSensorOperator):
         if known is None:
             self._bounds()
         else:
-            self._check(WatchedQueues.of(known))
+            self._check_bounds(WatchedQueues.of(known))
 
     def execute(self, context: Context) -> Any:
         if not self.deferrable:
             return super().execute(context)
         queues = self._queues(context)
-        found = self._look(queues, context)
-        if found is not None:
-            return found
+        reached = self._read_backlog(queues, context)
+        if reached is not None:
+            return reached
         return self.defer(
             trigger=BroadwayBacklogReachedTrigger(
                 queues=queues.dumps(),
@@ -94,13 +94,13 @@ class BroadwayBacklogSensor(BaseSensorOperator):
         )
 
     def resume(self, context: Context, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Go on after the trigger fired."""
+        """Continues after the trigger fired."""
         self.log.info("The backlog has reached its bounds: %s.", event["reason"])
         return dict(event)
 
     def poke(self, context: Context) -> PokeReturnValue:
-        found = self._look(self._queues(context), context)
-        return PokeReturnValue(is_done=found is not None, xcom_value=found)
+        reached = self._read_backlog(self._queues(context), context)
+        return PokeReturnValue(is_done=reached is not None, xcom_value=reached)
 
     def _bounds(self) -> Backlog:
         return Backlog(
@@ -108,20 +108,20 @@ class BroadwayBacklogSensor(BaseSensorOperator):
         )
 
     def _queues(self, context: Context) -> WatchedQueues:
-        """The queues of the rendered pipeline."""
+        """Returns the queues of the rendered pipeline."""
         queues = WatchedQueues.of(Host(context).load_pipeline(self.pipeline))
-        self._check(queues)
+        self._check_bounds(queues)
         return queues
 
-    def _check(self, queues: WatchedQueues) -> None:
+    def _check_bounds(self, queues: WatchedQueues) -> None:
         check_age(queues, self._bounds(), "Backlog")
 
-    def _look(self, queues: WatchedQueues, context: Context) -> dict[str, Any] | None:
-        """One look; what it found, if that reaches a bound."""
+    def _read_backlog(self, queues: WatchedQueues, context: Context) -> dict[str, Any] | None:
+        """Reads the depth once; returns it, with the reason, if it reaches a bound."""
         by = f"task {self.task_id}"
         depth = look_at(queues, self.staging, dag_id=context["ti"].dag_id, by=by)
         if depth is None:
-            self.log.warning("The broker does not say how full the queue is.")
+            self.log.warning("The broker does not report the depth of the queue.")
             return None
         why = reasons(self._bounds(), depth)
         self.log.info("%s.", described(depth))

@@ -1,4 +1,4 @@
-"""Watch the tasks of a run from the triggerer, and wake the ack sensor when it has work."""
+"""Watches the tasks of a run in the triggerer, and resumes the ack sensor when it has work."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asgiref.sync import sync_to_async
 
 __all__ = ["BroadwayAckTrigger"]
 
-#: States in which a task is through, unless somebody clears it.
+#: States of a finished task, unless it is cleared.
 FINISHED: Final = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
 
-#: Seconds before the first look.  Airflow takes a task for killed that is resumed before its
+#: Seconds before the first check.  Airflow treats a task as killed that is resumed before its
 #: supervisor has ended, which may take ``[workers] min_heartbeat_interval``.
 FIRST_LOOK_INTERVAL: Final = 6.0
-#: Seconds from one look to the next: at first, and at most.
+#: Seconds between two checks: at first, and at most.
 LOOK_INTERVAL: Final = 1.0
 MAX_LOOK_INTERVAL: Final = 5.0
 
@@ -28,7 +28,7 @@ class BroadwayAckTrigger(BaseTrigger):
     :param dag_id: The Dag.
     :param run_id: The run.
     :param watch: Task ids.
-    :param finished: Watched task instances that had finished when the sensor last looked.
+    :param finished: Watched task instances that had finished at the sensor's last check.
     :param poke_interval: Seconds after which it fires in any case.
     """
 

@@ -1,4 +1,4 @@
-"""Start runs, or wake a sensor, when a queue's backlog has reached its bounds; nothing is taken."""
+"""Starts runs, or resumes a sensor, when a queue's backlog has reached its bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from airflow.triggers.base import BaseEventTrigger, BaseTrigger, TriggerEvent
 
-from airflow_broadway.adapters.backlog import check_age, look_at, off_the_loop, runs_of
+from airflow_broadway.adapters.backlog import check_age, count_runs, look_at, run_in_thread
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.rules import POSITIVE, TEXT
@@ -22,9 +22,9 @@ __all__ = ["BroadwayBacklogReachedTrigger", "BroadwayBacklogTrigger", "queues_of
 
 
 def queues_of(pipeline: Any) -> WatchedQueues:
-    """The queues of whatever an operator takes for a pipeline; one given as text is imported.
+    """Returns the queues of an operator's ``pipeline``; one passed as text is imported.
 
-    :raises OptionsError: If it is none.
+    :raises OptionsError: If it is not a pipeline.
     :raises PipelineError: If it cannot be imported.
     """
     ref = make_ref(pipeline)
@@ -32,24 +32,24 @@ def queues_of(pipeline: Any) -> WatchedQueues:
 
 
 class BroadwayBacklogTrigger(BaseEventTrigger):
-    """Tells an asset's watcher, once a crossing, that a backlog has reached its bounds.
+    """Fires an event for an asset's watcher, once per crossing, when a backlog reaches its bounds.
 
     ``AssetWatcher(name="backlog", trigger=BroadwayBacklogTrigger(Flights, dag_id="flights",
-    min_messages=10_000))``; ``Flights.dag(…, schedule=backlog(…))`` makes it all.
+    min_messages=10_000))``; ``Flights.dag(…, schedule=backlog(…))`` creates all of it.
 
-    It is armed again when a run of the Dag was made, or the backlog fell.  While the Dag has
-    ``max_runs`` runs, nothing is told.
+    It is rearmed when a run of the Dag has been created, or the backlog has fallen.  While the Dag
+    has ``max_runs`` runs, no event fires.
 
     :param pipeline: A :class:`Broadway` subclass, an instance, or its import path.
     :param dag_id: The Dag that drains the queue.
-    :param min_messages: So many messages wait.
-    :param max_age: The oldest has waited for so many seconds.
-    :param poke_interval: Seconds between two looks.
+    :param min_messages: Messages ready to be received.
+    :param max_age: Age of the oldest ready message, in seconds.
+    :param poke_interval: Seconds between two checks.
     :param max_runs: The Dag's ``max_active_runs``.
-    :param staging: URI of the staging root; ``[broadway] staging`` unless given.
-    :param queues: What :meth:`serialize` makes of the pipeline; instead of it.
-    :raises OptionsError: While the Dag is parsed: if no bound is given, one breaks its rule, or the
-        producer's options hold a secret or a template.
+    :param staging: URI of the staging root; by default ``[broadway] staging``.
+    :param queues: The pipeline as serialized by :meth:`serialize`, in place of ``pipeline``.
+    :raises OptionsError: While the Dag is parsed: if no bound is set, one breaks its rule, or the
+        producer's options contain a secret or a template.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class BroadwayBacklogTrigger(BaseEventTrigger):
         self.poke_interval = poke_interval
         self.max_runs = max_runs
         self.staging = staging
-        # What was stored has been checked.  An error here would end the triggerer, with all its
-        # triggers; one in run() is this trigger's alone.
-        self.queues = queues or self._checked(pipeline)
+        # Stored queues have been validated.  An error here would end the triggerer, with all its
+        # triggers; one in run() ends only this trigger.
+        self.queues = queues or self._dump_queues(pipeline)
 
-    def _checked(self, pipeline: Any) -> str:
-        """The queues to store, of options that obey their rules."""
+    def _dump_queues(self, pipeline: Any) -> str:
+        """Returns the serialized queues, after validating the options."""
         bounds = _bounds(self)
         for name, rule in (("dag_id", TEXT), ("max_runs", POSITIVE)):
             value = getattr(self, name)
@@ -100,22 +100,22 @@ class BroadwayBacklogTrigger(BaseEventTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         watch = BacklogWatch(
             bounds=_bounds(self),
-            look=_looking(self.queues, self.staging, self.dag_id),
-            runs=partial(runs_of, self.dag_id),
+            look=_make_reader(self.queues, self.staging, self.dag_id),
+            runs=partial(count_runs, self.dag_id),
             max_runs=self.max_runs,
             lag=json.loads(self.queues)["lag"],
         )
         while True:
-            told, wait = await off_the_loop(watch.step)
-            if told is not None:
-                yield _event(self.queues, told)
+            event, wait = await run_in_thread(watch.step)
+            if event is not None:
+                yield _to_event(self.queues, event)
             await asyncio.sleep(wait)
 
 
 class BroadwayBacklogReachedTrigger(BaseTrigger):
-    """Wakes a sensor when a backlog has reached its bounds.
+    """Resumes a sensor when a backlog has reached its bounds.
 
-    :param queues: Which, as :meth:`WatchedQueues.dumps` writes them.
+    :param queues: The queues, as serialized by :meth:`WatchedQueues.dumps`.
     :param dag_id: The sensor's Dag.
     """
 
@@ -148,14 +148,14 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
         }
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        look = _looking(self.queues, self.staging, self.dag_id)
+        look = _make_reader(self.queues, self.staging, self.dag_id)
         watch = BacklogWatch(bounds=_bounds(self), look=look)
-        told = None
-        wait = self.poke_interval  # the sensor has just looked
-        while told is None:
+        event = None
+        wait = self.poke_interval  # the sensor has just checked
+        while event is None:
             await asyncio.sleep(wait)
-            told, wait = await off_the_loop(watch.step)
-        yield _event(self.queues, told)
+            event, wait = await run_in_thread(watch.step)
+        yield _to_event(self.queues, event)
 
 
 def _path(trigger: BaseTrigger) -> str:
@@ -170,11 +170,11 @@ def _bounds(trigger: BroadwayBacklogTrigger | BroadwayBacklogReachedTrigger) -> 
     )
 
 
-def _looking(queues: str, staging: str | None, dag_id: str) -> Any:
-    """Looks at queues that are loaded in the look itself: what fails there is tried again."""
+def _make_reader(queues: str, staging: str | None, dag_id: str) -> Any:
+    """Returns a function that loads the queues and reads their depth: errors are retried."""
     return lambda: look_at(WatchedQueues.loads(queues), staging, dag_id=dag_id, by="the triggerer")
 
 
-def _event(queues: str, told: dict[str, Any]) -> TriggerEvent:
+def _to_event(queues: str, payload: dict[str, Any]) -> TriggerEvent:
     name = json.loads(queues)["pipeline"]
-    return TriggerEvent({"pipeline": name, **told})  # type: ignore[no-untyped-call]
+    return TriggerEvent({"pipeline": name, **payload})  # type: ignore[no-untyped-call]

@@ -195,7 +195,7 @@ def test_a_run_in_one_task_calls_the_same_callbacks(world: World) -> None:
     assert value["summary"] == "2 messages received: 1 acked, 1 dead-lettered."
     assert value["dead_lettered"] == 1
     assert failure == (
-        "All messages are settled or given back, but 1 message failed, every message that was"
+        "All messages are settled or released, but 1 message failed, every message that was"
         " handled (fail_when='all').  1 message received: 1 dead-lettered."
     )
     assert "evil" not in f"{value}{failure}"

@@ -31,7 +31,7 @@ from tests.sqs_server import Connections, SqsServer
 pytestmark = pytest.mark.broker
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
-STAYS = r"says that it came from '.*', which is no source of this pipeline.* --to$"
+STAYS = r"its origin is '.*', which is no source of this pipeline.* --to$"
 
 
 def by_body(letters: DeadLetters) -> dict[bytes, DeadLetter]:
@@ -136,7 +136,7 @@ def test_a_place_of_several_sources_sends_back_to_these_alone(place: Place, vict
     assert moved.count == 1
     assert (place.server.depth(other), place.server.depth(victim)) == (1, 0)
     silent = moved.refused[found[b"silent"].message_id]
-    assert f"it does not say which of {place.name}, {other} it came from" in silent
+    assert f"it has no origin among {place.name}, {other}" in silent
     assert silent.endswith("name the destination with --to")
 
 

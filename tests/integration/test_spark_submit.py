@@ -139,7 +139,7 @@ def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(
     with pytest.raises(AirflowException) as found:
         operator.execute(context)
     text = str(found.value)
-    assert "1 of 1 batch has no outcome; the others stand." in text
+    assert "1 of 1 batch has no outcome; the others are valid." in text
     assert "every task and the driver must see the same staging root" in text
 
 

@@ -45,7 +45,7 @@ class RunAcknowledger:
         self._plain = ACK if producer.actions[producer.on_success] is Action.ACK else None
 
     def configure(self, ack_ref: Any, ack_data: Any, options: Mapping[str, Any]) -> Delivery:
-        """Set ``on_success`` and ``on_failure`` for one message.
+        """Sets ``on_success`` and ``on_failure`` for one message.
 
         :raises OptionsError: If an option is unknown, or its value is no action of the producer.
         """
@@ -59,11 +59,11 @@ class RunAcknowledger:
         return dataclasses.replace(data, **checked)  # type: ignore[arg-type]
 
     def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
-        """Record the verdicts on one stage's messages."""
+        """Records the verdicts on one stage's messages."""
         self._pass_verdicts(self._sink.record, successful, failed)
 
     def ack_now(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
-        """Carry the verdicts out before returning."""
+        """Carries the verdicts out before returning."""
         self._pass_verdicts(self._sink.settle_now, successful, failed)
 
     def _pass_verdicts(

@@ -69,7 +69,7 @@ class Choice:
     until: datetime | None = None
 
     def takes(self, letter: DeadLetter) -> bool:
-        """Whether a dead letter matches."""
+        """Returns whether a dead letter matches."""
         if self.ids is not None and self.ids.isdisjoint((letter.message_id, letter.original_id)):
             return False
         if self.reason not in letter.reason or self.stage not in ("", letter.stage):
@@ -116,7 +116,7 @@ class Moving:
     _claims: dict[str, list[str]] = field(default_factory=dict)
 
     def takes(self, letter: DeadLetter) -> bool:
-        """Whether a dead letter is to be moved; records its id if it is."""
+        """Returns whether a dead letter is to be moved; records its id if it is."""
         if not self.choice.takes(letter):
             return False
         if self.choice.ids is not None:
@@ -131,8 +131,8 @@ class Moving:
         for key in self._claims.keys() - self._seen:
             claimants = ", ".join(self._claims[key][:_MAX_CLAIMS])
             self.refused[key] = (
-                "it is the id of a message, which any program can write on a letter; use the"
-                f" letter's own id: {claimants}"
+                "it is a message's id, which any program can write into a dead letter; use the"
+                f" dead letter's own id: {claimants}"
             )
         known = self._seen | self._claims.keys()
         return Moved(self.count, tuple(sorted((self.choice.ids or set()) - known)), self.refused)
@@ -153,11 +153,10 @@ def destination_of(letter: DeadLetter, sources: Sequence[str], to: str | None) -
         return letter.origin
     if not letter.origin:
         raise ProducerError(
-            f"it does not say which of {', '.join(sources)} it came from; name the destination"
-            " with --to"
+            f"it has no origin among {', '.join(sources)}; name the destination with --to"
         )
     raise ProducerError(
-        f"it says that it came from {printable(letter.origin)[:_MAX_ORIGIN]!r}, which is no source"
+        f"its origin is {printable(letter.origin)[:_MAX_ORIGIN]!r}, which is no source"
         " of this pipeline, and any program can write that; name the destination with --to"
     )
 
@@ -202,5 +201,5 @@ class DeadLetters(Protocol):
         ...
 
     def close(self) -> None:
-        """Release connections.  Safe to repeat."""
+        """Releases connections.  Safe to repeat."""
         ...

@@ -93,7 +93,7 @@ class Tally:
         self.closed = False
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        """Count the verdicts of one stage result."""
+        """Counts the verdicts of one stage result."""
         if not self.closed:
             for _, verdict in (*successful, *failed):
                 self.counts[CLASS_OF[verdict.action]] += 1

@@ -156,11 +156,11 @@ class Producer(Options):
         return None
 
     def publishes(self, action: Action) -> bool:
-        """Whether carrying out this action republishes the message, with its body."""
+        """Returns whether carrying out this action republishes the message, with its body."""
         return self.keeps_payload
 
     def may_publish(self, own: Delivery) -> bool:
-        """Whether settling a message may republish it, by its current ack configuration."""
+        """Returns whether settling a message may republish it, by its current ack configuration."""
         success = self.actions.get(own.on_success or self.on_success)
         failure = self.actions.get(own.on_failure or self.on_failure)
         actions = {action for action in (success, failure) if action is not None}

@@ -163,7 +163,7 @@ def empty_line(reference: Mapping[str, Any]) -> str:
     line = (
         f"No message was received by {many(receives, 'request')}"
         if receives
-        else "The broker was not asked for messages"
+        else "No messages were requested from the broker"
     )
     line += f" (stopped by {reference['stopped'] or 'an error'})"
     if depth is None:

@@ -141,7 +141,7 @@ class BatchPlan:
             raise StagingDamaged(f"{name} is empty")
         header = load(cls, first, name)
         if header.path != path or any("/" in file or "\\" in file for file in header.data):
-            raise StagingError(f"{name} names files outside its folder: somebody has changed it")
+            raise StagingError(f"{name} names files outside its folder: it was modified")
         return header, header._batches(lines, name)
 
     def _batches(self, lines: Iterator[str], name: str) -> Iterator[PlannedBatch]:

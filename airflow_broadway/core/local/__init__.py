@@ -1,1 +1,1 @@
-"""The stages put together in one process, and a finite run of them."""
+"""The stages combined in one process, and a finite run of them."""

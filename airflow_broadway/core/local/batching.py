@@ -1,4 +1,4 @@
-"""A batcher of one process, and its batch processors."""
+"""A batcher in one process, with its batch processors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _EVENTS: Final = ("batcher.start", "batcher.stop", "batcher.exception")
 class Batch(NamedTuple):
     """A batch on its way to ``handle_batch``.
 
-    :param keys: The keys in it: several with ``merge_keys``.
-    :param refused: The status with which it fails, unhandled, because the splitter raised on it.
+    :param keys: Its keys: several with ``merge_keys``.
+    :param refused: The status with which it fails unhandled, because the splitter raised.
     """
 
     batcher: str
@@ -41,12 +41,12 @@ class Batch(NamedTuple):
 
 
 def _make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool) -> Batch:
-    """The batch of one ``handle_batch`` call: one closed batch, or those that were merged."""
+    """Builds the batch of one ``handle_batch`` call, from one closed batch or several merged."""
     first = call[0]
     parts = [_messages_of(closed) for closed in call]
     keys = [part[0].batch_key for part in parts]
     ids = [
-        BatchHash(pipeline, batcher, key).update_all([each.message_id for each in part]).hexdigest()
+        BatchHash(pipeline, batcher, key).update_all([m.message_id for m in part]).hexdigest()
         for key, part in zip(keys, parts, strict=True)
     ]
     messages, key, batch_id = parts[0], keys[0], ids[0]
@@ -69,7 +69,7 @@ def _make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool
 def _messages_of(closed: Closed) -> list[Message]:
     pending: list[Any] = closed.pending
     if type(closed.key) is str and closed.partition is None:
-        return pending  # else all of them came with their place
+        return pending  # otherwise every item is a PlacedMessage
     return [placed.message for placed in pending]
 
 
@@ -77,8 +77,8 @@ class LocalBatcher:
     """One batcher with its batch processors, in this thread or in threads of their own.
 
     :param ack: Settles a batch's result.
-    :param clock: Times the batcher's timeout.
-    :param stop: When no further batch is begun.
+    :param clock: Measures the batcher's timeout.
+    :param stop: Stops the batcher: no further batch is begun.
     :param inline: Whether batches are handled in this thread.
     :param on_batch: Called with each batch before ``handle_batch``.
     """
@@ -96,17 +96,17 @@ class LocalBatcher:
     ) -> None:
         options = pipeline.batchers[name]
         self.name = name
-        #: Trigger → batches handled.
+        #: Trigger → number of batches handled.
         self.triggers: Counter[str] = Counter()
-        #: Keys of data that the schema lacks → how often they were dropped.
+        #: Keys of data that are not in the schema → how often they were dropped.
         self.dropped: Counter[str] = Counter()
-        #: Seconds of this thread's time: in batching, and in ``handle_batch``.
+        #: Seconds of this thread: in batching, and in ``handle_batch``.
         self.seconds = self.handle_seconds = 0.0
         self._pipeline = pipeline
         self._clock = clock
         self._stop = stop
         self._on_batch = on_batch
-        self._stage = _stage_of(name, options)
+        self._stage = _make_stage(name, options)
         self._merger = (
             KeyMerger(options.batch_size, options.batch_bytes) if options.merge_keys else None
         )
@@ -117,19 +117,19 @@ class LocalBatcher:
         self._turn = 0
         self._pool: WorkerPool[Batch, BatchResult] | None = None
         if not inline:
-            work = [_worker(processor) for processor in self._processors]
+            work = [_make_handler(processor) for processor in self._processors]
             self._pool = WorkerPool(work, name=f"{pipeline.name}-{name}", ordered=False, waiting=1)
 
     def next_due(self) -> float | None:
-        """The instant of the next timeout; ``None`` if none is running."""
+        """Returns the time of the next timeout; ``None`` if none is running."""
         return self._stage.next_due()
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Take messages as the processors made them, and deliver the batches that they fill."""
+        """Adds the processors' messages, and delivers the batches that they fill."""
         started = time.monotonic()
-        self._deliver_due()  # a batch whose timeout is over takes nothing more
+        self._deliver_due()  # a batch after its timeout takes no further message
         now = self._clock.monotonic()
-        items = [self._item(each) if type(each.data) is PlacedData else each for each in messages]
+        items = [self._to_item(m) if type(m.data) is PlacedData else m for m in messages]
         if telemetry.heard() and telemetry.handlers(*_EVENTS):
             closed: list[Closed] = []
             step = self._stage.chunk_size
@@ -142,36 +142,36 @@ class LocalBatcher:
             self._deliver(closed)
 
     def tick(self) -> None:
-        """Deliver the batches whose timeout is over, and count those handled."""
+        """Delivers the batches whose timeout is over, and counts those handled."""
         self._deliver_due()
         if self._pool is not None:
             self._count(self._pool.take())
 
     def flush(self) -> None:
-        """Deliver all that is pending."""
+        """Delivers all pending batches."""
         self._deliver(self._stage.flush())
         if self._merger is not None:
             self._handle(self._merger.flush())
 
     def wait(self) -> None:
-        """Wait until what was delivered is handled, or the run's time is over."""
+        """Waits until delivered batches are handled, or the run's time is over."""
         pool = self._pool
         while pool is not None and pool.under_way and not self._stop.late():
             pool.wait(STOP_CHECK_INTERVAL)
             self._count(pool.take())
 
     def close(self) -> None:
-        """End the threads; what they are at is not waited for."""
+        """Ends the threads, without waiting for what they are handling."""
         if self._pool is not None:
             done, batches = self._pool.left()
             self._count(done)
-            log_stuck(f"batcher {self.name!r}", [each.messages for each in batches])
+            log_stuck(f"batcher {self.name!r}", [batch.messages for batch in batches])
             self._pool.close()
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
-    def _item(self, message: Message) -> Message | PlacedMessage:
-        """What the batcher takes of a message whose data is :class:`PlacedData`."""
+    def _to_item(self, message: Message) -> Message | PlacedMessage:
+        """Returns the batcher's item for a message whose data is :class:`PlacedData`."""
         placed: PlacedData = message.data
         if placed.dropped:
             self.dropped.update(placed.dropped)
@@ -181,20 +181,20 @@ class LocalBatcher:
         return item
 
     def _add_with_events(self, chunk: list[Message | PlacedMessage], now: float) -> list[Closed]:
-        about = {
+        metadata = {
             "topology_name": self._pipeline.name,
             "name": f"{self._pipeline.name}.Broadway.Batcher_{self.name}",
             "batcher_key": self.name,
             "context": context_of(self._pipeline),
         }
-        messages = [each.message if type(each) is PlacedMessage else each for each in chunk]
-        span = telemetry.Span("batcher", {**about, "messages": messages})
+        messages = [item.message if type(item) is PlacedMessage else item for item in chunk]
+        span = telemetry.Span("batcher", {**metadata, "messages": messages})
         try:
             closed = self._stage.add(chunk, now)
         except BaseException as error:
             span.exception("error", error, "")
             raise
-        span.stop(about)
+        span.stop(metadata)
         return closed
 
     def _deliver_due(self) -> None:
@@ -206,10 +206,10 @@ class LocalBatcher:
 
     def _deliver(self, closed: list[Closed]) -> None:
         merger = self._merger
-        self._handle([[each] for each in closed] if merger is None else merger.add(closed))
+        self._handle([[batch] for batch in closed] if merger is None else merger.add(closed))
 
     def _handle(self, calls: list[list[Closed]]) -> None:
-        """Have batches handled, one for each list; those that a stop finds not begun are not."""
+        """Handles one batch per list; on a stop, remaining batches are not begun."""
         for call in calls:
             if self._stop.late():
                 return
@@ -229,12 +229,12 @@ class LocalBatcher:
         if lane is None:
             lane, self._turn = self._turn, (self._turn + 1) % len(self._processors)
         started = time.monotonic()
-        result = _worker(self._processors[lane])(batch)
+        result = _make_handler(self._processors[lane])(batch)
         self.handle_seconds += time.monotonic() - started
         self._count([(batch, result)])
 
     def _hand_over(self, pool: WorkerPool[Batch, BatchResult], batch: Batch) -> bool:
-        """Wait for a worker to take the batch; whether one did before the run's time was over."""
+        """Waits for a worker to take the batch; returns whether one did in time."""
         lane = batch.info.partition
         keys = () if lane is not None else batch.keys
         while not pool.put(batch, lane, keys, STOP_CHECK_INTERVAL):
@@ -248,8 +248,8 @@ class LocalBatcher:
         self.triggers.update(batch.info.trigger.value for batch, _ in results)
 
 
-def _stage_of(name: str, options: Batcher) -> BatcherStage:
-    """The batcher's state machine, for messages and :class:`PlacedMessage`."""
+def _make_stage(name: str, options: Batcher) -> BatcherStage:
+    """Returns the batcher's state machine, for messages and :class:`PlacedMessage`."""
     if isinstance(options.batch_size, tuple):
         initial, splitter = options.batch_size
 
@@ -257,17 +257,17 @@ def _stage_of(name: str, options: Batcher) -> BatcherStage:
             return splitter(item.message if type(item) is PlacedMessage else item, acc)
 
         options = replace(options, batch_size=(initial, split))
-    # Asked by the processor: what the function raises there fails the message.
+    # Computed by the processor: exceptions of ``partition_by`` fail the message there.
     partition = None if options.partition_by is None else lambda item: item.partition
     return BatcherStage(name, options, partition=partition)
 
 
 class _SparkSubstitute(BatchProcessorStage):
-    """A batch processor whose batches all succeed, ``handle_batch`` being Spark's to call."""
+    """A batch processor whose batches all succeed, in place of Spark."""
 
     def _call(self, messages: list[Message], info: BatchInfo, context: Any) -> list[Message]:
         return messages
 
 
-def _worker(processor: BatchProcessorStage) -> Callable[[Batch], BatchResult]:
+def _make_handler(processor: BatchProcessorStage) -> Callable[[Batch], BatchResult]:
     return lambda batch: processor.handle(batch.messages, batch.info, batch.refused)

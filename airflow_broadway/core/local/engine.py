@@ -1,7 +1,7 @@
-"""The stages of one process put together: processors, batchers, batch processors.
+"""The stages of one process combined: processors, batchers, batch processors.
 
-:class:`Engine` is fed with dispatches and drives everything after them; it knows no broker and no
-budget.  A :class:`.run.LocalRun` feeds it from a source, the test kit by hand.
+:class:`Engine` is fed with dispatches and runs all later stages, independent of broker and budget.
+A :class:`.run.LocalRun` feeds it from a source, the test kit directly.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from airflow_broadway.core.stages.suspect_lane import Suspects
 
 
 class Engine:
-    """Drives a pipeline whose batchers are all ``engine="python"``.
+    """Runs a pipeline whose batchers are all ``engine="python"``.
 
-    Batch processors work in threads where there are two or more of them in all.
+    Batch processors run in threads if there are two or more of them in total.
 
     :param ack: Settles a stage's result: ``ack(successful, failed)``.
     :param inline: Do everything in the calling thread, for tests.
     :param spark_succeeds: Let batches of Spark batchers succeed unhandled, for tests.
-    :param stop: When no further message is begun, and when no further batch.
+    :param stop: Stops the engine: no further message is begun, and later no further batch.
     :param on_batch: Called with each batch before ``handle_batch``.
-    :param transformer: Called with each message first; the producer's, where messages come from it.
+    :param transformer: Called with each message first; the producer's ``transformer``, unless the
+        messages come from elsewhere.
     :param suspects: As for :class:`.ProcessorPool`.
     :param host: As for :class:`.ProcessorPool`.
     :raises PipelineError: If a batcher's engine is Spark.
@@ -63,19 +64,19 @@ class Engine:
             check_engines(pipeline)
         self.pipeline = pipeline
         self.clock = clock or SystemClock()
-        #: Messages that failed, in either stage.
+        #: The number of failed messages, in either stage.
         self.failed = 0
-        #: Why messages failed, in either stage.
+        #: The reasons of failed messages, in either stage.
         self.reasons = Reasons()
-        #: Called with the successful and the failed of each result that has been settled, by one
-        #: thread at a time.
+        #: Called with the successful and the failed messages of each settled result, by one thread
+        #: at a time.
         self.on_settled: Callable[[list[Message], list[Message]], None] = lambda good, bad: None
         self._stop = stop or Stop(self.clock)
         self._ack = ack
         self._lock = threading.Lock()
         self._closed = False
         self._process_seconds = 0.0
-        context_of(pipeline)  # setup comes before anything else, in this thread
+        context_of(pipeline)  # setup runs first, in this thread
         counts = [options.concurrency for options in pipeline.batchers.values()]
         self._batchers = {
             name: LocalBatcher(
@@ -109,36 +110,36 @@ class Engine:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Keys of data that the schemas lack → how often they were dropped."""
-        return sum((each.dropped for each in self._batchers.values()), Counter())
+        """Keys of data that are not in the schemas → how often they were dropped."""
+        return sum((batcher.dropped for batcher in self._batchers.values()), Counter())
 
     @property
     def batches(self) -> dict[str, dict[str, int]]:
-        """Batcher → trigger → batches handled."""
-        return {name: dict(each.triggers) for name, each in self._batchers.items()}
+        """Batcher → trigger → number of batches handled."""
+        return {name: dict(batcher.triggers) for name, batcher in self._batchers.items()}
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of this thread's time: ``process``, ``batch``, ``handle_batch``."""
+        """Seconds of this thread: ``process``, ``batch``, ``handle_batch``."""
         batchers = self._batchers.values()
         return {
             "process": self._process_seconds,
-            "batch": sum(each.seconds for each in batchers),
-            "handle_batch": sum(each.handle_seconds for each in batchers),
+            "batch": sum(batcher.seconds for batcher in batchers),
+            "handle_batch": sum(batcher.handle_seconds for batcher in batchers),
         }
 
     def run(self, dispatches: Iterable[list[Message]]) -> None:
-        """Feed every dispatch through, then deliver what is left in the batchers.
+        """Feeds all dispatches through, then delivers pending batches.
 
-        :param dispatches: An empty one lets timeouts be looked at.
+        :param dispatches: An empty one lets timeouts be checked.
         """
         self.feed(dispatches)
         self.drain()
 
     def feed(self, dispatches: Iterable[list[Message]]) -> None:
-        """Feed dispatches through the processors into the batchers."""
+        """Feeds dispatches through the processors into the batchers."""
         started = time.monotonic()
-        for _, result in self._processors.map(self._in_time(dispatches), wait=self._wait):
+        for _, result in self._processors.map(self._until_late(dispatches), wait=self._wait):
             self._process_seconds += time.monotonic() - started
             self._forward(result.successful)
             self.tick()
@@ -147,25 +148,25 @@ class Engine:
             started = time.monotonic()
 
     def next_timeout(self) -> float | None:
-        """Seconds until a batch's timeout; ``None`` if none is running."""
+        """Returns the seconds until a batch's timeout; ``None`` if none is running."""
         due = [batcher.next_due() for batcher in self._batchers.values()]
-        running = [instant for instant in due if instant is not None]
+        running = [timestamp for timestamp in due if timestamp is not None]
         return max(0.0, min(running) - self.clock.monotonic()) if running else None
 
     def tick(self) -> None:
-        """Deliver the batches whose timeout is over, and count those handled."""
+        """Delivers the batches whose timeout is over, and counts those handled."""
         for batcher in self._batchers.values():
             batcher.tick()
 
     def drain(self) -> None:
-        """Deliver all that is pending, in the order of the batchers, and wait until it is done."""
+        """Delivers all pending batches, in the order of the batchers, and waits for them."""
         for batcher in self._batchers.values():
             batcher.flush()
         for batcher in self._batchers.values():
             batcher.wait()
 
     def close(self) -> None:
-        """End the threads and processes; what they are at is not waited for, nor settled.
+        """Ends the threads and processes, without waiting for or settling what they are handling.
 
         Safe to repeat.
         """
@@ -173,14 +174,14 @@ class Engine:
             return
         with self._lock:
             self._closed = True
-        self._processors.left()  # logs what they were at
+        self._processors.left()  # logs the messages in process
         self._processors.close()
         for batcher in self._batchers.values():
             batcher.close()
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
-    def _in_time(self, dispatches: Iterable[list[Message]]) -> Iterator[list[Message]]:
+    def _until_late(self, dispatches: Iterable[list[Message]]) -> Iterator[list[Message]]:
         for dispatch in dispatches:
             if self._stop.late():
                 return
@@ -191,13 +192,13 @@ class Engine:
         return STOP_CHECK_INTERVAL if timeout is None else min(timeout, STOP_CHECK_INTERVAL)
 
     def _settle(self, successful: list[Message], failed: list[Message]) -> None:
-        """Count and settle a stage's result.
+        """Counts and settles a stage's result.
 
-        In the thread that made it, so that a result behind a chunk that is stuck counts too.
+        Called in the thread that produced it, so that results behind a stuck chunk count, too.
         """
         with self._lock:
             if self._closed:
-                return  # the run has ended and given these back
+                return  # the run has ended and released these messages
             self.failed += len(failed)
         self.reasons.add(failed)
         self._ack(successful, failed)
@@ -205,7 +206,7 @@ class Engine:
             self.on_settled(successful, failed)
 
     def _forward(self, successful: list[Message]) -> None:
-        """Hand the successes of the processors to their batchers."""
+        """Passes the processors' successes to their batchers."""
         if not self._batchers:
             return
         if len(self._batchers) == 1:
@@ -220,15 +221,15 @@ class Engine:
 
 
 def check_engines(pipeline: Pipeline) -> None:
-    """Check that every batcher runs in Python.
+    """Checks that every batcher runs in Python.
 
-    :raises PipelineError: Naming the others, and what to do.
+    :raises PipelineError: Naming the others, and the way out.
     """
     spark = [name for name, options in pipeline.batchers.items() if options.engine != "python"]
     if spark:
         raise PipelineError(
-            f"batchers {spark} of {pipeline.name!r} run on Spark, which a run in one process has"
-            ' not: give them engine="python", or run the pipeline\'s task group'
+            f"batchers {spark} of {pipeline.name!r} run on Spark, which a run in one process does"
+            ' not have: set engine="python", or run the pipeline\'s task group'
             " (BroadwayProcessorOperator, BroadwayBatcherOperator, BroadwaySparkSubmitOperator,"
             " BroadwayAckSensor)"
         )

@@ -16,20 +16,20 @@ from airflow_broadway.core.custody.run_summary import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What a run did.
+    """The result of a run.
 
-    :param received: Messages taken from the source, or given.
-    :param failed: Messages that a callback failed, at either stage.
+    :param received: Messages received from the source, or passed to the run.
+    :param failed: Messages that a callback failed, in either stage.
     :param settled: Each message in one class: the sum is ``received``.
     :param batches: Batches handled, by batcher and by trigger.
-    :param seconds: Of each stage, in the run's own thread: ``receive``, ``process``, ``batch``,
-        ``handle_batch``, ``settle``; and ``total``.  And ``waited``: for how long, at the most, a
-        message had waited at its broker, where that is known.
-    :param ended: Why it stopped taking messages: ``empty``, ``max_messages``, ``max_bytes``,
-        ``max_seconds``, ``rate_limiting``, ``given``, ``error``, ``stopped``, or ``interrupted``
-        by what is no callback's error.
-    :param reasons: Why messages failed, the most frequent reasons first: ``count``, ``stage`` (not
-        known here) and ``reason``.
+    :param seconds: Seconds of each stage, in the run's own thread: ``receive``, ``process``,
+        ``batch``, ``handle_batch``, ``settle``; and ``total``.  ``waited`` is the longest time that
+        a message had waited at its broker, if known.
+    :param ended: Why it stopped receiving: ``empty``, ``max_messages``, ``max_bytes``,
+        ``max_seconds``, ``rate_limiting``, ``given``, ``error``, ``stopped``, or ``interrupted`` by
+        an exception that is not a callback's.
+    :param reasons: The reasons of failed messages, the most frequent first: ``count``, ``stage``
+        (unknown here) and ``reason``.
     """
 
     pipeline: str
@@ -49,7 +49,7 @@ class RunReport:
         return self.settled.total == self.received
 
     def totals(self) -> dict[str, int]:
-        """The figures, under the names that every report has."""
+        """Returns the counts, under the names of every report."""
         totals = self.settled.classes()
         return {
             "received": self.received,
@@ -59,22 +59,22 @@ class RunReport:
         }
 
     def trouble(self, fail_when: Any = "all") -> str:
-        """Why people should look at this run, as sentences; empty if it went well.
+        """Returns what needs attention in this run, as sentences; empty if it succeeded.
 
-        It did not if the sum does not balance, if messages had lapsed, could not be settled or
-        halted what is behind them, or if so many failed as ``fail_when`` says: see
+        That is: the sum does not balance, messages had lapsed, could not be settled or block those
+        behind them, or as many failed as ``fail_when`` specifies: see
         :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
         """
         settled, totals = self.settled, self.totals()
-        found = [
+        sentences = [
             "" if self.balanced else unbalanced_line(totals),
             settling_trouble(settled.lapsed, settled.failed, halted=settled.halted),
             failures_trouble(totals, fail_when),
         ]
-        return ".  ".join(each for each in found if each)
+        return ".  ".join(sentence for sentence in sentences if sentence)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as a JSON value."""
+        """Returns the report as a JSON value."""
         return {
             **asdict(self),
             "settled": self.settled.to_json(),

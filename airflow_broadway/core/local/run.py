@@ -1,11 +1,11 @@
-"""A finite run in one process: no Airflow, no Spark, nothing staged, real custody.
+"""A finite run in one process: no Airflow, no Spark, no staging, real custody.
 
     report = run_local(Flights(), max_messages=1000)
 
-Messages are taken within a budget, handled, batched, and settled at their broker in bulk as their
-outcomes come.  At the end of the budget, of the queue, or on SIGTERM the run drains in Broadway's
-order: stop taking, finish the chunks, deliver the pending batches, settle; what then has no outcome
-is released.
+Messages are received within a budget, handled, batched, and settled at their broker in bulk as
+outcomes arrive.  At the end of the budget, of the queue, or on SIGTERM the run drains in Broadway's
+order: stop receiving, finish the chunks, deliver the pending batches, settle; messages without an
+outcome are released.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["LocalRun", "RunReport", "run_local"]
 log = logging.getLogger(__name__)
 
 
-class _Given:
+class _MappedConnections:
     """Connections by id, from a mapping."""
 
     def __init__(self, connections: Mapping[str, Connection]) -> None:
@@ -58,7 +58,7 @@ class _Given:
             return self._connections[conn_id]
         except KeyError:
             raise ConnectionMissing(
-                f"the connection {conn_id!r} is not among those given: {sorted(self._connections)}"
+                f"the connection {conn_id!r} is not in `connections`: {sorted(self._connections)}"
             ) from None
 
 
@@ -76,35 +76,36 @@ def run_local(
     limiter: RateLimiter | None = None,
     stop: Callable[[], str] | Stop = lambda: "",
 ) -> RunReport:
-    """Run a pipeline whose batchers are all ``engine="python"`` in this process, to its end.
+    """Runs a pipeline whose batchers are all ``engine="python"`` in this process, to its end.
 
     In the main thread SIGTERM stops it.
 
-    :param messages: Messages, or their data, to handle instead of the producer's: no broker is
-        asked.  Those without an acknowledger are only counted, by the producer's verdicts.
+    :param messages: Messages, or their data, to handle instead of the producer's, without a broker.
+        Those without an acknowledger are only counted, by the producer's verdicts.
     :param max_messages: Stop after this many messages.
     :param max_bytes: Stop once payloads of this many bytes were received.
-    :param max_seconds: Begin no message after this long; what was taken then goes back, and batches
-        are delivered all the same.
+    :param max_seconds: Begin no message after this long; the remaining received messages are then
+        released, and batches are delivered all the same.
     :param wait_seconds: How long to wait for the first message.
     :param idle_seconds: Stop after this long without a message.
-    :param connections: Where connection ids are looked up.
-    :param limiter: Of the producer's ``rate_limiting``; one that forgets with the run, unless
-        given.
-    :param stop: Asked often: why to stop now, or ``""``.  The run then has the pipeline's
-        ``shutdown`` seconds to finish what was handed out; a run that ends by itself has no bound.
-    :returns: What was done; ``report.balanced`` says whether every message is accounted for.
+    :param connections: Resolves connection ids.
+    :param limiter: The limiter for the producer's ``rate_limiting``; by default one whose state
+        ends with the run.
+    :param stop: Called often; returns the reason to stop now, or ``""``.  The run then has the
+        pipeline's ``shutdown`` seconds to finish what was handed out; a run that ends by itself has
+        no limit.
+    :returns: The report; ``report.balanced`` is whether every message is accounted for.
     :raises PipelineError: If a batcher runs on Spark; if the transformer raised, or the processors'
-        ``partition_by`` or a custom splitter returned nonsense.  What these two raise is raised
-        here.  Messages without an outcome are released then.
-    :raises LeaseLapsed: If the run took so long that its messages went to another.
+        ``partition_by`` or a custom splitter returned an invalid value.  Exceptions of these two
+        are re-raised.  Messages without an outcome are released then.
+    :raises LeaseLapsed: If the run took so long that its messages were redelivered to another.
     :raises ProducerError: If the broker fails.
     """
-    made = pipeline() if isinstance(pipeline, type) else pipeline
-    used = clock or SystemClock()
-    stopping = stop if isinstance(stop, Stop) else Stop(used, made.shutdown, stop)
-    env = _env(made, used, connections)
-    run = LocalRun(made, env, limiter=limiter, stop=stopping)
+    instance = pipeline() if isinstance(pipeline, type) else pipeline
+    run_clock = clock or SystemClock()
+    stopping = stop if isinstance(stop, Stop) else Stop(run_clock, instance.shutdown, stop)
+    env = _make_env(instance, run_clock, connections)
+    run = LocalRun(instance, env, limiter=limiter, stop=stopping)
     with stopping.on_sigterm():
         if messages is not None:
             return run.handle(messages)
@@ -118,30 +119,30 @@ def run_local(
         return run.pull(budget)
 
 
-def _env(
+def _make_env(
     pipeline: Pipeline,
     clock: Clock,
     connections: Connections | Mapping[str, Connection] | None,
 ) -> ProducerEnv:
-    known = _Given(connections) if isinstance(connections, Mapping) else connections
-    about: dict[str, Any] = {} if known is None else {"connections": known}
+    known = _MappedConnections(connections) if isinstance(connections, Mapping) else connections
+    options: dict[str, Any] = {} if known is None else {"connections": known}
     return ProducerEnv(
         pipeline=pipeline.name,
         generation=uuid.uuid4().hex,
         owner={"dag_id": "local", "run_id": f"local-{os.getpid()}"},
         clock=clock,
-        **about,
+        **options,
     )
 
 
 class LocalRun:
-    """One finite run in this process, for callers that open the producer in their own way.
+    """One finite run in this process, for callers that build the producer's environment.
 
-    :param env: What the producer is opened in; names the generation.
+    :param env: The producer's environment; names the generation.
     :param limiter: As for :func:`run_local`.
-    :param stop: Tells the run to stop; signals are the caller's to handle.
-    :param suspects: Which messages are handled in a child process.
-    :param host: What callbacks in child processes may ask.
+    :param stop: Stops the run; signals are the caller's concern.
+    :param suspects: Selects the messages that are handled in a child process.
+    :param host: Answers requests of callbacks in child processes.
     :raises PipelineError: If a batcher runs on Spark.
     """
 
@@ -163,37 +164,37 @@ class LocalRun:
         self._limiter = limiter or RateLimiter(pipeline.producer.rate_limiting, env.clock)
         self._stop = stop or Stop(env.clock, pipeline.shutdown)
         self._started = time.monotonic()
-        #: What was done, once all is settled or given back: also where an error ended the run.
+        #: The report, once all messages are settled or released, even if an error ended the run.
         self.report: RunReport | None = None
 
     def handle(self, messages: Iterable[Any]) -> RunReport:
-        """Handle messages, or their data, that no source delivered; see :func:`run_local`."""
+        """Handles messages, or their data, that no source delivered; see :func:`run_local`."""
         tally = Tally()
         acknowledger = RunAcknowledger(self._pipeline.producer, tally)
-        given = [_as_message(each, index) for index, each in enumerate(messages)]
-        # Those with an acknowledger of their own are settled by that, and only counted here.
-        own = {each.message_id for each in given if not is_settled(each)}
+        batch = [_as_message(item, index) for index, item in enumerate(messages)]
+        # Messages with their own acknowledger are settled by that, and only counted here.
+        own = {message.message_id for message in batch if not is_settled(message)}
 
         def count_own(successful: list[Message], failed: list[Message]) -> None:
-            tally.counts["acked"] += sum(each.message_id in own for each in successful)
-            tally.counts["left"] += sum(each.message_id in own for each in failed)
+            tally.counts["acked"] += sum(message.message_id in own for message in successful)
+            tally.counts["left"] += sum(message.message_id in own for message in failed)
 
-        engine = self._engine()
+        engine = self._make_engine()
         if own:
             engine.on_settled = count_own
         try:
-            engine.run([[_settled_by(acknowledger, "given", each) for each in given]])
+            engine.run([[_settled_by(acknowledger, "given", message) for message in batch]])
         finally:
             tally.closed = True
             engine.close()
-        released = len(given) - sum(tally.counts.values())
+        released = len(batch) - sum(tally.counts.values())
         tally.counts["released"] += max(0, released)
-        size = sum(message.size for message in given)
-        self.report = self._report(
+        size = sum(message.size for message in batch)
+        self.report = self._make_report(
             engine,
             SettleReport.from_json(tally.counts),
             generation="local",
-            received=len(given),
+            received=len(batch),
             received_bytes=size,
             ended="given",
         )
@@ -202,86 +203,86 @@ class LocalRun:
     def pull(
         self, budget: Budget, *, on_lease: Callable[[Lease], None] = lambda lease: None
     ) -> RunReport:
-        """Handle messages of the producer's source within ``budget``; see :func:`run_local`.
+        """Handles messages of the producer's source within ``budget``; see :func:`run_local`.
 
-        :param on_lease: Called with the lease before the first message is received.
+        :param on_lease: Called with the lease before the first receive.
         """
         env = replace(self._env, stopping=lambda: bool(self._stop.reason()))
         with (
             log_ids(generation=env.generation),
-            closing(self._engine()) as engine,
+            closing(self._make_engine()) as engine,
             closing(self._pipeline.producer.source(env)) as source,
         ):
             on_lease(source.lease)
             return self._pull_from(source, engine, budget)
 
     def _pull_from(self, source: Source, engine: Engine, budget: Budget) -> RunReport:
-        settler = self._settler(source)
-        lease_renewer = self._lease_renewer(source, settler)
-        receiving = self._receiving(source, engine, budget, settler, lease_renewer)
+        settler = self._make_settler(source)
+        lease_renewer = self._make_lease_renewer(source, settler)
+        receiving = self._make_receiving(source, engine, budget, settler, lease_renewer)
         ended = ""
         if self._pipeline.producer.renews:
             lease_renewer.start()
         try:
             self._feed(engine, receiving, settler, budget)
-        except BaseException as error:  # for the report; it is raised all the same
+        except BaseException as error:  # recorded for the report; re-raised
             ended = "error" if isinstance(error, Exception) else "interrupted"
             raise
         finally:
             lease_renewer.stop()
-            broke = bool(ended) or receiving.error is not None
-            self._end(engine, receiving, settler, ended, broke=broke)
+            failed = bool(ended) or receiving.error is not None
+            self._end(engine, receiving, settler, ended, failed=failed)
         if receiving.error is not None:
             raise receiving.error
         report = self.report
         if report is None:
-            raise RuntimeError("nothing broke, and nothing was settled")
+            raise RuntimeError("no error occurred, and nothing was settled")
         if lease_renewer.lapsed:
             raise LeaseLapsed(
                 f"the lease of {source.lease.seconds} seconds has lapsed; {report.settled.lapsed}"
-                f" of {many(receiving.received, 'message')} went to another run, or will"
+                f" of {many(receiving.received, 'message')} are redelivered to another run"
             )
         return report
 
     def _end(
-        self, engine: Engine, receiving: Receiving, settler: Settler, ended: str, *, broke: bool
+        self, engine: Engine, receiving: Receiving, settler: Settler, ended: str, *, failed: bool
     ) -> None:
-        """Settle what the run holds, and make its report."""
+        """Settles all messages that the run holds, and creates its report."""
         received = receiving.received
         try:
-            settled = settler.finish(unheard=broke)
+            settled = settler.finish(unheard=failed)
         except BroadwayError as error:
             if received:
                 raise
-            # What broke the run is the error to show.
-            log.warning("What may have been handed out could not be given back: %s", error)
+            # The error that ended the run is the one to raise.
+            log.warning("Messages that may have been received could not be released: %s", error)
             return
-        self.report = self._report(
+        self.report = self._make_report(
             engine,
             settled,
             generation=self._env.generation,
-            received=received + (_unheard(settled, received) if broke else 0),
+            received=received + (_count_unheard(settled, received) if failed else 0),
             received_bytes=receiving.received_bytes,
             ended=receiving.ended or ended,
             seconds={"receive": receiving.seconds, "settle": settler.seconds, **receiving.lag},
         )
 
-    def _settler(self, source: Source) -> Settler:
-        batch_processors = sum(each.concurrency for each in self._pipeline.batchers.values())
+    def _make_settler(self, source: Source) -> Settler:
+        batch_processors = sum(options.concurrency for options in self._pipeline.batchers.values())
         return Settler(
             lambda: self._pipeline.producer.custodian(self._env),
             lambda: source.lease,
             threaded=self._pipeline.processors.concurrency > 1 or batch_processors > 1,
         )
 
-    def _lease_renewer(self, source: Source, settler: Settler) -> LeaseRenewer:
+    def _make_lease_renewer(self, source: Source, settler: Settler) -> LeaseRenewer:
         return LeaseRenewer(
             lambda: self._pipeline.producer.custodian(self._env),
             source.lease.seconds,
             lambda: [source.lease] if settler.received else [],
         )
 
-    def _receiving(
+    def _make_receiving(
         self,
         source: Source,
         engine: Engine,
@@ -315,19 +316,19 @@ class LocalRun:
         )
 
     def _feed(self, engine: Engine, receiving: Receiving, settler: Settler, budget: Budget) -> None:
-        """Handle all that comes; on return, or an error, nothing more does."""
+        """Handles all messages of the source, and stops it, also on an error."""
         try:
             self._stop.bound(budget.max_seconds)
             engine.run(_settling(receiving, settler))
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
-            with suppress(BroadwayError):  # the first error is the one to show
+            with suppress(BroadwayError):  # the first error is the one to raise
                 receiving.stop()
             raise
         finally:
             engine.close()
         receiving.stop()
 
-    def _engine(self) -> Engine:
+    def _make_engine(self) -> Engine:
         transformer = self._pipeline.producer.transformer
         return Engine(
             self._pipeline,
@@ -338,7 +339,7 @@ class LocalRun:
             host=self._host,
         )
 
-    def _report(
+    def _make_report(
         self,
         engine: Engine,
         settled: SettleReport,
@@ -375,26 +376,26 @@ class LocalRun:
 
 
 def _settling(receiving: Receiving, settler: Settler) -> Iterator[list[Message]]:
-    """The dispatches; before each next one, acks that have waited are carried out."""
+    """Yields the dispatches; before each next one, carries out queued acks."""
     for dispatch in receiving:
         yield dispatch
         settler.tick()
 
 
-def _unheard(settled: SettleReport, received: int) -> int:
-    """Messages that the broker had handed out in an answer that never came: it took them back."""
+def _count_unheard(settled: SettleReport, received: int) -> int:
+    """Returns the number of messages that the broker sent in a lost reply: they were released."""
     return min(max(0, settled.total - received), settled.released)
 
 
-def _as_message(given: Any, index: int) -> Message:
-    message = given if type(given) is Message else Message(given, position=index)
+def _as_message(item: Any, index: int) -> Message:
+    message = item if type(item) is Message else Message(item, position=index)
     if message.message_id:
         return message
     return message.with_message_id(f"given-{index}")
 
 
 def _settled_by(acknowledger: RunAcknowledger, ref: str, message: Message) -> Message:
-    """The message with an acknowledger: its own, or else this one."""
+    """Returns the message with an acknowledger: its own, or else this one."""
     if not is_settled(message):
         return message
     return message.with_acknowledger(AckRef(acknowledger, ref, message.acknowledger.data))

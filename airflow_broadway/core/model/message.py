@@ -68,7 +68,7 @@ class Status(NamedTuple):
         name = type(reason).__name__
         try:
             text = redacted(str(reason))
-        except (Exception, SystemExit, GeneratorExit):  # whatever a user's __str__ raises
+        except (Exception, SystemExit, GeneratorExit):  # any exception of a user's __str__
             # A verdict needs a text: a failure without one is a failure all the same.
             return f"{name}: (its text cannot be had)"
         if not text.isascii():

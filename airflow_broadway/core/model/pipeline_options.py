@@ -123,7 +123,7 @@ class Processors(Options):
     min_demand: int = option(
         default=AUTO,
         rule=at_least(0),
-        doc="Less than ``max_demand``; half of it unless given, as in Broadway.",
+        doc="Less than ``max_demand``; half of it by default, as in Broadway.",
     )
     partition_by: Callable[[Any], int] | None = option(
         default=None,

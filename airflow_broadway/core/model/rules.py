@@ -73,12 +73,12 @@ def at_least(low: int) -> Rule:
 
 
 def between(low: int, high: int) -> Rule:
-    """An integer from ``low`` to ``high``."""
+    """Returns the rule "an integer from ``low`` to ``high``"."""
     return Rule(f"an integer from {low} to {high}", lambda v: is_int(v) and low <= v <= high, int)
 
 
 def matching(pattern: str, text: str) -> Rule:
-    """Text of which all matches a pattern."""
+    """Returns a rule for text that matches a pattern completely; ``text`` describes it."""
     compiled = re.compile(pattern)
     return Rule(text, lambda v: isinstance(v, str) and compiled.fullmatch(v) is not None)
 

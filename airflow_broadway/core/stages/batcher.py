@@ -1,7 +1,7 @@
 """The batcher: a pure state machine from items and timestamps to closed batches.
 
-It uses only the ``batch_key``, ``batch_mode`` and ``size`` of an item, and fills whatever
-``make(key, partition)`` returns: a list in the local runner, a counter with a running hash when
+It uses only the ``batch_key``, ``batch_mode`` and ``size`` of an item, and fills the
+result of ``make(key, partition)``: a list in the local runner, a counter with a running hash when
 staged rows are planned.  Equal items at equal timestamps form equal batches.
 
 It follows Broadway's rules exactly: items are cut into chunks of ``max_demand - max_demand // 2``;
@@ -32,7 +32,7 @@ _FLUSH: Final = BatchMode.FLUSH
 
 
 class Item(Protocol):
-    """A message, or a row that stands for one."""
+    """A message, or a row that represents one."""
 
     @property
     def batch_key(self) -> Any: ...

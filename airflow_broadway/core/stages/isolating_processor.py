@@ -108,7 +108,7 @@ class IsolatingProcessor:
         """
         if not self._proven and self._blamed >= _MOST_UNPROVEN:
             raise PipelineError(
-                f"{self._processor.name} ends, whatever message it handles, the last time at"
+                f"{self._processor.name} ends at every message that it handles, the last time at"
                 f" message {message.message_id!r}: no further message is blamed, and all held"
                 " messages are released; check this host's memory, and what the pipeline does to"
                 " every message"

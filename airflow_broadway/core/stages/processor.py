@@ -271,12 +271,12 @@ class ProcessorStage:
 
         :param failed: Has each yielded message, if it failed, when the next one is requested.
         """
-        groups, held = self._held, 0
+        groups, released = self._held, 0
         groups.add(failed)  # the whole chunk, if prepare_messages failed it
         known = len(failed)
         for message in messages:
             if groups and groups.has(message):
-                held += 1
+                released += 1
                 continue
             if is_entry_failure(message):
                 failed.append(_to_failed(message))
@@ -285,11 +285,11 @@ class ProcessorStage:
             if len(failed) > known:
                 groups.add(failed[known:])
                 known = len(failed)
-        if held:
+        if released:
             with log_ids(message_id=None):  # not the id of the last message
                 log.info(
                     "%s released: an earlier message of the group failed and is redelivered.",
-                    many(held, "message"),
+                    many(released, "message"),
                 )
 
     def _handle_messages(

@@ -17,8 +17,8 @@ from airflow_broadway.core.clock import Clock
 _NEVER: Final = float("inf")
 #: The maximum seconds of a wait without a check for a stop.
 STOP_CHECK_INTERVAL: Final = 0.5
-#: Seconds between two calls of ``asked``, while messages are handled.
-_ASK_INTERVAL: Final = 0.05
+#: Seconds between two calls of ``poll_reason``, while messages are handled.
+_POLL_INTERVAL: Final = 0.05
 #: Seconds for which a run whose time is over waits for processors that are handling a message.
 _LAST_MESSAGE_TIMEOUT: Final = 1.0
 
@@ -27,7 +27,7 @@ class Stop:
     """Whether a run is to stop, and how long it may take to finish.
 
     :param shutdown: Seconds that it has, after a stop request, to finish what was handed out.
-    :param asked: Called often; returns the reason to stop now, or ``""``.
+    :param poll_reason: Called often; returns the reason to stop now, or ``""``.
     :param interrupts: Exceptions that end a callback from outside, such as a task's timeout: its
         message is released, and nothing more is begun.
     """
@@ -36,7 +36,7 @@ class Stop:
         self,
         clock: Clock,
         shutdown: float = _NEVER,
-        asked: Callable[[], str] | None = None,
+        poll_reason: Callable[[], str] | None = None,
         *,
         interrupts: tuple[type[BaseException], ...] = (),
     ) -> None:
@@ -48,7 +48,7 @@ class Stop:
         #: each message is cheaper than the call.
         self.look_at = 0.0
         self.now = clock.monotonic
-        self._asked = asked
+        self._poll_reason = poll_reason
         self._reason = ""
         self._until = _NEVER  # begins no message after this time
         self._late = _NEVER  # begins nothing after this time
@@ -74,8 +74,8 @@ class Stop:
 
     def reason(self) -> str:
         """Returns why the run is to stop, or ``""``."""
-        if not self._reason and self._asked is not None:
-            reason = self._asked()
+        if not self._reason and self._poll_reason is not None:
+            reason = self._poll_reason()
             if reason:
                 self.request(reason)
         return self._reason
@@ -84,8 +84,8 @@ class Stop:
         """Returns whether no further message is begun."""
         self.reason()
         now = self.now()
-        asks = self._asked is not None and not self._reason
-        self.look_at = min(self._until, now + _ASK_INTERVAL) if asks else self._until
+        polls = self._poll_reason is not None and not self._reason
+        self.look_at = min(self._until, now + _POLL_INTERVAL) if polls else self._until
         return now >= self._until
 
     def late(self) -> bool:

@@ -138,7 +138,7 @@ class SubprocessProcessor:
             if self._closed:
                 raise EOFError
             self._process = process = self._spawn(path)
-        if process.stdin is None or process.stdout is None:  # pragma: no cover - we asked for both
+        if process.stdin is None or process.stdout is None:  # pragma: no cover - both are PIPE
             raise PipelineError("a processor's process has no pipes")
         self._channel = PipeChannel(process.stdout, process.stdin)
         shutdown = None if self.stop is None else self.stop.shutdown

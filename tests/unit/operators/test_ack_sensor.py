@@ -91,9 +91,9 @@ class Watched:
         )
         monkeypatch.setattr(self.sensor, "_elapsed", lambda context: elapsed + self.clock.now)
         self.looks: list[float] = []
-        monkeypatch.setattr(self.sensor, "_look", self._look)
+        monkeypatch.setattr(self.sensor, "_check_run", self._check_run)
 
-    def _look(self, context: Any) -> dict[str, Any] | None:
+    def _check_run(self, context: Any) -> dict[str, Any] | None:
         self.looks.append(self.clock.now)
         return {"acked": 1} if ack._over(self.sensor._states(context)) else None
 
@@ -138,7 +138,7 @@ def test_a_task_that_waits_for_a_slot_is_not_kept_from_it(monkeypatch: pytest.Mo
 
 def test_a_run_that_is_held_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, "failed")
-    monkeypatch.setattr(watched.sensor, "_look", lambda context: None)
+    monkeypatch.setattr(watched.sensor, "_check_run", lambda context: None)
 
     with pytest.raises(AirflowRescheduleException):
         watched.poke()
@@ -234,7 +234,7 @@ def test_a_failure_of_the_sensor_has_no_text_of_a_broker(
 
     # Then the log has it, and what notifiers send has figures
     assert str(caught.value) == (
-        "All messages are settled or given back, but 1 could not be settled: they are delivered"
+        "All messages are settled or released, but 1 could not be settled: they are delivered"
         " again, marked as redelivered.  5 messages received: 4 acked, 1 could not be settled."
     )
     assert "Error: refused: <b>x</b>" in lines

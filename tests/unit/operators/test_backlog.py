@@ -23,7 +23,7 @@ from airflow.triggers.base import BaseEventTrigger
 from airflow_broadway import Batcher, Broadway, Message, backlog
 from airflow_broadway.adapters import backlog as adapter
 from airflow_broadway.adapters.host import Host
-from airflow_broadway.adapters.outlets import tell_outlets
+from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.plan import BatchPlan
@@ -104,7 +104,7 @@ async def told_by(trigger: Any, number: int) -> list[dict[str, Any]]:
 def test_the_trigger_looks_takes_nothing_and_tells(
     queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("airflow_broadway.triggers.backlog.runs_of", lambda _: Runs(0, 0))
+    monkeypatch.setattr("airflow_broadway.triggers.backlog.count_runs", lambda _: Runs(0, 0))
     queue.send([b"1", b"2", b"3"])
     trigger = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3)
 
@@ -169,7 +169,7 @@ def test_a_broker_that_does_not_answer_leaves_the_loop_free() -> None:
     answer = threading.Event()
 
     async def both() -> str:
-        look = asyncio.ensure_future(adapter.off_the_loop(lambda: answer.wait(30.0)))
+        look = asyncio.ensure_future(adapter.run_in_thread(lambda: answer.wait(30.0)))
         await asyncio.sleep(0)  # the loop goes on
         assert not look.done()
         answer.set()
@@ -189,7 +189,7 @@ def test_each_trigger_looks_in_a_thread_of_its_own(
         return QueueDepth(3, 0, 0, 0, None)
 
     monkeypatch.setattr("airflow_broadway.triggers.backlog.look_at", look)
-    monkeypatch.setattr("airflow_broadway.triggers.backlog.runs_of", lambda _: Runs(0, 0))
+    monkeypatch.setattr("airflow_broadway.triggers.backlog.count_runs", lambda _: Runs(0, 0))
     trigger: Any = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3)
     if kind == "sensor":
         trigger = BroadwayBacklogReachedTrigger(
@@ -204,7 +204,7 @@ def test_each_trigger_looks_in_a_thread_of_its_own(
 def test_what_a_look_raises_is_the_callers_and_a_cancelled_one_ends_in_silence() -> None:
     async def failing() -> None:
         with pytest.raises(ZeroDivisionError):
-            await adapter.off_the_loop(lambda: 1 / 0)
+            await adapter.run_in_thread(lambda: 1 / 0)
 
     asyncio.run(failing())
     answer = threading.Event()
@@ -215,7 +215,7 @@ def test_what_a_look_raises_is_the_callers_and_a_cancelled_one_ends_in_silence()
 
     async def cancelled() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, about: troubles.append(about))
-        look = asyncio.ensure_future(adapter.off_the_loop(slow))
+        look = asyncio.ensure_future(adapter.run_in_thread(slow))
         await asyncio.sleep(0)
         look.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -264,7 +264,7 @@ def test_a_run_that_is_queued_counts_as_one_at_work(monkeypatch: pytest.MonkeyPa
         return 7 if states is None else len(states)
 
     monkeypatch.setattr(RuntimeTaskInstance, "get_dr_count", staticmethod(count))
-    assert adapter.runs_of("orders") == Runs(open=2, ever=7)
+    assert adapter.count_runs("orders") == Runs(open=2, ever=7)
     # One that is made between both is open: else nothing would say that it was made
     assert asked == [("orders", None), ("orders", ["queued", "running"])]
 
@@ -398,7 +398,7 @@ def test_from_the_event_to_the_acked_message(
     queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Given an event of the trigger that Airflow made of the Dag's schedule
-    monkeypatch.setattr("airflow_broadway.triggers.backlog.runs_of", lambda _: Runs(0, 0))
+    monkeypatch.setattr("airflow_broadway.triggers.backlog.count_runs", lambda _: Runs(0, 0))
     schedule: Any = Orders.dag("orders", schedule=backlog(min_messages=3)).schedule
     queue.send([b"1", b"2", b"3"])
     [told] = asyncio.run(told_by(again(schedule.watchers[0].trigger), 1))
@@ -472,7 +472,7 @@ def test_an_outlet_of_several_batchers_has_one_event_of_what_is_its_own(
     events = {outlet: SimpleNamespace(extra={}) for outlet in outlets}
     operator: Any = SimpleNamespace(outlets=outlets)
     context: Any = {"outlet_events": events}
-    tell_outlets(operator, context, run, Batched(), heads)
+    emit_outlet_events(operator, context, run, Batched(), heads)
 
     # Then each has what its batchers' batches came to
     extras = {outlet.name: event.extra for outlet, event in events.items()}

@@ -44,7 +44,7 @@ def test_a_batcher_that_is_cleared_after_settlement_is_skipped_and_says_how_to_r
     context: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {}}
     command = re.escape(run_again_command(DAG_ID, RUN_ID))
     assert command.startswith(f"airflow\\ dags\\ trigger\\ {DAG_ID}")
-    with pytest.raises(AirflowSkipException, match=f"are settled, or were given back.*{command}"):
+    with pytest.raises(AirflowSkipException, match=f"are settled, or were released.*{command}"):
         operator.execute(context)
     assert shop.calls() == []
     assert pushed == [None]

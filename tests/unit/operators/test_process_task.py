@@ -52,7 +52,7 @@ def test_without_batchers_it_fails_for_what_lapsed_and_is_not_tried_again(
     if not why:
         assert task.execute()["received"] == 5
         return
-    with pytest.raises(AirflowFailException, match=f"settled or given back, but {why}"):
+    with pytest.raises(AirflowFailException, match=f"settled or released, but {why}"):
         task.execute()
 
 

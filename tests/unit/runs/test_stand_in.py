@@ -100,7 +100,7 @@ def test_the_sensors_last_look_settles_what_is_done_and_gives_back_the_rest(
     started = datetime.now(UTC) - timedelta(minutes=2)
 
     # When it looks, and no look comes after it within its time
-    assert sensor._look(context_of(run, started, states)) is None
+    assert sensor._check_run(context_of(run, started, states)) is None
 
     # Then nothing is held any more: what failed is dead, what no batch has handled comes again
     assert run.depth() == ((9, 0, 0, 1) if settles else (0, 0, 10, 0))

@@ -131,7 +131,10 @@ def test_the_rendered_ddl_is_canonical() -> None:
         (r"a int comment 'a\x'", r"character 17: expected one of \n \r \t \\ \' and \", found"),
         ("a int comment 'x", "character 15: found ' without the ' that closes it"),
         ("`a int", "character 1: found ` without the ` that closes it"),
-        ("a-b int", "character 2: expected a name, a type or ',', found '-'; quote a name that is not"),
+        (
+            "a-b int",
+            "character 2: expected a name, a type or ',', found '-'; quote a name that is not",
+        ),
         ("1a int", "character 1: expected a column's name"),
         ("`` int", "character 1: a column needs a name"),
         ("a decimal(39, 0)", "character 3: a decimal's precision is from 1 to 38, not 39"),

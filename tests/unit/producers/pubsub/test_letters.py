@@ -152,7 +152,7 @@ def test_what_cannot_go_back_stays_and_says_why(at: Place) -> None:
     assert moved.count == 1
     why = sorted(moved.refused.values())
     assert "it has 100 attributes, the most that Pub/Sub takes" in why[0]
-    assert f"came from 'projects/{PROJECT}/subscriptions/gone', which is no source" in why[1]
+    assert f"its origin is 'projects/{PROJECT}/subscriptions/gone', which is no source" in why[1]
     assert sorted(letter.body for letter in listed(at)) == [b"full", b"lost"]
 
 
@@ -178,7 +178,7 @@ def test_a_forged_letter_names_neither_its_destination_nor_another_ones_id(at: P
     # Then the pipeline's own topic alone has got anything
     assert moved.count == 1
     assert all(
-        f"came from {victim!r}, which is no source" in each for each in moved.refused.values()
+        f"its origin is {victim!r}, which is no source" in each for each in moved.refused.values()
     )
     assert sorted(letter.body for letter in listed(at)) == [b"evil", b"google"]
     assert sorted(message.data for message in at.begin().take()) == [b"real", b"twin"]

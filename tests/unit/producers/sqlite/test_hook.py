@@ -19,7 +19,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, **fields: str) -> None:
 def test_the_hook_opens_queues_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     connect(monkeypatch, host=str(tmp_path / "q.db"))
     hook = BroadwaySqliteHook()
-    assert hook.test_connection() == (True, "The first message makes the file.")
+    assert hook.test_connection() == (True, "The first message creates it.")
 
     with hook.get_queue("flights") as queue:
         queue.send([b"x"])
