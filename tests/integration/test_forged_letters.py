@@ -136,7 +136,7 @@ def test_a_place_of_several_sources_sends_back_to_these_alone(place: Place, vict
     assert moved.count == 1
     assert (place.server.depth(other), place.server.depth(victim)) == (1, 0)
     silent = moved.refused[found[b"silent"].message_id]
-    assert f"it has no origin among {place.name}, {other}" in silent
+    assert f"its origin is unknown, one of {place.name}, {other}" in silent
     assert silent.endswith("name the destination with --to")
 
 

@@ -153,7 +153,7 @@ def destination_of(letter: DeadLetter, sources: Sequence[str], to: str | None) -
         return letter.origin
     if not letter.origin:
         raise ProducerError(
-            f"it has no origin among {', '.join(sources)}; name the destination with --to"
+            f"its origin is unknown, one of {', '.join(sources)}; name the destination with --to"
         )
     raise ProducerError(
         f"its origin is {printable(letter.origin)[:_MAX_ORIGIN]!r}, which is no source"
