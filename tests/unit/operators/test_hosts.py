@@ -249,6 +249,6 @@ def test_a_run_that_asked_for_no_message_is_a_warning_with_what_waits(
     [record] = [each for each in caplog.records if "not asked" in each.getMessage()]
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "No messages were requested from the broker (stopped by signal).  The queue: 3 ready, 0 wait"
-        " for a retry, 0 held by runs; the oldest is 0 s old."
+        "No messages were requested from the broker (stopped by signal).  The queue: 3 ready, 0"
+        " wait for a retry, 0 held by runs; the oldest is 0 s old."
     )
