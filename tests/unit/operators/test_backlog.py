@@ -246,7 +246,7 @@ def test_what_another_release_has_stored_ends_its_own_trigger_and_no_triggerer()
         ({"min_messages": 1, "max_runs": 0}, r"BroadwayBacklogTrigger\.max_runs': expected a posi"),
         ({"min_messages": 1, "dag_id": ""}, r"BroadwayBacklogTrigger\.dag_id': expected a non-e"),
         ({"min_messages": 1, "pipeline": 5}, r"pipeline': expected a Broadway subclass"),
-        ({"max_age": 60, "pipeline": Sharded}, r"max_age': expected min_messages beside it: rabb"),
+        ({"max_age": 60, "pipeline": Sharded}, r"max_age': expected min_messages as well: rabb"),
     ],
 )
 def test_each_option_of_the_trigger_is_checked_while_a_dag_is_parsed(

@@ -213,7 +213,7 @@ def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
         ),
         (
             lambda: BroadwayProcessorOperator(task_id="p", pipeline=PythonOrders, max_seconds=None),
-            "invalid value for option 'p.max_seconds': expected a bound here or for max_messages",
+            "invalid value for option 'p.max_seconds': expected a limit here or for max_messages",
         ),
         (
             lambda: BroadwayProcessorOperator(task_id="p", pipeline="no colon"),
