@@ -144,7 +144,7 @@ def test_one_bad_row_of_spark_spares_the_others(world: World) -> None:
     [
         ("file:///proc/nowhere", ("/proc/nowhere", "[broadway] staging")),
         ("file://{folder}/file/below", ("{folder}/file/below", "[broadway] staging")),
-        ("/data/broadway", ("the staging root '/data/broadway' is no URI",)),
+        ("/data/broadway", ("the staging root '/data/broadway' is not a URI",)),
     ],
     ids=["read-only", "no folder", "no URI"],
 )

@@ -182,7 +182,7 @@ def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(
     assert reference["batchers"]["default"] == 30
     assert reference["stopped"] == "interrupted"
     # of which the log names the one that was too slow
-    assert "ended handle_message while it was at message" in caplog.text
+    assert "ended handle_message at message" in caplog.text
     batch = place.operator(
         BroadwayBatcherOperator,
         place.pipeline(OneHangs),
