@@ -246,7 +246,9 @@ def test_a_run_that_asked_for_no_message_is_a_warning_with_what_waits(
     reference = hosts.run(hosts.process, "one")
 
     assert reference["receives"] == 0
-    [record] = [each for each in caplog.records if "No messages were requested" in each.getMessage()]
+    [record] = [
+        each for each in caplog.records if "No messages were requested" in each.getMessage()
+    ]
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
         "No messages were requested from the broker (stopped by signal).  The queue: 3 ready, 0"
