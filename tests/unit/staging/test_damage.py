@@ -147,7 +147,7 @@ def test_a_lost_or_shortened_file_of_messages_settles_nothing(
     path = ready.file(pattern)
     whole = path.read_bytes()
     path.unlink()
-    with pytest.raises(StagingDamaged, match="is missing"):
+    with pytest.raises(StagingDamaged, match="is not there"):
         ready.all_read()
     # A file of another run's, with fewer rows
     other = Ready(tmp_path / "other", on_success)
