@@ -30,7 +30,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
 HEAD = """# Options
 
-Made from the declarations by `python -m scripts.options_doc`; a test compares.  Durations are
+Generated from the declarations by `python -m scripts.options_doc`; a test compares.  Durations are
 seconds, sizes bytes.  An unknown or ill-typed option is an `OptionsError` that names its path, the
 value, the rule or the valid names, and the nearest of them.
 
@@ -44,8 +44,8 @@ Flights(
 ```
 
 Nested options (`producer`, `processors`, `batchers`, and `retry`, `rate_limiting`, `qos` in them)
-are merged: what is not named stays as declared.  `context` is the user's own value, of which nobody
-but its callbacks knows whether a key may be left out, and is replaced whole.
+are merged: options that are not named stay as declared.  `context` is the user's own value, and
+is replaced whole.
 
 ## The pipeline
 
@@ -63,7 +63,7 @@ PIPELINE: list[tuple[str, str, str, str]] = [
         "the class's name",
         "In staging paths, metrics and logs.",
     ),
-    ("producer", "a producer", "required", "Where messages come from: below."),
+    ("producer", "a producer", "required", "The source of messages: below."),
     (
         "processors",
         '`Processors(…)`, or `{"name": Processors(…)}` with one entry',
@@ -83,7 +83,7 @@ PIPELINE: list[tuple[str, str, str, str]] = [
         "archive",
         "`Archive(…)` or None",
         "`None`",
-        "Keeps what is received, so that [a past interval can be run again](backfills.md).",
+        "Keeps received messages, so that [a past interval can be run again](backfills.md).",
     ),
     (
         "partition_by",
@@ -98,21 +98,21 @@ PIPELINE: list[tuple[str, str, str, str]] = [
         "context",
         "any JSON value",
         f"`{Broadway.context!r}`",
-        "What every callback gets as `context`, unless `setup` returns another.",
+        "The `context` of every callback, unless `setup` returns another.",
     ),
     (
         "shutdown",
         "a number of seconds greater than 0",
         f"`{Broadway.shutdown!r}`",
-        "For how long a run that is told to stop may finish what it has begun; the rest goes back.",
+        "Seconds in which a run that is stopped may finish its current work; the rest is released.",
     ),
 ]
 
 #: What follows it.
 CALLS = """
-Beside the callbacks of Broadway a pipeline may define `setup(self, run)`: called once per process,
-before any other callback, on workers and on the Spark driver; what it returns is the `context` (a
-client, a table in memory).
+In addition to Broadway's callbacks a pipeline may define `setup(self, run)`: called once per
+process, before any other callback, on workers and on the Spark driver; its result is the
+`context` (a client, a table in memory).
 
 `self.run` is a `RunInfo` in every callback, with {run}.
 Outside Airflow its ids are `"local"`.

@@ -174,13 +174,15 @@ class Producer(Options):
     on_success: str = option(
         default="ack",
         rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
-        doc="What is done with a message that succeeded: ``ack``, ``retry``, ``dead_letter`` or"
-        " ``noop``, unless the producer names others.",
+        doc=(
+            "The action for a message that succeeded: ``ack``, ``retry``, ``dead_letter``"
+            " or ``noop``, unless the producer defines others."
+        ),
     )
     on_failure: str = option(
         default="retry",
         rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
-        doc="What is done with a message that failed; the same values.",
+        doc="The action for a message that failed; the same values.",
     )
     retry: RetryPolicy = option(
         default=RetryPolicy(),
@@ -197,19 +199,23 @@ class Producer(Options):
     transformer: Callable[[Any], Message] | None = option(
         default=None,
         rule=FUNCTION.or_none(),
-        doc="Called with every message as received; returns the message to go on with.",
+        doc="Called with every message as received; returns the message to continue with.",
     )
     max_crashes: int = option(
         default=5,
         rule=POSITIVE,
-        doc="How many child processes may end on a message that they handle alone, before it is"
-        " dead-lettered with the reason ``crashed``: see ``docs/poison.md``.",
+        doc=(
+            "Child processes that may end on a message that they handle alone, before it is"
+            " dead-lettered with the reason ``crashed``: see ``docs/poison.md``."
+        ),
     )
     lease: float = option(
         default=900.0,
         rule=SECONDS,
-        doc="Seconds for which messages are held; renewed while the run is at work, where the"
-        " broker can.",
+        doc=(
+            "Seconds for which messages are held; renewed during the run, where the broker"
+            " supports it."
+        ),
     )
 
     def _resolve(self) -> None:

@@ -165,47 +165,59 @@ class KafkaOptions(Producer):
 
     group_id: str = option(
         rule=TEXT,
-        doc="The consumer group whose offsets are kept.  It is this pipeline's alone: no other"
-        " consumer may be a member of it.",
+        doc=(
+            "The consumer group whose offsets are used.  It belongs to this pipeline alone:"
+            " no other consumer may be a member of it."
+        ),
     )
     topics: Any = option(rule=_TOPICS, doc="The topics, by name: a list.")
     hosts: Any = option(
         default=None,
         rule=_HOSTS.or_none(),
-        doc="Brokers to begin with: ``'host:port,host:port'``, or a list of ``'host:port'``;"
-        " ``None``: the connection's ``bootstrap.servers``.",
+        doc=(
+            "Bootstrap brokers: ``'host:port,host:port'``, or a list of ``'host:port'``;"
+            " ``None``: the connection's ``bootstrap.servers``."
+        ),
     )
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
         rule=CONN_ID.or_none(),
         doc="The Airflow connection of type ``kafka``, whose extra is librdkafka's settings;"
-        f" ``None``: ``hosts`` alone, and so it is where there is no ``{DEFAULT_CONNECTION}``.",
+        f" ``None``: ``hosts`` alone, as without a ``{DEFAULT_CONNECTION}``.",
     )
     offset_reset_policy: Any = option(
         default="latest",
         rule=_POLICY,
-        doc="Where a group begins that has no offset in any partition: ``earliest``, ``latest``, or"
-        " at a timestamp with its time zone, in ISO 8601.  A partition that is added later is read"
-        " from its beginning, whatever this says.",
+        doc=(
+            "Where a group begins that has no offset in any partition: ``earliest``,"
+            " ``latest``, or at a timestamp with its time zone, in ISO 8601.  A partition"
+            " that is added later is always read from its beginning."
+        ),
     )
     order: str = option(
         default="partition",
         rule=one_of("partition", "key", "none"),
-        doc="What stays in order: a ``partition``, which stops at a message that is to be retried;"
-        " the messages of a ``key`` in it; or ``none``: what is to be retried is sent to"
-        " ``retry_topic``, and holds up nothing.",
+        doc=(
+            "What stays in order: a ``partition``, which stops at a message to be retried;"
+            " the messages of a ``key`` in it; or ``none``: messages to be retried are sent"
+            " to ``retry_topic``, and hold up nothing."
+        ),
     )
     on_expired: str = option(
         default="continue",
         rule=one_of("continue", "fail"),
-        doc="What a run does when retention has removed messages that nobody had read:"
-        " ``continue`` with an error in the log, or ``fail``.",
+        doc=(
+            "The behaviour when retention has removed unread messages: ``continue`` with an"
+            " error in the log, or ``fail``."
+        ),
     )
     retry_topic: str | None = option(
         default=None,
         rule=_A_TOPIC.or_none(),
-        doc="The topic for messages that are to be retried, with ``order='none'``; ``None``: the"
-        " topic's own name and ``.retry``.",
+        doc=(
+            "The topic for messages to be retried, with ``order='none'``; ``None``: the"
+            " topic's own name and ``.retry``."
+        ),
     )
     dead_letter: str | None = option(
         default=None,
@@ -215,14 +227,19 @@ class KafkaOptions(Producer):
     lateness: float = option(
         default=300.0,
         rule=SECONDS_OR_ZERO,
-        doc="Seconds by which messages of the log may be out of order by their timestamps: a"
-        " backfill reads on for so long behind its interval.",
+        doc=(
+            "Seconds by which messages of the log may be out of order by their timestamps:"
+            " a backfill reads this far beyond its interval."
+        ),
     )
     settings: Any = option(
         default=None,
         rule=_SETTINGS.or_none(),
-        doc="Settings of librdkafka, by its names, such as ``fetch.wait.max.ms``; they win over the"
-        " connection's.  No secrets, and none that this package sets itself.",
+        doc=(
+            "Settings of librdkafka, by its names, such as ``fetch.wait.max.ms``; they"
+            " override the connection's.  No secrets, and none that are reserved by this"
+            " package."
+        ),
     )
 
     def _resolve(self) -> None:

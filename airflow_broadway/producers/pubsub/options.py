@@ -107,25 +107,29 @@ class PubSubProducer(BrokerProducer):
     project_id: str | None = option(
         default=None,
         rule=TEXT.or_none(),
-        doc="The project of a subscription or topic that is given by its id; that of the"
-        " connection, else of the credentials.",
+        doc=(
+            "The project of a subscription or topic set by its id; by default that of the"
+            " connection, else of the credentials."
+        ),
     )
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
         rule=CONN_ID.or_none(),
         doc="The Airflow connection of type ``google_cloud_platform``; ``None``: Application"
-        f" Default Credentials, and so where there is no ``{DEFAULT_CONNECTION}``.",
+        f" Default Credentials, also used without a ``{DEFAULT_CONNECTION}``.",
     )
     endpoint: str | None = option(
         default=None,
         rule=_ENDPOINT.or_none(),
-        doc="Another endpoint than Google's global one, such as a region's; ``http://…`` is an"
-        " emulator, without credentials.  ``PUBSUB_EMULATOR_HOST`` unless given.",
+        doc=(
+            "Another endpoint than Google's global one, such as a region's; ``http://…`` is"
+            " an emulator, without credentials.  ``PUBSUB_EMULATOR_HOST`` by default."
+        ),
     )
     receive_concurrency: int = option(
         default=4,
         rule=between(1, 100),
-        doc="Pulls in flight at a time, and requests in which messages are renewed and settled.",
+        doc="Pulls in flight at a time, and requests that renew and settle messages.",
     )
     max_number_of_messages: int = option(
         default=250,
@@ -136,8 +140,10 @@ class PubSubProducer(BrokerProducer):
     receive_timeout: float = option(
         default=5.0,
         rule=SECONDS,
-        doc="Seconds that a pull waits for a message: so long it takes to find out that a"
-        " subscription is empty.",
+        doc=(
+            "Seconds that a pull waits for a message: the time to detect that a"
+            " subscription is empty."
+        ),
     )
     receive_interval: float = option(
         default=5.0,
@@ -147,24 +153,30 @@ class PubSubProducer(BrokerProducer):
     request_timeout: float = option(
         default=60.0,
         rule=SECONDS,
-        doc="Seconds for which a request other than a pull is tried while Pub/Sub is out of reach.",
+        doc=(
+            "Seconds for which a request other than a pull is retried while Pub/Sub is unreachable."
+        ),
     )
     on_success: Any = option(
         default="ack",
         rule=_ACTION,
-        doc="What is done with a message that succeeded: ``ack``, ``noop``, ``nack``,"
-        " ``(nack, seconds)``, ``retry``, ``dead_letter`` or ``release``.",
+        doc=(
+            "The action for a message that succeeded: ``ack``, ``noop``, ``nack``, ``(nack,"
+            " seconds)``, ``retry``, ``dead_letter`` or ``release``."
+        ),
     )
     on_failure: Any = option(
         default="noop",
         rule=_ACTION,
-        doc="What is done with a message that failed; the same values.",
+        doc="The action for a message that failed; the same values.",
     )
     message_ordering: bool = option(
         default=False,
         rule=BOOL,
-        doc="Whether messages of one ordering key stay in order: what comes again holds back those"
-        " behind it.  As the subscription is made.",
+        doc=(
+            "Whether messages of one ordering key stay in order: a redelivered message"
+            " holds back those behind it.  Must match the subscription."
+        ),
     )
     lease: float = option(
         default=AUTO,
@@ -173,8 +185,10 @@ class PubSubProducer(BrokerProducer):
             lambda v: type(v) in (int, float) and _DEADLINES[0] <= v <= _DEADLINES[1],
             float,
         ),
-        doc="Seconds for which messages are held, renewed while the run is at work.  600, the most"
-        " that Pub/Sub allows.",
+        doc=(
+            "Seconds for which messages are held, renewed during the run.  600, the maximum"
+            " of Pub/Sub."
+        ),
     )
     dead_letter: str | None = option(
         default=None,
@@ -185,8 +199,10 @@ class PubSubProducer(BrokerProducer):
     dead_letter_subscription: str | None = option(
         default=None,
         rule=_named("subscription").or_none(),
-        doc="The pull subscription that shows dead letters to people; ``None``: the one that is"
-        " called as their topic.",
+        doc=(
+            "The pull subscription from which dead letters are read; ``None``: the one with"
+            " their topic's name."
+        ),
     )
 
     def _resolve(self) -> None:

@@ -143,13 +143,17 @@ class RabbitMQOptions(Producer):
     on_failure: str = option(
         default=rules.AUTO,
         rule=rules.Rule("an action of this producer", lambda v: isinstance(v, str)),
-        doc="What is done with a message that failed; the values of ``on_success``.  Should be"
-        " given: the default is Broadway's, ``reject_and_requeue``, with its warning.",
+        doc=(
+            "The action for a message that failed; the values of ``on_success``.  Should be"
+            " given: the default is Broadway's, ``reject_and_requeue``, with its warning."
+        ),
     )
     lease: float = option(
         default=21600.0,
         rule=rules.SECONDS,
-        doc="Seconds for which a run may hold messages: a fixed bound, from pulling to settling.",
+        doc=(
+            "Seconds for which a run may hold messages: a fixed bound, from receiving to settling."
+        ),
     )
     qos: Qos = option(
         default=Qos(),
@@ -160,8 +164,11 @@ class RabbitMQOptions(Producer):
     declare: Mapping[str, Any] | None = option(
         default=None,
         rule=_mapping_of(("durable", "passive", "arguments")),
-        doc="Declares the queue with these arguments before it is read; ``None``: it must exist."
-        "  An exclusive or auto-deleted queue would end with the run, and its messages with it.",
+        doc=(
+            "Declares the queue with these arguments before receiving; ``None``: it must"
+            " exist.  An exclusive or auto-deleted queue would end with the run, and its"
+            " messages with it."
+        ),
     )
     bindings: Any = option(
         default=(),
@@ -203,7 +210,7 @@ class RabbitMQOptions(Producer):
     backoff_type: str = option(
         default="rand_exp",
         rule=rules.one_of(*BACKOFF_TYPES),
-        doc="How the delay grows between attempts to connect again.",
+        doc="How the delay grows between attempts to reconnect.",
     )
     backoff_min: float | None = option(
         default=None, rule=rules.SECONDS.or_none(), doc="The shortest such delay in seconds; 1."
@@ -219,13 +226,16 @@ class RabbitMQOptions(Producer):
     dead_letter: Any = option(
         default=None,
         rule=_DEAD_LETTER.or_none(),
-        doc="Where dead letters go; ``None``: to ``broadway.dead.<queue>``.",
+        doc="The target of dead letters; ``None``: ``broadway.dead.<queue>``.",
     )
     max_message_bytes: int = option(
         default=15 * 1024 * 1024,
         rule=rules.POSITIVE,
-        doc="A message with a larger body is set aside as a dead letter.  With its bundle around it"
-        " it must pass the broker's max_message_size; bundles of several hold no more either.",
+        doc=(
+            "A message with a larger body is dead-lettered.  Including its bundle it must"
+            " fit the broker's max_message_size; bundles of several messages are bounded by"
+            " it, too."
+        ),
     )
 
     def _resolve(self) -> None:

@@ -117,8 +117,8 @@ class SqsProducer(BrokerProducer):
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection of type ``aws``; ``None``: boto3 looks for credentials itself,"
-        f" and so it does where there is no ``{DEFAULT_CONNECTION}``.",
+        doc="The Airflow connection of type ``aws``; ``None``: boto3's default"
+        f" credentials, also used without an ``{DEFAULT_CONNECTION}``.",
     )
     region_name: str | None = option(
         default=None,
@@ -128,13 +128,15 @@ class SqsProducer(BrokerProducer):
     endpoint_url: str | None = option(
         default=None,
         rule=_URL.or_none(),
-        doc="Another endpoint than AWS's; the connection's unless given, else the host of a"
-        " ``queue_url`` that is not AWS's own.",
+        doc=(
+            "Another endpoint than AWS's; the connection's by default, else the host of a"
+            " ``queue_url`` that is not AWS's own."
+        ),
     )
     receive_concurrency: int = option(
         default=10,
         rule=between(1, 100),
-        doc="Receives in flight at a time, and requests in which messages are renewed and settled.",
+        doc="Receives in flight at a time, and requests that renew and settle messages.",
     )
     max_number_of_messages: int = option(
         default=10,
@@ -144,13 +146,15 @@ class SqsProducer(BrokerProducer):
     wait_time_seconds: float | None = option(
         default=None,
         rule=_whole(20).or_none(),
-        doc="Seconds that a receive waits for a message (long polling); ``None``: as the queue is"
-        " set up.",
+        doc=(
+            "Seconds that a receive waits for a message (long polling); ``None``: the"
+            " queue's setting."
+        ),
     )
     visibility_timeout: float | None = option(
         default=None,
         rule=_whole(LONGEST_VISIBILITY).or_none(),
-        doc="The lease under its name in SQS; whole seconds.  ``lease`` unless given.",
+        doc="The lease under its name in SQS; whole seconds.  ``lease`` by default.",
     )
     receive_interval: float = option(
         default=5.0,
@@ -171,13 +175,15 @@ class SqsProducer(BrokerProducer):
     on_failure: str = option(
         default="noop",
         rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
-        doc="What is done with a message that failed; the values of ``on_success``.",
+        doc="The action for a message that failed; the values of ``on_success``.",
     )
     lease: float = option(
         default=AUTO,
         rule=SECONDS,
-        doc="Seconds for which messages are held, at most 43,200; renewed while the run is at work,"
-        " up to 12 hours from receipt.  ``visibility_timeout``, else 900.",
+        doc=(
+            "Seconds for which messages are held, at most 43,200; renewed during the run,"
+            " up to 12 hours from receipt.  ``visibility_timeout``, else 900."
+        ),
     )
     dead_letter: str | None = option(
         default=None,
