@@ -910,9 +910,9 @@ def test_a_run_that_goes_on_with_the_rest_of_a_log_keeps_what_it_wrote(tmp_path:
 @pytest.mark.parametrize(
     "point",
     [
-        "airflow_broadway.staging.archive.publication._place",
-        "airflow_broadway.staging.archive.publication._begin",
-        "airflow_broadway.staging.archive.publication._index",
+        "airflow_broadway.staging.archive.publication._publish_file",
+        "airflow_broadway.staging.archive.publication._record_begin",
+        "airflow_broadway.staging.archive.publication._write_index",
         "airflow_broadway.staging.settling.settlement.record_settled",
     ],
 )
