@@ -9,13 +9,13 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 650,
     "cli/": 1_550,
-    "core/": 8_800,
+    "core/": 8_790,
     "hooks/": 100,
     "operators/": 650,
-    "plugin/": 2_250,
+    "plugin/": 2_260,
     "runs/": 5_350,
     "sensors/": 350,
-    "spark/": 1_500,
+    "spark/": 1_510,
     "staging/": 4_300,
     "submit/": 500,
     "testing/": 3_950,
@@ -29,7 +29,7 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 43_500,
+    "package": 43_300,
     "tests and scripts": 66_500,
 }
 

@@ -320,7 +320,7 @@ def from_micros(micros: int) -> datetime:
 
 
 #: A message id: the tag of its queue, and its row; one row has one id.
-_ID: Final = re.compile(r"([0-9a-f]+)-([1-9][0-9]{0,17})")
+_ID: Final = re.compile(r"(.*)-([1-9][0-9]{0,17})", re.DOTALL)
 
 
 class OpenQueue(NamedTuple):
