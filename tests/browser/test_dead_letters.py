@@ -40,7 +40,7 @@ def test_a_dead_letter_is_sent_back_by_a_run_that_the_page_begins(
 
     # When it is sent back, as the page then asks once more
     as_admin.button("Requeue …").click()
-    as_admin.wait_text("1 dead letter back?", "h1", PATIENCE)
+    as_admin.wait_text("Requeue 1 dead letter?", "h1", PATIENCE)
     assert site.queue("letters").depth().dead == before
     as_admin.button("Requeue 1").click()
     as_admin.wait_text("A run requeues the dead letters", "h1", PATIENCE)

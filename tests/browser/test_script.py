@@ -86,4 +86,4 @@ def test_pages_do_without_their_script(without_script: Chromium, letters: Run) -
     box = browser.find("main input[name=chosen]", timeout=60)
     box.click()
     browser.button("Requeue marked …").click()
-    browser.wait_text("1 dead letter back?", "h1", timeout=60)
+    browser.wait_text("Requeue 1 dead letter?", "h1", timeout=60)
