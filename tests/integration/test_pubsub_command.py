@@ -101,7 +101,7 @@ def test_dead_letters_are_listed_shown_sent_back_and_deleted(
     shown = told.letters("show", letters[one])
     assert (shown.code, "ValueError: why" in shown.out) == (0, True)
     sent = told.letters("requeue", "--message-id", letters[one])
-    assert (sent.code, "Sent 1 dead letter back" in sent.out) == (0, True)
+    assert (sent.code, "Requeued 1 dead letter from" in sent.out) == (0, True)
     gone = told.letters("delete", "--all")
     assert (gone.code, "Deleted 1 dead letter of" in gone.out) == (0, True)
 
