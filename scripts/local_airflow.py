@@ -203,6 +203,8 @@ class LocalAirflow(AirflowApi):
 
     def health(self) -> dict[str, str]:
         """Return each component's health in its own word, or ``"no answer"`` for all."""
+        if not self._listens():  # another Airflow may have taken the port since it was chosen
+            return dict.fromkeys(self.components, "no answer")
         try:
             with urllib.request.urlopen(f"{self.url}/api/v2/monitor/health", timeout=10) as reply:
                 told = json.load(reply)
@@ -211,6 +213,18 @@ class LocalAirflow(AirflowApi):
         return {
             name: self._health_of(name, told.get(_HEALTH[name]) or {}) for name in self._started
         }
+
+    def _listens(self) -> bool:
+        """Return whether a process of our API server listens on the port."""
+        try:
+            server = psutil.Process(self.processes["api-server"].pid)
+            return any(
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port
+                for process in (server, *server.children(recursive=True))
+                for connection in process.net_connections("tcp")
+            )
+        except (KeyError, psutil.Error):
+            return False
 
     def _health_of(self, name: str, part: Mapping[str, Any]) -> str:
         beat = part.get(f"latest_{_HEALTH[name]}_heartbeat")

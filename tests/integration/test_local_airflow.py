@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -105,6 +109,40 @@ def test_a_taken_port_gives_way_to_the_next_free_one() -> None:
         listener.stdout.readline()
         assert free_port(first) > first
         listener.terminate()
+
+
+def test_another_airflow_on_the_port_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    # Two checkouts may choose a port at the same time: one of them answers for both
+    answer = json.dumps(
+        {
+            name: {"status": "healthy", f"latest_{name}_heartbeat": "2999-01-01T00:00:00+00:00"}
+            for name in ("metadatabase", "scheduler", "dag_processor")
+        }
+    )
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = airflow_env(home=tmp_path, port=server.server_port)
+        ours = LocalAirflow(env, tmp_path, components=("api-server", "scheduler"))
+        sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+        for name in ours.components:
+            ours._started[name] = datetime.now(UTC)
+            ours.processes[name] = subprocess.Popen(sleeper)
+        try:
+            health = ours.health()
+        finally:
+            for process in ours.processes.values():
+                process.kill()
+                process.wait()
+            server.shutdown()
+
+    assert health == {"api-server": "no answer", "scheduler": "no answer"}
 
 
 _LISTEN = """
