@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -210,12 +211,12 @@ class PullOperator(BaseOperator):
     def _check_source(self, source: RunSource) -> None:
         """Refuses a source that this operator does not support."""
 
+    @abstractmethod
     def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:
         """Receives and handles messages; returns the task's reference.
 
         :param work: The arguments of a :class:`ProcessTask`, or :class:`UnstagedTask`.
         """
-        raise NotImplementedError
 
     def _claim_events(self, host: Host, run: StagedRun) -> None:
         """Claims the events of a backlog that started this run.
