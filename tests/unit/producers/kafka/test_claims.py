@@ -77,6 +77,21 @@ def test_a_version_that_was_removed_is_not_created_again() -> None:
     assert other.read(PLACE) == slept.read(PLACE) == replace(newest, start=9)
 
 
+def test_a_process_that_has_seen_the_takeover_does_not_write_over_it() -> None:
+    files = MemoryFiles()
+    slept, other = Claims(files), Claims(files)
+    own = claim(slept, "one")
+    assert own is not None
+    taken = replace(own, generation="two")
+    assert other.replace(PLACE, other.read(PLACE), taken)
+
+    # It looks, as it does where it gives a claim up, and still has its own claim in hand
+    assert slept.read(PLACE) == taken
+    assert not slept.replace(PLACE, own, replace(own, end=9))
+
+    assert other.read(PLACE) == taken
+
+
 def test_nothing_is_written_where_nothing_changes() -> None:
     files = MemoryFiles()
     claims = Claims(files)
