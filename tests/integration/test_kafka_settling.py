@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.core.custody.dead_letters import Choice
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
@@ -202,6 +204,28 @@ def test_letters_without_a_topic_stay_where_they_are(kafka: KafkaServer, tmp_pat
     assert "there is no topic 'nowhere-to-go' for dead letters" in report.errors[0]
     assert offsets(group.drain()) == [1, 2]
     assert kafka.partitions("nowhere-to-go") == []
+
+
+def test_a_wave_of_dead_letters_finishes_no_letter_behind_it(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given five dead letters on one partition, moved two at a time
+    monkeypatch.setattr("airflow_broadway.producers.kafka.letters._WAVE", 2)
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(5)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {message.message_id: DEAD for message in messages})
+
+    # When the first two are deleted
+    with closing(group.producer().dead_letters(group.env("letters"))) as place:
+        all_letters = list(place.letters())
+        first = frozenset(letter.message_id for letter in all_letters[:2])
+        assert place.delete(Choice(ids=first)).count == 2
+
+    # Then the others are there
+    with closing(group.producer().dead_letters(group.env("letters"))) as place:
+        left = [letter.message_id for letter in place.letters()]
+    assert left == [letter.message_id for letter in all_letters[2:]]
 
 
 # ------------------------------------------------------------------------------- the offsets

@@ -386,10 +386,10 @@ class _Work:
         outbox = Outbox(cluster, self._producer, pipeline, self._lease.generation)
         refused = outbox.send(wanted, self._find_replaced({place: own[place] for place in wanted}))
         for place, whys in wanted.items():
-            for offset, why in whys.items():
+            for offset in whys:
                 decision = sent[place][offset]
                 if (place, offset) not in refused:
-                    sent[place][offset] = decision._replace(moved=why.not_before is not None)
+                    sent[place][offset] = decision._replace(moved=True)
                 elif decision.action is Action.DEAD_LETTER:
                     sent[place][offset] = decision._replace(action=Action.LEAVE)
         return sent, refused

@@ -49,7 +49,7 @@ class Decision(NamedTuple):
     :param not_before: Seconds since the epoch before which it is not handed out again.
     :param attempt: The attempt that has ended, from 1.
     :param group: The group in which it keeps its order, where that is a key.
-    :param moved: Whether it was sent to the retry topic.
+    :param moved: Whether a copy was sent to the retry topic, or to the one for dead letters.
     """
 
     action: Action

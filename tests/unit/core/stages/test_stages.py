@@ -267,6 +267,21 @@ def test_handlers_get_messages_as_the_callbacks_know_them() -> None:
     assert [message.data for message in told[0]["successful_messages_to_forward"]] == ["raw"]
 
 
+def test_a_handler_gets_the_traceback_where_failures_keep_none() -> None:
+    class Raising(Batched):
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            raise ValueError("why")
+
+    seen: list[Any] = []
+    name = telemetry.attach(
+        lambda event, measurements, metadata: seen.append(metadata["stacktrace"]),
+        events=["processor.message.exception"],
+    )
+    assert len(ProcessorStage(Raising(), traces=False).handle([Message(1)]).failed) == 1
+    assert telemetry.detach(name)
+    assert "in handle_message" in seen[0]
+
+
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_a_handler_that_raises_is_detached_and_hurts_nobody(
     caplog: pytest.LogCaptureFixture, kind: type[BaseException]

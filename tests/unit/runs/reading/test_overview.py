@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.isolation import CRASHED
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.live import LIVE_INTERVAL, LiveCounts, LiveSign, read_live
@@ -220,6 +223,16 @@ def test_a_text_is_found_in_what_was_staged(run: Run) -> None:
     first, place = min(map(_place, ids_with_text(run.staged, "0").ids)), _place(one)
     assert place - first == 83 - 10  # the embedded queue counts, and 0 has failed
     assert (len(many.ids), many.whole, many.looked_at) == (16, True, COUNT)
+
+
+def test_a_message_that_failed_early_shows_what_its_verdict_has_of_it() -> None:
+    # Of a producer that republishes, and so keeps payloads beside the verdicts
+    entry = Entry("id", "", Verdict(Action.DEAD_LETTER, 0.0, "why", "process"), payload=b"98")
+
+    payload = message._payload(None, EntryLine(entry, None, settled=False))
+
+    assert payload is not None
+    assert (payload.text, payload.received) == ("98", True)
 
 
 def test_a_search_ends_when_it_has_found_enough_or_taken_too_long(
