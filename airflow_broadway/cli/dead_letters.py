@@ -246,9 +246,10 @@ def _required_choice(args: argparse.Namespace) -> Choice:
     """
     choice = _parse_choice(args)
     if args.all == (choice != Choice()):
+        given = "not both" if args.all else "and neither was given"
         raise CommandError(
             "use either --all or filters (--message-id, --reason, --stage, --since, --until),"
-            " not both"
+            f" {given}"
         )
     return choice
 

@@ -24,8 +24,8 @@ from airflow_broadway.runs.backlog.queues import WatchedQueues
 
 T = TypeVar("T")
 
-#: The reason where the broker does not report depths.
-_UNREPORTED: Final = "the broker does not report the depth of the queue"
+#: The reason where there is no depth.
+_UNREPORTED: Final = "the broker does not report the depth, or this host has no such queue"
 
 
 @dataclass(slots=True)
@@ -123,4 +123,5 @@ def _print_depths(results: list[dict[str, Any]]) -> None:
     print_lines(*table(heads, rows))
     for row in results:
         if row["unknown"]:
-            print_lines(f"{row['pipeline'] or row['reference']} is not known: {row['unknown']}")
+            name = row["pipeline"] or row["reference"]
+            print_lines(f"The depth of {name} is not known: {row['unknown']}")

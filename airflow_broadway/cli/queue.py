@@ -51,6 +51,9 @@ def _send(target: SqliteQueue, args: argparse.Namespace) -> int:
         if not sent:
             raise
         raise CommandError(f"sent {many(sent, 'message')}, then: {error}") from error
+    if not sent:
+        source = "standard input" if args.input == "-" else repr(args.input)
+        raise CommandError(f"nothing was sent: {source} has no line, or only empty ones")
     return _print_result(args, {"sent": sent}, f"Sent {many(sent, 'message')} to {target.name!r}.")
 
 

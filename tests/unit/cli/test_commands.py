@@ -53,6 +53,19 @@ def test_each_line_of_a_file_becomes_a_message(
     assert bodies == [b'{"n": 1}', b"\xff\xfe", b"last"]
 
 
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_input_without_a_message_is_an_error_and_makes_no_queue(
+    tmp_path: Path, capsys: Capsys, queue: list[str], content: bytes
+) -> None:
+    (tmp_path / "lines").write_bytes(content)
+
+    done = ran(capsys, "queue", "send", *queue, str(tmp_path / "lines"))
+
+    assert done.code == 2
+    assert f"nothing was sent: '{tmp_path / 'lines'}' has no line, or only empty ones" in done.err
+    assert not (tmp_path / "queue.db").exists()
+
+
 def test_lines_come_from_standard_input_too(
     tmp_path: Path, capsys: Capsys, queue: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

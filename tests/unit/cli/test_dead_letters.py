@@ -158,10 +158,14 @@ def test_ids_that_are_none_are_named(queue: SqliteQueue, capsys: Capsys) -> None
 def test_nothing_is_moved_without_a_choice(queue: SqliteQueue, capsys: Capsys) -> None:
     kill(queue, b"a")
     for action in ("requeue", "delete"):
-        for more in ((), ("--all", "--reason", "x")):
+        for more, why in (
+            ((), "neither was given"),
+            (("--all", "--reason", "x"), "not both"),
+        ):
             refused = ran(capsys, "dead-letters", action, *ME, *more)
             assert refused.code == 2
             assert "use either --all or filters" in refused.err
+            assert why in refused.err
     assert queue.depth().dead == 1
 
 
