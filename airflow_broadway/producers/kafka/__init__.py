@@ -1,11 +1,12 @@
-"""Apache Kafka: plain consumer-group offsets, and a claim of each partition that a run holds.
+"""Apache Kafka: committed offsets of a consumer group, and a claim of each partition a run holds.
 
-``options`` are declared, ``producer`` opens the halves.  ``claims`` are small files in staging, and
-marks beside the group's offsets; ``settling`` says what a claim is, and how it ends.  Receiving:
-``opening`` (where a partition begins, or why it may not; of a backfill too), ``reader`` (one
-partition), ``source``, ``records`` (from Kafka's messages to ours).  Settling: ``custodian``,
-``outbox`` (retries and dead letters).  ``client`` and ``errors`` are the way to the cluster.  For
-people: ``inspect`` and ``letters``.  ``docs/kafka.md`` is the guide.
+``options`` declares the options; ``producer`` opens source and custodian.  ``claims`` stores claims
+as small files in staging, and as metadata of the committed offsets; ``settling`` defines a claim
+and computes its end.  Receiving: ``opening`` (the start offset of each partition, or why a run is
+refused; for backfills too), ``reader`` (one partition), ``source``, ``records`` (converts Kafka
+records to messages).  Settling: ``custodian``, ``outbox`` (retries and dead letters).  ``client``
+and ``errors`` connect to the cluster.  Commands and pages use ``inspect`` and ``letters``.
+``docs/kafka.md`` is the guide.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Connects to one cluster: confluent-kafka's clients, and their errors translated.
+"""Connects to one cluster by confluent-kafka's clients, and translates their errors.
 
-A consumer here is no member of its group: it is *assigned* partitions, and commits from outside.
+A consumer here never joins its group: it is *assigned* partitions, and commits as a non-member.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ log = logging.getLogger(__name__)
 
 #: The client's own log; it is verbose while brokers restart.
 _client_log = logging.getLogger(f"{__name__}.librdkafka")
-# A connection has settings of consumers too, of which a producer warns.
+# A connection has consumer properties too, and librdkafka warns of them in a producer.
 _client_log.addFilter(lambda record: "is a consumer property" not in record.getMessage())
 
-#: Settings of clients that users may set otherwise.
+#: Client settings that users may override.
 _DEFAULTS: Final = {
     "socket.timeout.ms": 20_000,
     "socket.connection.setup.timeout.ms": 5_000,
     "fetch.wait.max.ms": 500,
     "queued.max.messages.kbytes": 16_384,
-    # Else a damaged batch is handed out as it is, or is fetched for ever without an error.
+    # Without it a corrupt batch is delivered unchecked, or is fetched endlessly without an error.
     "check.crcs": True,
 }
-#: Seconds that an answer of the administration, and confirms, may take.
+#: Timeouts of admin requests and of delivery reports, in seconds.
 _ADMIN_TIMEOUT: Final = 5.0
 _CONFIRM_TIMEOUT: Final = 60.0
-#: A gap between two wanted ranges from which on seeking is cheaper than reading on.
+#: The gap between two wanted ranges above which seeking is cheaper than reading on.
 _SEEK_GAP: Final = 2_000
-#: Seconds without a message, or an event, after which the cluster is out of reach.
+#: Seconds without a message or event after which the cluster counts as unreachable.
 _SILENCE_TIMEOUT: Final = 20.0
-#: Seconds between two tries of a request while a partition or a group has no leader.
+#: Seconds between two attempts of a request while a partition has no leader or a group no
+#: coordinator.
 _RETRY_INTERVAL: Final = 0.2
-#: Errors of a broker that goes away, or of a group whose coordinator did, which the client calls
-#: final.
+#: Errors of a broker or coordinator that is moving, which the client reports as not retriable.
 _PASSING: Final = (
     *("_TRANSPORT", "_DESTROY_BROKER", "NOT_COORDINATOR"),
     *("COORDINATOR_NOT_AVAILABLE", "COORDINATOR_LOAD_IN_PROGRESS"),
@@ -59,7 +59,7 @@ _PASSING: Final = (
 
 
 def library() -> Any:
-    """Imports the client.
+    """Imports confluent-kafka.
 
     :raises ConnectionMissing: If it is not installed.
     """
@@ -73,7 +73,7 @@ def library() -> Any:
 
 
 def settings_of(producer: KafkaOptions, env: ProducerEnv) -> dict[str, Any]:
-    """Returns the settings of librdkafka, by connection and options; with secrets.
+    """Builds librdkafka's settings from connection and options, including secrets.
 
     :raises ConnectionMissing: If the connection is missing, or no broker is named.
     """
@@ -102,30 +102,30 @@ def settings_of(producer: KafkaOptions, env: ProducerEnv) -> dict[str, Any]:
 
 
 class Cluster:
-    """One consumer of the cluster, outside its group; used from one thread.
+    """A connection to the cluster, with a consumer that never joins its group; for one thread.
 
     :raises ConnectionMissing: If no broker is named, or the client is not installed.
-    :raises ProducerError: If the client does not take its settings.
+    :raises ProducerError: If the client rejects its settings.
     """
 
     def __init__(self, producer: KafkaOptions, env: ProducerEnv) -> None:
         self._kafka = library()
         self._producer = producer
         self._settings = settings_of(producer, env)
-        #: What the client reported of its connections.
-        self._seen: deque[Any] = deque(maxlen=20)
-        #: The cluster's own id, once it has answered.
+        #: The client's last ``error_cb`` reports.
+        self._reports: deque[Any] = deque(maxlen=20)
+        #: The cluster id, once a broker has answered; the bootstrap servers until then.
         self.id = str(self._settings["bootstrap.servers"])
-        #: For errors.
+        #: The cluster, for error messages.
         self.where = f"on {self._settings['bootstrap.servers']}"
         self._sender: Any = None
         self._assigned = False
         self.consumer: confluent_kafka.Consumer = self._consumer()
         self._timeout = self._seconds("socket.timeout.ms")
-        #: Seconds that a broker waits for more before it answers.
+        #: Seconds for which a broker may delay a fetch response.
         self.fetch_wait = self._seconds("fetch.wait.max.ms")
         self.eof: int = self._kafka.KafkaError._PARTITION_EOF
-        self._admin: Any = None  # it must outlive its answers
+        self._admin: Any = None  # it must outlive its futures
         self._has_controller = False
 
     def _consumer(self) -> Any:
@@ -140,15 +140,15 @@ class Cluster:
             "isolation.level": "read_committed",
         }
         config.pop("group.instance.id", None)
-        return self._made(self._kafka.Consumer, config)
+        return self._create_client(self._kafka.Consumer, config)
 
     def _seconds(self, name: str) -> float:
-        """Returns a setting in milliseconds, which librdkafka has accepted, in seconds."""
+        """Converts a setting from milliseconds to seconds; librdkafka has accepted its syntax."""
         return int(str(self._settings[name]), base=0) / 1000
 
-    def _made(self, kind: Any, config: Mapping[str, Any]) -> Any:
+    def _create_client(self, kind: Any, config: Mapping[str, Any]) -> Any:
         try:
-            return kind({**config, "error_cb": self._seen.append}, logger=_client_log)
+            return kind({**config, "error_cb": self._reports.append}, logger=_client_log)
         except (self._kafka.KafkaException, ValueError, TypeError) as error:
             text = translated(error, "the Kafka client cannot be made of its settings", self.where)
             raise ProducerError(
@@ -158,25 +158,23 @@ class Cluster:
     # -- topics and offsets --------------------------------------------------------------------
 
     def topics(self) -> dict[str, list[int]]:
-        """Returns the partitions of each topic that exists, retry topics too.
+        """Returns the partitions of each existing topic, including retry topics.
 
         :raises ProducerUnavailable: If no broker answers.
         """
         topics = {topic: self.partitions(topic) for topic in sorted(self._producer.topics)}
         for topic in sorted(self._producer.retry_topics):
-            with suppress(Denied):  # it may not exist: that is the same to a user without rights
+            with suppress(Denied):  # without Describe a missing topic is reported as denied
                 topics[topic] = self.partitions(topic)
         return {topic: numbers for topic, numbers in topics.items() if numbers}
 
     def partitions(self, topic: str) -> list[int]:
         """Returns the partitions of a topic; none if it does not exist.
 
-        It asks with the consumer: an admin client, or a producer, would create the topic.
+        The consumer requests them: an admin client or a producer would create the topic.
         """
         action = f"the topic {topic!r} cannot be looked up"
-        answer = self._guarded(
-            lambda: self.consumer.list_topics(topic, timeout=self._timeout), action
-        )
+        answer = self._call(lambda: self.consumer.list_topics(topic, timeout=self._timeout), action)
         self.id = str(answer.cluster_id or self.id)
         described = answer.topics[topic]
         missing = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC")
@@ -185,9 +183,9 @@ class Cluster:
         return sorted(described.partitions)
 
     def committed(self, places: Sequence[Place]) -> dict[Place, Committed]:
-        """Returns what the group has committed, for each partition that has an offset."""
+        """Returns the committed offset and metadata of each partition that has one."""
         request = [self._kafka.TopicPartition(*place) for place in places]
-        answer = self._requested(
+        answer = self._send_request(
             lambda: self.consumer.committed(request, timeout=self._timeout),
             f"the offsets of the group {self._producer.group_id!r} cannot be read",
         )
@@ -200,7 +198,7 @@ class Cluster:
     def commit(self, offsets: Mapping[Place, Committed]) -> None:
         """Commits offsets for the group, in one request.
 
-        :raises ProducerError: If the cluster refuses, as where the group has members.
+        :raises ProducerError: If the cluster rejects the commit, e.g. the group has members.
         """
         if not offsets:
             return
@@ -208,42 +206,42 @@ class Cluster:
             self._kafka.TopicPartition(*place, committed.offset, committed.metadata)
             for place, committed in offsets.items()
         ]
-        self._requested(
+        self._send_request(
             lambda: self.consumer.commit(offsets=request, asynchronous=False),
             f"offsets of the group {self._producer.group_id!r} cannot be committed",
         )
 
     def ends(self, place: Place) -> tuple[int, int]:
-        """Returns the first offset of a partition, and the one behind the last that may be read."""
+        """Returns the low watermark and the last stable offset of a partition."""
         partition = self._kafka.TopicPartition(*place)
-        ends: tuple[int, int] = self._requested(
+        ends: tuple[int, int] = self._send_request(
             lambda: self.consumer.get_watermark_offsets(partition, timeout=self._timeout),
             f"the ends of {place[0]}-{place[1]} cannot be read",
         )
         return ends
 
     def known_end(self, place: Place) -> int:
-        """Returns the end of an assigned partition by its last answer; -1: there was none."""
+        """Returns the end of an assigned partition by its last fetch response; -1: unknown."""
         partition = self._kafka.TopicPartition(*place)
-        ends = self._guarded(
+        ends = self._call(
             lambda: self.consumer.get_watermark_offsets(partition, cached=True),
             f"the ends of {place[0]}-{place[1]} are not known",
         )
         return -1 if ends is None else int(ends[1])
 
     def at_timestamp(self, places: Iterable[Place], seconds: float) -> dict[Place, int]:
-        """Returns the first offset whose timestamp is not before one; -1: there is none."""
+        """Returns the first offset with a timestamp at or after ``seconds``; -1: none."""
         request = [self._kafka.TopicPartition(*place, round(seconds * 1000)) for place in places]
-        answer = self._requested(
+        answer = self._send_request(
             lambda: self.consumer.offsets_for_times(request, timeout=self._timeout),
             "offsets cannot be looked up by a timestamp",
         )
         return {(row.topic, row.partition): max(-1, row.offset) for row in answer}
 
-    def _requested(self, request: Callable[[], Any], action: str) -> Any:
-        """Sends a request, and repeats it while a leader is being elected, for the timeout at most.
+    def _send_request(self, request: Callable[[], Any], action: str) -> Any:
+        """Sends a request, and retries it during leader elections until the timeout.
 
-        :raises ProducerError: The request's own error, or that of one of its partitions.
+        :raises ProducerError: The error of the request, or of one of its partitions.
         """
         end = time.monotonic() + self._timeout
         while True:
@@ -260,11 +258,11 @@ class Cluster:
                 raise self.error(error, action)
             time.sleep(_RETRY_INTERVAL)
 
-    # -- what only checks ask for --------------------------------------------------------------
+    # -- administration ------------------------------------------------------------------------
 
     def topic_ids(self, topics: Iterable[str]) -> dict[str, str]:
-        """Returns the id of each topic that has one: another, once the topic is made anew."""
-        answers = self._answers("describe_topics", self._kafka.TopicCollection(list(topics)))
+        """Returns the id of each topic that has one; a topic created again has a new id."""
+        answers = self._request_admin("describe_topics", self._kafka.TopicCollection(list(topics)))
         ids = {topic: str(answer.topic_id or "") for topic, answer in answers.items()}
         return {topic: topic_id for topic, topic_id in ids.items() if topic_id.strip("A=-0")}
 
@@ -273,76 +271,76 @@ class Cluster:
         from confluent_kafka.admin import ConfigResource  # type: ignore[attr-defined]
 
         request = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
-        answers = self._answers("describe_configs", request)
+        answers = self._request_admin("describe_configs", request)
         policies = {key.name: answer.get("cleanup.policy") for key, answer in answers.items()}
         return {topic: str(p.value) for topic, p in policies.items() if p is not None}
 
     def members(self, group: str) -> list[str] | None:
-        """Returns the members of a group, by client and host; ``None``: not known."""
-        answers = self._answers("describe_consumer_groups", [group])
+        """Returns the members of a group, by client and host; ``None``: unknown."""
+        answers = self._request_admin("describe_consumer_groups", [group])
         if group not in answers:
             return None
         return sorted(f"{member.client_id} at {member.host}" for member in answers[group].members)
 
-    def _answers(self, method: str, request: Any) -> dict[Any, Any]:
-        """Asks the cluster's administration; returns no answer that is not given.
+    def _request_admin(self, method: str, request: Any) -> dict[Any, Any]:
+        """Sends an admin request, and returns the successful responses only.
 
-        Each request needs a right of its own, and not every broker serves every one.
+        Each request needs its own ACL, and not every broker supports all of them.
         """
         from confluent_kafka.admin import AdminClient
 
-        answers: dict[Any, Any] = {}
+        responses: dict[Any, Any] = {}
         try:
             if self._admin is None:
-                self._admin = self._made(AdminClient, self._settings)
+                self._admin = self._create_client(AdminClient, self._settings)
                 metadata = self._admin.list_topics(timeout=_ADMIN_TIMEOUT)
                 self._has_controller = metadata.controller_id in metadata.brokers
             if not self._has_controller:
-                return answers
+                return responses
             futures = getattr(self._admin, method)(request, request_timeout=_ADMIN_TIMEOUT)
         except (self._kafka.KafkaException, ProducerError, AttributeError, ValueError) as error:
             log.debug("The cluster's administration cannot be asked: %s", error)
-            return answers
+            return responses
         for key, future in futures.items():
             try:
-                answers[key] = future.result(_ADMIN_TIMEOUT + 1)
+                responses[key] = future.result(_ADMIN_TIMEOUT + 1)
             except (self._kafka.KafkaException, TimeoutError) as error:
                 log.debug("%s is not known: %s", key, error)
-        return answers
+        return responses
 
     # -- reading -------------------------------------------------------------------------------
 
     def assign(
         self, offsets: Mapping[Place, int], epochs: Mapping[Place, int] | None = None
     ) -> None:
-        """Reads these partitions from these offsets on, and no others."""
+        """Assigns partitions to the consumer, from the offsets on, in place of earlier ones."""
         partitions = [
             self._kafka.TopicPartition(*place, offset, leader_epoch=(epochs or {}).get(place, -1))
             for place, offset in offsets.items()
         ]
         self._assigned = True
-        self._guarded(lambda: self.consumer.assign(partitions), "partitions cannot be assigned")
+        self._call(lambda: self.consumer.assign(partitions), "partitions cannot be assigned")
 
     def seek(self, place: Place, offset: int) -> None:
-        """Goes on reading an assigned partition at another offset."""
+        """Seeks an assigned partition to another offset."""
         target = self._kafka.TopicPartition(*place, offset)
-        self._guarded(
+        self._call(
             lambda: self.consumer.seek(target), f"{place[0]}-{place[1]} cannot be read at {offset}"
         )
 
     def leave(self, place: Place) -> None:
-        """Stops reading a partition.
+        """Unassigns a partition.
 
-        It is not only paused: what is paused stays so, even when it is assigned once more.
+        Pausing it is not enough: a paused partition stays paused when it is assigned again.
         """
         partition = self._kafka.TopicPartition(*place)
-        self._guarded(
+        self._call(
             lambda: self.consumer.incremental_unassign([partition]), "partitions cannot be left"
         )
 
     def consume(self, most: int, timeout: float) -> list[Any]:
-        """Fetches messages and events; waits until they are ``most``, or for ``timeout``."""
-        records: list[Any] = self._guarded(
+        """Fetches up to ``most`` messages and events; waits for them up to ``timeout`` seconds."""
+        records: list[Any] = self._call(
             lambda: self.consumer.consume(most, timeout), "messages cannot be received"
         )
         return records
@@ -355,27 +353,27 @@ class Cluster:
         first: bool = False,
         timeout: float = 0.0,
     ) -> Iterator[tuple[Place, Any]]:
-        """Yields the records at some offsets, in order of each partition; the rest are gone.
+        """Yields the records at the wanted offsets, in order within each partition.
 
-        It takes the consumer for itself.
+        Offsets that the log no longer has are skipped.  The consumer's assignment is replaced.
 
-        :param action: What is tried, for errors.
-        :param first: Whether the first record of each partition is enough.
-        :param timeout: Seconds without an answer; 0: as usual.
+        :param action: The action, for error messages.
+        :param first: Whether to read only the first record of each partition.
+        :param timeout: Seconds without a response after which to fail; 0: the default.
         :raises ProducerUnavailable: If a partition does not answer.
         """
-        # Reversed: those that are done with are taken from the end.
+        # Reversed, so that finished ranges are popped from the end.
         waiting = {place: list(reversed(ranges)) for place, ranges in wanted.items() if ranges}
         assigned = False
-        heard = time.monotonic()
+        last_response = time.monotonic()
         while waiting:
             if not assigned:
                 self.assign({place: ranges[-1][0] for place, ranges in waiting.items()})
                 assigned = True
             records = self.consume(500, 0.1)
             if records:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > (timeout or _SILENCE_TIMEOUT):
+                last_response = time.monotonic()
+            elif time.monotonic() - last_response > (timeout or _SILENCE_TIMEOUT):
                 silent, ranges = next(iter(waiting.items()))
                 raise self.silence(silent, ranges[-1][0], action)
             for record in records:
@@ -399,7 +397,7 @@ class Cluster:
                 elif is_out_of_range(error):
                     low, end = self.ends(place)
                     _drop_below(ranges, low if ranges[-1][0] < end else FOREVER)
-                    # The client reads no more of a partition that it could not read on.
+                    # librdkafka stops fetching a partition after this error: assign it again.
                     assigned = False
                 elif not is_passing(error):
                     raise self.error(error, action)
@@ -407,27 +405,27 @@ class Cluster:
                     del waiting[place]
                     self.leave(place)
 
-    def _guarded(self, call: Callable[[], Any], action: str) -> Any:
+    def _call(self, call: Callable[[], Any], action: str) -> Any:
         try:
             return call()
         except self._kafka.KafkaException as error:
             raise self.error(error, action) from None
-        except RuntimeError as error:  # it is closed
+        except RuntimeError as error:  # the consumer is closed
             raise ProducerError(f"{action}: {error}") from None
 
     # -- sending -------------------------------------------------------------------------------
 
     def sender(self) -> Any:
-        """Returns a producer that confirms each message by all replicas, once."""
+        """Returns an idempotent producer with ``acks=all``."""
         if self._sender is None:
             config = {**self._settings, "enable.idempotence": True, "acks": "all", "linger.ms": 5}
-            self._sender = self._made(self._kafka.Producer, config)
+            self._sender = self._create_client(self._kafka.Producer, config)
         return self._sender
 
     def send(self, topic: str, refuse: Callable[[Any], None], **message: Any) -> None:
-        """Sends a message, and waits while the client's own queue is full.
+        """Produces a message, and waits while the client's own queue is full.
 
-        :param refuse: Called with the error if it is not sent, by :meth:`confirm` at the latest.
+        :param refuse: Called with the error if delivery fails, by :meth:`confirm` at the latest.
         """
         sender = self.sender()
 
@@ -440,14 +438,14 @@ class Cluster:
                 sender.produce(topic, on_delivery=delivered, **message)
             except BufferError:
                 sender.poll(0.1)
-            except Exception as error:  # what no client can encode fails alone
+            except Exception as error:  # a message that cannot be encoded fails alone
                 return refuse(error)
             else:
                 sender.poll(0)
                 return None
 
     def confirm(self) -> None:
-        """Waits until each message that was sent is confirmed or refused.
+        """Waits until each message that was sent is confirmed or rejected.
 
         :raises ProducerUnavailable: If the cluster does not answer.
         """
@@ -457,20 +455,20 @@ class Cluster:
     # -- the end -------------------------------------------------------------------------------
 
     def error(self, error: Any, action: str) -> ProducerError:
-        """Returns the error of ours for one of the client's."""
+        """Translates a client error into a ProducerError."""
         self._serve_reports()
-        return translated(error, action, self.where, tuple(self._seen))
+        return translated(error, action, self.where, tuple(self._reports))
 
     def unavailable(self, action: str) -> ProducerUnavailable:
-        """Returns the error of a cluster that does not answer."""
+        """Returns the error for a cluster that does not answer."""
         self._serve_reports()
         return ProducerUnavailable(f"{action} {self.where}: no broker answers{self._last_report()}")
 
     def silence(self, place: Place, position: int, action: str) -> ProducerUnavailable:
-        """Returns the error of a partition that is read at an offset, and does not answer.
+        """Returns the error for a partition from which no message arrives.
 
-        Its broker is out of reach; or a batch of messages is damaged in its length: the client
-        takes it for one that was cut off, and fetches it again and again without an error.
+        Its broker is unreachable, or the length field of a record batch is corrupt: librdkafka
+        takes such a batch for a truncated one, and fetches it repeatedly without an error.
         """
         try:
             end = self.ends(place)[1]
@@ -488,13 +486,13 @@ class Cluster:
         )
 
     def _last_report(self) -> str:
-        """Returns the client's last report of its connections, for the end of a sentence."""
-        last = next((e for e in reversed(self._seen) if e.name() != "_ALL_BROKERS_DOWN"), None)
+        """Returns the client's last connection error as a suffix for an error text."""
+        last = next((e for e in reversed(self._reports) if e.name() != "_ALL_BROKERS_DOWN"), None)
         return "" if last is None else f" (the client says: {last.str()})"
 
     def _serve_reports(self) -> None:
-        """Takes the client's reports of its connections, which it gives only when it is polled."""
-        if not self._assigned:  # else a message might come, and be lost here
+        """Polls the client, which serves ``error_cb`` only then."""
+        if not self._assigned:  # polling an assigned consumer might drop a message
             with suppress(self._kafka.KafkaException, RuntimeError):
                 self.consumer.poll(0)
 
@@ -505,7 +503,7 @@ class Cluster:
 
 
 def _drop_below(ranges: list[Range], offset: int) -> None:
-    """Removes what is below an offset."""
+    """Removes the offsets below ``offset`` from reversed ranges."""
     while ranges and ranges[-1][1] <= offset:
         ranges.pop()
     if ranges and ranges[-1][0] < offset:

@@ -1,8 +1,8 @@
-"""Extends and settles the leases of one group, and moves its offsets; usable from any process.
+"""Extends and settles the leases of one consumer group; usable from any process.
 
-A settlement first sends copies to the retry topic and to the topic for dead letters, and waits
-until they are confirmed.  Then it records its plan, which stands for every later settlement,
-commits the offsets, records the report, and ends the claims.
+A settlement first publishes copies to the retry topic and the dead-letter topic, and waits until
+they are confirmed.  Then it records its plan, which every later settlement follows, commits the
+offsets, records the report, and ends the claims.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from airflow_broadway.producers.kafka.claims import (
 )
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions, place_of
-from airflow_broadway.producers.kafka.outbox import Outbox, Why
+from airflow_broadway.producers.kafka.outbox import CopyRequest, Outbox
 from airflow_broadway.producers.kafka.settling import Claim, Decision, Read, end_claim, keep_order
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
-#: Generations whose settlement a claim remembers.
+#: The number of settled generations that a claim records.
 _KEPT_SETTLED: Final = 5
 _NOTHING: Final = Settlement(rest=RELEASE)
 
@@ -51,25 +51,25 @@ class KafkaCustodian:
         self._cluster: Cluster | None = None
 
     def renew(self, lease: Lease) -> Lease | None:
-        work = _Work(self, lease)
+        work = _GenerationSettlement(self, lease)
         now = self.now()
         if work.files.ended() or now >= work.until():
             return None
         deadline = now + lease.seconds
         work.files.hold(deadline, lease.owner)
-        # Only now, lest it was taken over before this was written.
+        # Checked after the write: another run may have taken over the claim before it.
         if not all(work.is_own(work.claims.read(place)) for place in work.read):
             return None
         return replace(lease, deadline=instant_of(deadline))
 
     def holds(self, lease: Lease) -> bool:
-        work = _Work(self, lease)
+        work = _GenerationSettlement(self, lease)
         return not work.files.ended() and self.now() < work.until()
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        work = _Work(self, lease, settlement)
-        if work.stopped and not work.read:  # it never held anything
-            if work.files.deadline() is not None:  # it was about to
+        work = _GenerationSettlement(self, lease, settlement)
+        if work.stopped and not work.read:  # it claimed no partition
+            if work.files.deadline() is not None:  # but recorded a lease
                 work.files.forget_soon(work.today)
             return SettleReport(lapsed=settlement.expected or 0, again=ComingAgain(all_but=True))
         return work.settle()
@@ -78,7 +78,7 @@ class KafkaCustodian:
         named = {entry.message_id: entry for entry in entries}
         if not named:
             return SettleReport()
-        work = _Work(self, lease)
+        work = _GenerationSettlement(self, lease)
         if work.files.ended():
             return SettleReport(lapsed=len(named), undone=frozenset(named))
         return work.settle_now(named)
@@ -94,14 +94,14 @@ class KafkaCustodian:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster, connected when it is first needed."""
+        """The cluster; connected on first use."""
         if self._cluster is None:
             self._cluster = Cluster(self.producer, self.env)
         return self._cluster
 
 
-class _Work:
-    """Settles one generation: its claims, the plan of its verdicts, and their progress."""
+class _GenerationSettlement:
+    """Settles one generation by its claims, its plan and its recorded progress."""
 
     def __init__(
         self, custodian: KafkaCustodian, lease: Lease, settlement: Settlement = _NOTHING
@@ -120,27 +120,27 @@ class _Work:
         self.stopped = bool(state.get("stopped"))
         self._backfill = bool(state.get("backfill"))
         self._has_retries = self._producer.order == "none" and not self._backfill
-        #: What its source has handed out.
+        #: The range that its source has read, by partition.
         self.read: dict[Place, Read] = {
             place_named(name): Read(start, end, messages, tuple((a, b) for a, b in left))
             for name, (messages, start, end, left) in state.get("read", {}).items()
         }
-        #: Where it may hold something.
+        #: The partitions of which it may hold a claim.
         self._places = list(self.read if self.stopped else map(place_named, state.get("own", ())))
         self._at_once: _Decisions = {}
 
     def until(self) -> float:
-        """Returns the end of the lease, by the latest record of it."""
+        """Returns the newest recorded deadline of the lease."""
         return max(self._lease.deadline.timestamp(), self.files.deadline() or 0.0)
 
     def is_own(self, claim: Claim | None) -> bool:
-        """Whether a claim is this generation's."""
+        """Returns whether a claim belongs to this generation."""
         return claim is not None and claim.generation == self._lease.generation
 
     # -- settling ------------------------------------------------------------------------------
 
     def settle(self) -> SettleReport:
-        """Settles the generation, or goes on where another settlement has stopped."""
+        """Settles the generation, or resumes an interrupted settlement."""
         files, now = self.files, self._custodian.now()
         settled, plan = files.settled(), files.plan()
         if settled is None:
@@ -154,14 +154,14 @@ class _Work:
             settled = files.end(self._carry_out(plan))
         for name, (_, after, *_) in (plan or {"places": {}})["places"].items():
             self.claims.end(place_named(name), self._lease.generation, Claim.from_json(after))
-        files.forget_soon(self.today)  # an earlier settler may have died before it did so
+        files.forget_soon(self.today)  # an interrupted settlement may not have got here
         return settled.report
 
     def _own_claims(self, *, extend: bool) -> tuple[dict[Place, Claim], list[str]]:
-        """Returns the claims that the generation still has, and sentences on what others changed.
+        """Returns the claims that the generation still holds, and errors on conflicting commits.
 
-        :param extend: Whether to hold them from now on: their lease is over, and another run may
-            take them over at any moment.
+        :param extend: Whether to extend their lease first: it is over, and another run may take
+            the partitions over at any moment.
         """
         until = self._custodian.now() + self._lease.seconds
 
@@ -170,8 +170,8 @@ class _Work:
                 return None
             return replace(claim, until=until) if extend else claim
 
-        changed = {place: self.claims.change(place, extended) for place in self._places}
-        own = {place: claim for place, claim in changed.items() if claim is not None}
+        claims = {place: self.claims.change(place, extended) for place in self._places}
+        own = {place: claim for place, claim in claims.items() if claim is not None}
         errors = []
         for place, committed in self._read_committed(own).items():
             error = self._conflict(place, committed, own[place], own[place].start)
@@ -181,8 +181,8 @@ class _Work:
         return own, errors
 
     def _plan(self, own: Mapping[Place, Claim], errors: Iterable[str]) -> dict[str, Any]:
-        """Decides what becomes of each partition, and sends copies of messages."""
-        entries, others = self._entries()
+        """Computes the next state of each partition, and publishes copies of messages."""
+        entries, others = self._collect_entries()
         sent, refused = self._send(entries, self._decide(own, entries), own)
         rows = {}
         for place, claim in own.items():
@@ -199,14 +199,14 @@ class _Work:
             rows[name_of(place)] = [claim.start, after, dict(counts), *again]
         return {"places": rows, "errors": [*errors, *dict.fromkeys(refused.values())]}
 
-    def _entries(self) -> tuple[_Entries, Action | None]:
-        """Returns the messages that are named, each with its verdict.
+    def _collect_entries(self) -> tuple[_Entries, Action | None]:
+        """Returns the entries of individual messages, each with its verdict.
 
-        All that the manifest names, which are many, are read only where counts do not do: where
-        something holds up what is behind it, as a dead letter does that cannot be sent.
+        The whole manifest, which may be long, is read only where counts are not enough: where a
+        message blocks those behind it, e.g. a dead letter that cannot be published.
 
-        :returns: Also what becomes of the others: see :func:`.end_claim`.
-        :raises ProducerError: If it is not known which they are.
+        :returns: Also the action for all other messages: see :func:`.end_claim`.
+        :raises ProducerError: If the other messages are unknown.
         """
         settlement, known = self._settlement, self._settlement.settled_now
         entries = _by_place(settlement.entries())
@@ -235,7 +235,7 @@ class _Work:
         return entries, Action.ACK if acked else Action.RELEASE
 
     def _decide(self, own: Mapping[Place, Claim], entries: _Entries) -> _Decisions:
-        """Returns the decision on each message that is named."""
+        """Returns the decision on each entry of the claimed ranges."""
         now, decisions = self._custodian.now(), {}
         for place, claim in own.items():
             read, at_once = self._read_of(place, claim), self._at_once.get(place, {})
@@ -248,11 +248,11 @@ class _Work:
         return decisions
 
     def _read_of(self, place: Place, claim: Claim) -> Read:
-        """Returns the range that was read; of a source that was not stopped it is not known."""
+        """Returns the range that was read; the claimed range if the source was not stopped."""
         return self.read[place] if self.stopped else Read(claim.start, claim.end)
 
     def _carry_out(self, plan: Mapping[str, Any]) -> SettleReport:
-        """Commits the offsets of a plan, and returns its report."""
+        """Commits the offsets of a plan, and returns the report."""
         rows = {place_named(name): row for name, row in plan["places"].items()}
         committed, owner = self._read_committed(rows), self.claims.owner()
         counts = Counter[str]()
@@ -262,12 +262,12 @@ class _Work:
         for place, (start, value, place_counts, *again) in rows.items():
             claim, after = self.claims.read(place), Claim.from_json(value)
             if claim is not None and self.is_own(claim):
-                seen = committed.get(place)
-                error = self._conflict(place, seen, claim, start, after.start) if seen else ""
+                current = committed.get(place)
+                error = self._conflict(place, current, claim, start, after.start) if current else ""
                 if error:
                     errors.append(error)
                     continue
-                if seen is None and not self._backfill and self._find_replaced({place: claim}):
+                if current is None and not self._backfill and self._find_replaced({place: claim}):
                     errors.append(
                         f"the topic {place[0]!r} was made anew while a run held messages of"
                         f" {name_of(place)}: they are settled, and no offset is committed"
@@ -279,31 +279,32 @@ class _Work:
             done[place] = again
             counts.update(place_counts)
         halted = counts["left"]
-        if self._backfill:  # a backfill that is not cleared does not take them up
+        if self._backfill:  # only clearing the run redelivers these messages
             unread = bool(self._lease.state.get("unread"))
             halted += counts["requeued"] + unread
             errors += ["the interval was not read to its end: clear the run to go on"] * unread
         else:
             self._custodian.cluster.commit(offsets)
         lost = [place for place in self._places if place not in done]
-        lapsed = sum(map(self._messages, lost))
+        lapsed = sum(map(self._count_messages, lost))
         report = SettleReport.from_json(
             {**counts, "lapsed": lapsed, "halted": halted, "errors": errors}
         )
         report += beyond(report_of(d.action for d in _flat(self._at_once)), self._settlement)
-        return replace(report, again=self._coming_again(done, lost))
+        return replace(report, again=self._find_redelivered(done, lost))
 
-    def _messages(self, place: Place) -> int:
-        """Returns how many messages were handed out, without those settled immediately."""
+    def _count_messages(self, place: Place) -> int:
+        """Counts the messages delivered to the pipeline, without those settled immediately."""
         read = self.read.get(place)
         return max(0, (read.messages or 0 if read else 0) - len(self._at_once.get(place, {})))
 
-    def _coming_again(
+    def _find_redelivered(
         self, done: Mapping[Place, Sequence[Any]], lost: Sequence[Place]
     ) -> ComingAgain:
-        """Returns which messages come again.
+        """Returns the messages that are redelivered.
 
         :param done: By partition: the two fields of a :class:`.ComingAgain`.
+        :param lost: Partitions whose claim was lost.
         """
         everything = self._settlement.everything
         all_but = any(flag for flag, _ in done.values()) or bool(lost and everything is None)
@@ -318,29 +319,29 @@ class _Work:
         return ComingAgain(frozenset(ids - final))
 
     def _read_committed(self, places: Iterable[Place]) -> dict[Place, Committed]:
-        """Reads the group's offsets; a backfill has none in Kafka."""
+        """Returns the group's committed offsets; a backfill has none in Kafka."""
         return {} if self._backfill else self._custodian.cluster.committed(list(places))
 
     def _conflict(self, place: Place, committed: Committed, claim: Claim, *offsets: int) -> str:
-        """Gives up a claim if its offset was changed by others.
+        """Abandons a claim if another consumer has changed the committed offset.
 
-        :param offsets: Those that are the claim's.
-        :returns: A sentence on what was changed; ``""``: nothing.
+        :param offsets: The committed offsets that the claim expects.
+        :returns: The text of an error; ``""`` if there is no conflict.
         """
         group = self._producer.group_id
         if committed.owner not in ("", self.claims.owner()):
-            error = (
+            text = (
                 f"a run with another staging folder (mark {committed.owner!r}) has taken over"
                 f" {name_of(place)} in the group {group!r}: nothing of it is committed"
             )
         elif committed.offset not in offsets and committed.owner:
-            error = (
+            text = (
                 f"the offset of {name_of(place)} in the group {group!r} went from {offsets[0]} to"
                 f" {committed.offset} by a late commit of an earlier run while this one held its"
                 " messages: nothing is committed, and they come again"
             )
         elif committed.offset not in offsets:
-            error = (
+            text = (
                 f"the offset of {name_of(place)} in the group {group!r} was reset from"
                 f" {offsets[0]} to {committed.offset} while a run held its messages: the reset"
                 " counts, and nothing is committed"
@@ -348,45 +349,45 @@ class _Work:
         else:
             return ""
         self.claims.end(place, claim.generation, claim.freed(marked=claim.high))
-        return error
+        return text
 
     # -- copies --------------------------------------------------------------------------------
 
     def _send(
         self, entries: _Entries, decisions: _Decisions, own: Mapping[Place, Claim]
     ) -> tuple[dict[Place, dict[int, Decision]], dict[tuple[Place, int], str]]:
-        """Sends messages to the retry topic and to the topic for dead letters.
+        """Publishes messages to the retry topic and to the dead-letter topic.
 
-        Which are sent is written down first, for whoever settles after a kill, and only then is
-        looked what others have written: of two that settle together, one at least sees the other.
+        The messages are recorded before the records of other settlements are read.  So a resumed
+        settlement knows them, and of two concurrent settlements at least one sees the other.
 
-        :returns: The decisions then; and the messages of which no copy could be sent, which stay,
-            and why.
+        :returns: The updated decisions, and the error text of each message that could not be
+            published and stays in its topic.
         """
-        wanted: dict[Place, dict[int, Why]] = {}
+        copies: dict[Place, dict[int, CopyRequest]] = {}
         for place, by_offset in decisions.items():
             claim, copied = own[place], place[0] in self._producer.retry_topics
             for offset, decision in by_offset.items():
                 retried = decision.action is Action.RETRY and self._has_retries
                 if retried or decision.action is Action.DEAD_LETTER:
-                    again = copied or offset < claim.marked or offset in claim.failed
+                    maybe_sent = copied or offset < claim.marked or offset in claim.failed
                     not_before = decision.not_before if retried else None
-                    why = Why(entries[place][offset], again, not_before)
-                    wanted.setdefault(place, {})[offset] = why
+                    request = CopyRequest(entries[place][offset], maybe_sent, not_before)
+                    copies.setdefault(place, {})[offset] = request
         sent = {place: dict(by_offset) for place, by_offset in decisions.items()}
-        if not wanted:
+        if not copies:
             return sent, {}
-        rows = [[*place, offset] for place, whys in wanted.items() for offset in whys]
+        rows = [[*place, offset] for place, requests in copies.items() for offset in requests]
         name = self.files.append("letters", rows)
         for topic, partition, offset in self.files.rows("letters", but=name):
-            whys = wanted.get((topic, partition), {})
-            if offset in whys:
-                whys[offset] = whys[offset]._replace(again=True)
+            requests = copies.get((topic, partition), {})
+            if offset in requests:
+                requests[offset] = requests[offset]._replace(maybe_sent=True)
         cluster, pipeline = self._custodian.cluster, self._custodian.env.pipeline
         outbox = Outbox(cluster, self._producer, pipeline, self._lease.generation)
-        refused = outbox.send(wanted, self._find_replaced({place: own[place] for place in wanted}))
-        for place, whys in wanted.items():
-            for offset in whys:
+        refused = outbox.send(copies, self._find_replaced({place: own[place] for place in copies}))
+        for place, requests in copies.items():
+            for offset in requests:
                 decision = sent[place][offset]
                 if (place, offset) not in refused:
                     sent[place][offset] = decision._replace(moved=True)
@@ -395,7 +396,7 @@ class _Work:
         return sent, refused
 
     def _find_replaced(self, own: Mapping[Place, Claim]) -> set[Place]:
-        """Returns where the log is not the one that was read, as far as it can be told."""
+        """Returns the partitions that were deleted and created again, as far as is known."""
         cluster = self._custodian.cluster
         known = {topic: claim.topic_id for (topic, _), claim in own.items() if claim.topic_id}
         ids = cluster.topic_ids(known) if known else {}
@@ -405,7 +406,7 @@ class _Work:
     # -- immediately ---------------------------------------------------------------------------
 
     def settle_now(self, named: Mapping[str, Entry]) -> SettleReport:
-        """Settles some messages, while the others are still handled."""
+        """Settles some messages while the others are still in progress."""
         self._at_once = self.files.decisions()
         entries = _by_place(named.values())
         claims = {place: self.claims.read(place) for place in entries}
@@ -424,10 +425,10 @@ class _Work:
 
 
 def _by_place(entries: Iterable[Entry]) -> _Entries:
-    """Sorts entries by the partition and offset where their messages were read.
+    """Groups entries by the partition and offset that their messages were read from.
 
-    That of a message that came by the retry topic is in its receipt.  Entries whose id is none of
-    Kafka's are left out: no lease holds such a message.
+    The receipt of a message from the retry topic names those of the copy.  Entries without a Kafka
+    message id are dropped: no lease holds such a message.
     """
     by_place: _Entries = {}
     for entry in entries:
@@ -440,11 +441,11 @@ def _by_place(entries: Iterable[Entry]) -> _Entries:
 
 
 def _flat(decisions: _Decisions) -> list[Decision]:
-    """Returns the decisions on all partitions."""
+    """Returns the decisions on all partitions as one list."""
     return [decision for by_offset in decisions.values() for decision in by_offset.values()]
 
 
 def _decision_of(entry: Entry, now: float) -> Decision:
-    """Returns the decision that an entry is."""
+    """Converts an entry to a decision."""
     verdict, group = entry.verdict, entry.receipt.partition("@")[0]
     return Decision(verdict.action, now + verdict.delay, entry.attempt, group, entry.message_id)

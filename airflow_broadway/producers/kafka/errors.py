@@ -1,6 +1,7 @@
 """Translates errors of Kafka and librdkafka into ProducerErrors with an actionable message.
 
-librdkafka's own text is shown only where it can hold no secret: it names brokers, topics and codes.
+librdkafka's own text appears only where it can contain no secret: it names brokers, topics and
+codes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from airflow_broadway.core.text import cut
 
 
 class Denied(ProducerError):
-    """The credentials may not do this."""
+    """The credentials lack the permission for a request."""
 
 
 class Truncated(ProducerError):
-    """The log has lost its tail, or was made anew."""
+    """The log was truncated, or the topic was deleted and created again."""
 
 
-#: Errors of a connection, which the client makes again by itself.
+#: Errors of a connection that the client re-establishes itself.
 _CONNECTION: Final = "_TRANSPORT _ALL_BROKERS_DOWN _RESOLVE"
 _RIGHTS: Final = (
     "is not allowed ({name}); allow Read and Describe on the topics, Read on the group, and Write"
@@ -52,7 +53,7 @@ _TRUNCATED: Final = (
 _TLS: Final = (
     "TLS fails ({text}); check security.protocol, the port, and ssl.ca.location of the connection"
 )
-#: The error and its text, by the name of the client's error.
+#: The exception class and its text, by the name of the client's error.
 _ERRORS: Final[dict[str, tuple[type[ProducerError], str]]] = {
     name: (kind, text)
     for kind, text, names in (
@@ -76,13 +77,13 @@ _ERRORS: Final[dict[str, tuple[type[ProducerError], str]]] = {
 
 
 def translated(error: Any, action: str, where: str, seen: Sequence[Any] = ()) -> ProducerError:
-    """Returns the error of ours for one of the client's.
+    """Translates a client error into a ProducerError.
 
     :param error: A ``KafkaError``, or the exception that carries one.
-    :param action: What was tried, as a phrase: ``"the offsets of group 'a' cannot be read"``.
-    :param where: The cluster, for people.
-    :param seen: What the client reported of its connections, oldest first: it names the cause where
-        the error itself tells only that no broker answers.
+    :param action: The failed action, as a phrase: ``"the offsets of group 'a' cannot be read"``.
+    :param where: The cluster, for error messages.
+    :param seen: The client's ``error_cb`` reports, oldest first: they include the cause where the
+        error itself is only that no broker answers.
     """
     cause = _kafka_error(error)
     if cause is None:
@@ -93,23 +94,23 @@ def translated(error: Any, action: str, where: str, seen: Sequence[Any] = ()) ->
     cause = next(causes, cause)
     other = ProducerUnavailable if cause.retriable() else ProducerError
     kind, text = _ERRORS.get(cause.name(), (other, "{text}"))
-    shown = newest[0] if text is _UNREACHABLE and newest else cause
-    text = text.format(name=cause.name(), text=_text(shown))
+    reported = newest[0] if text is _UNREACHABLE and newest else cause
+    text = text.format(name=cause.name(), text=_text(reported))
     return kind(f"{action} {where}: {text}")
 
 
 def is_out_of_range(error: Any) -> bool:
-    """Whether the client could not read an offset, since the log does not have it."""
+    """Returns whether an offset is out of the log's range."""
     return error.name() in ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE")
 
 
 def is_passing(error: Any) -> bool:
-    """Whether the client goes on by itself after an error, as of a connection."""
+    """Returns whether the client recovers from an error itself, such as that of a connection."""
     return bool(error.retriable() or error.name() in _CONNECTION.split())
 
 
 def _kafka_error(error: Any) -> Any:
-    """Returns the client's own error object; ``None`` where there is none."""
+    """Returns the ``KafkaError`` of an exception; ``None`` if it carries none."""
     candidates = (error, *getattr(error, "args", ()))
     return next((c for c in candidates if hasattr(c, "retriable") and hasattr(c, "name")), None)
 

@@ -1,4 +1,4 @@
-"""Checks a group, and counts what waits, as the next run would find it; changes nothing."""
+"""Checks a group and counts its backlog, without changing anything."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from airflow_broadway.producers.kafka.settling import Ranges, clip, count, minus
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the first messages may take, of which only their timestamps are wanted.
+#: The timeout in seconds for fetching the first messages, whose timestamps are reported.
 _FETCH_TIMEOUT: Final = 5.0
-#: A small answer is enough for a first message: a larger one comes all the same.
+#: Small fetches are enough for one message; Kafka returns a larger first message all the same.
 _FETCH_SETTINGS: Final = {
     "max.partition.fetch.bytes": 64 * 1024,
     "fetch.wait.max.ms": 100,
@@ -32,10 +32,10 @@ _FETCH_SETTINGS: Final = {
 
 
 @contextmanager
-def _looked(
+def _open_group(
     producer: KafkaOptions, env: ProducerEnv
 ) -> Iterator[tuple[Cluster, opening.Opening, dict[Place, opening.View], list[Finding]]]:
-    """Finds a group as the next run would find it."""
+    """Determines the state of a group before the next run."""
     with closing(Cluster(producer, env)) as cluster:
         partitions = cluster.topics()
         claims = Claims(group_files(env.staging, cluster.id, producer.group_id))
@@ -44,24 +44,24 @@ def _looked(
 
 
 def check(producer: KafkaOptions, env: ProducerEnv) -> list[Finding]:
-    """Returns what the next run would refuse or warn of.
+    """Returns the findings with which the next run would be refused or would warn.
 
-    :raises ProducerError: If the cluster cannot be asked.
+    :raises ProducerError: If a request to the cluster fails.
     """
-    with _looked(producer, env) as (_, group, _, findings):
+    with _open_group(producer, env) as (_, group, _, findings):
         return [*group.check(), *findings]
 
 
 def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
-    """Counts what waits, as the next run would find it.
+    """Counts the backlog before the next run.
 
-    Kafka counts offsets: what was aborted or compacted away is counted too.  A retry topic whose
-    first message is not due waits as a whole.
+    It counts offsets, so aborted and compacted messages are included.  A retry topic whose first
+    message is not due counts as delayed as a whole.
 
     :raises ProducerError: If that run would be refused.
     """
     settings = {**(producer.settings or {}), **_FETCH_SETTINGS}
-    with _looked(replace(producer, settings=settings), env) as (cluster, _, views, findings):
+    with _open_group(replace(producer, settings=settings), env) as (cluster, _, views, findings):
         missing = opening.missing_topics(producer, cluster, {topic for topic, _ in views})
         refused = [*missing, *(finding.text for finding in findings if finding.level == "error")]
         if refused:
@@ -71,17 +71,17 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
         leased = delayed = 0
         for place, view in views.items():
             state = view.state
-            later = [o for o, message in state.failed.items() if message.not_before > now]
+            delayed_offsets = [o for o, message in state.failed.items() if message.not_before > now]
             left = minus(((state.start, view.end),) if state.start < view.end else (), state.done)
             held = view.known.end if view.held_until and view.known else 0
             leased += count(clip(left, 0, held))
             left = clip(left, held, view.end)
-            behind = clip(left, min(later), view.end) if later else ()
-            # A partition whose order counts stops at the first that waits.
-            waiting = behind if producer.order == "partition" else of_offsets(later)
+            blocked = clip(left, min(delayed_offsets), view.end) if delayed_offsets else ()
+            # With order='partition', reading stops at the first message that is not due.
+            waiting = blocked if producer.order == "partition" else of_offsets(delayed_offsets)
             delayed += count(waiting)
             ready[place] = minus(left, waiting)
-        first, whole = _first_messages(cluster, ready)
+        first, complete = _first_messages(cluster, ready)
         ages: list[float] = []
         for place, record in first.items():
             copy = copy_of(record, producer.group_id)
@@ -94,8 +94,8 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
             ready=sum(map(count, ready.values())),
             delayed=delayed,
             leased=leased,
-            dead=_dead(producer, cluster),
-            oldest_age=max(0.0, *ages) if ages and whole else None,
+            dead=_count_dead_letters(producer, cluster),
+            oldest_age=max(0.0, *ages) if ages and complete else None,
         )
 
 
@@ -114,7 +114,7 @@ def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
         return sum(claim.limit - claim.start for claim in bounds.values())
 
 
-def _dead(producer: KafkaOptions, cluster: Cluster) -> int:
+def _count_dead_letters(producer: KafkaOptions, cluster: Cluster) -> int:
     topics = {topic: cluster.partitions(topic) for topic in producer.dead_letter_topics}
     return sum(end - low for low, end in map(cluster.ends, places_of(topics)))
 
@@ -122,7 +122,7 @@ def _dead(producer: KafkaOptions, cluster: Cluster) -> int:
 def _first_messages(
     cluster: Cluster, wanted: Mapping[Place, Ranges]
 ) -> tuple[dict[Place, Any], bool]:
-    """Fetches the first message of each partition; returns whether all have answered in time."""
+    """Fetches the first message of each partition; returns whether all arrived in time."""
     first: dict[Place, Any] = {}
     action = "the age of the oldest message is not known"
     try:

@@ -1,10 +1,10 @@
-"""Lists, requeues and deletes the dead letters of a Kafka producer, for people.
+"""Lists, requeues and deletes the dead letters of a Kafka producer.
 
-A topic of dead letters is a log: a letter stays in it.  So which letters are finished, because they
-were sent back or deleted, is kept next to the group's claims in staging, as a
-:class:`~airflow_broadway.producers.kafka.claims.Claim` of no generation for each partition.  A
-letter is finished once the topic that it came from has its message, confirmed: a process that is
-killed between the two sends it twice, and what was sent back is received as redelivered.  See
+A dead-letter topic is a log: a dead letter stays in it until retention removes it.  So the offsets
+of requeued and deleted dead letters are recorded next to the group's claims in staging, as a
+:class:`~airflow_broadway.producers.kafka.claims.Claim` without a generation for each partition.  A
+requeued dead letter is recorded once the broker has confirmed its message.  A kill between the two
+publishes it twice, and requeued messages are received as redelivered.  See
 ``docs/adr/0013-dead-letters-of-a-log.md``.
 """
 
@@ -39,12 +39,12 @@ from airflow_broadway.producers.kafka.settling import (
     of_offsets,
 )
 
-#: Letters that are sent back, or deleted, at a time.
+#: The number of dead letters that are requeued or deleted at a time.
 _WAVE: Final = 200
 
 
-class _Letter(NamedTuple):
-    """A dead letter in the log."""
+class _Record(NamedTuple):
+    """A dead letter with its record in the log."""
 
     place: Place
     offset: int
@@ -52,15 +52,15 @@ class _Letter(NamedTuple):
     letter: DeadLetter
 
 
-#: Sends letters back; returns those that stay, and why.
-_Send = Callable[[Sequence[_Letter]], Mapping[tuple[Place, int], str]]
+#: Requeues dead letters; returns the error text of each that stays.
+_Send = Callable[[Sequence[_Record]], Mapping[tuple[Place, int], str]]
 
 
 class KafkaDeadLetters:
-    """Those of a group; a :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
+    """A group's :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
 
-    :param place: The topic to look into, instead of the producer's.
-    :raises ProducerError: If there is no such topic, or the cluster refuses.
+    :param place: The topic to read, instead of the producer's.
+    :raises ProducerError: If there is no such topic, or the cluster rejects a request.
     """
 
     def __init__(self, producer: KafkaOptions, env: ProducerEnv, place: str | None) -> None:
@@ -86,7 +86,7 @@ class KafkaDeadLetters:
         return ", ".join(f"topic {topic!r}" for topic in self._topics)
 
     def count(self) -> int:
-        """Counts offsets: what was compacted away is counted too, until something is moved."""
+        """Counts offsets; compacted ones are included until dead letters behind them are moved."""
         return sum(map(count, self._unread().values()))
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
@@ -95,10 +95,10 @@ class KafkaDeadLetters:
                 yield entry.letter
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
-        return self._moved(choice, lambda wave: self._send(wave, to))
+        return self._move(choice, lambda wave: self._send(wave, to))
 
     def delete(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, lambda _: {})
+        return self._move(choice, lambda _: {})
 
     def close(self) -> None:
         self._cluster.close()
@@ -106,62 +106,62 @@ class KafkaDeadLetters:
     # -- reading -------------------------------------------------------------------------------
 
     def _unread(self) -> dict[Place, Ranges]:
-        """Returns where there may be letters that are not finished, for each partition."""
+        """Returns the offset ranges of each partition that may contain open dead letters."""
         unread: dict[Place, Ranges] = {}
         for place in places_of(self._topics):
             low, end = self._cluster.ends(place)
             claim = self._claims.read(place)
-            if claim is not None and max(low, claim.start) > end:  # the topic was made anew
+            if claim is not None and max(low, claim.start) > end:  # the topic was created again
                 claim = self._claims.change(place, lambda _, low=low: Claim(start=low))  # type: ignore[misc]
             base, done = (low, ()) if claim is None else (max(low, claim.start), claim.done)
             if base < end:
                 unread[place] = minus(((base, end),), done)
         return unread
 
-    def _read(self, unread: Mapping[Place, Ranges]) -> Iterator[_Letter]:
+    def _read(self, unread: Mapping[Place, Ranges]) -> Iterator[_Record]:
         for place, record in self._cluster.read(unread, "dead letters cannot be read"):
-            yield _Letter(place, record.offset(), record, self._letter(place, record))
+            yield _Record(place, record.offset(), record, self._letter(place, record))
 
     def _letter(self, place: Place, record: Any) -> DeadLetter:
         headers = record.headers() or []
-        ours = {name: as_text(value) or "" for name, value in headers if is_ours(name)}
+        fields = {name: as_text(value) or "" for name, value in headers if is_ours(name)}
 
         def error(name: str) -> str:
-            return ours.get(f"__connect.errors.{name}", "")
+            return fields.get(f"__connect.errors.{name}", "")
 
         topic, partition, offset = error("topic"), error("partition"), error("offset")
-        whole = bool(topic and partition.isdecimal() and offset.isdecimal())
+        has_origin = bool(topic and partition.isdecimal() and offset.isdecimal())
         kind, text = error("exception.class.name"), error("exception.message")
-        attempt = ours.get("broadway.attempt", "")
+        attempt = fields.get("broadway.attempt", "")
         clock, timestamp = record.timestamp()
-        own = [[name, as_text(value)] for name, value in headers if not is_ours(name)]
+        kept = [[name, as_text(value)] for name, value in headers if not is_ours(name)]
         key, sources = f"{place[0]}-{place[1]}-{record.offset()}", self._sources(place[0])
         return DeadLetter(
             message_id=key,
             body=record.value() or b"",
             properties={
                 "key": as_text(record.key()),
-                "headers": own,
-                "partition": int(partition) if whole else None,
-                **({"body": ours["broadway.body"]} if "broadway.body" in ours else {}),
-                **({"again": True} if ours.get("broadway.again") == "1" else {}),
+                "headers": kept,
+                "partition": int(partition) if has_origin else None,
+                **({"body": fields["broadway.body"]} if "broadway.body" in fields else {}),
+                **({"again": True} if fields.get("broadway.again") == "1" else {}),
             },
             reason=f"{kind}: {text}" if kind else text,
             stage=error("stage"),
             attempt=int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 1,
-            enqueued_at=_datetime(ours.get("broadway.timestamp")),
+            enqueued_at=_datetime(fields.get("broadway.timestamp")),
             died_at=_datetime(timestamp) if clock else None,
-            generation=ours.get("broadway.generation", ""),
+            generation=fields.get("broadway.generation", ""),
             origin=topic or (sources[0] if len(sources) == 1 else ""),
-            original_id=f"{topic}-{partition}-{offset}" if whole else key,
+            original_id=f"{topic}-{partition}-{offset}" if has_origin else key,
         )
 
     # -- moving --------------------------------------------------------------------------------
 
-    def _moved(self, choice: Choice, send: _Send) -> Moved:
-        """Moves the letters that are chosen, and records that they are finished.
+    def _move(self, choice: Choice, send: _Send) -> Moved:
+        """Moves the selected dead letters, and records their offsets as finished.
 
-        :raises ProducerError: If that cannot be recorded.
+        :raises ProducerError: If there is no staging folder to record them in.
         """
         if not self._claims.durable:
             raise ProducerError(
@@ -170,7 +170,7 @@ class KafkaDeadLetters:
             )
         moving, unread = Moving(choice), self._unread()
         entries = self._read(unread)
-        #: By partition: offsets of letters that stay, and the offset behind the last that was read.
+        #: By partition: offsets of dead letters that stay, and the next offset to read.
         stay: dict[Place, list[int]] = {place: [] for place in unread}
         position: dict[Place, int] = {}
         while wave := list(islice(entries, _WAVE)):
@@ -186,23 +186,23 @@ class KafkaDeadLetters:
                 if (place, offset) in refused:
                     moving.refused[entry.letter.message_id] = refused[place, offset]
             for place in {place for place, _ in moved}:
-                # Offsets between dead letters hold none: compacted away, or a transaction's marker.
+                # Other offsets in the range were compacted, or are transaction markers.
                 done = minus(clip(unread[place], 0, position[place]), of_offsets(stay[place]))
                 self._finish(place, unread[place][0][0], done)
         return moving.result()
 
     def _finish(self, place: Place, start: int, finished: Ranges) -> None:
-        """Records that letters of a partition are finished, and all before ``start``."""
+        """Records finished offsets of a partition, and all offsets before ``start``."""
 
-        def changed(claim: Claim | None) -> Claim:
+        def mark_finished(claim: Claim | None) -> Claim:
             known = claim or Claim(start=start)
             (_, base), *done = normal([(-1, max(start, known.start)), *known.done, *finished])
             return Claim(start=base, done=tuple(done))
 
-        self._claims.change(place, changed)
+        self._claims.change(place, mark_finished)
 
-    def _send(self, wave: Sequence[_Letter], to: str | None) -> Mapping[tuple[Place, int], str]:
-        """Sends letters back, and waits until each is confirmed; returns why some were not.
+    def _send(self, wave: Sequence[_Record], to: str | None) -> Mapping[tuple[Place, int], str]:
+        """Requeues dead letters, and waits for confirmation; returns the errors of rejected ones.
 
         :raises ProducerUnavailable: If the cluster does not answer.
         """
@@ -219,20 +219,20 @@ class KafkaDeadLetters:
                 refused[key] = str(error)
                 continue
             letter, record = entry.letter, entry.record
-            own = [(name, value) for name, value in record.headers() or [] if not is_ours(name)]
+            kept = [(name, value) for name, value in record.headers() or [] if not is_ours(name)]
             message: dict[str, Any] = {"value": record.value(), "key": record.key()}
             partition = letter.properties["partition"]
-            if partition in self._partitions.get(topic, ()):  # else by its key
+            if partition in self._partitions.get(topic, ()):  # otherwise partitioned by key
                 message["partition"] = partition
-            headers = [*own, (REQUEUED, letter.original_id.encode())]
+            headers = [*kept, (REQUEUED, letter.original_id.encode())]
             self._cluster.send(topic, refuse, headers=headers, **message)
         self._cluster.confirm()
         return refused
 
-    def _destination(self, entry: _Letter, to: str | None) -> str:
-        """Returns the topic that a letter is sent back to.
+    def _destination(self, entry: _Record, to: str | None) -> str:
+        """Returns the topic that a dead letter is requeued to.
 
-        :raises ProducerError: If it cannot be sent back.
+        :raises ProducerError: If it cannot be requeued.
         """
         topic = destination_of(entry.letter, self._sources(entry.place[0]), to)
         if not self._partitions.get(topic) and not self._cluster.partitions(topic):
@@ -242,7 +242,7 @@ class KafkaDeadLetters:
         return topic
 
     def _sources(self, topic: str) -> list[str]:
-        """Returns the topics whose dead letters a topic has."""
+        """Returns the topics whose dead letters are in a topic."""
         own = self._producer.topics
         return [name for name in own if self._producer.dead_letter_of(name) == topic] or list(own)
 

@@ -1,14 +1,13 @@
-"""What a run finds before it receives: where it begins in each partition, or why it may not.
+"""Determines the start offset of a run in each partition, or the reason to refuse the run.
 
-The group's offset in Kafka is the truth.  The newest claim in staging tells what else is known: a
-run that holds the partition, messages that were handed out before, messages that wait to be
-retried.  The two may disagree, because a settlement died half-way, an operator reset the group,
-offsets or messages expired, or the topic was deleted and created again.  Each of these is
-recognized here, and either honoured or refused.
+The committed offset in Kafka is authoritative.  The newest claim in staging adds the run that holds
+the partition, the messages that were delivered before, and the messages to be retried.  The two may
+disagree: a settlement was interrupted, an operator reset the group, offsets or messages expired, or
+the topic was deleted and created again.  This module detects each case, and honours or refuses it.
 
-Beside the offset stands a *mark*: the staging folder that committed it, the offset behind the last
-message that was claimed, and until when a run holds the partition.  Another staging folder goes by
-it, and so does one that was lost or restored.
+The offset's metadata contains a *mark*: the staging folder that committed it, the end of the
+claimed range, and the lease deadline of the run that holds the partition.  Runs with another
+staging folder, or with one that was lost or restored, rely on the mark.
 """
 
 from __future__ import annotations
@@ -32,24 +31,25 @@ from airflow_broadway.producers.kit.state_files import digest, instant_of
 
 log = logging.getLogger(__name__)
 
-#: How a pipeline does without a topic.
-_OTHERWISE: Final = {
+#: The option that makes a topic unnecessary, by kind of topic.
+_ALTERNATIVES: Final = {
     "retry": "give the producer order='partition' or another on_failure",
     "dead-letter": "give the producer RetryPolicy(dead_letter=False)",
 }
 
 
 class View(NamedTuple):
-    """A partition as a run finds it.
+    """The state of a partition before a run reads it.
 
-    :param state: Where it begins, what was handed out before, what is finished or waits: a claim of
-        no generation.
-    :param end: The offset behind the last.
+    :param state: The start offset, and the delivered, settled and failed offsets, as a claim
+        without a generation.
+    :param end: The log end offset.
     :param known: The newest claim in staging; ``None``: there is none.
-    :param held_until: The end of the lease of the run that holds it; 0: none does.
+    :param held_until: The lease deadline of the run that holds it; 0: the partition is free.
     :param expired: Messages that retention removed before they were read.
-    :param committed: What the group has committed; ``None``: nothing.
-    :param begins: Whether the group has no such offset yet, or the claim does not know of it.
+    :param committed: The committed offset and its mark; ``None``: there is none.
+    :param begins: Whether the start offset is still to be committed: the group has none, or was
+        reset.
     """
 
     state: Claim
@@ -62,10 +62,10 @@ class View(NamedTuple):
 
 
 def last_of(claims: Claims, claim: Claim, place: Place) -> Claim:
-    """Returns the state of a partition whose claim nobody holds any more.
+    """Returns the state of a partition whose claim has lapsed.
 
-    A settlement that was decided counts, though it died before it had ended the claim; so does what
-    callbacks had settled immediately.
+    The plan of an interrupted settlement is applied; else the decisions that callbacks carried out
+    immediately.
     """
     if not claim.generation:
         return claim
@@ -74,14 +74,14 @@ def last_of(claims: Claims, claim: Claim, place: Place) -> Claim:
 
 
 def _is_of_other_log(claim: Claim, topic_id: str, end: int) -> bool:
-    """Whether the log is not the one that was claimed, as far as it can be told."""
+    """Returns whether the topic was created again since the claim, as far as is known."""
     return bool(claim.topic_id and topic_id and claim.topic_id != topic_id) or claim.high > end
 
 
 def missing_topics(
     producer: KafkaOptions, cluster: Cluster, partitions: Container[str]
 ) -> list[str]:
-    """Returns a sentence for each topic that does not exist."""
+    """Returns an error text for each topic that does not exist."""
     return [
         f"the topic {topic!r} does not exist {cluster.where}, or Describe on it is not allowed:"
         " create it, or check the option topics"
@@ -90,22 +90,22 @@ def missing_topics(
     ]
 
 
-def expired_text(place: Place, gone: Ranges) -> tuple[str, int]:
-    """Returns a sentence on messages that retention has removed, and their number."""
-    lost = count(gone)
-    if not lost:
+def expired_text(place: Place, gaps: Ranges) -> tuple[str, int]:
+    """Returns an error text on messages that retention has removed, and their number."""
+    number = count(gaps)
+    if not number:
         return "", 0
-    were, they_were = ("was", "it was") if lost == 1 else ("were", "they were")
+    verb, clause = ("was", "it was") if number == 1 else ("were", "they were")
     text = (
-        f"{many(lost, 'message')} of {name_of(place)} ({gone[0][0]}–{gone[-1][1] - 1}) {were}"
-        f" removed by retention before {they_were} read: let runs come more often, or the topic"
+        f"{many(number, 'message')} of {name_of(place)} ({gaps[0][0]}–{gaps[-1][1] - 1}) {verb}"
+        f" removed by retention before {clause} read: let runs come more often, or the topic"
         " keep messages for longer; on_expired='continue' goes on behind them"
     )
-    return text, lost
+    return text, number
 
 
 def truncated_text(place: Place, offset: int, end: int) -> str:
-    """Returns a sentence on an offset that the log does not have yet, or not any more."""
+    """Returns an error text on an offset beyond the end of the log."""
     return (
         f"offset {offset} of {name_of(place)} is beyond the end {end}: the topic was made anew, or"
         " lost its tail; kafka-consumer-groups --reset-offsets starts over"
@@ -114,10 +114,10 @@ def truncated_text(place: Place, offset: int, end: int) -> str:
 
 @dataclass
 class Opening:
-    """Finds where the partitions of a group begin.
+    """Determines the start offsets of a group's partitions.
 
     :param partitions: Topic → partitions, of all topics of the producer and their retry topics.
-    :param write: Whether a run begins; else nothing is written, nor logged.
+    :param write: Whether a run begins; otherwise nothing is written or logged.
     """
 
     producer: KafkaOptions
@@ -132,7 +132,7 @@ class Opening:
         self._ids: Mapping[str, str] | None = None
         self.owner = self.claims.owner(write=self.write)
         self._findings: list[Finding] = []
-        #: What the group has committed.
+        #: The group's committed offsets, with their marks.
         self._committed: Mapping[Place, Committed] = {}
 
     # -- the group -----------------------------------------------------------------------------
@@ -154,9 +154,9 @@ class Opening:
         return [*(Finding("error", text) for text in errors), *notes]
 
     def _check_other_topics(self) -> list[str]:
-        """Checks the topics that copies are sent to."""
+        """Checks the retry and dead-letter topics."""
         producer, outcomes, where = self.producer, self.producer.outcomes(), self.cluster.where
-        #: Topic → what it holds, the option that names another, and whether it exists.
+        #: Topic → its kind, the option that names another, and whether it exists.
         copies: dict[str, tuple[str, str, bool]] = {}
         if Action.RETRY in outcomes and producer.order == "none":
             for topic in sorted(producer.retry_topics):
@@ -171,7 +171,7 @@ class Opening:
             if not exists:
                 errors.append(
                     f"the {kind} topic {topic!r} does not exist {where}, or Describe on it is not"
-                    f" allowed: create it, name another by {option}=…, or {_OTHERWISE[kind]}"
+                    f" allowed: create it, name another by {option}=…, or {_ALTERNATIVES[kind]}"
                 )
             elif "compact" in policy:
                 errors.append(
@@ -184,9 +184,9 @@ class Opening:
     # -- partitions ----------------------------------------------------------------------------
 
     def look(self, places: Sequence[Place]) -> tuple[dict[Place, View], list[Finding]]:
-        """Finds partitions as they are now.
+        """Determines the current state of partitions.
 
-        :returns: The findings too; with an error among them no run begins.
+        :returns: The findings too; an error among them refuses the run.
         """
         if self._ids is None:
             self._ids = self.cluster.topic_ids(self.partitions)
@@ -213,17 +213,17 @@ class Opening:
             )
         topic_id = (self._ids or {}).get(place[0], "")
         marked_by = committed.owner if committed else ""
-        anew = known is not None and not marked_by and _is_of_other_log(known, topic_id, end)
+        recreated = known is not None and not marked_by and _is_of_other_log(known, topic_id, end)
         settled = committed
-        if last and known and committed and committed.offset == known.start and not anew:
+        if last and known and committed and committed.offset == known.start and not recreated:
             settled = committed._replace(offset=last.start)
         base, reset = self._base(place, last, settled, low)
-        # Another program has committed since: a reset, though perhaps to the very same offset.
-        reset = reset or (anew and committed is not None)
+        # A commit by another program since then is a reset, even to the same offset.
+        reset = reset or (recreated and committed is not None)
         state = Claim(start=base) if last is None or reset else last
         state = state.freed(start=base, marked=marked, topic_id=topic_id)
         view = View(state, end, known, committed=committed, begins=committed is None or reset)
-        return self._checked(place, view, low, reset=reset)
+        return self._check_log(place, view, low, reset=reset)
 
     def _held_until(self, place: Place, claim: Claim | None, committed: Committed | None) -> float:
         now = self.env.clock.now().timestamp()
@@ -250,7 +250,7 @@ class Opening:
     def _base(
         self, place: Place, claim: Claim | None, committed: Committed | None, low: int
     ) -> tuple[int, bool]:
-        """Returns the first offset that is not finished, and whether the group was reset to it."""
+        """Returns the first unsettled offset, and whether the group was reset to it."""
         group = self.producer.group_id
         if claim is None:
             if committed is not None:
@@ -273,32 +273,32 @@ class Opening:
                 f" of {claim.start}: it is older, or was restored.  The offset in Kafka counts."
             )
         else:
-            how, by = "was reset", "by another program"
+            how, cause = "was reset", "by another program"
             if is_own:
-                how, by = "went back", "by a commit of an earlier run that came late"
+                how, cause = "went back", "by a commit of an earlier run that came late"
             text = (
                 f"The offset of {name_of(place)} in the group {group!r} {how} from {claim.start} to"
-                f" {committed.offset} {by}: it is honoured."
+                f" {committed.offset} {cause}: it is honoured."
             )
         self._report("warning", text)
         return committed.offset, True
 
     def _start(self, place: Place) -> int | None:
-        """Returns where a new group begins in a partition; ``None``: the partition alone is new.
+        """Returns the start offset of a new group; ``None``: only the partition is new.
 
-        Of several sources that begin together, one decides for all partitions.
+        Of several sources that start together, one decides for all partitions.
         """
         starts = self.claims.starts()
         if starts is None:
             if self._committed or any(self.claims.read(place) is not None for place in self._all):
                 return None
-            starts = self._by_policy()
+            starts = self._starts_by_policy()
             if self.write:
                 starts = self.claims.start_at(starts)
         return starts.get(place)
 
-    def _by_policy(self) -> dict[Place, int]:
-        """Returns where ``offset_reset_policy`` begins; a retry topic begins at its beginning."""
+    def _starts_by_policy(self) -> dict[Place, int]:
+        """Returns the offsets by ``offset_reset_policy``; a retry topic starts at its beginning."""
         policy = self.producer.offset_reset_policy
         ends = {place: self.cluster.ends(place) for place in self._all}
         timestamp = reset_timestamp(policy)
@@ -307,14 +307,14 @@ class Opening:
                 place: low if policy == "earliest" else end for place, (low, end) in ends.items()
             }
         else:
-            # Behind all messages it begins at the end, as Broadway does.
+            # A timestamp after all messages means the end, as in Broadway.
             at = self.cluster.at_timestamp(self._all, timestamp.timestamp())
             starts = {place: o if o >= 0 else ends[place][1] for place, o in at.items()}
         retries = {p: low for p, (low, _) in ends.items() if p[0] in self.producer.retry_topics}
         return starts | retries
 
-    def _checked(self, place: Place, view: View, low: int, *, reset: bool) -> View:
-        """Compares a view with the log: whether it is the same topic, and has what is expected."""
+    def _check_log(self, place: Place, view: View, low: int, *, reset: bool) -> View:
+        """Checks a view against the log: the same topic, with the expected offsets."""
         state, end = view.state, view.end
         known_id = "" if view.known is None or reset else view.known.topic_id
         if known_id and state.topic_id and known_id != state.topic_id:
@@ -329,18 +329,18 @@ class Opening:
         view = view._replace(state=replace(state, marked=min(state.marked, end)))
         if low <= state.start:
             return view
-        text, lost = expired_text(place, minus(((state.start, low),), state.done))
-        if lost and self.producer.on_expired == "fail":
+        text, expired = expired_text(place, minus(((state.start, low),), state.done))
+        if expired and self.producer.on_expired == "fail":
             self._report("error", text)
-        elif lost:
+        elif expired:
             self._report_loss(text)
         for offset in state.failed:
             if offset < low:
                 self._report_loss(f"{name_of(place)}-{offset} was to be retried, and is gone.")
-        return view._replace(state=replace(view.state, start=low), expired=lost)
+        return view._replace(state=replace(view.state, start=low), expired=expired)
 
     def _report_loss(self, text: str) -> None:
-        """Reports messages that are gone: an error in a run's log, though the run begins."""
+        """Reports lost messages: as an error in the log of a run, which starts all the same."""
         if self.write:
             log.error("%s", text)
         else:
@@ -358,7 +358,7 @@ def folder_of(run_id: str) -> str:
 def interval_of(env: ProducerEnv) -> tuple[datetime, datetime]:
     """Returns the interval of a backfill.
 
-    :raises ProducerError: If it is not over yet.
+    :raises ProducerError: If it has not ended yet.
     """
     assert env.interval is not None
     start, end = env.interval
@@ -373,14 +373,14 @@ def interval_of(env: ProducerEnv) -> tuple[datetime, datetime]:
 def bounds_of(
     producer: KafkaOptions, env: ProducerEnv, cluster: Cluster, places: Sequence[Place]
 ) -> dict[Place, Claim]:
-    """Returns where the interval begins and ends in partitions of which nothing was read."""
+    """Returns the start and end offsets of the interval in unread partitions."""
     start, end = interval_of(env)
     first = cluster.at_timestamp(places, start.timestamp())
     last = cluster.at_timestamp(places, end.timestamp() + producer.lateness)
     bounds: dict[Place, Claim] = {}
     for place in places:
         low, high = cluster.ends(place)
-        # -1: no message is as late as that.
+        # -1: no message has such a late timestamp.
         base = first[place] if first[place] >= 0 else high
         limit = last[place] if last[place] >= 0 else high
         if base == low > 0:
@@ -395,33 +395,31 @@ def bounds_of(
 
 
 class BackfillOpening(Opening):
-    """Finds where the partitions of a backfill begin: messages of an interval, next to live runs.
+    """Determines the start offsets of a backfill, which reads an interval next to live runs.
 
-    It has claims of its own, whose offsets are those of the run; the group is not touched.
-    Messages are in the log in order of their arrival, and the timestamps that their senders gave
-    them need not be in that order: so it reads on for ``lateness`` behind the interval, and hands
-    out those messages whose timestamp is in it.
+    A backfill has separate claims, and does not change the group's committed offsets.  The log is
+    in order of arrival, and producers' timestamps may be out of order.  So a backfill reads for
+    ``lateness`` beyond the interval, and delivers the messages with a timestamp inside it.
     """
 
     def check(self) -> list[Finding]:
-        """Refuses an interval that is not over yet."""
+        """Refuses an interval that has not ended yet."""
         interval_of(self.env)
         return []
 
     def look(self, places: Sequence[Place]) -> tuple[dict[Place, View], list[Finding]]:
-        """Finds partitions as they are now.
+        """Determines the current state of partitions.
 
-        Where an interval begins and ends is recorded once, so that a run that is cleared reads the
-        same.
+        The bounds of the interval are recorded once, so that a cleared run reads the same offsets.
         """
         unknown = [place for place in places if self.claims.read(place) is None]
         if unknown:
             bounds = bounds_of(self.producer, self.env, self.cluster, unknown)
             for place, bound in bounds.items():
                 self.claims.change(place, lambda known, bound=bound: known or bound)  # type: ignore[misc]
-        return {place: self._found(place) for place in places}, []
+        return {place: self._view_of(place) for place in places}, []
 
-    def _found(self, place: Place) -> View:
+    def _view_of(self, place: Place) -> View:
         claim = self.claims.read(place)
         assert claim is not None
         held_until = self.claims.held_until(claim, self.env.clock.now().timestamp())

@@ -1,4 +1,4 @@
-"""The options of the Kafka producer, and what follows from them; loads no client."""
+"""Declares the options of the Kafka producer; does not import the client."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import CONN_ID, SECONDS_OR_ZERO, TEXT, Rule, one_of
 
-#: The connection of the cluster where none is named: that of Airflow's Kafka provider.
+#: The default connection, that of Airflow's Kafka provider.
 DEFAULT_CONNECTION: Final = "kafka_default"
 
-#: Settings of librdkafka that this package sets itself, and why.
+#: Settings of librdkafka that this package reserves, with the reason.
 OWNED: Final[Mapping[str, str]] = {
     "allow.auto.create.topics": "no topic is created by reading it",
     "auto.offset.reset": "offset_reset_policy, for a group that is new; no run resets silently",
@@ -33,8 +33,8 @@ OWNED: Final[Mapping[str, str]] = {
     "acks": "dead letters are confirmed by all replicas",
 }
 
-#: How the names of settings begin that open no file, load no library and run no command.  Others
-#: (``plugin.library.paths``, ``sasl.kerberos.kinit.cmd``) do, or may in a later librdkafka.
+#: Prefixes of settings that open no file, load no library and run no command.  Others do
+#: (``plugin.library.paths``, ``sasl.kerberos.kinit.cmd``), or may in a later librdkafka.
 _HARMLESS: Final = (
     *("api.version.", "broker.", "client.dns.lookup", "client.rack", "connections.max.idle.ms"),
     *("fetch.", "max.", "message.max.bytes", "metadata.", "queued.", "receive.message.max.bytes"),
@@ -51,7 +51,7 @@ _HOST = re.compile(r"(?:[A-Za-z0-9_]+://)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of librdkafka is a secret, by its name."""
+    """Returns whether a setting of librdkafka is a secret, by its name."""
     return _SECRET.search(name) is not None
 
 
@@ -75,9 +75,9 @@ def _are_hosts(value: object) -> bool:
 
 
 def reset_timestamp(policy: object) -> datetime | None:
-    """Returns the timestamp that a policy names; ``None`` if it names none.
+    """Parses the timestamp of an offset reset policy; ``None`` for ``earliest`` and ``latest``.
 
-    :raises ValueError: If it is neither a word nor a timestamp with a time zone.
+    :raises ValueError: If it is neither a keyword nor a timestamp with a time zone.
     """
     if policy in ("earliest", "latest"):
         return None
@@ -122,9 +122,9 @@ _SETTINGS = Rule(
 
 
 def place_of(message_id: str) -> tuple[str, int, int]:
-    """Returns topic, partition and offset of a message id.
+    """Parses a message id into topic, partition and offset.
 
-    :raises ValueError: If it is none of Kafka's.
+    :raises ValueError: If it is not a Kafka message id.
     """
     topic, partition, offset = message_id.rsplit("-", 2)
     if not topic:
@@ -143,7 +143,7 @@ def _partition_and_key(message: Message) -> int:
 
 
 def key_group(key: str | None) -> str:
-    """Returns a short name of a message's key, as it is in its metadata; ``""`` for none."""
+    """Returns a short digest of a key from the metadata; ``""`` for no key."""
     if key is None:
         return ""
     return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -280,23 +280,23 @@ class KafkaOptions(Producer):
                 )
                 raise OptionsError(f"{path}partition_by", rule, part.partition_by)
         sizes = [pipeline.processors.concurrency, *(b.concurrency for b in batchers.values())]
-        if self.order == "none" or set(sizes) == {1}:  # nothing runs in parallel
+        if self.order == "none" or set(sizes) == {1}:  # unordered, or no parallel stage
             return {}
         return {"partition_by": _partition_and_key if self.order == "key" else partition_of}
 
-    # -- what follows from the options ---------------------------------------------------------
+    # -- derived values ------------------------------------------------------------------------
 
     @property
     def place(self) -> str:
-        """The queue that a lease names: the group and its topics."""
+        """The name of the queue in leases: the group and its topics."""
         return f"{self.group_id}: {', '.join(sorted(self.topics))}"
 
     def dead_letter_of(self, topic: str) -> str:
-        """Returns the topic for a topic's dead letters."""
+        """Returns the dead-letter topic of a topic."""
         return self.dead_letter or f"{topic}-dlt"
 
     def retry_of(self, topic: str) -> str:
-        """Returns the topic for a topic's messages that are to be retried."""
+        """Returns the retry topic of a topic."""
         return self.retry_topic or f"{topic}.retry"
 
     @property
@@ -306,11 +306,11 @@ class KafkaOptions(Producer):
 
     @property
     def dead_letter_topics(self) -> list[str]:
-        """The topics for dead letters, sorted."""
+        """The dead-letter topics, sorted."""
         return sorted(set(map(self.dead_letter_of, self.topics)))
 
     def outcomes(self) -> set[Action]:
-        """Returns the actions that the options may lead to."""
+        """Returns the possible actions under the options."""
         actions = {self.actions[self.on_success], self.actions[self.on_failure]}
         if Action.RETRY in actions and self.retry.dead_letter:
             actions.add(Action.DEAD_LETTER)
@@ -318,7 +318,7 @@ class KafkaOptions(Producer):
 
     @property
     def keeps_order(self) -> bool:
-        """Whether order is kept in each partition, or for each key in it."""
+        """Whether order is kept per partition or per key."""
         return self.order != "none"
 
     def group_of(self, message: Message) -> str | None:

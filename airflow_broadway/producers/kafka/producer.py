@@ -1,4 +1,4 @@
-"""Opens the two halves of Apache Kafka as a pipeline's producer."""
+"""Opens the source and the custodian of Apache Kafka."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from airflow_broadway.producers.kafka.options import KafkaOptions
 
 @options
 class KafkaProducer(KafkaOptions):
-    """Messages from topics of Apache Kafka: see ``docs/kafka.md``.
+    """The producer for topics of Apache Kafka; see ``docs/kafka.md``.
 
-    Broadway acknowledges success and failure alike; here ``on_success`` and ``on_failure`` take
+    Broadway acknowledges success and failure alike.  Here ``on_success`` and ``on_failure`` accept
     ``"ack"``, ``"retry"`` (by the option ``retry``: in place, or with ``order="none"`` by the retry
-    topic), ``"dead_letter"`` (to ``dead_letter``) and ``"halt"``: nothing behind the message in its
-    group is settled, and the run fails.
+    topic), ``"dead_letter"`` (to ``dead_letter``) and ``"halt"``, which settles nothing behind the
+    message in its group and fails the run.
     """
 
     def source(self, env: ProducerEnv) -> Source:

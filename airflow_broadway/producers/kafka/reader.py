@@ -1,4 +1,4 @@
-"""One partition as a source reads it: what is wanted of it, how far it is read, what is claimed."""
+"""Tracks the reading of one partition: the wanted offsets, the position and the claim."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from airflow_broadway.producers.kafka.settling import (
     union,
 )
 
-#: Offsets that are claimed ahead: the first time, and at most.
+#: Offsets that are claimed in advance: initially, and at most.
 _AHEAD_FIRST, _AHEAD_MOST = 2_000, 100_000
-#: A gap of unwanted offsets from which on seeking is cheaper than reading on.
+#: The gap of unwanted offsets above which seeking is cheaper than reading on.
 _SEEK_GAP: Final = 2_000
-#: Seconds between two looks at a partition that another run holds.
+#: Seconds between two checks of a partition that another run holds.
 _LOOK_INTERVAL: Final = 10.0
-#: Seconds without an answer, where one was due, after which a partition counts as out of reach.
+#: Seconds without an expected response after which a partition counts as unreachable.
 _SILENCE_TIMEOUT: Final = 20.0
-#: Seconds between two looks that count, at most: a broker that was away while messages were
-#: handled has time to answer.
+#: The maximum number of seconds that one step adds to a silence: after a long callback a broker
+#: still has time to respond.
 _LONGEST_STEP: Final = 1.0
 
 
 class PartitionReader:
     """One partition as a generation reads it.
 
-    :param view: The partition as it was found.
+    :param view: The state of the partition before it is read.
     """
 
     def __init__(
@@ -46,21 +46,20 @@ class PartitionReader:
         self.view = view
         self._generation = env.generation
         self._order = producer.order
-        #: Whether it is of a retry topic, and the group whose copies are read there.
+        #: Whether it belongs to a retry topic, and the group whose copies are read there.
         self.retries = place[0] in producer.retry_topics
         self._group = producer.group_id
-        #: Milliseconds: the timestamps of the messages that are wanted, from the first to before
-        #: the second; ``None``: all.
+        #: The half-open range of wanted timestamps, in milliseconds; ``None``: all.
         self._interval = env.interval and [round(at.timestamp() * 1000) for at in env.interval]
         self._ahead = 0 if self.retries else _AHEAD_FIRST
-        #: The next offset that Kafka is to hand out.
+        #: The next offset to fetch.
         self.position = view.state.start
-        #: Whether the end of the partition was seen since its last message, and its offset.
+        #: Whether the end of the partition was reached after its last message, and its offset.
         self.at_end = False
         self.end = -1
         #: This generation's claim, as last written.
         self.claim: Claim | None = None
-        #: Messages that were handed out, and offsets that wait.
+        #: The number of delivered messages, and the offsets skipped because they are not due.
         self.messages = 0
         self.left: Ranges = ()
         self._blocked: frozenset[str] = frozenset()
@@ -68,21 +67,21 @@ class PartitionReader:
         self.go_on(now)
 
     def go_on(self, now: float) -> None:
-        """Finds what is wanted now: a message that waited may be due.
+        """Recomputes the wanted offsets: a delayed message may be due now.
 
-        What was left comes in a later run, and nothing of its key before it.
+        Skipped messages wait for a later run, and block later messages of their keys until then.
         """
         view = self.view
         failed = {
             o: message for o, message in view.state.failed.items() if message.not_before > now
         }
-        #: Messages that wait to be retried, and their groups by key: what is behind them waits too.
+        #: Offsets of messages that are not due, and their key groups, which they block.
         self._waiting = frozenset(failed)
         blocked = frozenset(message.group for message in failed.values() if message.group)
         self._blocked = blocked | self._blocked if self.left else blocked
-        #: Nothing from here on is wanted now.
+        #: The end of the wanted range, exclusive.
         self.limit = FOREVER if view.state.limit < 0 else view.state.limit
-        #: From when on something more may be wanted; ``None``: in this run no more.
+        #: The timestamp from which more may be wanted; ``None``: not in this run.
         self.look_again: float | None = None
         if view.held_until:
             self.limit, self.look_again = view.state.start, now + _LOOK_INTERVAL
@@ -93,26 +92,26 @@ class PartitionReader:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more of it is wanted now."""
+        """Whether the position has reached the end of the wanted range."""
         return self.position >= self.limit
 
     @property
     def quiet(self) -> bool:
-        """Whether it has no more messages now, or none that are wanted."""
+        """Whether there is currently nothing more to read."""
         return self.finished or self.at_end
 
     @property
     def claimed(self) -> int:
-        """The offset behind the claimed range."""
+        """The end of the claimed range, exclusive; 0 without a claim."""
         return 0 if self.claim is None else self.claim.end
 
     # -- taking --------------------------------------------------------------------------------
 
     def wanted(self, records: Sequence[Any], now: float) -> Sequence[Any]:
-        """Returns the records that are not behind :attr:`limit`, and moves on behind them.
+        """Returns the records before :attr:`limit`, and advances the position past them.
 
-        In a retry topic a record that is not due stops the reading, or one that this generation has
-        sent.
+        In a retry topic, reading stops at a record that is not due, or that this generation has
+        published.
         """
         if self.retries:
             for record in records:
@@ -129,20 +128,20 @@ class PartitionReader:
         return [record for record in records if start <= record.offset() < self.limit]
 
     def superseded(self, start: int, records: Sequence[Any]) -> list[int]:
-        """Returns offsets that wait to be retried, and that the log no longer has.
+        """Returns offsets of messages to be retried that are no longer in the log.
 
         :param start: The offset from which the records were read.
         """
         failed = self.view.state.failed
         if not failed:
             return []
-        there = {record.offset() for record in records}
-        return [o for o in failed if start <= o < max(there) and o not in there]
+        present = {record.offset() for record in records}
+        return [o for o in failed if start <= o < max(present) and o not in present]
 
     def ahead(self, log_end: int) -> int:
         """Returns the offset up to which to claim.
 
-        Never beyond what may be read: what is sent later would come marked.
+        It never exceeds the end of the log: messages sent later would be marked as redelivered.
         """
         start = self.claimed or self.view.state.start
         end = min(start + self._ahead, log_end, self.limit)
@@ -150,9 +149,9 @@ class PartitionReader:
         return max(end, self.position)
 
     def take(self, records: Sequence[Any]) -> Sequence[Any]:
-        """Returns the records that are to be handed out, of those that are claimed.
+        """Returns the claimed records that are to be delivered to the pipeline.
 
-        Of a retry topic it returns copies, without those of other groups.
+        For a retry topic it returns copies, without those of other groups.
         """
         done = self.view.state.done
         if done:
@@ -161,7 +160,7 @@ class PartitionReader:
             low, high = self._interval
             records = [record for record in records if low <= record.timestamp()[1] < high]
         if self._waiting or self._blocked:
-            records = self._ready(records)
+            records = self._select_ready(records)
         if records:
             epoch = records[-1].leader_epoch()
             self.epoch = -1 if epoch is None else epoch
@@ -170,24 +169,24 @@ class PartitionReader:
         copies = (copy_of(record, self._group) for record in records)
         return [copy for copy in copies if copy is not None]
 
-    def _ready(self, records: Sequence[Any]) -> list[Any]:
-        """Leaves what waits, and what has a key of which a message waits."""
+    def _select_ready(self, records: Sequence[Any]) -> list[Any]:
+        """Skips records that are not due, and records whose key is blocked by one."""
         ready: list[Any] = []
-        left: list[int] = []
+        skipped: list[int] = []
         for record in records:
             key = record.key()
             blocked = key is not None and key_group(as_text(key)) in self._blocked
             if blocked or record.offset() in self._waiting:
-                left.append(record.offset())
+                skipped.append(record.offset())
             else:
                 ready.append(record)
-        self.left = union(self.left, of_offsets(left))
+        self.left = union(self.left, of_offsets(skipped))
         return ready
 
     def marks(self, records: Sequence[Any]) -> list[tuple[int, bool]] | None:
-        """Returns the attempt of each record, and whether it is redelivered.
+        """Returns the attempt and the redelivered flag of each record.
 
-        :returns: ``None``: all are new.
+        :returns: ``None`` if all records are new.
         """
         failed, marked = self.view.state.failed, self.view.state.marked
         if not records or (not failed and records[0].offset() >= marked):
@@ -200,7 +199,7 @@ class PartitionReader:
         return marks
 
     def skip_to(self) -> int | None:
-        """Returns where to go on reading, if far from here."""
+        """Returns the next offset to seek to; ``None`` if reading on is cheaper."""
         following = self.position
         for low, high in self.view.state.done:
             if low <= following < high:
@@ -208,16 +207,16 @@ class PartitionReader:
         return following if following - self.position > _SEEK_GAP else None
 
     def to_json(self) -> list[Any]:
-        """Returns what was read under the claim: messages, range, and offsets that wait."""
+        """Serializes the progress under the claim: message count, range and skipped offsets."""
         assert self.claim is not None
         end = min(max(self.position, self.claim.start), self.claim.end)
         return [self.messages, self.claim.start, end, [list(span) for span in self.left]]
 
 
 class Silence:
-    """Measures for how long each partition has not answered, while it was listened to.
+    """Measures for how long each partition has sent no response while it was read.
 
-    :param wait: Seconds that a broker waits before it answers that nothing has come.
+    :param wait: Seconds for which a broker may delay an empty fetch response.
     """
 
     def __init__(self, clock: Clock, *, wait: float) -> None:
@@ -227,15 +226,15 @@ class Silence:
         self._looked = clock.monotonic()
 
     def heard(self, place: Place) -> None:
-        """Records that a message of a partition has come, or its end."""
+        """Resets the silence of a partition after a message or end-of-partition event."""
         self._seconds.pop(place, None)
 
     def listened(self, places: Iterable[Place], *, all_heard: bool) -> None:
-        """Counts the time since the last look.
+        """Adds the time since the last call to the silence of partitions.
 
-        :param places: Those that are not at their end.
-        :param all_heard: Whether nothing that has been fetched was left behind: what a partition
-            has to hand out may stand behind the messages of another.
+        :param places: The partitions that are not at their end.
+        :param all_heard: Whether the client's queue was drained: messages of one partition may be
+            queued behind those of another.
         """
         now = self._clock.monotonic()
         step, self._looked = min(now - self._looked, _LONGEST_STEP), now
@@ -243,6 +242,6 @@ class Silence:
             self._seconds = {place: self._seconds.get(place, 0.0) + step for place in places}
 
     def overdue(self, places: Iterable[Place]) -> Place | None:
-        """Returns the first partition that has not answered for too long; ``None``: none."""
+        """Returns the first partition whose silence exceeds the timeout; ``None``: none."""
         late = (place for place in places if self._seconds.get(place, 0.0) > self._limit)
         return next(late, None)

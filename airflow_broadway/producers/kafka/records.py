@@ -1,10 +1,10 @@
-"""Makes messages of Kafka's records: metadata as Broadway has it, bytes as text.
+"""Converts Kafka records into messages, with Broadway's metadata.
 
-Keys and headers are bytes.  As text they are UTF-8, else ``base64:`` and their Base64: so metadata
-is JSON, and nothing in it is lost.
+Keys and header values are bytes.  Their text is UTF-8 where they decode, else ``base64:`` and their
+Base64, so that metadata is JSON and lossless.
 
-A record of a retry topic is a copy of a message that failed, with headers of ours.  Its message has
-the id, the place and the timestamp that it had in its own topic.
+A record of a retry topic is a copy of a failed message, with additional ``broadway.`` headers.  Its
+message keeps the id, partition, offset and timestamp of the original.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.schema.json_text import BASE64
 from airflow_broadway.producers.kafka.options import key_group
 
-#: The prefixes of a dead letter's headers, which say why it is one.
+#: The prefixes of the headers that describe a dead letter.
 _OURS: Final = ("__connect.errors.", "broadway.")
-#: The header of a message that was a dead letter and was sent back: its id at that time.
+#: The header of a requeued dead letter: the id of its original message.
 REQUEUED: Final = "broadway.requeued"
-#: The header of a message in a retry topic: milliseconds since 1970 before which it is not read.
+#: The header of a message in a retry topic: when it is due, in milliseconds since the epoch.
 NOT_BEFORE: Final = "broadway.not-before"
 
-#: The kind of a timestamp that is none.
+#: librdkafka's timestamp type ``TIMESTAMP_NOT_AVAILABLE``.
 _NO_TIME: Final = 0
 
 
 def is_ours(name: str) -> bool:
-    """Whether a header says why a message is a dead letter, or was one."""
+    """Returns whether a header describes a dead letter, or a requeued one."""
     return name.startswith(_OURS)
 
 
 def is_of_retry(name: str) -> bool:
-    """Whether a header says why a message is in a retry topic."""
+    """Returns whether a header describes a copy in a retry topic."""
     return name.startswith("broadway.") and name != REQUEUED
 
 
 def as_text(value: Any) -> str | None:
-    """Returns the text of a key or a header's value; ``None`` for none."""
+    """Returns a key or header value as text; ``None`` stays ``None``."""
     if value is None or type(value) is str:
         return value
     try:
@@ -52,13 +52,13 @@ def as_text(value: Any) -> str | None:
 
 
 class Copy(NamedTuple):
-    """A record of a retry topic, as the message of which it is a copy.
+    """A record of a retry topic, presented as the original message.
 
-    :param own_offset: The message's offset in its own topic.
+    :param own_offset: The offset of the original message.
     :param attempts: Recorded failures.
-    :param not_before: Seconds since 1970 before which it is not read.
-    :param sent: Milliseconds since 1970 at which the message was sent; ``None``: not known.
-    :param generation: The generation that failed on it.
+    :param not_before: Seconds since the epoch before which it is not due.
+    :param sent: The original timestamp in milliseconds since the epoch; ``None``: unknown.
+    :param generation: The generation in which the message failed.
     """
 
     record: Any
@@ -72,20 +72,20 @@ class Copy(NamedTuple):
 
     @property
     def message_id(self) -> str:
-        """The message's id: its place in its own topic."""
+        """The id of the original message."""
         return f"{self.topic}-{self.partition}-{self.own_offset}"
 
     @property
     def receipt(self) -> str:
-        """Where the copy is."""
+        """The topic, partition and offset of the copy."""
         return f"@{self.record.topic()}-{self.record.partition()}-{self.record.offset()}"
 
     def offset(self) -> int:
-        """Returns the message's offset in its own topic."""
+        """Returns the offset of the original message."""
         return self.own_offset
 
     def value(self) -> Any:
-        """Returns the message's body."""
+        """Returns the message's value."""
         return self.record.value()
 
     def key(self) -> Any:
@@ -93,44 +93,44 @@ class Copy(NamedTuple):
         return self.record.key()
 
     def timestamp(self) -> tuple[int, int]:
-        """Returns the message's timestamp."""
+        """Returns the timestamp of the original message."""
         return (_NO_TIME, 0) if self.sent is None else (_NO_TIME + 1, self.sent)
 
     def headers(self) -> list[tuple[str, Any]]:
-        """Returns the message's headers."""
+        """Returns the headers of the original message."""
         return [(n, value) for n, value in self.record.headers() or () if not is_of_retry(n)]
 
 
 def copy_of(record: Any, group: str) -> Copy | None:
-    """Reads a record of a retry topic as a copy.
+    """Parses a record of a retry topic.
 
-    :param group: The consumer group; copies of other groups are not of interest.
-    :returns: ``None`` if it is no such copy.
+    :param group: The consumer group; copies of other groups are ignored.
+    :returns: ``None`` if the record is not a copy for this group.
     """
-    ours = {n: as_text(value) or "" for n, value in record.headers() or () if is_of_retry(n)}
-    if ours.get("broadway.group") != group:
+    fields = {n: as_text(value) or "" for n, value in record.headers() or () if is_of_retry(n)}
+    if fields.get("broadway.group") != group:
         return None
     try:
-        sent = ours.get("broadway.timestamp")
+        sent = fields.get("broadway.timestamp")
         return Copy(
             record,
-            ours["broadway.topic"],
-            int(ours["broadway.partition"]),
-            int(ours["broadway.offset"]),
-            int(ours["broadway.attempt"]),
-            int(ours[NOT_BEFORE]) / 1000,
+            fields["broadway.topic"],
+            int(fields["broadway.partition"]),
+            int(fields["broadway.offset"]),
+            int(fields["broadway.attempt"]),
+            int(fields[NOT_BEFORE]) / 1000,
             int(sent) if sent else None,
-            ours["broadway.generation"],
+            fields["broadway.generation"],
         )
     except (KeyError, ValueError):
         return None
 
 
 class Records:
-    """Makes the messages of one generation.
+    """Builds the messages of one generation.
 
-    :param by_key: Whether the messages of a key stay in order: then each carries its key's group to
-        where it is settled.
+    :param by_key: Whether order is kept per key; the receipt of each message then names its key
+        group.
     """
 
     def __init__(self, generation: str, *, by_key: bool) -> None:
@@ -147,11 +147,11 @@ class Records:
         position: int,
         receipt: str = "",
     ) -> list[Message]:
-        """Makes the messages of records of one partition.
+        """Builds the messages for records of one partition.
 
-        :param marks: The attempt of each, and whether it is redelivered; ``None``: all are new.
-        :param position: The first message's; the others count on from it.
-        :param receipt: What is added to the receipt of each.
+        :param marks: The attempt and the redelivered flag of each record; ``None``: all are new.
+        :param position: The position of the first message; it increases by one per message.
+        :param receipt: A suffix for the receipt of each message.
         """
         prefix, key_of = f"{topic}-{partition}-", as_text
         plain = ref = AckRef(None, self._generation, Delivery(receipt=receipt))
@@ -167,10 +167,10 @@ class Records:
                 key = key_of(key)
             if known is not None:
                 attempt, redelivered = next(known)
-            again = bool(headers) and any(name == REQUEUED for name, _ in headers)
+            requeued = bool(headers) and any(name == REQUEUED for name, _ in headers)
             if self._by_key:
-                own = Delivery(receipt=key_group(key) + receipt)
-                ref = plain if key is None else AckRef(None, self._generation, own)
+                delivery = Delivery(receipt=key_group(key) + receipt)
+                ref = plain if key is None else AckRef(None, self._generation, delivery)
             messages.append(
                 Message(
                     value,
@@ -186,7 +186,7 @@ class Records:
                     message_id=f"{prefix}{offset}",
                     batch_key=batch_key,
                     attempt=attempt,
-                    redelivered=redelivered or again,
+                    redelivered=redelivered or requeued,
                     received_at=at,
                     position=position,
                     size=0 if value is None else len(value),

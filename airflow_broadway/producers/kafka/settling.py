@@ -1,10 +1,10 @@
-"""Claims, and how they end: from verdicts on messages to the offset that is committed, and counts.
+"""Computes the offset to commit, and the counts, when a claim ends.
 
-Pure.  A claim covers a range of offsets.  Some messages are named with a decision, the others share
-one; an offset without a message is a gap of the log.  The group's offset moves over all that is
-finished without a break.  What comes again stays in the log, and what is finished behind it is kept
-in the claim.  Sets of offsets are ranges: sorted, disjoint, each from its first offset to before
-its last.
+This module is pure.  A claim covers a range of offsets.  Some messages have a decision of their
+own; the others share one.  An offset without a message is a gap in the log.  The committed offset
+advances over the contiguous prefix of settled offsets.  Messages to be redelivered stay in the log,
+and offsets that are settled beyond them are recorded in the claim.  Sets of offsets are half-open
+ranges, sorted and disjoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from airflow_broadway.core.version import known_fields
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 
-#: Beyond every offset: the largest that Kafka can have, and one more.
+#: One more than Kafka's largest offset.
 FOREVER: Final = 1 << 63
 _VERSION: Final = 3
 
@@ -31,11 +31,11 @@ _VERSION: Final = 3
 
 
 class Failed(NamedTuple):
-    """A message that waits in the log to be retried.
+    """A failed message in the log that is to be retried.
 
     :param attempts: Recorded failures.
-    :param not_before: Seconds since the epoch before which it is not handed out.
-    :param group: The group in which it keeps its order, where that is a key.
+    :param not_before: Seconds since the epoch before which it is not due.
+    :param group: Its key group, with ``order='key'``.
     """
 
     attempts: int
@@ -46,10 +46,10 @@ class Failed(NamedTuple):
 class Decision(NamedTuple):
     """The verdict on one message.
 
-    :param not_before: Seconds since the epoch before which it is not handed out again.
+    :param not_before: Seconds since the epoch before which it is not redelivered.
     :param attempt: The attempt that has ended, from 1.
-    :param group: The group in which it keeps its order, where that is a key.
-    :param moved: Whether a copy was sent to the retry topic, or to the one for dead letters.
+    :param group: Its key group, with ``order='key'``.
+    :param moved: Whether a copy was published to the retry topic or the dead-letter topic.
     """
 
     action: Action
@@ -61,27 +61,26 @@ class Decision(NamedTuple):
 
     @property
     def stays(self) -> bool:
-        """Whether the message comes again from where it is in the log."""
+        """Whether the message is redelivered from its own offset."""
         return self.action in COMES_AGAIN and not self.moved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A partition as the newest version describes it.
+    """The newest recorded state of a partition.
 
-    :param start: The first offset that is not finished: of a claim, the group's offset when it was
-        made; of a partition that nobody holds, the offset as last committed.
+    :param start: The first unsettled offset: the committed offset when the claim was created, or
+        the offset last committed if the partition is free.
     :param generation: The generation that holds the partition; ``""``: none.
-    :param end: The offset behind the claimed range.
-    :param until: The end of the lease as known when the claim was made.
-    :param marked: The offset behind the last that was claimed before: a message below it is
-        redelivered.
-    :param done: Offsets beyond ``start`` that are finished.
-    :param failed: Offsets beyond ``start`` that wait to be retried.
-    :param settled: The generations whose settlement is in it, the last few.
-    :param topic_id: The topic's id; ``""`` where the broker gives none.
-    :param epoch: The leader's epoch of the last message that was read; -1: not known.
-    :param limit: The end of a backfill; -1: none.
+    :param end: The end of the claimed range, exclusive.
+    :param until: The lease deadline when the claim was created.
+    :param marked: The end of all earlier claims, exclusive: messages below it are redelivered.
+    :param done: Settled offsets beyond ``start``.
+    :param failed: Offsets beyond ``start`` of messages to be retried.
+    :param settled: The last few generations whose settlement it includes.
+    :param topic_id: The topic's id; ``""`` where the broker reports none.
+    :param epoch: The leader epoch of the last message read; -1: unknown.
+    :param limit: The end offset of a backfill; -1: none.
     """
 
     start: int
@@ -98,24 +97,24 @@ class Claim:
 
     @property
     def high(self) -> int:
-        """The offset behind the last that was ever claimed."""
+        """The end of all ranges claimed so far, exclusive."""
         return max(self.marked, self.end)
 
     def freed(self, **changes: Any) -> Claim:
-        """Returns the partition once nobody holds it any more."""
+        """Returns the state of the partition without a holder."""
         return replace(self, generation="", end=0, until=0.0, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a JSON value that :meth:`from_json` reads back."""
+        """Serializes the claim as a JSON value for :meth:`from_json`."""
         default = vars(Claim(start=0))
         changed = {name: value for name, value in vars(self).items() if value != default[name]}
         return {"v": _VERSION, **changed}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Claim:
-        """Reads what :meth:`to_json` wrote.
+        """Parses the result of :meth:`to_json`.
 
-        :raises ValueError: If another release wrote it.
+        :raises ValueError: If the format version is another.
         """
         if value.get("v") != _VERSION:
             raise ValueError(f"format version {value.get('v')!r}; this release reads {_VERSION}")
@@ -128,8 +127,8 @@ class Claim:
 class Read(NamedTuple):
     """The range that a source has read under a claim.
 
-    :param messages: How many messages it handed out; ``None``: not known.
-    :param left: Offsets in the range that were not handed out, and wait.
+    :param messages: The number of messages delivered to the pipeline; ``None``: unknown.
+    :param left: Offsets in the range that were skipped because they are not due.
     """
 
     start: int
@@ -139,11 +138,11 @@ class Read(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A claim that has ended.
+    """The result of ending a claim.
 
-    :param after: The partition then; its ``start`` is the offset to commit.
+    :param after: The resulting state of the partition; its ``start`` is the offset to commit.
     :param counts: Messages by class of the account, without those settled immediately.
-    :param again: Which messages come again, of those that are named, or settled immediately.
+    :param again: The messages to be redelivered, of those with a decision of their own.
     """
 
     after: Claim
@@ -152,9 +151,9 @@ class Ended(NamedTuple):
 
 
 def still_failed(failed: Mapping[int, Failed], again: Mapping[int, Decision]) -> dict[int, Failed]:
-    """Returns the messages that wait to be retried, after decisions on some.
+    """Returns the messages to be retried, updated by the decisions on redelivered messages.
 
-    One that is released keeps the attempts it has used, and need not wait.
+    A released message keeps its recorded attempts and is due immediately.
     """
     released = {o: message._replace(not_before=0.0) for o, message in failed.items() if o in again}
     retried = {
@@ -166,9 +165,9 @@ def still_failed(failed: Mapping[int, Failed], again: Mapping[int, Decision]) ->
 
 
 def take_over(claim: Claim, at_once: Mapping[int, Decision]) -> Claim:
-    """Returns the state of a partition whose claim is of a dead generation.
+    """Returns the state of a partition whose claim belongs to a dead generation.
 
-    :param at_once: What its callbacks had settled immediately.
+    :param at_once: Decisions that its callbacks carried out immediately.
     """
     again = {offset: decision for offset, decision in at_once.items() if decision.stays}
     done = union(claim.done, of_offsets(at_once.keys() - again))
@@ -178,10 +177,9 @@ def take_over(claim: Claim, at_once: Mapping[int, Decision]) -> Claim:
 def keep_order(
     decisions: Mapping[int, Decision], before: Mapping[int, Decision], order: str
 ) -> dict[int, Decision]:
-    """Releases what follows a message that comes again in its group, to be handled in order.
+    """Releases the messages that follow a redelivered message of their group, to preserve order.
 
-    A failed one is released too: it may have failed because the one before it did, and so uses up
-    no attempt.
+    A failed message is released too and uses up no attempt: the failure before it may be the cause.
 
     :param before: Decisions that were carried out immediately.
     """
@@ -191,7 +189,7 @@ def keep_order(
     blocked: set[str] = set()
     for offset, decision in sorted({**decisions, **before}.items()):
         group = decision.group if order == "key" else order
-        if not group:  # without a key it is in no order
+        if not group:  # a message without a key is unordered
             continue
         if group in blocked and offset not in before and decision.action in HELD_BACK:
             ordered[offset] = decision._replace(action=Action.RELEASE, not_before=0.0)
@@ -209,16 +207,16 @@ def end_claim(
 ) -> Ended:
     """Ends a claim.
 
-    :param decisions: Those on messages that are named.
-    :param at_once: Those that were carried out immediately.
-    :param others: What becomes of messages that are not named: ``ACK`` or ``RELEASE``; ``None``:
-        all are named, and the other offsets are gaps of the log.
+    :param decisions: Decisions on individual messages.
+    :param at_once: Decisions that were carried out immediately.
+    :param others: The action for messages without a decision: ``ACK`` or ``RELEASE``; ``None``:
+        every message has one, and the other offsets are gaps in the log.
     """
     every = {**decisions, **at_once}
     again = {offset: decision for offset, decision in every.items() if decision.stays}
-    whole: Ranges = ((read.start, read.end),) if read.start < read.end else ()
-    if others is Action.RELEASE:  # what is not known to be finished was handed out, or is a gap
-        waits = minus(whole, union(of_offsets(every.keys() - again), claim.done))
+    covered: Ranges = ((read.start, read.end),) if read.start < read.end else ()
+    if others is Action.RELEASE:  # an offset not known to be settled may hold a message
+        waits = minus(covered, union(of_offsets(every.keys() - again), claim.done))
     else:
         waits = of_offsets(again)
     waits = union(waits, clip(read.left, read.start, read.end))
@@ -232,20 +230,20 @@ def end_claim(
     after = claim.freed(
         start=target,
         marked=max(claim.marked, read.end),
-        done=union(minus(clip(whole, target, read.end), waits), beyond),
+        done=union(minus(clip(covered, target, read.end), waits), beyond),
         failed=still_failed(failed, again),
     )
     counts = Counter(CLASS_OF[decision.action] for decision in decisions.values())
     if others is not None:
-        offsets = count(minus(whole, claim.done))
+        offsets = count(minus(covered, claim.done))
         messages = offsets if read.messages is None else read.messages
         counts[CLASS_OF[others]] += max(0, messages - len(every))
-    named = {d.message_id: d.action for d in every.values()}
-    comes = frozenset(key for key, action in named.items() if action in COMES_AGAIN)
-    known = ComingAgain(comes)
+    actions = {d.message_id: d.action for d in every.values()}
+    redelivered = frozenset(key for key, action in actions.items() if action in COMES_AGAIN)
+    coming_again = ComingAgain(redelivered)
     if others is Action.RELEASE:
-        known = ComingAgain(frozenset(named.keys() - comes), all_but=True)
-    return Ended(after, +counts, known)
+        coming_again = ComingAgain(frozenset(actions.keys() - redelivered), all_but=True)
+    return Ended(after, +counts, coming_again)
 
 
 # -- sets of offsets -----------------------------------------------------------------------------
@@ -253,54 +251,54 @@ def end_claim(
 
 def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
     """Sorts ranges, and merges those that touch or overlap."""
-    made: list[Range] = []
+    merged: list[Range] = []
     for low, high in sorted((low, high) for low, high in ranges if low < high):
-        if made and low <= made[-1][1]:
-            made[-1] = (made[-1][0], max(high, made[-1][1]))
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:
-            made.append((low, high))
-    return tuple(made)
+            merged.append((low, high))
+    return tuple(merged)
 
 
 def of_offsets(offsets: Iterable[int]) -> Ranges:
-    """Returns the ranges of single offsets."""
+    """Returns the ranges that cover single offsets."""
     return normal((offset, offset + 1) for offset in offsets)
 
 
 def union(one: Ranges, other: Ranges) -> Ranges:
-    """Returns the offsets that are in either."""
+    """Returns the offsets that are in either set."""
     return normal((*one, *other)) if one and other else one or other
 
 
 def minus(one: Ranges, other: Ranges) -> Ranges:
-    """Returns the offsets that are in the first alone."""
-    made: list[Range] = []
-    place, last = 0, len(other)
+    """Returns the offsets that are in the first set only."""
+    rest: list[Range] = []
+    first, last = 0, len(other)
     for low, high in one:
-        while place < last and other[place][1] <= low:
-            place += 1
-        at = place
+        while first < last and other[first][1] <= low:
+            first += 1
+        at = first
         while at < last and other[at][0] < high:
             if low < other[at][0]:
-                made.append((low, other[at][0]))
+                rest.append((low, other[at][0]))
             low = max(low, other[at][1])
             at += 1
         if low < high:
-            made.append((low, high))
-    return tuple(made)
+            rest.append((low, high))
+    return tuple(rest)
 
 
 def clip(ranges: Ranges, low: int, high: int) -> Ranges:
-    """Returns the offsets from ``low`` to before ``high``."""
+    """Restricts ranges to offsets from ``low`` up to but excluding ``high``."""
     return normal((max(low, a), min(high, b)) for a, b in ranges)
 
 
 def contains(ranges: Ranges, offset: int) -> bool:
-    """Whether an offset is among them."""
-    place = bisect_right(ranges, (offset, FOREVER))
-    return place > 0 and offset < ranges[place - 1][1]
+    """Returns whether an offset is in the ranges."""
+    index = bisect_right(ranges, (offset, FOREVER))
+    return index > 0 and offset < ranges[index - 1][1]
 
 
 def count(ranges: Ranges) -> int:
-    """Counts offsets."""
+    """Counts the offsets in the ranges."""
     return sum(high - low for low, high in ranges)

@@ -1,8 +1,9 @@
 """Receives for one generation, in the run's own thread.
 
-A partition is claimed before its first message is handed out: a version of its claim is created in
-staging, and the group's offset is committed once more, with a mark.  So a group that has members or
-may not be written refuses the run before any callback, and another staging folder sees the claim.
+A partition is claimed before its first message is delivered to the pipeline: a version of its claim
+is created in staging, and the group's offset is committed again, with a mark.  So a group that has
+members or rejects commits refuses the run before any callback, and runs with another staging folder
+see the claim.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
 log = logging.getLogger(__name__)
 
-#: The part of a lease that is over when the source itself moves its deadline on.
+#: The fraction of a lease after which the source itself extends the deadline.
 _EXTEND_PART: Final = 0.25
 #: Days for which the report of a settled generation is kept.
 _KEPT_DAYS: Final = 7
-#: Seconds between two looks at whether the run is to stop.
+#: Seconds between two checks whether the run is to stop.
 _STOP_INTERVAL: Final = 0.2
 #: Seconds for which a receive waits for more messages after its first.
 _GATHER_TIMEOUT: Final = 0.02
@@ -55,13 +56,13 @@ class KafkaSource:
 
     def __init__(self, producer: KafkaOptions, env: ProducerEnv) -> None:
         self._producer, self._env, self._clock = producer, env, env.clock
-        #: Whether what is fetched next follows what was fetched before.
+        #: Whether the consumer's assignment matches the readers' positions.
         self._assigned = False
         self._received = 0
         self._stopped = self._closed = False
         #: Whether a backfill ended before its interval did.
         self._unread = False
-        #: Ids of messages that were handed out, and may come once more: by a retry topic too.
+        #: Ids of delivered messages that may arrive again, also by a retry topic.
         self._seen: set[str] = set()
         self._records = Records(env.generation, by_key=producer.order == "key")
         self._cluster = Cluster(producer, env)
@@ -79,7 +80,7 @@ class KafkaSource:
         self._live = env.interval is None
         self._folder = "claims" if self._live else opening.folder_of(str(env.owner.get("run_id")))
         self._claims = Claims(files, self._folder)
-        if not self._live:  # a retry topic has copies of what is in the log
+        if not self._live:  # a retry topic contains copies of the log's own messages
             partitions = {t: n for t, n in partitions.items() if t not in producer.retry_topics}
         kind = opening.Opening if self._live else opening.BackfillOpening
         self._opening = kind(producer, env, self._cluster, self._claims, partitions)
@@ -87,12 +88,12 @@ class KafkaSource:
         concurrency = 1 if env.alone else producer.concurrency
         self._places = places_of(partitions)[env.index % concurrency :: concurrency]
         self._generation = self._claims.generation(env.generation)
-        #: The end of this generation's lease, as far as it knows; and whether it is recorded.
+        #: The lease deadline as last read or written, and whether it is recorded.
         self._deadline = self._now() + producer.lease
         self._holds = False
         self._silence = Silence(env.clock, wait=self._cluster.fetch_wait)
         self._readers: dict[Place, PartitionReader] = {}
-        #: Messages that retention had removed when the run began, and while it read.
+        #: Messages that retention removed before or during the run, by partition.
         self._expired: dict[Place, int] = {}
         views = self._look(self._places)
         self._begin({place: view for place, view in views.items() if view.begins})
@@ -102,7 +103,7 @@ class KafkaSource:
 
     @property
     def lease(self) -> Lease:
-        if not self._holds:  # what holds nothing cannot lapse
+        if not self._holds:  # a lease without messages cannot lapse
             self._deadline = self._now() + self._producer.lease
         readers = list(self._readers.items())
         expired = sum(self._expired.values())
@@ -127,7 +128,7 @@ class KafkaSource:
     # -- partitions ----------------------------------------------------------------------------
 
     def _look(self, places: Sequence[Place]) -> dict[Place, opening.View]:
-        """Finds partitions as they are now, and begins to read them there.
+        """Determines the state of partitions, and creates their readers.
 
         :raises ProducerError: If the run is refused.
         """
@@ -144,11 +145,11 @@ class KafkaSource:
         return views
 
     def _begin(self, views: Mapping[Place, opening.View]) -> None:
-        """Commits where the group begins in partitions of which it has no offset."""
+        """Commits the start offset of partitions without a committed offset."""
         free = {place: view.state.start for place, view in views.items() if not view.held_until}
         if not free or not self._live:
             return
-        # The generation is not recorded yet: should it die now, others wait for the grace alone.
+        # The lease is not recorded yet: after a kill here, others wait for the grace period only.
         claimed = self._create(free, self._now())
         self._commit(claimed)
         for place in claimed:
@@ -156,9 +157,10 @@ class KafkaSource:
             reader.view = reader.view._replace(known=self._release(place))
 
     def _claim(self, ends: Mapping[Place, int]) -> set[Place]:
-        """Claims partitions up to some offsets.
+        """Claims partitions up to the given offsets.
 
-        :returns: Those that this generation holds now; others have changed, or are another's.
+        :returns: The partitions that this generation holds now; the others have changed, or belong
+            to another run.
         :raises LeaseLapsed: If the generation was ended meanwhile.
         """
         before = {p: self._readers[p] for p in ends if self._readers[p].claim is None}
@@ -176,9 +178,9 @@ class KafkaSource:
                 self._release(place, claimed[place])
             raise self._lapsed()
         if self._live:
-            # Where others have committed meanwhile, the settlement finds it: it is not overwritten.
+            # A commit by another consumer is not overwritten: the settlement detects it.
             self._commit({place: own for place, own in claimed.items() if place not in changed})
-            # Another staging folder may have claimed in the same moment: the last commit counts.
+            # A run with another staging folder may have claimed concurrently: the last commit wins.
             committed = self._cluster.committed([p for p in before if p in claimed])
             for place, commit in committed.items():
                 if commit.owner not in ("", self._opening.owner):
@@ -190,7 +192,7 @@ class KafkaSource:
     def _create(self, ends: Mapping[Place, int], until: float) -> dict[Place, Claim | None]:
         """Creates the next versions of claims.
 
-        :returns: The claims before, by partition.
+        :returns: The previous claims, by partition.
         """
         created: dict[Place, Claim | None] = {}
         for place, end in ends.items():
@@ -208,10 +210,10 @@ class KafkaSource:
         return created
 
     def _commit(self, places: Mapping[Place, Claim | None]) -> None:
-        """Commits the offset of claimed partitions once more, with a mark.
+        """Commits the offset of claimed partitions again, with a mark.
 
-        :param places: The claims before.
-        :raises ProducerError: If the cluster refuses; the claims are given up.
+        :param places: The previous claims, by partition.
+        :raises ProducerError: If the cluster rejects the commit; the claims are released.
         """
         owner, durable = self._opening.owner, self._claims.durable
         offsets = {
@@ -230,7 +232,7 @@ class KafkaSource:
             reader.view = reader.view._replace(committed=commit)
 
     def _release(self, place: Place, before: Claim | None = None) -> Claim:
-        """Gives up a claim of which nothing was handed out, and returns the one that is left.
+        """Releases a claim from which no message was delivered, and returns the remaining one.
 
         :param before: The claim that it extended.
         """
@@ -244,7 +246,7 @@ class KafkaSource:
     # -- the lease -----------------------------------------------------------------------------
 
     def _hold(self) -> float:
-        """Records the end of the lease; called before each claim."""
+        """Records the lease deadline; called before each claim."""
         now = self._now()
         if not self._holds or self._deadline - now < (1 - _EXTEND_PART) * self._producer.lease:
             deadline = now + self._producer.lease
@@ -253,7 +255,7 @@ class KafkaSource:
         return self._deadline
 
     def _check_held(self) -> None:
-        """Goes on only while the lease lasts.
+        """Checks that the lease is still valid, and extends it.
 
         :raises LeaseLapsed: If it has ended.
         """
@@ -290,7 +292,7 @@ class KafkaSource:
         end = monotonic() + timeout
         while not self._env.stopping():
             quiet = all(reader.quiet for reader in self._readers.values())
-            if quiet and self._looked_again():
+            if quiet and self._refresh_due_readers():
                 continue
             left = max(0.0, end - monotonic()) if quiet else _STOP_INTERVAL
             busy = [place for place, reader in self._readers.items() if not reader.quiet]
@@ -301,7 +303,7 @@ class KafkaSource:
             self._assign()
             records = self._fetch(demand, min(_STOP_INTERVAL, left))
             self._silence.listened(busy, all_heard=len(records) < demand)
-            messages = self._accept(records)
+            messages = self._process(records)
             if messages:
                 return messages
             if quiet and not records and left <= 0:
@@ -311,8 +313,8 @@ class KafkaSource:
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages
 
-    def _looked_again(self) -> bool:
-        """Whether more is wanted than before: a message is due, or another run has settled."""
+    def _refresh_due_readers(self) -> bool:
+        """Refreshes waiting partitions; returns whether any of them has something to read."""
         now = self._now()
         due = [
             r for r in self._readers.values() if r.look_again is not None and now >= r.look_again
@@ -325,7 +327,7 @@ class KafkaSource:
         return any(not self._readers[reader.place].quiet for reader in due)
 
     def _assign(self) -> None:
-        """Has the client read each partition where this source goes on."""
+        """Assigns each unfinished partition at its reader's position."""
         if self._assigned:
             return
         wanted = {place: reader for place, reader in self._readers.items() if not reader.finished}
@@ -338,9 +340,9 @@ class KafkaSource:
         self._assigned = True
 
     def _fetch(self, demand: int, wait: float) -> list[Any]:
-        """Fetches what comes within a while: messages, and events of partitions."""
+        """Fetches messages and partition events for up to ``wait`` seconds."""
         consume = self._cluster.consume
-        # An interruption may take what was fetched with it: then it is fetched again.
+        # An interruption may lose fetched records: the next assignment fetches them again.
         self._assigned = False
         records = consume(1, wait)
         if records and demand > 1:
@@ -350,38 +352,38 @@ class KafkaSource:
         self._assigned = True
         return records
 
-    def _accept(self, records: Sequence[Any]) -> list[Message]:
-        """Claims what was fetched, and makes messages of it."""
+    def _process(self, records: Sequence[Any]) -> list[Message]:
+        """Claims the offsets of fetched records, and converts them into messages."""
         if not records:
             return []
         self._assigned = False
         fetched: dict[Place, list[Any]] = {}
-        gone: list[Place] = []
-        last: tuple[str, int] | None = None
-        portion: list[Any] = []
+        out_of_range: list[Place] = []
+        previous: tuple[str, int] | None = None
+        batch: list[Any] = []
         for record in records:
             error = record.error()
             if error is not None:
                 if is_out_of_range(error):
-                    gone.append((record.topic(), record.partition()))
+                    out_of_range.append((record.topic(), record.partition()))
                 else:
                     self._take_event(record, error)
                 continue
             place = record.topic(), record.partition()
-            if place != last:
-                portion, last = fetched.setdefault(place, []), place
+            if place != previous:
+                batch, previous = fetched.setdefault(place, []), place
                 self._silence.heard(place)
-            portion.append(record)
+            batch.append(record)
             self._readers[place].at_end = False
         self._assigned = True
-        messages = self._take(fetched) if fetched else []
-        for place in gone:
+        messages = self._claim_fetched(fetched) if fetched else []
+        for place in out_of_range:
             self._skip_expired(self._readers[place])
-        # The client reads no more of a partition that it could not read on.
-        self._assigned = self._assigned and not gone
+        # librdkafka stops fetching a partition after this error: assign it again.
+        self._assigned = self._assigned and not out_of_range
         return messages
 
-    def _take(self, fetched: Mapping[Place, Sequence[Any]]) -> list[Message]:
+    def _claim_fetched(self, fetched: Mapping[Place, Sequence[Any]]) -> list[Message]:
         now = self._now()
         before = {place: (reader := self._readers[place], reader.position) for place in fetched}
         wanted: dict[Place, Sequence[Any]] = {}
@@ -400,27 +402,27 @@ class KafkaSource:
                 if wanted[place] and reader.position > reader.claimed:
                     ends[place] = reader.ahead(self._cluster.ends(place)[1])
             claimed = self._claim(ends) if ends else set()
-        except BaseException:  # what was fetched is fetched again; re-raised
+        except BaseException:  # the same records are fetched again; re-raised
             self._assigned = False
             for reader, position in before.values():
                 reader.position = position
             raise
         if ends:
-            # Those that are another's, or have changed, are read again where they are now.
+            # Partitions that changed, or belong to another run, are read from their new offset.
             wanted = {p: records for p, records in wanted.items() if p not in ends or p in claimed}
             self._assigned = len(claimed) == len(ends)
         messages: list[Message] = []
         for place, records in wanted.items():
-            made = self._messages(self._readers[place], records) if records else []
-            self._readers[place].messages += len(made)
-            self._received += len(made)
-            messages += made
+            new = self._to_messages(self._readers[place], records) if records else []
+            self._readers[place].messages += len(new)
+            self._received += len(new)
+            messages += new
         for place in fetched:
-            self._go_on(self._readers[place])
+            self._skip_unwanted(self._readers[place])
         return messages
 
-    def _go_on(self, reader: PartitionReader) -> None:
-        """Skips what is not wanted."""
+    def _skip_unwanted(self, reader: PartitionReader) -> None:
+        """Seeks over offsets that are not wanted, and unassigns a finished partition."""
         target = reader.skip_to()
         if reader.finished:
             self._cluster.leave(reader.place)
@@ -429,56 +431,57 @@ class KafkaSource:
             reader.position = target
             reader.at_end = False
 
-    def _messages(self, reader: PartitionReader, records: Sequence[Any]) -> list[Message]:
-        """Makes messages of records, each of which is handed out once.
+    def _to_messages(self, reader: PartitionReader, records: Sequence[Any]) -> list[Message]:
+        """Converts records into messages, and delivers each message id once.
 
-        A settlement that died may have sent a copy twice, or left the message in its own topic too.
+        An interrupted settlement may have published a copy twice, or left the original to be
+        redelivered too.
         """
         at, taken = self._clock.now(), reader.take(records)
         if reader.retries:
-            return self._copies(reader, taken, at)
+            return self._copies_to_messages(reader, taken, at)
         marks = reader.marks(taken)
         if marks is not None and self._seen:
             topic, partition = reader.place
             fresh = [f"{topic}-{partition}-{r.offset()}" not in self._seen for r in taken]
             taken = [record for record, keep in zip(taken, fresh, strict=True) if keep]
             marks = [mark for mark, keep in zip(marks, fresh, strict=True) if keep]
-        made = self._records.messages(*reader.place, taken, marks, at, self._received)
+        messages = self._records.messages(*reader.place, taken, marks, at, self._received)
         if self._producer.order == "none":
-            self._seen.update(message.message_id for message in made if message.redelivered)
-        return made
+            self._seen.update(message.message_id for message in messages if message.redelivered)
+        return messages
 
-    def _copies(
+    def _copies_to_messages(
         self, reader: PartitionReader, copies: Sequence[Copy], at: datetime
     ) -> list[Message]:
-        """Makes messages of copies in a retry topic."""
-        made: list[Message] = []
+        """Converts copies of a retry topic into messages."""
+        messages: list[Message] = []
         for copy in copies:
             if copy.message_id in self._seen:
                 continue
             self._seen.add(copy.message_id)
             [(attempt, _)] = reader.marks([copy.record]) or [(1, True)]
             mark = max(copy.attempts + 1, attempt), True
-            place, position = (copy.topic, copy.partition), self._received + len(made)
-            made += self._records.messages(*place, [copy], [mark], at, position, copy.receipt)
-        return made
+            place, position = (copy.topic, copy.partition), self._received + len(messages)
+            messages += self._records.messages(*place, [copy], [mark], at, position, copy.receipt)
+        return messages
 
     def _skip_expired(self, reader: PartitionReader) -> None:
-        """Goes on behind what retention has removed while this run read."""
+        """Skips offsets that retention has removed during this run."""
         low, end = self._cluster.ends(reader.place)
         if low <= reader.position:
             raise Truncated(opening.truncated_text(reader.place, reader.position, end))
-        gone = minus(((reader.position, low),), reader.view.state.done)
-        text, lost = opening.expired_text(reader.place, gone)
-        if lost and self._producer.on_expired == "fail":
+        expired = minus(((reader.position, low),), reader.view.state.done)
+        text, number = opening.expired_text(reader.place, expired)
+        if number and self._producer.on_expired == "fail":
             raise ProducerError(text)
-        if lost:
+        if number:
             log.error("%s", text)
-            self._expired[reader.place] = self._expired.get(reader.place, 0) + lost
+            self._expired[reader.place] = self._expired.get(reader.place, 0) + number
         reader.position, reader.at_end = low, False
 
     def _take_event(self, record: Any, error: Any) -> None:
-        """Takes in what the client reports instead of a message."""
+        """Handles an event that the client reports instead of a message."""
         if error.code() == self._cluster.eof:
             reader = self._readers[record.topic(), record.partition()]
             reader.at_end, reader.end = True, record.offset()
@@ -498,7 +501,7 @@ class KafkaSource:
             for reader in self._readers.values():
                 self._warn_of_open_transaction(reader)
             self._finish()
-            # A broker that does not wait before it answers is asked no more.
+            # Otherwise the client would keep fetching until it is closed.
             self._cluster.assign({})
         if not self._live:
             self._unread = not all(reader.quiet for reader in self._readers.values())
@@ -511,7 +514,7 @@ class KafkaSource:
         return []
 
     def _finish(self) -> None:
-        """Claims the end of the log: behind its last message it may hold what nobody can read."""
+        """Claims up to the end of the log, which may be a transaction marker and no message."""
         ends = {
             place: min(reader.end, reader.limit)
             for place, reader in self._readers.items()
@@ -519,17 +522,17 @@ class KafkaSource:
         }
         if not ends:
             return
-        with suppress(BroadwayError):  # the next run does it then
+        with suppress(BroadwayError):  # otherwise the next run does so
             for place in self._claim(ends):
                 self._readers[place].position = ends[place]
 
     def _warn_of_open_transaction(self, reader: PartitionReader) -> None:
-        """Warns if a run ends early because a transaction is open."""
+        """Warns if a run ends early because of an open transaction."""
         if not reader.at_end or self._env.stopping():
             return
-        with suppress(BroadwayError):  # it ends without a warning then
+        with suppress(BroadwayError):  # the warning is not essential
             behind = self._cluster.known_end(reader.place) - reader.end
-            # Else they may be read: they came as the run ended.
+            # Beyond the reader's end the messages are readable: they arrived as the run ended.
             if behind > 0 and self._cluster.ends(reader.place)[1] <= reader.end:
                 log.warning(
                     "%s of %s-%d may not be read yet: they are behind a transaction that is still"
@@ -546,7 +549,7 @@ class KafkaSource:
         try:
             self.stop()
             if self._holds and not any(reader.claim for reader in self._readers.values()):
-                # Others were faster: there is nothing to settle.
+                # Other runs claimed all partitions: there is nothing to settle.
                 self._generation.forget_soon(day_of(self._clock.now()))
         finally:
             self._cluster.close()
