@@ -77,14 +77,14 @@ def a_message_is_removed_before_its_dead_letter_is_sent() -> None:
 def a_letter_is_deleted_before_its_message_is_back() -> None:
     from airflow_broadway.producers.engine.letters import EngineDeadLetters
 
-    kept: Any = EngineDeadLetters._sent
+    kept: Any = EngineDeadLetters._send_back
 
     def sent(letters: Any, chosen: Any, moving: Any) -> Any:
         letters.dead.remove([received.receipt for _, received in chosen])
         return kept(letters, chosen, moving)
 
     mutant: Any = EngineDeadLetters
-    mutant._sent = sent
+    mutant._send_back = sent
 
 
 def a_backfill_does_not_empty_its_sink() -> None:

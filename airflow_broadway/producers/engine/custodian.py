@@ -1,4 +1,4 @@
-"""The half that extends and settles leases, from any process: by the lease and its receipts."""
+"""Extends and settles leases by their recorded receipts; usable from any process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
 log = logging.getLogger(__name__)
 
-#: A message is extended when so much of its lease is left: about twice a lease, and early enough
-#: for another look, should one fail.
+#: The remaining fraction of a lease below which a message is extended: about twice per lease, and
+#: early enough for a second attempt after a failure.
 RENEW_AT: Final = 0.6
-#: Seconds before the broker holds no longer: from then on, at the latest, that is logged and
-#: reported.
+#: Seconds before the broker's holding limit from which the limit is logged and reported.
 _WARNING_SECONDS: Final = 3600.0
 
 
@@ -47,7 +46,7 @@ class EngineCustodian:
         now = self._now()
         horizon = now + RENEW_AT * lease.seconds
         if lease.deadline.timestamp() > horizon and not self._folder.is_open(lease.generation):
-            # Not yet due, so its receipts need not be read: a sensor looks far more often.
+            # Not due: the receipts need not be read.  A sensor calls this far more often.
             return None if self._folder.ended(lease.generation) else lease
         receipts = self._receipts_of(lease)
         if receipts.ended():
@@ -67,7 +66,7 @@ class EngineCustodian:
             self._extend(receipts, due, seconds)
             after = self._now()
             if after >= until and after >= self._until_by_now(lease, receipts):
-                return None  # an outage outlasted it: the broker may accept that without a word
+                return None  # an outage outlasted it; the broker may have accepted old receipts
             receipts.renewed(horizon, now + seconds)
             if not receipts.held() and not receipts.now:
                 return None
@@ -87,23 +86,23 @@ class EngineCustodian:
             )
             self._note_delivered(gone)
             receipts.lose(gone)
-        others = {refusal.text for refusal in refused.values() if not refusal.gone}
-        if others:
-            raise ProducerError("; ".join(sorted(others)))
+        errors = {refusal.text for refusal in refused.values() if not refusal.gone}
+        if errors:
+            raise ProducerError("; ".join(sorted(errors)))
 
     def holds(self, lease: Lease) -> bool:
         receipts = self._receipts_of(lease)
         return not receipts.ended() and self._now() < self._until(lease, receipts)
 
     def _note_delivered(self, ids: Iterable[str]) -> None:
-        """Records that messages were delivered and come again, where the broker does not count."""
+        """Records deliveries of messages to be redelivered, if the broker does not count them."""
         if not self._broker.native_attempts:
             self._folder.failures.note(dict.fromkeys(ids, 0), self._clock.now())
 
     # -- the broker's limit --------------------------------------------------------------------
 
     def _last(self, receipts: Receipts) -> float | None:
-        """Returns when the broker holds the first message no longer; ``None``: never."""
+        """Returns the timestamp of the first message's holding limit; ``None``: no limit."""
         limit = self._broker.max_hold
         return None if limit is None else (receipts.since or self._now()) + limit
 
@@ -111,7 +110,7 @@ class EngineCustodian:
         return f"{(self._broker.max_hold or 0) / 3600:g} hours from receipt"
 
     def _warn_of_limit(self, lease: Lease, last: float | None) -> None:
-        """Warns ahead of the time from which the broker extends no more."""
+        """Warns ahead of the broker's holding limit."""
         if last is None or lease.generation in self._warned:
             return
         left = last - self._now()
@@ -128,7 +127,7 @@ class EngineCustodian:
             )
 
     def _nearly_lapsed(self, receipts: Receipts) -> tuple[str, ...]:
-        """Reports that there was little time left: the next run may have none."""
+        """Returns a warning if the settlement was close to the broker's holding limit."""
         last = self._last(receipts)
         if last is None or last - self._now() >= _WARNING_SECONDS:
             return ()
@@ -171,7 +170,7 @@ class EngineCustodian:
         """Returns the report, and the action of each message that was not settled immediately."""
         plan, lapsed = plan_for(receipts, lease, settlement)
         if not receipts.handles:
-            # It never received, or another process did and recorded nothing.
+            # Nothing was received, or nothing was recorded.
             return lapsed, {}
         if self._now() >= self._until(lease, receipts):
             self._note_delivered(plan.verdicts)
@@ -194,7 +193,7 @@ class EngineCustodian:
         if receipts.ended() or self._now() >= self._until(lease, receipts):
             return SettleReport(lapsed=len(requested), undone=frozenset(requested))
         before = {key: receipts.now[key] for key in requested if key in receipts.now}
-        # In a group a message that comes again holds back those behind it, so by arrival.
+        # A redelivered message blocks later ones of its group, so the order of arrival counts.
         ordered = (
             [key for key in receipts.handles if key in requested]
             if receipts.groups
@@ -221,18 +220,18 @@ class EngineCustodian:
         return settling.report(done.values()) + rest
 
     def _too_early(self, receipts: Receipts, verdicts: Mapping[str, Verdict]) -> list[str]:
-        """Returns those that are removed before an earlier one of their group has a verdict."""
+        """Returns messages to be removed before an earlier message of their group has a verdict."""
         if not self._broker.ordered_groups or not receipts.groups:
             return []
         early: list[str] = []
-        open_ones: set[str] = set()
+        open_groups: set[str] = set()
         for key in receipts.held():
             group = receipts.groups.get(key)
             if group is None:
                 continue
             if key not in verdicts:
-                open_ones.add(group)
-            elif group in open_ones and verdicts[key].action not in COMES_AGAIN:
+                open_groups.add(group)
+            elif group in open_groups and verdicts[key].action not in COMES_AGAIN:
                 early.append(key)
         return early
 
@@ -240,7 +239,7 @@ class EngineCustodian:
         self._requests.close()
         self._broker.close()
 
-    # -- what is known -------------------------------------------------------------------------
+    # -- receipts and deadlines ----------------------------------------------------------------
 
     def _now(self) -> float:
         return self._clock.now().timestamp()
@@ -254,7 +253,7 @@ class EngineCustodian:
 
     @staticmethod
     def _until(lease: Lease, receipts: Receipts) -> float:
-        """Returns until when all of it is held, by the latest record."""
+        """Returns the newest recorded deadline of the generation."""
         deadline, held = lease.deadline.timestamp(), receipts.until
         return deadline if held is None else max(deadline, held)
 

@@ -1,9 +1,9 @@
-"""Lists, requeues and deletes dead letters at a broker that shows a message only by delivering it.
+"""Lists, requeues and deletes dead letters at brokers that cannot browse without a delivery.
 
-Listing hides letters from other consumers for a while, and counts as a delivery.  What is not moved
-becomes visible again immediately.  A letter is deleted once the broker has accepted its message, so
-that a kill leaves it in both places at most; there it is a new message to the broker, and received
-as redelivered.
+Listing hides dead letters from other consumers for a while, and counts as a delivery.  Dead letters
+that are not moved become visible again immediately.  A requeued dead letter is deleted after the
+broker has accepted its message, so a kill leaves it in both queues at most.  The broker treats the
+requeued message as a new one, and it is received as redelivered.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from airflow_broadway.producers.kit.looks import LookCount
 
 
 class EngineDeadLetters(ABC):
-    """The letters in one place; a :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
+    """A queue's :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
 
-    :param source: The broker of the queue that the pipeline drains; closed with this.
-    :param dead: The queue of the letters: a client of the same broker.
+    :param source: The broker of the pipeline's queue; closed with this object.
+    :param dead: The client of the dead-letter queue at the same broker.
     """
 
-    #: What a queue is called at the broker.
+    #: The broker's term for a queue.
     word: ClassVar[str] = "queue"
 
-    #: Seconds for which letters are hidden while they are listed.
+    #: Seconds for which dead letters are hidden while they are listed.
     hidden_seconds: ClassVar[int] = 300
 
     def __init__(self, source: Broker[Any], dead: Any) -> None:
@@ -51,7 +51,7 @@ class EngineDeadLetters(ABC):
         self.dead = dead
         self.requests = BatchRequests(source, 1)
         self._place = f"{self.word} {dead.name!r}"
-        #: Where letters are sent back to.
+        #: The queues that dead letters are requeued to, by name.
         self._publishers: dict[str, Publisher] = {}
 
     @property
@@ -63,40 +63,41 @@ class EngineDeadLetters(ABC):
         self.source.close()
 
     def count(self) -> int:
-        """Counts by looking at each letter, where the broker does not count them."""
+        """Counts by receiving every dead letter; brokers with a counter override this."""
         return sum(1 for _ in self.letters())
 
-    # -- what a broker says --------------------------------------------------------------------
+    # -- for each broker -----------------------------------------------------------------------
 
     @abstractmethod
     def fetch(self) -> Sequence[Received]:
-        """Receives some letters, hidden for :attr:`hidden_seconds`; none: that was all."""
+        """Receives some dead letters, hidden for :attr:`hidden_seconds`; none at the end."""
 
     @abstractmethod
     def limit(self) -> tuple[int | None, str]:
-        """Returns the deliveries after which the broker removes a letter (``None``: no limit), and
-        the name of the setting.
+        """Returns the deliveries after which the broker removes a dead letter, and the setting.
+
+        ``None`` means no limit.
         """
 
     @abstractmethod
     def letter(self, received: Received) -> DeadLetter:
-        """Reads a letter."""
+        """Parses a dead letter."""
 
     @abstractmethod
     def publisher(self, name: str) -> Publisher:
-        """Opens the queue that letters are sent back to.
+        """Opens a queue that dead letters are requeued to.
 
-        :raises BroadwayError: If there is none.
+        :raises BroadwayError: If there is no such queue.
         """
 
     @abstractmethod
     def back(self, letter: DeadLetter, received: Received, to: str) -> Any:
-        """Makes the message by which a letter is sent back.
+        """Builds the message for a requeued dead letter.
 
-        :raises BroadwayError: If it cannot be sent back.
+        :raises BroadwayError: If it cannot be requeued.
         """
 
-    # -- the calls -----------------------------------------------------------------------------
+    # -- listing and moving --------------------------------------------------------------------
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         """See :meth:`.DeadLetters.letters`."""
@@ -113,39 +114,39 @@ class EngineDeadLetters(ABC):
 
     @contextmanager
     def _hidden(self) -> Iterator[dict[str, str]]:
-        """Makes the letters that a walk has hidden visible again; their receipts by id."""
+        """Makes hidden dead letters visible at the end; yields a dict for their receipts by id."""
         hidden: dict[str, str] = {}
         try:
             yield hidden
         finally:
-            with suppress(ProducerError):  # the broker does so itself in a while
+            with suppress(ProducerError):  # they become visible after hidden_seconds anyway
                 entries = ((key, Hidden(receipt, 0)) for key, receipt in hidden.items())
                 self.requests.send(self.dead.hide, entries)
 
     def _batches(self, hidden: dict[str, str]) -> Iterator[list[Received]]:
-        """Walks through the letters: yields each once."""
+        """Receives all dead letters, and yields each of them once."""
         known: set[str] = set()
         while received := self.fetch():
             hidden |= {message.key: message.receipt for message in received}
             fresh = [message for message in received if message.key not in known]
             known |= {message.key for message in fresh}
-            if not fresh:  # it has lasted so long that the first are visible again
+            if not fresh:  # it has taken so long that the first are visible again
                 return
             yield fresh
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         """See :meth:`.DeadLetters.requeue`."""
-        return self._moved(choice, send=True, to=to)
+        return self._move(choice, send=True, to=to)
 
     def delete(self, choice: Choice = EVERY) -> Moved:
         """See :meth:`.DeadLetters.delete`."""
-        return self._moved(choice, send=False)
+        return self._move(choice, send=False)
 
     def _looks(self) -> LookCount:
         limit, setting = self.limit()
         return LookCount(self.source.env.staging, f"the {self._place}", limit, setting)
 
-    def _moved(self, choice: Choice, *, send: bool, to: str | None = None) -> Moved:
+    def _move(self, choice: Choice, *, send: bool, to: str | None = None) -> Moved:
         moving = Moving(choice)
         looks = None if choice == EVERY else self._looks()
         if looks is not None:
@@ -157,14 +158,14 @@ class EngineDeadLetters(ABC):
                 letters = ((self.letter(received), received) for received in batch)
                 chosen = [entry for entry in letters if moving.takes(entry[0])]
                 if send:
-                    chosen = self._sent(chosen, moving, to)
+                    chosen = self._send_back(chosen, moving, to)
                 self._delete(chosen, hidden, moving)
         return moving.result()
 
-    def _sent(
+    def _send_back(
         self, chosen: Sequence[tuple[DeadLetter, Received]], moving: Moving, to: str | None
     ) -> list[tuple[DeadLetter, Received]]:
-        """Sends letters back; returns those that the broker has accepted."""
+        """Requeues dead letters; returns those that the broker has accepted."""
         by_target: dict[str, dict[str, Any]] = {}
         for letter, original in chosen:
             try:
@@ -202,5 +203,5 @@ class EngineDeadLetters(ABC):
 
 
 def attempt_of(text: str) -> int:
-    """Reads the attempt that a letter states; 1 where it states none."""
+    """Parses the attempt recorded in a dead letter; 1 if there is none."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 1

@@ -1,4 +1,4 @@
-"""Decides, by a settlement, the verdict on each message that a lease holds."""
+"""Computes the verdict on each message of a lease from a settlement."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from airflow_broadway.core.text import many
 class Plan(NamedTuple):
     """The verdicts on the messages of one generation.
 
-    :param verdicts: Message id → verdict, of each message that is held, in the order given.
-    :param entries: Message id → entry, of those that the settlement names one by one.
-    :param gone: Ids that the settlement names, and that are neither held nor settled at once.
+    :param verdicts: Message id → verdict, for each held message, in order of arrival.
+    :param entries: Message id → entry, for messages with an entry in the settlement.
+    :param gone: Ids in the settlement that are neither held nor settled immediately.
     """
 
     verdicts: Mapping[str, Verdict]
@@ -31,21 +31,21 @@ def plan_of(
     at_once: Collection[str] = (),
     agree: bool = False,
 ) -> Plan:
-    """Returns the verdict on each message that is held.
+    """Returns the verdict on each held message.
 
-    A message that was received and is in no manifest was never handled: it must not get the verdict
-    of the rest, and is released.
+    A received message that is in no manifest was never handled.  So it is released, and does not
+    get the verdict ``settlement.rest``.
 
     :param held: The ids of the messages that the lease still holds.
-    :param at_once: The ids of those that ``settle_now`` has settled under it.
-    :param agree: Whether manifest and lease are known to name the same messages; then
-        ``settlement.everything``, which is long, is not read.
-    :raises ProducerError: If the others are not all to be released, and the settlement does not
-        name those that were handled.
+    :param at_once: The ids of messages that ``settle_now`` has settled under the lease.
+    :param agree: Whether manifest and lease are known to name the same messages; then the long
+        ``settlement.everything`` is not read.
+    :raises ProducerError: If ``settlement.rest`` is not a release, and the settlement does not
+        list the handled messages.
     """
     entries = {entry.message_id: entry for entry in settlement.entries()}
     named = set(entries)
-    # One object for most of them: a generation may hold millions.
+    # Most share one verdict object: a generation may hold millions of messages.
     verdicts = dict.fromkeys(held, settlement.rest)
     if settlement.rest.action is not Action.RELEASE and not agree:
         if settlement.everything is None:

@@ -1,8 +1,8 @@
-"""Keeps receives in flight: several at a time, as many as the demand needs and no more.
+"""Keeps receives in flight: several at a time, and no more than the demand needs.
 
-The run's thread submits receives for what is wanted and collects their answers; a pool carries them
-out.  Once a receive is empty, the others that wait are not made: while the queue is quiet one
-receive is made in ``interval`` seconds, and when it finds something they go on.
+The run's thread submits receives for its demand and collects their answers; a thread pool executes
+them.  After an empty receive, pending receives are skipped.  While the queue is quiet, one receive
+is made every ``interval`` seconds, until one returns messages.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from typing import Any, Final
 from airflow_broadway.core.log_context import keep_ids
 from airflow_broadway.producers.engine.port import Answer, Broker, Received
 
-#: Seconds that a receive may take beyond its long poll before the run's thread gives it up.
+#: Seconds that a receive may take beyond its long poll before the run's thread abandons it.
 _RECEIVE_TIMEOUT: Final = 120.0
-#: The same of a run that is to stop.
+#: The same timeout for a run that is stopping.
 _STOPPING_TIMEOUT: Final = 1.0
-#: Seconds between two looks at whether it is.
+#: Seconds between two checks whether the run is stopping.
 _STOP_CHECK_INTERVAL: Final = 0.2
 
 
 class Polls:
     """Keeps receives in flight; :meth:`want` and :meth:`take` are for one thread.
 
-    :param receive: Makes one receive of at most so many messages; called in any thread.
-    :param late: Takes the messages that arrive after :meth:`close` has given up waiting; in any
-        thread.
+    :param receive: Makes one receive of at most the given number of messages; called in any thread.
+    :param late: Called in any thread with messages that arrive after :meth:`close` stopped waiting.
     """
 
     def __init__(
@@ -47,21 +46,21 @@ class Polls:
         self._name = type(broker).__name__
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
-        #: Receives in flight, or waiting for a thread; and the messages that they ask for.
+        #: Receives in flight or waiting for a thread, and the sum of their demands.
         self._flying = 0
         self._requested = 0
-        #: Receives in flight that were made before the queue was quiet.
+        #: Receives in flight that were submitted before the queue was quiet.
         self._early = 0
         self._answers: deque[Answer] = deque()
         self._quiet_until = 0.0
         self._quiet = False
         self._error: Exception | None = None
         self._closed = False
-        #: Whether answers are taken no more.
+        #: Whether :meth:`close` has stopped collecting answers.
         self._gone = False
 
     def want(self, demand: int) -> None:
-        """Raises what is in flight or waiting to ``demand`` messages, in all."""
+        """Submits receives until ``demand`` messages are in flight or waiting."""
         with self._changed:
             waiting = sum(len(answer.messages) for answer in self._answers)
             missing = demand - waiting - self._requested
@@ -81,9 +80,9 @@ class Polls:
     def take(self, timeout: float) -> Answer | None:
         """Returns the next answer, waiting up to ``timeout`` seconds while receives are in flight.
 
-        A run that is to stop does not wait.
+        A run that is stopping does not wait.
 
-        :raises Exception: The error of a receive, once all earlier answers are taken.
+        :raises Exception: The error of a receive, after all earlier answers are returned.
         """
         end = time.monotonic() + min(timeout, _RECEIVE_TIMEOUT)
         with self._changed:
@@ -107,7 +106,7 @@ class Polls:
 
     @property
     def quiet(self) -> bool:
-        """Whether the queue was empty, by every receive made until then."""
+        """Whether the last receives, including all in flight, were empty."""
         with self._changed:
             return self._quiet and not self._early
 
@@ -118,10 +117,10 @@ class Polls:
             return max(0.0, self._quiet_until - self._clock.monotonic())
 
     def close(self) -> list[Answer]:
-        """Makes no more receives, lets those in flight end, and returns their answers.
+        """Stops making receives, waits for those in flight, and returns their answers.
 
-        A receive that has not ended after two minutes, or after a second of a run that is to stop,
-        is given up: its messages go to ``late``.
+        A receive that has not ended after two minutes, or after one second if the run is stopping,
+        is abandoned: its messages go to ``late``.
         """
         with self._changed:
             self._closed = True
@@ -143,18 +142,18 @@ class Polls:
         return answers
 
     def _poll(self, count: int, *, scout: bool) -> None:
-        """Makes one receive, unless it has become useless.
+        """Makes one receive, unless it has become obsolete.
 
-        :param scout: Whether it is the only one, because the queue is quiet.
+        :param scout: Whether it is the single receive of a quiet queue.
         """
         with self._changed:
-            useless = self._closed or self._error is not None or (self._quiet and not scout)
-            early = not useless and not self._quiet
+            obsolete = self._closed or self._error is not None or (self._quiet and not scout)
+            early = not obsolete and not self._quiet
             self._early += early
         answer = Answer(0.0, ())
         error: Exception | None = None
         try:
-            if not useless:
+            if not obsolete:
                 answer = self._receive(count)
         except Exception as raised:
             error = raised
@@ -162,16 +161,16 @@ class Polls:
             self._flying -= 1
             self._requested -= count
             self._early -= early
-            gone = self._gone
+            closed = self._gone
             if error is not None:
                 self._error = self._error or error
             elif answer.messages:
                 self._quiet, self._quiet_until = False, 0.0
-                if not gone:
+                if not closed:
                     self._answers.append(answer)
-            elif not useless:
+            elif not obsolete:
                 self._quiet = True
                 self._quiet_until = self._clock.monotonic() + self._interval
             self._changed.notify_all()
-        if gone and answer.messages:
+        if closed and answer.messages:
             self._late(answer.messages)

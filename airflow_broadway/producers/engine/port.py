@@ -1,9 +1,9 @@
-"""The port of the custody engine: what an adapter implements for one broker.
+"""The port of the custody engine: the interface that an adapter implements for one broker.
 
-A broker of this kind delivers each message with a receipt and hides it from others for a while.
-A receipt removes its message for good, or hides it for some seconds from now on; 0 seconds make it
-visible immediately.  The engine does all else: it fetches by demand, records receipts, extends
-leases, settles, counts attempts and sends dead letters before their originals are removed.
+Such a broker delivers each message with a receipt, and hides it from other consumers for a while.
+A receipt removes its message permanently, or hides it for some seconds from now; 0 seconds make it
+visible immediately.  The engine does the rest: it fetches by demand, records receipts, extends
+leases, settles, counts attempts, and sends dead letters before their originals are removed.
 
 Class attributes state the capabilities of a broker.  The engine reads them and nothing else about
 the broker.
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 class Received(NamedTuple):
     """One delivery.
 
-    :param key: The message id; unique, and the same at every delivery.
-    :param receipt: Settles this delivery.
-    :param raw: The client's own form of it.
-    :param deliveries: How often the broker has delivered the message, this time included, as far
-        as it counts.
-    :param group: The group in which the message keeps its order; ``None``: in none.
+    :param key: The message id; unique, and the same for every delivery.
+    :param receipt: The token that settles this delivery.
+    :param raw: The client's own message object.
+    :param deliveries: The broker's delivery count, including this delivery, if it counts.
+    :param group: The message group or ordering key; ``None``: unordered.
     """
 
     key: str
@@ -47,10 +46,10 @@ class Received(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A message as it was read.
+    """The parsed contents of a message.
 
-    :param properties: What a dead letter of it keeps, as JSON text.
-    :param requeued: Whether it was a dead letter before.
+    :param properties: The properties that a dead letter of it keeps, as JSON text.
+    :param requeued: Whether it is a requeued dead letter.
     """
 
     data: bytes
@@ -62,7 +61,7 @@ class Contents(NamedTuple):
 class Answer(NamedTuple):
     """The result of one receive.
 
-    :param at: The timestamp from which its messages are hidden, at the latest: e.g. that of the
+    :param at: The latest timestamp at which its messages may have become hidden, e.g. that of the
         request.
     """
 
@@ -71,20 +70,20 @@ class Answer(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """A receipt whose message is to be hidden for so many seconds; 0: it becomes visible."""
+    """A receipt, and the seconds for which to hide its message; 0 makes it visible."""
 
     receipt: str
     seconds: int
 
 
 class Refusal(NamedTuple):
-    """Explains why the broker did not carry out an entry.
+    """The broker's refusal of one entry of a request.
 
-    :param code: The broker's word for it.
-    :param gone: Whether the receipt is void.
-    :param again: Whether sending the entry again may help.
-    :param unclear: Whether the entry may have been carried out all the same, this time or an
-        earlier one: e.g. an answer was lost.
+    :param code: The broker's error code.
+    :param gone: Whether the receipt is invalid.
+    :param again: Whether retrying the entry may help.
+    :param unclear: Whether this or an earlier request may have carried out the entry all the same,
+        e.g. because a response was lost.
     """
 
     code: str
@@ -98,23 +97,23 @@ class Refusal(NamedTuple):
 
 
 class Refused(ProducerError):
-    """The broker rejects the contents of this request; another request may be accepted."""
+    """A request whose contents the broker rejects; other requests may succeed."""
 
 
 class Denied(ProducerError):
-    """The credentials may not do this; others of the requests may be allowed."""
+    """A request that the credentials do not permit; other requests may be allowed."""
 
 
 class Expired(ProducerUnavailable):
-    """The credentials have expired: another process, with new ones, may succeed."""
+    """Expired credentials; another process with new credentials may succeed."""
 
 
 #: The refusal of an entry that is not sent, because the lease is over.
 LAPSED: Final = Refusal("LeaseLapsed", "the lease has lapsed", gone=True)
 
-#: One request: takes entries, returns the refused ones by their place among them.
+#: Sends one request of entries; returns the refusals by index.
 Call = Callable[[Sequence[Any]], Mapping[int, Refusal]]
-#: An entry, with the key that its refusal goes by.
+#: An entry with the key under which its refusal is returned.
 Keyed = tuple[str, Any]
 
 
@@ -122,10 +121,10 @@ class Publisher(NamedTuple):
     """A queue or topic that messages are sent to.
 
     :param send: Sends one request.
-    :param action: The broker's name of that request.
-    :param size_of: Returns the bytes of a message in it.
-    :param max_messages: Messages of one request, at most.
-    :param max_bytes: Bytes of one request, unless one message alone is larger.
+    :param action: The broker's name for that request.
+    :param size_of: Returns the bytes of a message in a request.
+    :param max_messages: The maximum number of messages in one request.
+    :param max_bytes: The maximum bytes of one request, unless a single message is larger.
     """
 
     send: Call
@@ -136,22 +135,22 @@ class Publisher(NamedTuple):
 
     def requests(self, messages: Mapping[str, Any]) -> list[list[Keyed]]:
         """Divides messages, by key, into requests."""
-        made: list[list[Keyed]] = []
-        room = 0
+        requests: list[list[Keyed]] = []
+        remaining = 0
         for keyed in messages.items():
             size = self.size_of(keyed[1])
-            if not made or len(made[-1]) == self.max_messages or size > room:
-                made.append([])
-                room = self.max_bytes
-            made[-1].append(keyed)
-            room -= size
-        return made
+            if not requests or len(requests[-1]) == self.max_messages or size > remaining:
+                requests.append([])
+                remaining = self.max_bytes
+            requests[-1].append(keyed)
+            remaining -= size
+        return requests
 
 
 class DeadLetterTarget(NamedTuple):
-    """The queue or topic for dead letters.
+    """The dead-letter queue or topic.
 
-    :param make: Makes the dead letter of one message.
+    :param make: Builds the dead letter of one message.
     """
 
     publisher: Publisher
@@ -159,17 +158,17 @@ class DeadLetterTarget(NamedTuple):
 
 
 class Client(Protocol):
-    """One queue over a connection: one request a call; may be used from several threads."""
+    """A connection to one queue, with one request per call; usable from several threads."""
 
     @property
     def name(self) -> str:
-        """Returns the queue's name, for people."""
+        """The queue's name for messages and logs."""
 
     def remove(self, receipts: Sequence[str], /) -> Mapping[int, Refusal]:
-        """Removes messages for good; returns the refused ones by their place."""
+        """Removes messages permanently; returns the refusals by index."""
 
     def hide(self, entries: Sequence[Hidden], /) -> Mapping[int, Refusal]:
-        """Hides messages from now on."""
+        """Hides messages for some seconds from now; returns the refusals by index."""
 
     def close(self) -> None:
         """Releases the connection.  Safe to repeat."""
@@ -184,35 +183,35 @@ class Broker(ABC, Generic[ClientT]):
     :meth:`receive` may be called from several threads; all calls raise ``BroadwayError`` only.
     """
 
-    #: The broker's and its queue's names, for people.
+    #: The names of the broker and of its kind of queue, for messages and logs.
     service: ClassVar[str]
     queue_word: ClassVar[str]
     #: Whether the broker counts the deliveries of every message.
     native_attempts: ClassVar[bool] = True
-    #: Whether the broker itself delivers each group in order: it takes acknowledgements in that
-    #: order only, and redelivers what follows a redelivered message.
+    #: Whether the broker itself delivers each group in order: it accepts acknowledgements only in
+    #: that order, and redelivers the messages that follow a redelivered one.
     ordered_groups: ClassVar[bool] = False
-    #: Whether removing a message a second time is refused, its receipt being void.
+    #: Whether a second removal with the same receipt is refused.
     removes_once: ClassVar[bool] = False
-    #: The longest time for which one request hides a message, in seconds.
+    #: The maximum seconds for which one request hides a message.
     max_hide: ClassVar[int]
-    #: The longest time for which a delivery can be held in all, in seconds; ``None``: no limit.
+    #: The maximum total seconds for which a delivery can be held; ``None``: no limit.
     max_hold: ClassVar[int | None] = None
-    #: The most entries of one request.
+    #: The maximum number of entries in one request.
     max_batch: ClassVar[int] = 1000
-    #: Days for which the broker keeps a message at most.
+    #: The broker's maximum retention in days.
     kept_days: ClassVar[int]
-    #: Errors after which nothing more is received, though received messages are handled.
+    #: Errors after which the source receives nothing more, but handles received messages.
     full: ClassVar[tuple[type[ProducerError], ...]] = ()
-    #: Errors that waiting cannot cure, though another process may succeed.
+    #: Errors that are not retried in this process, though another process may succeed.
     ends: ClassVar[tuple[type[ProducerError], ...]] = (Expired,)
-    #: The most messages of one receive, and the most receives, or other requests, at a time.
+    #: The maximum number of messages in one receive, and of concurrent receives or other requests.
     max_fetch: int = 100
     concurrency: int = 1
     #: Seconds from an empty receive to the next one.
     interval: float = 0.5
-    #: Seconds for which a request is repeated while the broker is out of reach; 0: the client
-    #: repeats it.
+    #: Seconds for which a request is retried while the broker is unreachable; 0: the client
+    #: retries it.
     retry_seconds: float = 0.0
 
     def __init__(self, producer: Producer, env: ProducerEnv) -> None:
@@ -227,14 +226,14 @@ class Broker(ABC, Generic[ClientT]):
 
     @abstractmethod
     def open(self) -> ClientT:
-        """Connects.
+        """Opens the connection.
 
         :raises BroadwayError: If that fails.
         """
 
     @property
     def client(self) -> ClientT:
-        """Opens the connection when it is first used, and returns it."""
+        """The connection; opened on first use."""
         with self._opening:
             if self._client is None:
                 self._client = self.open()
@@ -249,24 +248,24 @@ class Broker(ABC, Generic[ClientT]):
 
     @property
     def place(self) -> str:
-        """Names the queue by the producer's options; opens nothing."""
+        """The queue's name by the producer's options; opens no connection."""
         return str(self.producer.place)
 
     @property
     def name(self) -> str:
-        """Returns the queue's name, for people."""
+        """The queue's name for messages and logs."""
         return self.client.name
 
     def state_files(self) -> StateFiles | None:
-        """Returns where receipts are recorded; ``None``: in the shared staging folder."""
+        """Returns the files for receipts; ``None``: those in the shared staging folder."""
         return None
 
     # -- receiving -----------------------------------------------------------------------------
 
     def check(self) -> list[Finding]:
-        """Returns what a run would refuse or warn of, before the first receive.
+        """Returns the findings with which a run is refused, or warns, before the first receive.
 
-        :raises ProducerError: If the queue cannot be checked, nor received from.
+        :raises ProducerError: If the queue cannot be accessed.
         """
         return []
 
@@ -275,24 +274,24 @@ class Broker(ABC, Generic[ClientT]):
         """Receives at most ``count`` messages, hidden for the producer's lease."""
 
     def receive_lost(self) -> list[tuple[float, Received]]:
-        """Fetches the messages of lost answers, where the broker repeats those."""
+        """Fetches the messages of lost responses, if the broker repeats a response."""
         return []
 
     def explain_empty(self) -> None:
-        """Logs why receives are empty though the queue is not."""
+        """Logs the reason why receives are empty though the queue is not."""
 
     @abstractmethod
     def read(self, received: Received) -> Contents:
-        """Reads a message.
+        """Parses a message.
 
-        :raises Exception: Any, if it cannot be read.
+        :raises Exception: If the message is malformed.
         """
 
     # -- settling ------------------------------------------------------------------------------
 
     @abstractmethod
     def dead_letter_target(self) -> DeadLetterTarget:
-        """Opens the target for dead letters.
+        """Opens the dead-letter queue or topic.
 
         :raises BroadwayError: If there is none.
         """
@@ -303,12 +302,12 @@ class Broker(ABC, Generic[ClientT]):
         while request := list(islice(rest, self.max_batch)):
             yield request
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- inspecting ----------------------------------------------------------------------------
 
     def depth(self) -> QueueDepth | None:
-        """Reports how full the queue is; ``None`` where that is not known."""
+        """Returns the queue's depth; ``None`` if it is unknown."""
         return None
 
     def dead_letters(self, place: str | None) -> DeadLetters:
-        """Opens the place for dead letters, which closes this broker with itself."""
+        """Opens the dead letters; closing them closes this broker too."""
         raise ProducerError(f"{self.service} has no dead letters that can be looked at")

@@ -1,4 +1,4 @@
-"""The base of producers whose custody is the engine's: opens its halves over the adapter."""
+"""The base class of producers that use the custody engine: opens source and custodian."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from airflow_broadway.producers.engine.port import Broker
 
 
 class BrokerProducer(Producer):
-    """The options of a producer whose custody is the engine's."""
+    """The options of a producer that uses the custody engine."""
 
     #: The adapter's class as ``module:name``; imported when it is opened, and the client with it.
     adapter: ClassVar[str]
@@ -26,22 +26,22 @@ class BrokerProducer(Producer):
     actions: ClassVar[Mapping[str, Action]] = {**Producer.actions, "release": Action.RELEASE}
 
     def broker(self, env: ProducerEnv) -> Broker[Any]:
-        """Makes the adapter; connects to nothing."""
+        """Creates the adapter; opens no connection."""
         module, _, name = self.adapter.partition(":")
-        made: Broker[Any] = getattr(importlib.import_module(module), name)(self, env)
-        return made
+        broker: Broker[Any] = getattr(importlib.import_module(module), name)(self, env)
+        return broker
 
     def publishes(self, action: Action) -> bool:
-        """Publishes only dead letters again; any single message may become one."""
+        """Returns whether an action publishes a message again: only dead-lettering does."""
         return action is Action.DEAD_LETTER
 
     def partition_of(self, message: Message) -> int:
-        """Returns a number of the message's group: messages of one group stay in order by it."""
+        """Returns the same number for all messages of a group, so that they stay in order."""
         group = self.group_of(message)
         return zlib.crc32((message.message_id if group is None else group).encode())
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
-        """Keeps groups in order, unless the pipeline partitions otherwise."""
+        """Partitions messages by group to keep order, unless the pipeline sets a partitioning."""
         if not self.keeps_order or pipeline.partition_by is not None:
             return {}
         return {"partition_by": self.partition_of}

@@ -1,23 +1,22 @@
-"""Records the receipts that one generation holds, until when, and how they were settled.
+"""Records the receipts of a generation, their deadlines, and their settlement.
 
-A receipt is all that settles a message, and the process that extends or settles it is another than
-the one that received it.  So the source records receipts, in portions, before any callback sees a
-message: that is how such a broker *secures*.  The files are below the folder that all pipelines of
-the staging root share, so that a pipeline of another name knows which messages were delivered
-before::
+A message can only be settled by its receipt, and another process than the receiving one extends or
+settles it.  So the source records receipts, in portions, before any callback gets a message: this
+*secures* the messages of such a broker.  The files are in the folder that all pipelines of the
+staging root share, so that pipelines with another name also recognize redelivered messages::
 
     <broker>/<queue>/<generation>/    its GenerationLog, and in the same folder
         receipts-000000.json          a portion: timestamps; id, receipt and group of each message
-        renewed.json                  so many portions are held until then
+        renewed.json                  the deadline of the last extension, and its portions
         lost-*.json                   receipts that the broker refused, by id
-        plan.json                     which messages settling releases
-        again-*.json                  from when on messages that callbacks released may come, by id
+        plan.json                     the messages that the settlement releases
+        again-*.json                  the due timestamps of messages that callbacks released, by id
 
-Losing these files loses no message: the broker redelivers all when their time is over.  Without a
-staging folder receipts live in the memory of this process alone.
+Losing these files loses no message: the broker redelivers all of them after their deadlines.
+Without a staging folder receipts are kept in the memory of this process only.
 
-Timestamps are seconds since the epoch, by the producer's clock and never by the broker's, which
-accepts an expired receipt as long as nobody else has the message.
+Timestamps are seconds since the epoch, by the producer's clock and never by the broker's: a broker
+accepts an expired receipt as long as no other consumer has the message.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ from airflow_broadway.producers.kit.state_files import (
 log = logging.getLogger(__name__)
 
 _VERSION: Final = 1
-#: The beginning of the names of files that have a portion each.
+#: The file name prefix of portions.
 _PORTION: Final = "receipts-"
 #: Days for which the report of a settled generation is kept.
 KEPT_REPORTS: Final = 7
-#: Generations that a process keeps after their end, so that settling again reports the same.
+#: Ended generations that a process caches, so that settling again returns the same report.
 _KEPT_GENERATIONS: Final = 256
-#: Seconds between two looks for failures that others recorded, where the broker counts deliveries;
-#: where it does not, each receive looks.
+#: Seconds between two reads of recorded failures if the broker counts deliveries; otherwise every
+#: receive reads them.
 _LOOK_INTERVAL: Final = 30.0
-#: Seconds between two looks for generations of others: less than the shortest lease.
+#: Seconds between two listings of other generations: less than the shortest lease.
 _EARLIER_INTERVAL: Final = 5.0
 
 
@@ -73,34 +72,34 @@ class Receipts:
         self._portions = 0
         #: Message id → its newest receipt, in order of arrival.
         self.handles: dict[str, str] = {}
-        #: Message id → the group in which it keeps its order, if any.
+        #: Message id → its message group or ordering key, if any.
         self.groups: dict[str, str] = {}
-        #: When the first message was requested.
+        #: The timestamp of the first receive.
         self.since: float | None = None
-        #: [held until, ids], a portion each.
+        #: (deadline, ids) of each portion.
         self._spans: list[tuple[float, list[str]]] = []
-        #: Message id → how callbacks settled it immediately.
+        #: Message id → the action that callbacks carried out immediately.
         self.now: dict[str, Action] = {}
-        #: Message id → how an unfinished settlement settled it.
+        #: Message id → the action that an unfinished settlement carried out.
         self.done: dict[str, Action] = {}
-        #: Message ids with the receipts that the broker refused: of one id there may be several.
+        #: Message ids with receipts that the broker refused; one id may have several.
         self._refused: set[tuple[str, str]] = set()
-        #: Groups of which a message comes again → from when on it may.
+        #: Group with a redelivered message → the timestamp from which that is due.
         self.blocked: dict[str, float] = {}
-        #: Messages of these groups that callbacks released → from when on each may come.
+        #: Message of such a group that a callback released → the timestamp from which it is due.
         self.again: dict[str, float] = {}
-        #: Whether settling has begun; and whether it had before this settlement.
+        #: Whether a settlement has begun, and whether it had begun before this one.
         self.begun = self.resumed = False
-        #: Message id → the first request about it whose answer never came.
+        #: Message id → the action of its first request without a response.
         self.unanswered: dict[str, Action] = {}
-        #: The report of its settlement; ``None`` while it is not settled.
+        #: The report of the settlement; ``None`` while it is not settled.
         self.report: SettleReport | None = None
 
     # -- holding -------------------------------------------------------------------------------
 
     @property
     def until(self) -> float | None:
-        """Until when all of it is held; ``None`` if nothing was received."""
+        """The earliest deadline of all portions; ``None`` if nothing was received."""
         with self._lock:
             return min((until for until, _ in self._spans), default=None)
 
@@ -112,17 +111,17 @@ class Receipts:
 
     @property
     def lost(self) -> set[str]:
-        """The ids whose newest receipt the broker refused: another consumer has them, or will."""
+        """The ids whose newest receipt was refused; other consumers receive these messages."""
         handles = self.handles
         return {key for key, receipt in self._refused if handles.get(key) == receipt}
 
     def hold(
         self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
     ) -> None:
-        """Records receipts where other processes read them, and holds their messages from then on.
+        """Records receipts durably, and holds their messages from then on.
 
         :param handles: Message id → receipt, which replaces an older one.
-        :raises StagingError: If they cannot be written: then they are not held.
+        :raises StagingError: If they cannot be written; the messages are then not held.
         """
         if self._files.durable:
             held = [
@@ -146,33 +145,33 @@ class Receipts:
     # -- extending -----------------------------------------------------------------------------
 
     def due(self, horizon: float) -> list[str]:
-        """Returns the ids that are held until ``horizon`` at most."""
+        """Returns the ids with a deadline not after ``horizon``."""
         with self._lock:
             gone = self.now.keys() | self.lost
             ids = chain.from_iterable(ids for until, ids in self._spans if until <= horizon)
             return [key for key in dict.fromkeys(ids) if key not in gone]
 
     def renewed(self, horizon: float, until: float) -> None:
-        """Records that what was due at ``horizon`` is held until ``until``."""
+        """Records that messages due at ``horizon`` are held until ``until``."""
         with self._lock:
             extended = [ids for held, ids in self._spans if held <= horizon]
             self._spans = [(held, ids) for held, ids in self._spans if held > horizon]
             self._spans.append((until, [*chain.from_iterable(extended)]))
-            everything = min(held for held, _ in self._spans)
-            # What is received meanwhile may have waited, and be held for less than that.
-            value = {"until": everything, "portions": self._portions}
+            earliest = min(held for held, _ in self._spans)
+            # Messages received meanwhile may have an earlier deadline.
+            value = {"until": earliest, "portions": self._portions}
         self._log.write("renewed.json", value)
 
     def refresh(self) -> None:
-        """Reads until when others have extended it since."""
+        """Reads the deadline of extensions by other processes."""
         value = self._files.read(self._log.path("renewed.json"))
         if value is not None:
             with self._lock:
-                least = _least(value, self._portions - 1)
-                self._spans = [(max(until, least), ids) for until, ids in self._spans]
+                minimum = _min_deadline(value, self._portions - 1)
+                self._spans = [(max(until, minimum), ids) for until, ids in self._spans]
 
     def lose(self, ids: Iterable[str]) -> None:
-        """Records ids whose receipt the broker refuses: it is not used again."""
+        """Records ids whose receipt the broker refused, so that it is not used again."""
         with self._lock:
             lost = {key: self.handles[key] for key in ids if key in self.handles}
             self._refused.update(lost.items())
@@ -182,8 +181,9 @@ class Receipts:
     # -- settling ------------------------------------------------------------------------------
 
     def note_now(self, actions: Mapping[str, Action]) -> None:
-        """Records how callbacks settled messages immediately, and before that how long each holds
-        back those behind it.
+        """Records the actions that callbacks carried out immediately.
+
+        The timestamps until which released messages block their groups are recorded before.
         """
         with self._lock:
             self.now.update(actions)
@@ -193,17 +193,17 @@ class Receipts:
         self._log.note_now(actions)
 
     def settled_now(self, now: float) -> dict[str, Verdict]:
-        """Returns how callbacks settled messages immediately, with the rest of their delays."""
+        """Returns the verdicts that callbacks carried out immediately, with remaining delays."""
         return {
             key: Verdict(action, max(0.0, self.again.get(key, now) - now))
             for key, action in self.now.items()
         }
 
     def begin(self) -> None:
-        """Records that settling begins, and reads the portions written until then.
+        """Records the begin of a settlement, and reads the portions written until then.
 
-        The source checks for that record after each portion that it writes: a portion that is not
-        there now reaches no callback.
+        The source checks for this record after each portion that it writes, so messages of a later
+        portion reach no callback.
         """
         self.resumed = self.begun
         if not self.begun:
@@ -214,9 +214,9 @@ class Receipts:
             self._read_portion(name, {})
 
     def plan(self, again: ComingAgain) -> ComingAgain:
-        """Records which messages settling releases, before it does.
+        """Records the messages that the settlement releases, before it does.
 
-        :returns: The plan that stands: this, or that of an earlier settlement.
+        :returns: The valid plan: this one, or that of an earlier settlement.
         """
         value = [again.all_but, sorted(again.ids)]
         if not self._files.create(self._log.path("plan.json"), value):
@@ -225,15 +225,15 @@ class Receipts:
         return again
 
     def note_done(self, actions: Mapping[str, Action]) -> None:
-        """Records how far settling has come."""
+        """Records the progress of the settlement."""
         self.done.update(actions)
         self._log.note_done(actions)
 
     def end(self, report: SettleReport, day: str) -> SettleReport:
-        """Records that settling is done; nothing is held from now on.
+        """Records the end of the settlement; the generation holds nothing from then on.
 
         :param day: Today, as ``YYYY-MM-DD``.
-        :returns: The report that stands: of two settlements at a time, the first one's.
+        :returns: The valid report: of two concurrent settlements, that of the first.
         """
         stands = self._log.end(report).report
         self.keep_report(day)
@@ -246,21 +246,21 @@ class Receipts:
         return stands
 
     def keep_report(self, day: str) -> None:
-        """Removes all but the report; settling again does so too, after a kill of the first."""
+        """Removes all files but the report; repeated by the next call after a kill."""
         self._log.keep_report(day)
 
     def ended(self) -> bool:
-        """Whether it has been settled, by any process."""
+        """Returns whether any process has settled the generation."""
         return self.report is not None or self._log.is_settled()
 
     def is_settled_elsewhere(self) -> bool:
-        """Whether another process settles it, or has; for its source, which does not settle."""
-        return self._log.has_begun() or self.ended()  # in this order: the end removes the beginning
+        """Returns whether another process is settling the generation, or has settled it."""
+        return self._log.has_begun() or self.ended()  # in this order: the end removes begun.json
 
     # -- reading -------------------------------------------------------------------------------
 
     def load(self) -> Receipts:
-        """Reads the records of other processes; returns these receipts.
+        """Reads the records of other processes; returns ``self``.
 
         :raises StagingError: If they cannot be read.
         """
@@ -284,8 +284,8 @@ class Receipts:
     def _read_portion(self, name: str, renewed: Mapping[str, Any]) -> None:
         number = self._portions
         try:
-            self._load_portion(self._log.read(name), _least(renewed, number))
-        except Damaged as error:  # its messages alone are not settled
+            self._load_portion(self._log.read(name), _min_deadline(renewed, number))
+        except Damaged as error:  # only the messages of this portion are not settled
             log.error("%s: its messages come back by themselves", error)
         self._portions = number + 1
 
@@ -307,16 +307,16 @@ class Receipts:
         self._add(handles, groups, since, max(until, least))
 
 
-def _least(renewed: Mapping[str, Any], portion: int) -> float:
-    """Returns until when a portion is held at least, by the record of the last extension."""
+def _min_deadline(renewed: Mapping[str, Any], portion: int) -> float:
+    """Returns the minimum deadline of a portion by the record of the last extension."""
     covered: bool = portion < renewed.get("portions", portion + 1)
     return float(renewed["until"]) if renewed and covered else 0.0
 
 
-#: The receipts of generations for which this process receives, and of some that it has settled.
+#: The receipts of generations that this process receives for, or has recently settled.
 _here: dict[tuple[str, str | None, str, str], Receipts] = {}
 _here_lock = threading.Lock()
-#: Without a staging folder, for brokers that count no deliveries: the records of each queue.
+#: The records of queues without a staging folder, for brokers that do not count deliveries.
 _memory: dict[tuple[str, str], MemoryFiles] = {}
 
 
@@ -338,11 +338,11 @@ class ReceiptsFolder:
 
     @property
     def durable(self) -> bool:
-        """Whether other processes see them."""
+        """Whether other processes can read the receipts."""
         return self._files.durable
 
     def open(self, generation: str) -> Receipts:
-        """Opens those of a new generation, for its source; this process finds them from now on."""
+        """Creates the receipts of a new generation, and caches them in this process."""
         forget_ended(self._files, day_of(self._clock.now(), before=KEPT_REPORTS))
         receipts = Receipts(self._files, generation)
         with _here_lock:
@@ -355,17 +355,17 @@ class ReceiptsFolder:
         return receipts
 
     def of(self, generation: str) -> Receipts:
-        """Returns those of a generation, as they are now."""
+        """Returns the current receipts of a generation."""
         return self._here(generation) or Receipts(self._files, generation).load()
 
     def open_ones(self, own: str) -> set[str]:
-        """Returns the folders of all unsettled generations but one's own.
+        """Returns the folders of all unsettled generations except ``own``.
 
         :raises StagingError: If they cannot be listed.
         """
         days = self._files.names("ended")
         for day in days:
-            if day not in self._ended or day in days[-2:]:  # older days change no more
+            if day not in self._ended or day in days[-2:]:  # older days no longer change
                 self._ended[day] = {
                     name.removesuffix(".json") for name in self._files.names(f"ended/{day}")
                 }
@@ -373,25 +373,25 @@ class ReceiptsFolder:
         return set(self._files.names()) - ended - {"attempts", "ended", digest(own)}
 
     def in_folder(self, folder: str) -> Receipts:
-        """Returns those of another generation, by the name of its folder, as they are now."""
+        """Returns the current receipts of another generation by its folder name."""
         return Receipts(self._files, folder=folder).load()
 
     def count_held(self, own: str) -> int:
-        """Counts the messages that generations other than ``own`` hold, as of now."""
+        """Counts the messages that generations other than ``own`` currently hold."""
         now = self._clock.now().timestamp()
         folders = [self.in_folder(folder) for folder in self.open_ones(own)]
         return sum(len(receipts.held()) for receipts in folders if (receipts.until or 0.0) > now)
 
     def is_open(self, generation: str) -> bool:
-        """Whether this process receives for it, or keeps its receipts."""
+        """Returns whether this process has cached the receipts of a generation."""
         return self._here(generation) is not None
 
     def ended(self, generation: str) -> bool:
-        """Whether a generation has been settled, by any process."""
+        """Returns whether any process has settled a generation."""
         return (self._here(generation) or Receipts(self._files, generation)).ended()
 
     def close(self, generation: str) -> None:
-        """Forgets the receipts of a source that has ended, if they can be read from files."""
+        """Drops the cached receipts of a closed source, if they are also in files."""
         if self.durable:
             with _here_lock:
                 _here.pop((*self._queue, generation), None)
@@ -402,11 +402,11 @@ class ReceiptsFolder:
 
 
 class Earlier:
-    """Knows which messages were delivered before, where the broker does not count deliveries.
+    """Identifies redelivered messages for brokers that do not count deliveries.
 
-    A message comes again for one of two reasons, and both are known from staging: it was released,
-    which was recorded before; or the lease of a generation lapsed, whose receipts are still there.
-    These are the messages of such generations; used from one thread.
+    A message is redelivered for one of two reasons, and staging has a record of both: it was
+    released, or the lease of its generation lapsed and the receipts still exist.  This class covers
+    lapsed generations.  It is for one thread.
 
     :param own: The generation of the caller.
     """
@@ -415,38 +415,38 @@ class Earlier:
         self._folder = folder
         self._own = own
         self._look_at = 0.0
-        #: Open generations of others → until when their messages are held, as far as is known.
+        #: Other open generation → the last known deadline of its messages.
         self._until: dict[str, float] = {}
-        #: Generations of which nothing more is to be learnt.
+        #: Generations that need not be read again.
         self._known: set[str] = set()
         self._ids: set[str] = set()
 
     def among(self, ids: Iterable[str], now: datetime) -> set[str]:
-        """Returns those of ``ids`` that such a generation held.
+        """Returns those of ``ids`` that a lapsed generation held.
 
-        :raises StagingError: If that cannot be read.
+        :raises StagingError: If the records cannot be read.
         """
         seconds = now.timestamp()
         if seconds >= self._look_at:
             self._look_at = seconds + _EARLIER_INTERVAL
-            open_ones = self._folder.open_ones(self._own) - self._known
-            self._until = {folder: self._until.get(folder, 0.0) for folder in open_ones}
+            folders = self._folder.open_ones(self._own) - self._known
+            self._until = {folder: self._until.get(folder, 0.0) for folder in folders}
         for folder in [folder for folder, until in self._until.items() if until <= seconds]:
-            self._learn(folder, seconds)
+            self._read_lapsed(folder, seconds)
         return self._ids.intersection(ids) if self._ids else set()
 
-    def _learn(self, folder: str, now: float) -> None:
+    def _read_lapsed(self, folder: str, now: float) -> None:
         try:
             receipts = self._folder.in_folder(folder)
-        except StagingError as error:  # settled meanwhile, or of another release
+        except StagingError as error:  # settled meanwhile, or written by another release
             log.info("%s", error)
             return
         if receipts.report is None:
-            # One that has received nothing yet has nothing that lapses before the next look.
+            # Without receipts yet, nothing of it lapses before the next listing.
             self._until[folder] = receipts.until or now + _EARLIER_INTERVAL
             if self._until[folder] > now:
                 return
             self._ids.update(receipts.handles)
-        # Lapsed; or settled, which recorded what came again.
+        # It has lapsed, or was settled and its releases are recorded.
         self._known.add(folder)
         del self._until[folder]

@@ -1,9 +1,9 @@
-"""Sends requests of many entries each, several at a time, and reads the result of each entry.
+"""Sends batch requests concurrently, and evaluates the result of each entry.
 
-A request may succeed with some of its entries refused.  Such an entry is sent again, after a
-growing pause, where that may help; where it cannot, it is refused for good: a void receipt is never
-sent twice.  A request whose contents the broker rejects is sent in halves, so that one bad entry is
-refused alone.
+A request may succeed with some of its entries refused.  Such an entry is retried with exponential
+backoff if that may help; otherwise the refusal is final: an invalid receipt is never sent twice.  A
+request whose contents the broker rejects is split in halves, so that only the invalid entries are
+refused.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from airflow_broadway.producers.engine.port import LAPSED, Broker, Call, Keyed, 
 
 log = logging.getLogger(__name__)
 
-#: How often an entry is sent; and the seconds before the second time, doubled for each more.
+#: The maximum number of sends of an entry, and the seconds before the first retry, doubled for
+#: each further one.
 _MOST_SENDS: Final = 6
 _RESEND_INTERVAL: Final = 0.1
-#: The longest pause, in seconds, before a request is repeated that the broker did not answer.
+#: The maximum seconds before a request is retried that the broker did not answer.
 _LONGEST_INTERVAL: Final = 5.0
-#: Entries that were refused, each sent alone, and none accepted: then all others are refused too.
+#: Refusals of single entries without any acceptance after which all other entries are refused too.
 _HOPELESS: Final = 10
 
 
 def always() -> bool:
-    """Returns ``True``: a request is worth sending."""
+    """Returns ``True``: every request is worth sending."""
     return True
 
 
 class _Wave(NamedTuple):
-    """The outcome of the requests that are sent together.
+    """The outcome of requests that are sent together.
 
-    :param halted: Why nothing more of it is sent.
-    :param alone: Refusals of entries that were sent alone.
-    :param accepted: One for each request that the broker carried out.
+    :param halted: The refusal after which no more requests are sent.
+    :param alone: Refusals of entries that were sent in a request of their own.
+    :param accepted: One item for each request that the broker carried out.
     """
 
     call: Call
@@ -53,7 +54,7 @@ class _Wave(NamedTuple):
 class BatchRequests:
     """Sends many entries to one queue; used from one thread.
 
-    :param concurrency: Requests at a time; those of the broker unless given.
+    :param concurrency: The number of concurrent requests; by default the broker's.
     """
 
     def __init__(self, broker: Broker[Any], concurrency: int | None = None) -> None:
@@ -62,7 +63,7 @@ class BatchRequests:
         self._pool: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        """Ends the threads.  Safe to repeat."""
+        """Stops the threads.  Safe to repeat."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
@@ -70,49 +71,47 @@ class BatchRequests:
     def send(
         self, call: Call, entries: Iterable[Keyed], useful: Callable[[], bool] = always
     ) -> dict[str, Refusal]:
-        """Sends all entries, in order; returns those refused for good.
+        """Sends all entries in order; returns the final refusals.
 
-        What is refused for another reason than its contents, such as a permission that is lacking,
-        refuses all that would follow it too.
+        A refusal for another reason than the contents, such as a missing permission, applies to all
+        following entries too.
 
         :param entries: (key, entry); keys are distinct.
-        :param useful: Whether the entries are still held; where they are not, none is sent, and all
-            have lapsed.
-        :raises ProducerUnavailable: If the broker could not be reached or throttles: what was sent
-            until then is done.
+        :param useful: Returns whether the entries are still held; otherwise they are not sent, and
+            count as lapsed.
+        :raises ProducerUnavailable: If the broker is unreachable or throttles; requests sent until
+            then have taken effect.
         """
         return self.send_requests(call, self._broker.requests(entries), useful)
 
     def send_requests(
         self, call: Call, requests: Iterable[list[Keyed]], useful: Callable[[], bool] = always
     ) -> dict[str, Refusal]:
-        """Sends entries that are divided into requests already."""
+        """Sends entries that are already divided into requests."""
         refused: dict[str, Refusal] = {}
         stop: Refusal | None = None
         waiting = iter(requests)
-        while requests_now := list(islice(waiting, 32 * self._concurrency)):
+        while batch := list(islice(waiting, 32 * self._concurrency)):
             if stop is not None:
-                refused.update({key: stop for request in requests_now for key, _ in request})
+                refused.update({key: stop for request in batch for key, _ in request})
                 continue
             wave = _Wave(call, useful, [], [], [])
-            for of_request in self._sent(wave, requests_now):
-                refused.update(of_request)
+            for refusals in self._send_wave(wave, batch):
+                refused.update(refusals)
             if wave.halted:
                 stop = wave.halted[0]
                 log.error("%s", stop.text)
         return refused
 
     def send_alone(self, call: Call, entries: Iterable[Keyed]) -> set[str]:
-        """Sends entries once, in the thread of the caller, which may be any; returns the keys of
-        those refused.
-        """
+        """Sends entries once, in the calling thread; returns the keys of refused entries."""
         refused: set[str] = set()
         for request in self._broker.requests(entries):
             result = self._call(call, [entry for _, entry in request], always)
-            refused.update(request[place][0] for place in result)
+            refused.update(request[index][0] for index in result)
         return refused
 
-    def _sent(self, wave: _Wave, requests: list[list[Keyed]]) -> Iterable[dict[str, Refusal]]:
+    def _send_wave(self, wave: _Wave, requests: list[list[Keyed]]) -> Iterable[dict[str, Refusal]]:
         if self._concurrency == 1 or len(requests) == 1:
             return [self._request(wave, [*request], set()) for request in requests]
         if self._pool is None:
@@ -122,7 +121,7 @@ class BatchRequests:
         return list(self._pool.map(send, requests))
 
     def _request(self, wave: _Wave, left: list[Keyed], unclear: set[str]) -> dict[str, Refusal]:
-        """Sends one request, in halves where the broker rejects its contents."""
+        """Sends one request, and splits it in halves if the broker rejects its contents."""
         if wave.halted:
             return {key: wave.halted[0] for key, _ in left}
         refused: dict[str, Refusal] = {}
@@ -148,28 +147,27 @@ class BatchRequests:
     def _resend(
         self, wave: _Wave, left: list[Keyed], refused: dict[str, Refusal], unclear: set[str]
     ) -> None:
-        """Sends the entries ``left``, some of them again, until none of them is left.
+        """Sends the entries ``left``, and retries refused ones until none is left.
 
-        :param refused: Gets those that are refused for good.
-        :param unclear: Gets those that may have been carried out.
-        :raises ProducerError: If a request is not answered entry by entry: that holds for those
-            that are left then.
+        :param refused: Collects the final refusals.
+        :param unclear: Collects the keys of entries that may have been carried out.
+        :raises ProducerError: If a whole request fails; it applies to the entries still left.
         """
         pause = _RESEND_INTERVAL
         for attempt in range(1, _MOST_SENDS + 1):
-            again = []
+            retries = []
             result = self._call(wave.call, [entry for _, entry in left], wave.useful)
             wave.accepted.append(True)
-            for place, refusal in result.items():
-                key = left[place][0]
+            for index, refusal in result.items():
+                key = left[index][0]
                 if refusal.unclear:
                     unclear.add(key)
                 if attempt < _MOST_SENDS and refusal.again:
-                    again.append(left[place])
+                    retries.append(left[index])
                 else:
                     refused[key] = refusal._replace(unclear=key in unclear)
-            left[:] = again
-            if not again:
+            left[:] = retries
+            if not retries:
                 return
             self._broker.clock.sleep(pause * random.uniform(0.5, 1.0))
             pause *= 2
@@ -177,11 +175,11 @@ class BatchRequests:
     def _call(
         self, call: Call, entries: Sequence[Any], useful: Callable[[], bool]
     ) -> Mapping[int, Refusal]:
-        """Sends a request, and repeats it while the broker is out of reach."""
+        """Sends a request, and retries it while the broker is unreachable."""
         if not useful():
             return dict.fromkeys(range(len(entries)), LAPSED)
         broker, clock = self._broker, self._broker.clock
-        end, pause, again = clock.monotonic() + broker.retry_seconds, _RESEND_INTERVAL, False
+        end, pause, retried = clock.monotonic() + broker.retry_seconds, _RESEND_INTERVAL, False
         while True:
             try:
                 result = call(entries)
@@ -192,7 +190,7 @@ class BatchRequests:
                 clock.sleep(pause)
                 if not useful():
                     raise
-                pause, again = min(2 * pause, _LONGEST_INTERVAL), True
-        if again:  # it may have been carried out before
+                pause, retried = min(2 * pause, _LONGEST_INTERVAL), True
+        if retried:  # an earlier attempt may have been carried out
             return {place: refusal._replace(unclear=True) for place, refusal in result.items()}
         return result

@@ -1,8 +1,8 @@
-"""Turns verdicts into requests: carries out one settlement at the broker.
+"""Carries out one settlement at the broker: turns verdicts into requests.
 
-The order is such that a kill in the middle loses nothing: dead letters are sent before their
-originals are removed, attempts are recorded before a message may come again, and progress is
-recorded in waves, so that settling again goes on from there.
+The order of requests makes a kill at any point safe.  Dead letters are sent before their originals
+are removed.  Attempts are recorded before a message can be redelivered.  Progress is recorded in
+waves, so that the next settlement resumes from there.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _NO_BODY: Final = (
 _NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
 #: Actions after which the message is removed for good.
 REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
-#: Actions after which it comes again; in each group a failed message goes before those behind it.
+#: Actions after which the message is redelivered; retries first, as they precede later messages.
 _RELEASES: Final = (Action.RETRY, Action.RELEASE, Action.LEAVE)
-#: Messages after which a settlement records its progress, at least.
+#: The minimum number of messages after which a settlement records its progress.
 _WAVE: Final = 2000
 
 
 def plan_for(receipts: Receipts, lease: Lease, settlement: Settlement) -> tuple[Plan, SettleReport]:
     """Compares receipts, the source's lease and the manifest.
 
-    :returns: The verdicts, and a report of what the generation holds no longer, or of which the
-        receipts are gone.
-    :raises ProducerError: If all others are to be acknowledged and the manifest does not name them.
+    :returns: The verdicts, and a report of messages that are no longer held, or whose receipts are
+        missing.
+    :raises ProducerError: If all others are to be acknowledged and the manifest does not list them.
     """
     lost = receipts.lost
     at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
@@ -78,8 +78,8 @@ _Step = Callable[[dict[str, Verdict]], dict[str, Refusal]]
 class EngineSettlement:
     """Carries out verdicts on the messages of one generation; used from one thread.
 
-    :param held_until: Until when all of it is held, as of now.  After that no request is sent any
-        more, since the broker would still accept an old receipt.
+    :param held_until: Returns the current deadline of the generation.  After it no request is sent,
+        because the broker might still accept an expired receipt.
     """
 
     def __init__(
@@ -97,20 +97,20 @@ class EngineSettlement:
         self._receipts = receipts
         self._held_until = held_until
         self._until = 0.0
-        #: Whether an earlier settlement was killed on its way.
+        #: Whether an earlier settlement was interrupted.
         self._resumed = receipts.resumed
-        #: Whether that one may have sent the requests of this wave already.
+        #: Whether the interrupted settlement may have sent the requests of this wave.
         self._sent_before = False
         self._errors: list[str] = []
-        #: What it has done so far: message id → action.
+        #: Message id → action carried out so far.
         self.done: dict[str, Action] = {}
-        #: The messages among them whose receipt was void at a second request: counted as done.
+        #: Messages whose receipt was invalid at a second request, which counts as done.
         self._taken_as_done: set[str] = set()
         self._entries: Mapping[str, Entry] = {}
         self._target: DeadLetterTarget | None = None
         self._lapsed = 0
         self._failed = 0
-        #: Messages whose delay was cut, and the seconds that it was cut to.
+        #: The number of messages whose delay was reduced, and the reduced delay in seconds.
         self._cut = 0
         self._cut_to = 0
 
@@ -119,25 +119,25 @@ class EngineSettlement:
     def carry_out(
         self, planned: Mapping[str, Verdict], entries: Mapping[str, Entry], *, note: bool
     ) -> dict[str, Action]:
-        """Carries out verdicts; returns what was done, which :attr:`done` has however it ends.
+        """Carries out verdicts; returns the completed actions, also in :attr:`done` after an error.
 
         :param planned: Message id → verdict, in order of arrival.
-        :param entries: The entries that name some of them.
-        :param note: Whether to record progress on the way.
-        :raises ProducerUnavailable: If the broker cannot be reached: calling again goes on.
+        :param entries: Message id → entry, of some of them.
+        :param note: Whether to record progress.
+        :raises ProducerUnavailable: If the broker is unreachable; another call resumes.
         """
         receipts, self._entries = self._receipts, entries
-        verdicts = self._held_back(planned, all_of_it=note)
+        verdicts = self._hold_back(planned, all_of_it=note)
         if note:
-            self._as_planned(verdicts)
+            self._apply_earlier_plan(verdicts)
         in_waves = note and len(verdicts) > self._wave
-        for key in receipts.done.keys() & verdicts.keys():  # by a settlement that was killed
+        for key in receipts.done.keys() & verdicts.keys():  # by an interrupted settlement
             self.done[key] = receipts.done[key]
             del verdicts[key]
         keys = list(verdicts)
         for start in range(0, len(keys), self._wave):
             if note and start and receipts.ended():
-                break  # another process has settled it meanwhile: its report stands
+                break  # another process has settled it meanwhile, and its report is valid
             self._sent_before = self._resumed and not start
             fresh = self._carry_out(
                 {key: verdicts[key] for key in keys[start : start + self._wave]}
@@ -145,16 +145,15 @@ class EngineSettlement:
             if in_waves:
                 receipts.note_done(fresh)
         if not self._broker.native_attempts:
-            # Nothing else tells the next receiver that these were delivered before.
+            # There is no other record by which the next receiver recognizes a redelivery.
             doubtful = [key for key in planned if key not in self.done]
             self._note(Action.RELEASE, [*doubtful, *(self._taken_as_done & planned.keys())])
         return self.done
 
-    def _as_planned(self, verdicts: dict[str, Verdict]) -> None:
-        """Releases what a killed settlement released, or was about to.
+    def _apply_earlier_plan(self, verdicts: dict[str, Verdict]) -> None:
+        """Releases the messages that an interrupted settlement has released, or had planned to.
 
-        Outcomes may have been recorded since: but a released message comes again, and cannot be
-        taken back.
+        Their outcomes may have been recorded since, but a release cannot be undone.
         """
         again = ComingAgain.of(
             {key: verdict.action for key, verdict in verdicts.items()}, whole=True
@@ -166,12 +165,12 @@ class EngineSettlement:
                     verdicts[key] = RELEASE
 
     def _carry_out(self, verdicts: dict[str, Verdict]) -> dict[str, Action]:
-        """Does a wave: sends dead letters, then removes, in order, then releases."""
+        """Carries out one wave: sends dead letters, removes messages in order, then releases."""
         fresh: dict[str, Action] = {}
         by_action = _by_action(verdicts)
         removed, letters = by_action[Action.ACK], by_action[Action.DEAD_LETTER]
         if letters:
-            unsent = self._sent(letters, self._send_letters)
+            unsent = self._send_step(letters, self._send_letters)
             self._count_refused(unsent, letters, fresh)
             removed = {
                 key: verdict
@@ -182,17 +181,17 @@ class EngineSettlement:
             (removed, self._remove),
             *((by_action[action], partial(self._release, action)) for action in _RELEASES),
         ]
-        for some, step in steps:
-            refused = self._sent(some, step)
+        for group, step in steps:
+            refused = self._send_step(group, step)
             fresh.update(
-                {key: verdict.action for key, verdict in some.items() if key not in refused}
+                {key: verdict.action for key, verdict in group.items() if key not in refused}
             )
-            self._count_refused(refused, some, fresh)
+            self._count_refused(refused, group, fresh)
             self.done.update(fresh)
         return fresh
 
-    def _sent(self, verdicts: dict[str, Verdict], step: _Step) -> dict[str, Refusal]:
-        """Sends requests and returns the refusals; remembers those that were not answered."""
+    def _send_step(self, verdicts: dict[str, Verdict], step: _Step) -> dict[str, Refusal]:
+        """Sends requests and returns the refusals; records requests without a response."""
         if not verdicts:
             return {}
         try:
@@ -203,7 +202,7 @@ class EngineSettlement:
             raise
 
     def report(self, done: Iterable[Action]) -> SettleReport:
-        """Reports what was done, and what was refused on the way."""
+        """Returns the report of completed actions and refusals."""
         if self._cut:
             self._note_error(self._why_cut())
         return report_of(done, lapsed=self._lapsed, failed=self._failed, errors=self._errors)
@@ -223,13 +222,13 @@ class EngineSettlement:
     # -- the actions ---------------------------------------------------------------------------
 
     def _note(self, action: Action, keys: Iterable[str]) -> None:
-        """Records what the next receiver of these messages has to know of them."""
+        """Records the failures of messages for their next receiver."""
         entries = self._entries
         if action is Action.RETRY:
             failures = {key: entries[key].attempt for key in keys if key in entries}
         elif self._broker.native_attempts:
             return
-        else:  # that they were delivered, with the failures on record before
+        else:  # the delivery counts, and the recorded failures stay the same
             failures = {key: entries[key].attempt - 1 if key in entries else 0 for key in keys}
         self._folder.failures.note(failures, self._clock.now())
 
@@ -261,7 +260,7 @@ class EngineSettlement:
         return refused
 
     def _longest_delay(self) -> int:
-        """Returns the seconds for which a message can be hidden at most, as of now."""
+        """Returns the maximum seconds for which a message can currently be hidden."""
         limit, hold = self._broker.max_hide, self._broker.max_hold
         if hold is None:
             return limit
@@ -270,7 +269,7 @@ class EngineSettlement:
         return min(limit, max(0, math.floor(since + hold - now) - 1))
 
     def _is_held(self) -> bool:
-        """Whether the lease lasts still, by its newest record."""
+        """Returns whether the lease is still valid by its newest record."""
         now = self._clock.now().timestamp()
         if now >= self._until:
             self._until = self._held_until()
@@ -284,7 +283,7 @@ class EngineSettlement:
         except BroadwayError as error:
             return dict.fromkeys(verdicts, Refusal("", str(error)))
         guard = MessageGuard()
-        letters: dict[str, Any] = {}
+        dead_letters: dict[str, Any] = {}
         refused: dict[str, Refusal] = {}
         for key in verdicts:
             entry = self._entries.get(key)
@@ -292,16 +291,16 @@ class EngineSettlement:
                 refused[key] = Refusal("", _NO_BODY)
                 continue
             with guard.each(key):
-                letters[key] = target.make(entry)
+                dead_letters[key] = target.make(entry)
         for key, reason in guard.refused.items():
             refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")
         publisher = target.publisher
-        unsent = self._requests.send_requests(publisher.send, publisher.requests(letters))
+        unsent = self._requests.send_requests(publisher.send, publisher.requests(dead_letters))
         for key, refusal in unsent.items():
-            # The code is the letter's, not the receipt's.
+            # The code belongs to the dead letter, not to the receipt.
             code = refusal.code and f"{publisher.action}: {refusal.code}"
             refused[key] = Refusal(code, refusal.text)
-        # Where an original cannot be removed its dead letter stands, and it comes again, marked.
+        # If an original cannot be removed, its dead letter remains and it is redelivered.
         return refused
 
     # -- refusals ------------------------------------------------------------------------------
@@ -328,19 +327,19 @@ class EngineSettlement:
                 self._note_error(str(refusal))
 
     def _done_before(self, action: Action, key: str, refusal: Refusal) -> Action | None:
-        """Returns the action that made a message's receipt void, if that is why."""
+        """Returns the earlier action that made a receipt invalid; ``None``: another cause."""
         if not refusal.gone or refusal.code == LAPSED.code:
             return None
         earlier = self._receipts.unanswered.get(key)
         if earlier in REMOVES:
-            # It was done, though the answer never came: the message is gone for good.
+            # It was carried out, though the response was lost: the message is removed.
             return earlier
         broker = self._broker
         if action in REMOVES:
             sent = refusal.unclear or self._sent_before
             return action if broker.removes_once and sent else None
-        # An earlier settlement, killed since, released it, or the one before it in its group
-        # brought it along: it is in flight no more.
+        # An interrupted settlement released it, or the broker released it with an earlier message
+        # of its group: it is no longer in flight.
         along = broker.ordered_groups and self._receipts.groups.get(key) in self._receipts.blocked
         again = self._resumed or refusal.unclear or earlier is not None or along
         return action if again else None
@@ -352,22 +351,21 @@ class EngineSettlement:
 
     # -- order ---------------------------------------------------------------------------------
 
-    def _held_back(self, verdicts: Mapping[str, Verdict], *, all_of_it: bool) -> dict[str, Verdict]:
-        """Returns the verdicts, with those on what follows a message that comes again in its group
-        replaced by releases.
+    def _hold_back(self, verdicts: Mapping[str, Verdict], *, all_of_it: bool) -> dict[str, Verdict]:
+        """Replaces verdicts by releases for messages that follow a redelivered one of their group.
 
-        It is handled again after that message, in order.  A failed one is released too: it may have
-        failed because the one before it did, and so uses up no attempt.
+        They are handled again after that message, in order.  A failed message is released too and
+        uses up no attempt: the failure before it may be the cause.
 
-        :param all_of_it: Whether these are all that are left; before them, callbacks may have
-            released others immediately.
+        :param all_of_it: Whether these are all remaining messages of the generation; callbacks may
+            have released others before.
         """
         receipts, now = self._receipts, self._clock.now().timestamp()
-        made = dict(verdicts)
+        result = dict(verdicts)
         if not receipts.groups:
-            return made
-        held = 0
-        receipts.blocked.clear()  # what is before such a message in its group is not behind it
+            return result
+        released = 0
+        receipts.blocked.clear()  # only messages behind a redelivered one are blocked
         at_once = receipts.settled_now(now)
         for key in receipts.handles:
             verdict, group = verdicts.get(key) or at_once.get(key), receipts.groups.get(key)
@@ -379,23 +377,23 @@ class EngineSettlement:
                 and key not in receipts.now
                 and verdict.action in HELD_BACK
             ):
-                together = self._broker.ordered_groups
-                behind = max(0.0, receipts.blocked[group] - now) if together else 0.0
-                made[key] = RELEASE._replace(delay=behind)
-                held += 1
+                in_order = self._broker.ordered_groups
+                behind = max(0.0, receipts.blocked[group] - now) if in_order else 0.0
+                result[key] = RELEASE._replace(delay=behind)
+                released += 1
             elif verdict.action in COMES_AGAIN:
-                left = verdict.action is Action.LEAVE
-                until = self._held_until() if left else now + verdict.delay
+                is_left = verdict.action is Action.LEAVE
+                until = self._held_until() if is_left else now + verdict.delay
                 if key in verdicts and not all_of_it:
                     receipts.again[key] = until
                 receipts.blocked[group] = max(until, receipts.blocked.get(group, 0.0))
-        if held:
+        if released:
             log.info(
                 "%s handled after one of their message group that comes again: given back, to be"
                 " handled again in order.",
-                many(held, "message"),
+                many(released, "message"),
             )
-        return made
+        return result
 
 
 def _by_action(verdicts: dict[str, Verdict]) -> dict[Action, dict[str, Verdict]]:

@@ -49,7 +49,9 @@ def test_the_extra_of_the_connection_is_librdkafkas_settings() -> None:
 
 def test_a_group_in_the_connection_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[dict[str, Any]] = []
-    monkeypatch.setattr(Cluster, "_made", lambda self, kind, config: configs.append(config))
+    monkeypatch.setattr(
+        Cluster, "_create_client", lambda self, kind, config: configs.append(config)
+    )
     extra = {"bootstrap.servers": "a:1", "group.id": "my-group"}
     known = Connections(kafka_default=connection(extra=extra))
 
