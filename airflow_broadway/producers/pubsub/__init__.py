@@ -1,8 +1,8 @@
 """Google Cloud Pub/Sub as a broker of the custody engine: leases are ack deadlines.
 
-``adapter`` implements the port, with checks and depth.  ``dead_letters`` has their format and their
-place.  ``client``, ``credentials``, ``errors``
-and ``limits`` are the way to Google.  ``docs/pubsub.md`` is the guide.
+``adapter`` implements the port, with checks and depth.  ``dead_letters`` defines the format of dead
+letters and lists them.  ``client``, ``errors`` and ``limits`` wrap Google's client.
+``docs/pubsub.md`` is the guide.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Implements the port of the custody engine for Pub/Sub: pulls, messages, and requests of ack ids.
+"""Implements the custody engine's port for Pub/Sub: pulls, messages, checks and depth.
 
-Pub/Sub delivers a message for the subscription's own ack deadline, 10 seconds by default.  So each
-pull is followed by one request that extends it to the lease; where the subscription's deadline is
-as long, that request is omitted.
+Pub/Sub delivers a message with the subscription's own ack deadline, 10 seconds by default.  So each
+pull is followed by one ModifyAckDeadline that extends it to the lease.  That request is omitted if
+the subscription's deadline is at least as long.
 
-An exactly-once subscription confirms each ack id: a transient refusal is sent again, after a
-permanent one the id is void.  Any other subscription confirms nothing: that is why leases end by
-the clocks of workers.
+An exactly-once subscription confirms each ack id: transient failures are retried, and permanent
+ones make the ack id invalid.  Other subscriptions confirm nothing, so leases end by the clocks of
+workers.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from airflow_broadway.producers.pubsub.options import PubSubProducer
 
 log = logging.getLogger(__name__)
 
-#: A release counts as a delivery: below this, dead runs alone soon make dead letters.
+#: The recommended minimum of max_delivery_attempts: each release of a failed run counts as one.
 FEWEST_DELIVERIES: Final = 10
 _UNDELIVERED: Final = "num_undelivered_messages"
 _OLDEST: Final = "oldest_unacked_message_age"
-#: Values are a minute apart, and come up to three minutes late.
+#: Metrics are sampled every minute, and are visible up to three minutes later.
 _LOOK_BACK: Final = timedelta(minutes=10)
 _NO_DEAD_LETTER: Final = (
     "there is no topic for dead letters: give the producer dead_letter=…, or the subscription {!r}"
     " a dead-letter policy; until then such messages come back"
 )
-#: Bytes of ids in a request: it has the subscription's name and two lengths beside them, and four
-#: bytes with each, at most.
+#: The maximum bytes of ack ids in a request, which also contains the subscription's name, and up to
+#: four bytes of encoding per id.
 _MOST_BYTES: Final = limits.MAX_REQUEST - 1024 - 4 * limits.MAX_IDS
 _NO_PROPERTIES: Final = "{}"
 
@@ -104,7 +104,7 @@ class PubSubBroker(Broker[Client]):
         if refusal is None and producer.dead_letter and producer.may_publish(Delivery()):
             try:
                 client.has_topic(client.topic(producer.dead_letter))
-            except Denied:  # the least roles may publish, and not look
+            except Denied:  # the minimal roles permit publishing only
                 pass
             except Missing as error:
                 refusal = str(error)
@@ -112,7 +112,7 @@ class PubSubBroker(Broker[Client]):
         return findings + self._warnings(settings)
 
     def _refusal(self, settings: Any) -> str | None:
-        """Returns why no run can pull from the subscription, or settle; ``None``: it can."""
+        """Returns the reason why runs cannot use the subscription; ``None`` if they can."""
         producer, name = self.producer, settings.name
         ordered, kind = settings.enable_message_ordering, _kind_of(settings)
         if settings.detached:
@@ -142,7 +142,7 @@ class PubSubBroker(Broker[Client]):
         return None
 
     def _warnings(self, settings: Any) -> list[Finding]:
-        """Returns warnings about a subscription that runs can pull from."""
+        """Returns warnings about a usable subscription."""
         producer, name = self.producer, settings.name
         limit = int(settings.dead_letter_policy.max_delivery_attempts)
         warnings = findings_of_limit(
@@ -188,13 +188,13 @@ class PubSubBroker(Broker[Client]):
         return Answer(at, messages) if self._deadline >= self.seconds else self._extended(messages)
 
     def _extended(self, messages: Sequence[Received]) -> Answer:
-        """Extends what was pulled to the lease from now on; drops what has expired already."""
+        """Extends the ack deadlines of pulled messages to the lease; drops expired ones."""
         at = self.clock.now().timestamp()
         requests = BatchRequests(self)
         extended = ((m.receipt, Hidden(m.receipt, self.seconds)) for m in messages)
         gone = requests.send_alone(self.client.hide, extended)
         if self.clock.now().timestamp() >= at + (self._deadline or limits.SHORTEST_DEADLINE):
-            # An outage outlasted Pub/Sub's own deadline, and it accepts an old id without a word.
+            # An outage outlasted the ack deadline, and Pub/Sub accepts expired ack ids silently.
             gone = {received.receipt for received in messages}
         if not gone:
             return Answer(at, messages)
@@ -208,10 +208,10 @@ class PubSubBroker(Broker[Client]):
         return Answer(at, kept)
 
     def read(self, received: Received) -> Contents:
-        """Reads a message, with Broadway's metadata under its names.
+        """Parses a message into Broadway's metadata.
 
-        ``deliveryAttempt`` is ``None`` without a dead-letter policy; ``publishTime`` is ISO 8601
-        text, for metadata is JSON.
+        ``deliveryAttempt`` is ``None`` without a dead-letter policy.  ``publishTime`` is ISO 8601
+        text, because metadata is JSON.
         """
         raw = received.raw
         message = raw.message
@@ -234,9 +234,9 @@ class PubSubBroker(Broker[Client]):
         return DeadLetterTarget(publisher, partial(dead_letters.letter, subscription=self.name))
 
     def _dead_letter_topic(self) -> str:
-        """Returns the topic for dead letters: the option's, else that of the dead-letter policy.
+        """Returns the dead-letter topic of the option, else of the dead-letter policy.
 
-        :raises ProducerError: If there is none, or it may not be asked for.
+        :raises ProducerError: If there is none, or GetSubscription is denied.
         """
         if self.producer.dead_letter is not None:
             return self.client.topic(self.producer.dead_letter)
@@ -246,7 +246,7 @@ class PubSubBroker(Broker[Client]):
         return str(topic)
 
     def requests(self, entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
-        """Divides entries into requests of one deadline, at most 2,500 ids and 512 KiB each."""
+        """Divides entries into requests with one deadline each, up to 2,500 ids and 512 KiB."""
         acked: list[Keyed] = []
         by_deadline: dict[int, list[Keyed]] = {}
         for keyed in entries:
@@ -254,29 +254,29 @@ class PubSubBroker(Broker[Client]):
                 acked.append(keyed)
             else:
                 by_deadline.setdefault(keyed[1].seconds, []).append(keyed)
-        yield from _cut(acked, [ack_id for _, ack_id in acked])
+        yield from _split(acked, [ack_id for _, ack_id in acked])
         for together in by_deadline.values():
-            yield from _cut(together, [hidden.receipt for _, hidden in together])
+            yield from _split(together, [hidden.receipt for _, hidden in together])
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- inspecting ----------------------------------------------------------------------------
 
     def depth(self) -> QueueDepth | None:
-        """Returns how full the subscription is, by Cloud Monitoring; ``None``: that is not known.
+        """Returns the depth of the subscription by Cloud Monitoring; ``None`` if it is unknown.
 
-        Messages that wait for a retry's delay count as ready.  Those that runs hold are known from
-        their receipts.  Dead letters are messages of another topic, and are not counted.
+        Delayed retries count as ready.  Leased messages are counted by their receipts.  Dead
+        letters belong to another topic, and are not counted.
         """
         client, now = self.client, self.clock.now()
         metrics = open_metrics(self.producer, self.env)
         if metrics is None:
             return None
         try:
-            # Both are of all that is not acknowledged, held or not.
+            # Both metrics include all unacknowledged messages, leased or not.
             waiting = _newest(metrics, client, _UNDELIVERED, now)
             oldest = _newest(metrics, client, _OLDEST, now)
         except Exception as error:
-            why = translated(error, "ListTimeSeries", client.name, "monitoring.googleapis.com")
-            log.info("The depth of %r is not known: %s", client.name, why)
+            reason = translated(error, "ListTimeSeries", client.name, "monitoring.googleapis.com")
+            log.info("The depth of %r is not known: %s", client.name, reason)
             return None
         finally:
             metrics.transport.close()
@@ -290,18 +290,17 @@ class PubSubBroker(Broker[Client]):
         return QueueDepth(ready, 0, leased, 0, float(oldest) if ready else None)
 
     def dead_letters(self, place: str | None) -> DeadLetters:
-        return dead_letters.PubSubDeadLetters(self, self._letters(place))
+        return dead_letters.PubSubDeadLetters(self, self._dead_letter_subscription(place))
 
-    def _letters(self, place: str | None) -> Client:
-        """Opens the subscription of dead letters: ``place``, else the option's, else that of the
-        topic's id.
+    def _dead_letter_subscription(self, place: str | None) -> Client:
+        """Opens the dead-letter subscription: ``place``, else the option's, else by the topic's id.
 
-        :raises ProducerError: If there is none, or it cannot be the one.
+        :raises ProducerError: If there is none, or it is not usable.
         """
-        named = place or self.producer.dead_letter_subscription
-        if named is None:
-            named = self._dead_letter_topic().replace("/topics/", "/subscriptions/")
-        subscription = self.client.other(named)
+        name = place or self.producer.dead_letter_subscription
+        if name is None:
+            name = self._dead_letter_topic().replace("/topics/", "/subscriptions/")
+        subscription = self.client.other(name)
         if subscription.name == self.name:
             raise ProducerError(
                 f"{self.name!r} is what the pipeline drains: dead letters need a subscription of"
@@ -309,7 +308,7 @@ class PubSubBroker(Broker[Client]):
             )
         try:
             settings = subscription.settings()
-        except Denied:  # the least roles may pull, and not look
+        except Denied:  # the minimal roles permit pulling only
             return subscription
         except Missing as error:
             raise ProducerError(
@@ -326,19 +325,19 @@ class PubSubBroker(Broker[Client]):
 
 
 def _kind_of(settings: Any) -> str | None:
-    """Returns the kind of a subscription that is no pull subscription."""
+    """Returns the kind of a subscription; ``None`` for a pull subscription."""
     kinds = {
         "push": settings.push_config.push_endpoint,
         "BigQuery": settings.bigquery_config.table,
         "Cloud Storage": settings.cloud_storage_config.bucket,
-        # Older clients do not know it.
+        # Older clients do not support Bigtable.
         "Bigtable": getattr(getattr(settings, "bigtable_config", None), "table", ""),
     }
     return next((kind for kind, target in kinds.items() if target), None)
 
 
 def _newest(metrics: Any, client: Client, metric: str, now: datetime) -> int | None:
-    """Returns the newest value of a metric of a subscription; ``None``: there is none.
+    """Returns the newest value of a subscription's metric; ``None`` if there is none.
 
     :param metrics: A ``MetricServiceClient``.
     """
@@ -358,14 +357,14 @@ def _newest(metrics: Any, client: Client, metric: str, now: datetime) -> int | N
     return None if newest is None else int(newest.value.int64_value)
 
 
-def _cut(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
-    """Divides entries of one kind into requests that are as large as allowed."""
-    # Of each entry, the bytes of all before it: so no entry is looked at by itself.
+def _split(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
+    """Divides entries of one kind into requests of the maximum size."""
+    # Cumulative bytes before each entry, for a binary search.
     before = [0, *accumulate(map(len, map(str.encode, ids)))]
     start = 0
     while start < len(entries):
-        most = min(start + limits.MAX_IDS, len(entries))
-        end = bisect_right(before, before[start] + _MOST_BYTES, start, most + 1) - 1
+        limit = min(start + limits.MAX_IDS, len(entries))
+        end = bisect_right(before, before[start] + _MOST_BYTES, start, limit + 1) - 1
         end = max(end, start + 1)
         yield entries[start:end]
         start = end
@@ -374,7 +373,7 @@ def _cut(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
 def _without(
     messages: Sequence[Received], gone: Collection[str]
 ) -> tuple[list[Received], list[str]]:
-    """Returns what is left; and the receipts of what follows an expired one in its ordering key."""
+    """Removes expired messages; returns the rest, and receipts that follow in an ordering key."""
     kept: list[Received] = []
     behind: list[str] = []
     keys: set[str] = set()

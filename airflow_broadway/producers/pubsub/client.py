@@ -1,10 +1,10 @@
-"""The way to one subscription: Google's gRPC client, opened by the connection, errors translated.
+"""Opens Google's gRPC client by the connection, sends requests, and translates errors.
 
-One call here is one request.  The client may be used from several threads.
+One call here is one request.  The client is thread-safe.
 
-Credentials are the documented fields of ``google_cloud_platform``: each in the connection's extra
-as such, or with the prefix that old releases of Airflow wrote.  What only the Google provider
-knows, such as a key in Secret Manager, is left to it.
+Credentials are the documented fields of ``google_cloud_platform`` in the connection's extra, with
+or without the prefix of old Airflow releases.  The Google provider handles other fields, such as a
+key in Secret Manager.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import connection_of, warn_of_plain_http
-from airflow_broadway.producers.pubsub.errors import shown, translated, words_of
+from airflow_broadway.producers.pubsub.errors import codes_of, shown, translated
 from airflow_broadway.producers.pubsub.options import DEFAULT_CONNECTION, EMULATOR, PubSubProducer
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GLOBAL: Final = "pubsub.googleapis.com:443"
-#: A message may be 10 MB, and an answer holds a thousand.  What an exactly-once subscription says
-#: of each id is metadata: Google's own channels have as much room.  What is silent for long is
-#: dropped by some networks.
+#: A message may be 10 MB, and a response contains up to a thousand.  The results of an exactly-once
+#: subscription are gRPC metadata, with the size limit of Google's own channels.  Some networks drop
+#: idle connections, so keepalive is on.
 _CHANNEL: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -45,21 +45,21 @@ _CHANNEL: Final = (
 
 _PREFIX: Final = "extra__google_cloud_platform__"
 _SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
-#: Fields that say which key, of which a connection has one.
+#: Fields that select the key; a connection may have one of them.
 _KEYS: Final = ("keyfile_dict", "key_path", "credential_config_file", "key_secret_name")
-#: Fields that only the Google provider knows how to follow.
+#: Fields that only the Google provider supports.
 _PROVIDERS: Final = ("key_secret_name", "idp_extra_params", "client_secret")
 
 
 class Client:
-    """One subscription, and topics beside it.
+    """A client of one subscription and of topics.
 
-    :param channel: Of gRPC.
+    :param channel: The gRPC channel.
     :param name: The subscription's full name.
-    :param where: The endpoint, for people.
-    :param timeout: Seconds that a request other than a pull may take.
-    :param login: Called before each request: there is a token when it returns.
-    :raises BroadwayError: From every call, in the words of ``errors``.
+    :param where: The endpoint, for error messages.
+    :param timeout: The timeout of requests other than pulls, in seconds.
+    :param login: Called before each request to refresh the access token.
+    :raises BroadwayError: From every call, as translated by ``errors``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Client:
 
     @property
     def project(self) -> str:
-        """Returns the subscription's project."""
+        """The subscription's project."""
         return self.name.split("/")[1]
 
     def topic(self, name: str) -> str:
@@ -96,20 +96,20 @@ class Client:
         return name if "/" in name else f"projects/{self.project}/topics/{name}"
 
     def other(self, subscription: str) -> Client:
-        """Opens another subscription over the same connection, closed with this one.
+        """Opens another subscription over the same channel, closed with this one.
 
         :param subscription: Its id or full name.
         """
-        made = copy.copy(self)
+        client = copy.copy(self)
         if "/" not in subscription:
             subscription = f"projects/{self.project}/subscriptions/{subscription}"
-        made.name = subscription
-        return made
+        client.name = subscription
+        return client
 
     def pull(self, count: int, wait: float) -> Sequence[Any]:
-        """Sends one ``Pull`` of at most ``count`` messages, as protobuf has them.
+        """Sends one ``Pull`` of at most ``count`` messages; returns protobuf messages.
 
-        :param wait: Seconds for which to wait for the first.
+        :param wait: Seconds to wait for the first message.
         """
         from google.api_core.exceptions import DeadlineExceeded
         from google.pubsub_v1.types import PullResponse
@@ -117,50 +117,50 @@ class Client:
         request = {"subscription": self.name, "max_messages": count}
         with self._requesting("Pull"):
             try:
-                answer = self._subscriber.pull(request=request, retry=None, timeout=wait)
-            except DeadlineExceeded:  # there was nothing
+                response = self._subscriber.pull(request=request, retry=None, timeout=wait)
+            except DeadlineExceeded:  # no message arrived in time
                 return ()
-        # Google's wrapper of a message takes longer to read than all the rest.
-        messages: Sequence[Any] = PullResponse.pb(answer).received_messages
+        # The raw protobuf messages, because proto-plus wrappers are slow.
+        messages: Sequence[Any] = PullResponse.pb(response).received_messages
         return messages
 
     def remove(self, ack_ids: Sequence[str]) -> Mapping[int, Refusal]:
-        """Sends one ``Acknowledge``; an exactly-once subscription may refuse single ids."""
-        return self._confirmed("Acknowledge", self._subscriber.acknowledge, ack_ids)
+        """Sends one ``Acknowledge``; an exactly-once subscription may reject single ack ids."""
+        return self._send_ack_ids("Acknowledge", self._subscriber.acknowledge, ack_ids)
 
     def hide(self, hidden: Sequence[Hidden]) -> Mapping[int, Refusal]:
         """Sends one ``ModifyAckDeadline``; all entries have one deadline."""
         ack_ids, call = [entry.receipt for entry in hidden], self._subscriber.modify_ack_deadline
         seconds = hidden[0].seconds
-        return self._confirmed("ModifyAckDeadline", call, ack_ids, ack_deadline_seconds=seconds)
+        return self._send_ack_ids("ModifyAckDeadline", call, ack_ids, ack_deadline_seconds=seconds)
 
-    def _confirmed(
-        self, action: str, call: Callable[..., Any], ack_ids: Sequence[str], **more: int
+    def _send_ack_ids(
+        self, action: str, call: Callable[..., Any], ack_ids: Sequence[str], **arguments: int
     ) -> Mapping[int, Refusal]:
-        request = {"subscription": self.name, "ack_ids": ack_ids, **more}
+        request = {"subscription": self.name, "ack_ids": ack_ids, **arguments}
         with self._requesting(action):
             try:
                 call(request=request, retry=None, timeout=self.timeout)
             except Exception as error:
-                words = words_of(error)
-                if not words:
+                codes = codes_of(error)
+                if not codes:
                     raise
                 return {
-                    place: _refusal(words[ack_id])
-                    for place, ack_id in enumerate(ack_ids)
-                    if ack_id in words
+                    index: _refusal(codes[ack_id])
+                    for index, ack_id in enumerate(ack_ids)
+                    if ack_id in codes
                 }
         return {}
 
     def settings(self) -> Any:
-        """Sends one ``GetSubscription``: how it is set up."""
+        """Sends one ``GetSubscription``; returns the subscription's settings."""
         with self._requesting("GetSubscription"):
             return self._subscriber.get_subscription(
                 subscription=self.name, retry=None, timeout=self.timeout
             )
 
     def publish(self, topic: str, messages: Sequence[Any]) -> Mapping[int, Refusal]:
-        """Sends one ``Publish``, of all or none of the messages."""
+        """Sends one ``Publish``, which publishes all messages or none."""
         request: Any = {"topic": topic, "messages": messages}
         with self._requesting("Publish", topic):
             self._publisher.publish(request=request, retry=None, timeout=self.timeout)
@@ -169,14 +169,14 @@ class Client:
     def has_topic(self, topic: str) -> None:
         """Sends one ``GetTopic``.
 
-        :raises BroadwayError: If there is no such topic, or it may not be asked for.
+        :raises BroadwayError: If there is no such topic, or GetTopic is denied.
         """
         with self._requesting("GetTopic", topic):
             self._publisher.get_topic(topic=topic, retry=None, timeout=self.timeout)
 
     @contextmanager
     def _requesting(self, action: str, topic: str = "") -> Iterator[None]:
-        """Logs in before a request, which is sent once, and translates its errors."""
+        """Logs in before a single request, and translates its errors."""
         try:
             self._login()
             yield
@@ -188,16 +188,16 @@ class Client:
         self._channel.close()
 
 
-def _refusal(word: str) -> Refusal:
-    if word.startswith("TRANSIENT_"):
-        return Refusal(word, "Pub/Sub could not do it just now", again=True)
-    return Refusal(word, "the ack id is valid no longer", gone=True)
+def _refusal(code: str) -> Refusal:
+    if code.startswith("TRANSIENT_"):
+        return Refusal(code, "Pub/Sub could not do it just now", again=True)
+    return Refusal(code, "the ack id is valid no longer", gone=True)
 
 
 def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
     """Opens the producer's subscription.
 
-    :raises ConnectionMissing: If there are no credentials, or nothing says the project.
+    :raises ConnectionMissing: If there are no credentials, or the project is unknown.
     """
     emulator = _emulator(producer)
     where, timeout = producer.endpoint or _GLOBAL, producer.request_timeout
@@ -227,9 +227,9 @@ def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
 
 
 def open_metrics(producer: PubSubProducer, env: ProducerEnv) -> Any:
-    """Opens a client of Cloud Monitoring; ``None``, and a line in the log, at an emulator, or where
-    it is not installed.
+    """Opens a client of Cloud Monitoring.
 
+    :returns: ``None``, after a log line, for an emulator or if the client is not installed.
     :raises ConnectionMissing: If there are no credentials.
     """
     unknown = "The depth of %r is not known: %s."
@@ -239,14 +239,14 @@ def open_metrics(producer: PubSubProducer, env: ProducerEnv) -> Any:
     try:
         from google.cloud.monitoring_v3 import MetricServiceClient
     except ImportError as error:
-        why = f"{error.name} is not installed: install airflow-broadway[pubsub]"
-        log.info(unknown, producer.subscription, why)
+        reason = f"{error.name} is not installed: install airflow-broadway[pubsub]"
+        log.info(unknown, producer.subscription, reason)
         return None
     return MetricServiceClient(credentials=credentials_of(producer, env)[0])
 
 
 def _emulator(producer: PubSubProducer) -> str | None:
-    """Returns host and port of an emulator, if there is one."""
+    """Returns host and port of the emulator; ``None`` for Google's own endpoints."""
     if producer.endpoint is None:
         return os.environ.get(EMULATOR) or None
     if not producer.endpoint.startswith("http://"):
@@ -279,39 +279,38 @@ def _secure(host: str, credentials: Any) -> Any:
 
 
 def credentials_of(producer: PubSubProducer, env: ProducerEnv) -> tuple[Any, str | None]:
-    """Returns the credentials that the connection describes, else Application Default Credentials;
-    and the project that either names, where short names are looked up.
+    """Returns the credentials of the connection, else ADC, and the project for short names.
 
-    :raises ConnectionMissing: If there are none, or they cannot be read; no secret is in it.
+    :raises ConnectionMissing: If there are none, or they cannot be read; it contains no secret.
     """
     connection = _connection(producer, env)
     if connection is None:
         log.info("There is no connection: Application Default Credentials are used.")
     extra = {} if connection is None else _fields(connection.extra)
-    scopes = _listed(extra.get("scope") or extra.get("scopes")) or [_SCOPE]
+    scopes = _parse_list(extra.get("scope") or extra.get("scopes")) or [_SCOPE]
     try:
         credentials, project = _credentials(connection, extra, scopes)
-        chain = _listed(extra.get("impersonation_chain"))
-        if chain and not any(extra.get(name) for name in _PROVIDERS):  # which impersonates itself
-            credentials = _impersonated(credentials, chain, scopes)
+        chain = _parse_list(extra.get("impersonation_chain"))
+        if chain and not any(extra.get(name) for name in _PROVIDERS):  # the provider does so itself
+            credentials = _impersonate(credentials, chain, scopes)
         quota = extra.get("quota_project_id")
         if quota and hasattr(credentials, "with_quota_project"):
             credentials = credentials.with_quota_project(quota)
     except ConnectionMissing:
         raise
     except Exception as error:
-        # Its text may quote the key.
+        # The error's text may quote the key.
         raise ConnectionMissing(_unusable(connection, error)) from None
     return credentials, extra.get("project") or project or None
 
 
 def login_of(credentials: Any, where: str, timeout: float) -> Callable[[], None]:
-    """Makes sure that there is a token, asking for one where that is due.
+    """Returns a function that refreshes the access token if it is due.
 
-    gRPC would ask for it in a thread of its own, and call what Google refuses an outage.
+    gRPC would refresh it in a thread of its own, and report a rejection as an outage.
 
-    :param timeout: Seconds that it may take.
-    :raises GoogleAuthError: From what is returned, if there is no token.
+    :param timeout: The timeout of a token request, in seconds.
+    :raises GoogleAuthError: From the returned function, if no token can be obtained.
     """
     from google.auth.transport.requests import Request
 
@@ -331,27 +330,27 @@ def _credentials(
         )
     if connection is not None and any(extra.get(name) for name in _PROVIDERS):
         return _by_provider(connection, extra)
-    google_auth = cast(Any, auth)  # which has no types of these
+    google_auth = cast(Any, auth)  # its functions are untyped
     loaded: tuple[Any, str | None]
     if not keys:
         loaded = google_auth.default(scopes=scopes)
         return loaded
     value = extra[keys[0]]
     with warnings.catch_warnings():
-        # It warns of configurations from strangers; a connection is the user's own.
+        # It warns of untrusted configurations; a connection is trusted.
         warnings.simplefilter("ignore", DeprecationWarning)
         if not isinstance(value, Mapping) and value.lstrip()[:1] != "{":
             loaded = google_auth.load_credentials_from_file(value, scopes=scopes)
             return loaded
         info = dict(value if isinstance(value, Mapping) else json.loads(value))
         if "private_key" in info:
-            # As the Google provider does it: environment variables have \n as two characters.
+            # As the Google provider does: in environment variables \n is two characters.
             info["private_key"] = str(info["private_key"]).replace("\\n", "\n")
         loaded = google_auth.load_credentials_from_dict(info, scopes=scopes)
     return loaded
 
 
-def _impersonated(credentials: Any, chain: list[str], scopes: list[str]) -> Any:
+def _impersonate(credentials: Any, chain: list[str], scopes: list[str]) -> Any:
     from google.auth.impersonated_credentials import Credentials
 
     *delegates, target = chain
@@ -365,7 +364,7 @@ def _impersonated(credentials: Any, chain: list[str], scopes: list[str]) -> Any:
 
 
 def _by_provider(connection: Connection, extra: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """Loads credentials by Airflow's Google provider, which knows the rest of the fields."""
+    """Loads credentials by Airflow's Google provider, which supports all other fields."""
     try:
         from airflow.providers.google.common.hooks.base_google import GoogleBaseHook
     except ImportError:
@@ -401,8 +400,8 @@ def _fields(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value not in (None, "")}
 
 
-def _listed(value: Any) -> list[str]:
-    """Reads a list, or text with commas."""
+def _parse_list(value: Any) -> list[str]:
+    """Parses a list, or text with commas."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return [str(part) for part in value] if isinstance(value, Sequence) else []

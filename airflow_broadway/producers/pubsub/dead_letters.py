@@ -1,11 +1,13 @@
-"""Serves dead letters: the body as it came, and why, in attributes that fit Pub/Sub's limits.
+"""Builds, lists and requeues dead letters.
 
+A dead letter has the original body, and the reason in attributes within Pub/Sub's limits.
 ``broadway_reason``, ``broadway_stage``, ``broadway_attempt``, ``broadway_message_id`` and
-``broadway_subscription`` stand beside the message's own attributes.  A message may have 100, and
-10 MB in all: what does not fit is left out, the least of ours first, and never the message's own.
+``broadway_subscription`` are added to the message's own attributes.  A message may have 100
+attributes and 10 MB in total: ``broadway_`` attributes that do not fit are omitted, the least
+important first.
 
-A letter that is sent back becomes a new message to Pub/Sub.  So it has ``broadway_requeued``, the
-id that it had, and is received as redelivered.
+Pub/Sub treats a requeued dead letter as a new message.  So it has ``broadway_requeued`` with its
+original id, and is received as redelivered.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from airflow_broadway.producers.engine.port import Denied, Hidden, Publisher, Re
 from airflow_broadway.producers.pubsub import limits
 from airflow_broadway.producers.pubsub.client import Client
 
-#: What a letter says of itself, the most useful first; those of an earlier one, come back by a
-#: redrive, give way to it.
+#: The attributes of a dead letter, the most important first; they replace those of an earlier dead
+#: letter.
 _OURS: Final = (
     "broadway_reason",
     "broadway_message_id",
@@ -34,47 +36,47 @@ _OURS: Final = (
     "broadway_stage",
     "broadway_subscription",
 )
-#: What a letter has that Pub/Sub's own policy has set aside.
+#: The attribute prefix of a message that Pub/Sub's own dead-letter policy has forwarded.
 _GOOGLES: Final = "CloudPubSubDeadLetterSource"
-#: What stands for a topic that was deleted.
+#: Pub/Sub's name for a deleted topic.
 DELETED: Final = "_deleted-topic_"
-#: Bytes that a request has beside its messages, and a message and an attribute beside theirs.
+#: Bytes of overhead per request, and per message and attribute.
 _BESIDE, _EACH = 1024, 16
-#: Bytes of the messages of a request.
+#: The maximum bytes of the messages in a request.
 ROOM: Final = limits.MAX_MESSAGE - _BESIDE
 
 
 def letter(entry: Entry, subscription: str) -> dict[str, Any]:
-    """Makes the message to publish for one dead letter.
+    """Builds the message to publish for one dead letter.
 
-    :param entry: With payload and properties as received.
-    :param subscription: Its full name.
+    :param entry: The entry, with payload and properties as received.
+    :param subscription: The full name of the source subscription.
     """
     properties: dict[str, Any] = json.loads(entry.properties or "{}")
-    own = _own(properties.get("attributes", {}))
-    made: dict[str, Any] = {"data": entry.payload or b"", "attributes": own}
+    own = _own_attributes(properties.get("attributes", {}))
+    message: dict[str, Any] = {"data": entry.payload or b"", "attributes": own}
     if properties.get("ordering_key"):
-        made["ordering_key"] = properties["ordering_key"]
-    room = ROOM - size_of(made)
-    why = {
+        message["ordering_key"] = properties["ordering_key"]
+    remaining = ROOM - size_of(message)
+    fields = {
         "broadway_reason": cut(entry.verdict.reason, limits.MAX_VALUE),
         "broadway_message_id": entry.message_id,
         "broadway_attempt": str(entry.attempt),
         "broadway_stage": entry.verdict.stage,
         "broadway_subscription": cut(subscription, limits.MAX_VALUE),
     }
-    for name, value in why.items():
+    for name, value in fields.items():
         size = len(name) + len(value.encode()) + _EACH
-        if value and len(own) < limits.MAX_ATTRIBUTES and size <= room:
+        if value and len(own) < limits.MAX_ATTRIBUTES and size <= remaining:
             own[name] = value
-            room -= size
-    if not made["data"] and not own:
-        own["broadway_attempt"] = str(entry.attempt)  # Pub/Sub takes no message of nothing
-    return made
+            remaining -= size
+    if not message["data"] and not own:
+        own["broadway_attempt"] = str(entry.attempt)  # Pub/Sub rejects empty messages
+    return message
 
 
 def size_of(message: Mapping[str, Any]) -> int:
-    """Returns the bytes of a message in a request, at most."""
+    """Returns an upper bound for the bytes of a message in a request."""
     attributes = message["attributes"]
     texts = sum(
         len(key.encode()) + len(value.encode()) + _EACH for key, value in attributes.items()
@@ -82,49 +84,49 @@ def size_of(message: Mapping[str, Any]) -> int:
     return len(message["data"]) + texts + len(message.get("ordering_key", "").encode()) + _EACH
 
 
-# -- a letter, read --------------------------------------------------------------------------------
+# -- parsing dead letters --------------------------------------------------------------------------
 
 
 def letter_of(message: Any, subscription: str) -> DeadLetter:
-    """Reads a letter, by us or by Pub/Sub's own policy, which states no reason.
+    """Parses a dead letter of this package, or of Pub/Sub's policy, which has no reason.
 
-    :param subscription: The one that the pipeline drains.
+    :param subscription: The pipeline's subscription.
     """
     attributes: Mapping[str, str] = message.attributes
 
-    def stated(name: str) -> str:
+    def field(name: str) -> str:
         return str(attributes.get(f"broadway_{name}", ""))
 
     def google(name: str) -> str:
         return str(attributes.get(f"{_GOOGLES}{name}", ""))
 
-    origin = stated("subscription")
+    origin = field("subscription")
     if not origin and google("Subscription"):
         project = google("SubscriptionProject")
         origin = f"projects/{project}/subscriptions/{google('Subscription')}"
     return DeadLetter(
         message_id=message.message_id,
         body=message.data,
-        properties={"attributes": _own(attributes), "orderingKey": message.ordering_key},
-        reason=stated("reason"),
-        stage=stated("stage"),
-        attempt=attempt_of(stated("attempt")),
-        enqueued_at=_instant(google("TopicPublishTime")),
-        died_at=_instant(timestamp_of(message.publish_time) or "") if origin else None,
+        properties={"attributes": _own_attributes(attributes), "orderingKey": message.ordering_key},
+        reason=field("reason"),
+        stage=field("stage"),
+        attempt=attempt_of(field("attempt")),
+        enqueued_at=_timestamp(google("TopicPublishTime")),
+        died_at=_timestamp(timestamp_of(message.publish_time) or "") if origin else None,
         generation="",
         origin=origin or subscription,
-        original_id=stated("message_id") or message.message_id,
+        original_id=field("message_id") or message.message_id,
     )
 
 
 def sent_back(message: Any, message_id: str) -> dict[str, Any]:
-    """Makes the message to publish that sends a letter back.
+    """Builds the message to publish that requeues a dead letter.
 
-    :param message: The letter, as protobuf has it.
-    :param message_id: What the message was called.
-    :raises ProducerError: If it has no room for our mark.
+    :param message: The dead letter as received.
+    :param message_id: The id of the original message.
+    :raises ProducerError: If one more attribute does not fit.
     """
-    own = _own(message.attributes)
+    own = _own_attributes(message.attributes)
     if len(own) >= limits.MAX_ATTRIBUTES:
         raise ProducerError(
             f"it has {limits.MAX_ATTRIBUTES} attributes, the most that Pub/Sub takes: there is no"
@@ -135,8 +137,8 @@ def sent_back(message: Any, message_id: str) -> dict[str, Any]:
     return {**made, "ordering_key": message.ordering_key} if message.ordering_key else made
 
 
-def _own(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Returns the message's own attributes, without those of a letter."""
+def _own_attributes(attributes: Mapping[str, str]) -> dict[str, str]:
+    """Returns the attributes of the original message, without those of a dead letter."""
     return {
         name: value
         for name, value in attributes.items()
@@ -144,19 +146,19 @@ def _own(attributes: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _instant(text: str) -> datetime | None:
+def _timestamp(text: str) -> datetime | None:
     try:
-        instant = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        timestamp = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
         return None
-    return instant if instant.tzinfo is not None else None
+    return timestamp if timestamp.tzinfo is not None else None
 
 
 # -- timestamps ------------------------------------------------------------------------------------
 
 
 def timestamp_of(stamp: Any) -> str | None:
-    """Reads a timestamp of protobuf as text; its own conversion takes many times as long."""
+    """Converts a protobuf timestamp to text, many times faster than protobuf does."""
     seconds, nanos = stamp.seconds, stamp.nanos
     if not seconds and not nanos:
         return None
@@ -168,11 +170,11 @@ def _second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-# -- the place -------------------------------------------------------------------------------------
+# -- the dead-letter subscription ------------------------------------------------------------------
 
 
 def publisher_of(client: Client, topic: str) -> Publisher:
-    """Publishes messages to a topic."""
+    """Returns a publisher to a topic."""
     return Publisher(
         partial(client.publish, topic),
         "Publish",
@@ -183,7 +185,7 @@ def publisher_of(client: Client, topic: str) -> Publisher:
 
 
 class PubSubDeadLetters(EngineDeadLetters):
-    """The letters that one subscription shows; a pull that finds nothing is the end."""
+    """The dead letters of one subscription; an empty pull is the end."""
 
     word: ClassVar[str] = "subscription"
 
@@ -204,7 +206,7 @@ class PubSubDeadLetters(EngineDeadLetters):
     def limit(self) -> tuple[int | None, str]:
         try:
             policy = self.dead.settings().dead_letter_policy
-        except Denied:  # what Pub/Sub then moves goes to yet another topic, and is not deleted
+        except Denied:  # without the limit: Pub/Sub forwards dead letters, and deletes none
             return None, "max_delivery_attempts"
         limit = int(policy.max_delivery_attempts) if policy.dead_letter_topic else None
         return limit, "max_delivery_attempts"

@@ -1,6 +1,6 @@
 """Translates Google's errors into ProducerErrors with an actionable message and no credentials.
 
-Google's own text is left out where it may quote a token or a key.
+Google's own text is omitted where it may quote a token or a key.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ PERMISSIONS: Final = {
     "Publish": "pubsub.topics.publish",
     "ListTimeSeries": "monitoring.timeSeries.list",
 }
-#: Bytes of Google's text that are shown.
+#: The maximum bytes of Google's text in an error.
 _MAX_TEXT: Final = 300
-#: What Google's token server says of an assertion whose instants are not its own.
+#: Parts of the token server's errors for an assertion with wrong timestamps.
 _SKEW_TEXTS: Final = ("iat", "reasonable timeframe", "token used too early", "clock")
-#: How gRPC begins what google-auth raised in a thread of gRPC's own.
+#: The prefix of gRPC errors that google-auth raised in gRPC's own thread.
 _OF_LOGIN: Final = "Getting metadata from plugin failed"
 
 
 class Missing(ProducerError):
-    """There is no such subscription, topic or project."""
+    """A subscription, topic or project that does not exist."""
 
 
-def words_of(error: Exception) -> dict[str, str]:
-    """Reads what an exactly-once subscription refuses: ack id → code; empty: nothing."""
+def codes_of(error: Exception) -> dict[str, str]:
+    """Parses the failures of an exactly-once subscription: ack id → code."""
     from google.api_core.exceptions import GoogleAPICallError
     from google.rpc.error_details_pb2 import ErrorInfo
 
     if not isinstance(error, GoogleAPICallError):
         return {}
-    words: dict[str, str] = {}
+    codes: dict[str, str] = {}
     for detail in error.details or ():
         if isinstance(detail, ErrorInfo):
-            words.update(detail.metadata)
-    return {key: word for key, word in words.items() if word.startswith(("PERM", "TRANSIENT"))}
+            codes.update(detail.metadata)
+    return {key: code for key, code in codes.items() if code.startswith(("PERM", "TRANSIENT"))}
 
 
 def shown(error: Exception) -> Exception | None:
-    """Returns the error if a traceback may show it; ``None`` if it may quote a credential."""
+    """Returns the error if it is safe for a traceback; ``None`` if it may quote a credential."""
     from google.auth.exceptions import GoogleAuthError
 
     of_login = isinstance(error, GoogleAuthError) or _OF_LOGIN in str(error)
@@ -56,17 +56,17 @@ def shown(error: Exception) -> Exception | None:
 
 
 def translated(error: Exception, action: str, name: str, where: str) -> Exception:
-    """Returns the error of this package for one of Google's.
+    """Translates an error of Google's client into an error of this package.
 
-    :param action: E.g. ``"Pull"``.
+    :param action: The action, e.g. ``"Pull"``.
     :param name: The subscription's or topic's full name.
-    :param where: The endpoint, for people.
+    :param where: The endpoint, for error messages.
     """
     from google.api_core import exceptions as of
     from google.auth import exceptions as auth
 
     if isinstance(error, auth.GoogleAuthError):
-        return _of_auth(error, action, name)
+        return _translate_auth_error(error, action, name)
     if isinstance(error, of.RetryError) and isinstance(error.cause, Exception):
         return translated(error.cause, action, name, where)
     if not isinstance(error, of.GoogleAPICallError):
@@ -78,7 +78,7 @@ def translated(error: Exception, action: str, name: str, where: str) -> Exceptio
             " that it was not deleted"
         )
     if isinstance(error, of.Forbidden):
-        return _of_denial(error, action, name)
+        return _translate_denial(error, action, name)
     if isinstance(error, of.Unauthorized):
         return Expired(
             f"Google does not accept the credentials for {action} on {name!r}: they are expired,"
@@ -98,7 +98,7 @@ def translated(error: Exception, action: str, name: str, where: str) -> Exceptio
             " a pull subscription that is not detached"
         )
     if text.startswith(_OF_LOGIN):
-        return _of_token(text, action, name) or ProducerUnavailable(
+        return _translate_skew(text, action, name) or ProducerUnavailable(
             f"there is no token for {action} on {name!r} just now: if it lasts, look at the"
             " credentials of the connection, and whether Google's token server can be reached"
         )
@@ -112,7 +112,7 @@ def translated(error: Exception, action: str, name: str, where: str) -> Exceptio
     )
 
 
-def _of_denial(error: Any, action: str, name: str) -> Exception:
+def _translate_denial(error: Any, action: str, name: str) -> Exception:
     permission = PERMISSIONS.get(action, action)
     of_monitoring = permission.startswith("monitoring.")
     if error.reason == "SERVICE_DISABLED":
@@ -128,7 +128,7 @@ def _of_denial(error: Any, action: str, name: str) -> Exception:
     )
 
 
-def _of_auth(error: Exception, action: str, name: str) -> Exception:
+def _translate_auth_error(error: Exception, action: str, name: str) -> Exception:
     from google.auth import exceptions as auth
 
     if isinstance(error, auth.DefaultCredentialsError):
@@ -138,7 +138,7 @@ def _of_auth(error: Exception, action: str, name: str) -> Exception:
             " Credentials"
         )
     if isinstance(error, auth.RefreshError):
-        of_clock = _of_token(str(error), action, name)
+        of_clock = _translate_skew(str(error), action, name)
         if of_clock is not None:
             return of_clock
         if error.retryable:
@@ -154,10 +154,10 @@ def _of_auth(error: Exception, action: str, name: str) -> Exception:
     )
 
 
-def _of_token(text: str, action: str, name: str) -> Exception | None:
-    """Returns the error of a token that is refused for this machine's clock; ``None``: for another.
+def _translate_skew(text: str, action: str, name: str) -> Exception | None:
+    """Returns the error for a token rejected for clock skew; ``None`` for other causes.
 
-    :param text: It quotes the answer of a token server: only what it is about is told.
+    :param text: The error of the token server; it may quote secrets, so it is not passed on.
     """
     if not any(part in text.lower() for part in _SKEW_TEXTS):
         return None

@@ -1,4 +1,4 @@
-"""The options of the Pub/Sub producer, and what follows from them; loads no client."""
+"""Declares the options of the Pub/Sub producer; does not import the client."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ from airflow_broadway.core.model.rules import (
 from airflow_broadway.producers.engine.producer import BrokerProducer
 from airflow_broadway.producers.pubsub import limits
 
-#: The variable that Google's own libraries go by.
+#: The environment variable of Google's own libraries.
 EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
-#: The connection of Google Cloud where none is named; without it google-auth looks where it always
-#: looks.
+#: The default connection; without it Application Default Credentials are used.
 DEFAULT_CONNECTION: Final = "google_cloud_default"
 
 #: Google's rule for the ids of subscriptions and topics.
 _ID = r"(?!goog)[A-Za-z][A-Za-z0-9\-_.~+%]{2,254}"
-#: Project ids; those of a domain have a colon.
+#: Google's rule for project ids; those of a domain have a colon.
 _PROJECT = r"(?:[a-z0-9.\-]+:)?[a-z][a-z0-9\-]{4,28}[a-z0-9]"
 _DEADLINES: Final = limits.SHORTEST_DEADLINE, limits.LONGEST_DEADLINE
 _NACK = re.compile(r"nack\((\d{1,3})\)")
 
 
 def _named(kind: str) -> Rule:
-    """Makes the rule of a subscription or a topic, by its id or its full name."""
+    """Returns the rule for a subscription or a topic, by id or full name."""
     return matching(
         rf"projects/{_PROJECT}/{kind}s/{_ID}|{_ID}",
         f"a {kind}: its id, or 'projects/PROJECT/{kind}s/ID'; an id has 3 to 255 letters, digits"
@@ -63,7 +62,7 @@ _ACTION = Rule(
 
 
 class _Actions(Mapping[str, Action]):
-    """The actions by name, and ``nack(30)`` beside them: so ``("nack", 30)`` is called as text."""
+    """The actions by name, including ``nack(30)``, the text form of ``("nack", 30)``."""
 
     _named: Final = {**BrokerProducer.actions, "nack": Action.RETRY}
 
@@ -82,20 +81,20 @@ class _Actions(Mapping[str, Action]):
 
 @options
 class PubSubProducer(BrokerProducer):
-    """Messages from a pull subscription of Google Cloud Pub/Sub: see ``docs/pubsub.md``.
+    """The producer for a pull subscription of Google Cloud Pub/Sub; see ``docs/pubsub.md``.
 
-    ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``; ``"noop"``, after which the
-    message comes again once its lease is over; ``"nack"`` and ``("nack", seconds)``, after which it
-    comes again at once or then, as often as Pub/Sub's own dead-letter policy allows.  Beside them
-    ``"retry"`` (by the option ``retry``), ``"dead_letter"`` and ``"release"``, at once and without
-    using up an attempt.
+    ``on_success`` and ``on_failure`` accept Broadway's values: ``"ack"``; ``"noop"``, which
+    redelivers the message after its lease; ``"nack"`` and ``("nack", seconds)``, which redeliver it
+    immediately or after the delay, as often as Pub/Sub's own dead-letter policy permits.  In
+    addition they accept ``"retry"`` (by the option ``retry``), ``"dead_letter"``, and
+    ``"release"``, which redelivers the message immediately and uses up no attempt.
     """
 
     adapter: ClassVar[str] = "airflow_broadway.producers.pubsub.adapter:PubSubBroker"
     kind: ClassVar[str] = "pubsub"
-    #: Cloud Monitoring samples each minute, and shows a sample up to three minutes later.
+    #: Cloud Monitoring samples every minute, and a sample is visible up to three minutes later.
     depth_lag: ClassVar[float] = 240.0
-    #: Half of it is handed out while the other half is pulled: so that all pulls are in flight.
+    #: Half of it is delivered while the other half is pulled, so that all pulls are in flight.
     most_at_once: ClassVar[int] = 4000
     actions: ClassVar[Mapping[str, Action]] = _Actions()
 
@@ -221,7 +220,7 @@ class PubSubProducer(BrokerProducer):
             )
 
     def check_action(self, name: str, value: object, path: str) -> str:
-        """Returns the action as text: ``("nack", 30)`` as ``nack(30)``, and with 0 as ``nack``."""
+        """Converts an action to text: ``("nack", 30)`` to ``nack(30)``, and with 0 to ``nack``."""
         if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "nack":
             delay = value[1]
             if type(delay) in (int, float) and math.isfinite(delay) and delay == int(delay):
@@ -238,8 +237,9 @@ class PubSubProducer(BrokerProducer):
         )
 
     def judge(self, facts: Facts) -> Verdict:
-        """Decides as always, but that a nack is redelivered after its own delay, however often:
-        Pub/Sub's dead-letter policy counts its attempts.
+        """Returns the verdict on a message; a nack is redelivered after its own delay.
+
+        The number of nacks is limited only by Pub/Sub's dead-letter policy.
         """
         if facts.name.startswith("nack"):
             nack = _NACK.fullmatch(facts.name)
@@ -247,27 +247,27 @@ class PubSubProducer(BrokerProducer):
             return Verdict(Action.RETRY, delay, facts.reason, facts.stage)
         return super().judge(facts)
 
-    # -- what follows from the options ---------------------------------------------------------
+    # -- derived values ------------------------------------------------------------------------
 
     @property
     def place(self) -> str:
-        """Names the subscription by its options, as leases and records do.
+        """The subscription's name, as in leases and records.
 
-        A short name stands for one in ``project_id``; the project of a connection may change, and
-        is not looked up.
+        A short name is resolved by ``project_id``, but not by the connection's project, which may
+        change.
         """
         if "/" in self.subscription or self.project_id is None:
             return self.subscription
         return f"projects/{self.project_id}/subscriptions/{self.subscription}"
 
     def may_publish(self, own: Delivery) -> bool:
-        """Tells a nack, which never becomes a dead letter here, from a retry."""
+        """Returns whether an action may publish; unlike a retry, a nack never does."""
         names = {own.on_success or self.on_success, own.on_failure or self.on_failure}
         return "dead_letter" in names or ("retry" in names and self.retry.dead_letter)
 
     @property
     def keeps_order(self) -> bool:
-        """Keeps order within each ordering key, if the subscription delivers in order."""
+        """Whether order is kept per ordering key; the subscription must deliver in order."""
         return self.message_ordering
 
     def group_of(self, message: Message) -> str | None:
@@ -278,7 +278,7 @@ class PubSubProducer(BrokerProducer):
         if plain or (self.endpoint is None and os.environ.get(EMULATOR)):
             return None  # an emulator has no console
         parts = self.place.split("/")
-        if len(parts) != 4:  # the connection knows the project, once it has logged in
+        if len(parts) != 4:  # the project is unknown without the connection
             return None
         detail = "cloudpubsub/subscription/detail"
         return f"https://console.cloud.google.com/{detail}/{parts[3]}?project={parts[1]}"

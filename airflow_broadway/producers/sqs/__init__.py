@@ -1,7 +1,8 @@
-"""Amazon SQS as a broker of the custody engine: leases are SQS's own visibility timeouts.
+"""Amazon SQS as a broker of the custody engine: leases are SQS visibility timeouts.
 
-``adapter`` implements the port, with checks and depth.  ``dead_letters`` has their format and their
-place.  ``client``, ``errors`` and ``limits`` are the way to AWS.  ``docs/sqs.md`` is the guide.
+``adapter`` implements the port, with checks and depth.  ``dead_letters`` defines the format of dead
+letters and lists them.  ``client``, ``errors`` and ``limits`` wrap AWS.  ``docs/sqs.md`` is the
+guide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Implements the port of the custody engine for SQS: receives, messages, and batch requests."""
+"""Implements the custody engine's port for SQS: receives, messages, checks and depth."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _OURS: Final = {theirs: ours for ours, theirs in SYSTEM_ATTRIBUTES.items()}
 _NUMBERS: Final = frozenset(
     {"SentTimestamp", "ApproximateReceiveCount", "ApproximateFirstReceiveTimestamp"}
 )
-#: System attributes that custody itself needs of each message.
+#: System attributes that custody itself needs.
 _NEEDED: Final = ("ApproximateReceiveCount", "AWSTraceHeader")
 _NEEDED_FIFO: Final = (*_NEEDED, "MessageGroupId", "MessageDeduplicationId", "SequenceNumber")
-#: A release counts as a receive: below this, dead runs alone soon make dead letters.
+#: The recommended minimum of maxReceiveCount: each release of a failed run counts as a receive.
 FEWEST_RECEIVES: Final = 5
 _NO_DEAD_LETTER: Final = (
     "there is no queue for dead letters: give the producer dead_letter=…, or the queue {!r} a"
@@ -68,9 +68,9 @@ class SqsBroker(Broker[Queue]):
         self.concurrency = producer.receive_concurrency
         self.interval = producer.receive_interval
         self._warned_of_groups = False
-        #: FIFO requests whose answer was lost: sent again, SQS answers as the first time.
+        #: FIFO requests whose response was lost; SQS repeats the response when they are retried.
         self._unanswered: deque[dict[str, Any]] = deque()
-        #: System attributes in a message's metadata, and its own; ``None``: all.
+        #: System attributes and message attributes in a message's metadata; ``None``: all.
         names, own = producer.attribute_names, producer.message_attribute_names
         self._system = None if names == "all" else {SYSTEM_ATTRIBUTES[name] for name in names or ()}
         if self._system is not None and producer.fifo:
@@ -120,8 +120,10 @@ class SqsBroker(Broker[Queue]):
         return Answer(at, self._receive(request))
 
     def receive_lost(self) -> list[tuple[float, Received]]:
-        """Fetches what the lost answers of a FIFO queue held, whose groups would be blocked for a
-        lease.  What is still out of reach comes back by itself.
+        """Retries FIFO receives whose response was lost.
+
+        Otherwise the message groups of those messages would be blocked for a lease.  A message that
+        is still unreachable becomes visible again after its visibility timeout.
         """
         messages: list[tuple[float, Received]] = []
         with suppress(BroadwayError):
@@ -135,7 +137,7 @@ class SqsBroker(Broker[Queue]):
         try:
             raw_messages = self.client.receive(request)
         except ProducerUnavailable:
-            if fifo:  # it may have been carried out: its groups would be blocked
+            if fifo:  # SQS may have carried it out, and then its message groups are blocked
                 self._unanswered.append(request)
             raise
         received = [
@@ -159,7 +161,7 @@ class SqsBroker(Broker[Queue]):
         return received
 
     def _is_whole(self, raw: Any) -> bool:
-        """Whether a message has the fields without which it cannot be held."""
+        """Returns whether a message has the fields without which it cannot be held."""
         missing = [name for name in _KEYS if not (isinstance(raw.get(name), str) and raw[name])]
         if missing:
             log.error(
@@ -170,15 +172,15 @@ class SqsBroker(Broker[Queue]):
         return not missing
 
     def explain_empty(self) -> None:
-        """Logs why a receive was empty though the queue is not.
+        """Logs the reason why a receive was empty though the queue is not.
 
-        With long polling, and of FIFO queues, SQS does not say that a queue has as many messages in
-        flight as it may have: it looks empty.
+        With long polling, and for FIFO queues, SQS returns no OverLimit error at the limit of
+        in-flight messages: the queue looks empty.
         """
         queue = self.client
         try:
             attributes = queue.attributes("All")
-        except BroadwayError:  # may be denied, and nothing depends on it
+        except BroadwayError:  # it may be denied, and is optional
             return
         visible, hidden = count_of(attributes), count_of(attributes, "NotVisible")
         if not visible:
@@ -203,16 +205,16 @@ class SqsBroker(Broker[Queue]):
 
     def read(self, received: Received) -> Contents:
         raw: Mapping[str, Any] = received.raw
-        again = dead_letters.received_again(raw.get("MessageAttributes") or {})
-        if again is not None:  # it was a dead letter
-            raw = {**raw, "MessageAttributes": again}
+        attributes = dead_letters.received_again(raw.get("MessageAttributes") or {})
+        if attributes is not None:  # a requeued dead letter
+            raw = {**raw, "MessageAttributes": attributes}
         body = raw["Body"].encode("utf-8", "surrogatepass")
         return Contents(
-            body, self.metadata(raw), dead_letters.properties_of(raw), again is not None
+            body, self.metadata(raw), dead_letters.properties_of(raw), attributes is not None
         )
 
     def metadata(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns Broadway's metadata, with the attributes that the options name."""
+        """Returns Broadway's metadata, with the attributes selected by the options."""
         attributes = {}
         if self._system is None or self._system:
             for name, value in dead_letters.system_of(raw).items():
@@ -242,21 +244,21 @@ class SqsBroker(Broker[Queue]):
     def dead_letter_target(self) -> DeadLetterTarget:
         target = self._dead_letter_queue()
         try:
-            most = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
-        except BroadwayError:  # may be denied, and is not needed
-            most = None
+            max_size = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
+        except BroadwayError:  # it may be denied, and is optional
+            max_size = None
         make = partial(
             dead_letters.letter,
             queue=self.name,
             fifo=target.url.endswith(".fifo"),
-            max_bytes=int(most or limits.MAX_BODY),
+            max_bytes=int(max_size or limits.MAX_BODY),
         )
         return DeadLetterTarget(dead_letters.publisher_of(target), make)
 
     def _dead_letter_queue(self) -> Queue:
-        """Opens the queue for dead letters: the option's, else that of the redrive policy.
+        """Opens the dead-letter queue of the option, else of the redrive policy.
 
-        :raises ProducerError: If there is none, or it may not be asked for.
+        :raises ProducerError: If there is none, or GetQueueAttributes is denied.
         """
         place = self.producer.dead_letter or redrive_of(
             self.client.attributes("RedrivePolicy")
@@ -265,24 +267,24 @@ class SqsBroker(Broker[Queue]):
             raise ProducerError(_NO_DEAD_LETTER.format(self.name))
         return self.client.other(str(place))
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- inspecting ----------------------------------------------------------------------------
 
     def depth(self) -> QueueDepth | None:
-        """Returns how full the queue is, about; ``None`` if that is denied."""
+        """Returns the approximate depth of the queue; ``None`` if GetQueueAttributes is denied."""
         try:
             attributes = self.client.attributes("All")
         except Denied as error:
             log.info("The depth of %r is not known: %s", self.name, error)
             return None
         try:
-            letters = self._dead_letter_queue().attributes("All")
-        except BroadwayError:  # none, or denied
-            letters = {}
+            dead_letter_attributes = self._dead_letter_queue().attributes("All")
+        except BroadwayError:  # there is no dead-letter queue, or access is denied
+            dead_letter_attributes = {}
         return QueueDepth(
             ready=count_of(attributes),
             delayed=count_of(attributes, "Delayed"),
             leased=count_of(attributes, "NotVisible"),
-            dead=count_of(letters),
+            dead=count_of(dead_letter_attributes),
             oldest_age=None,
         )
 
@@ -292,7 +294,7 @@ class SqsBroker(Broker[Queue]):
 
 
 def options_of_receive(producer: SqsProducer, demand: int) -> dict[str, Any]:
-    """Returns the options as one receive has them: an unset one is left out, 0 is not."""
+    """Returns the options of one receive, without unset ones."""
     options = {
         "max_number_of_messages": min(demand, producer.max_number_of_messages, limits.MAX_BATCH),
         "wait_time_seconds": producer.wait_time_seconds,
@@ -306,9 +308,9 @@ def options_of_receive(producer: SqsProducer, demand: int) -> dict[str, Any]:
 def request_of(producer: SqsProducer, demand: int) -> dict[str, Any]:
     """Returns the arguments of one ``ReceiveMessage``.
 
-    Beside the options it requests what custody needs: the visibility timeout, which is the lease,
-    the receive count, the attributes that a dead letter keeps, and of a FIFO queue the group.  A
-    FIFO receive that is sent again after its answer was lost gets that answer.
+    In addition to the options it requests the visibility timeout, which is the lease, the receive
+    count, the attributes that a dead letter keeps, and for a FIFO queue the message group.  A FIFO
+    receive that is retried after a lost response gets the same response.
     """
     options = options_of_receive(producer, demand)
     request: dict[str, Any] = {

@@ -1,7 +1,6 @@
 """Opens boto3's client by the connection, sends requests to one queue, and translates errors.
 
-One call here is one request, of up to ten entries where SQS takes them in a batch.  The client may
-be used from several threads.
+One call here is one request, with up to ten entries for batch requests.  The client is thread-safe.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsProduc
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
 
-#: Codes of a void receipt.
+#: Error codes of an invalid receipt handle.
 _GONE: Final = frozenset(
     {
         "AWS.SimpleQueueService.MessageNotInflight",
@@ -31,14 +30,14 @@ _GONE: Final = frozenset(
         "ReceiptHandleIsInvalid",
     }
 )
-#: Extras of an Airflow connection that only the Amazon provider knows how to follow.
+#: Extras of an Airflow connection that only the Amazon provider supports.
 _PROVIDERS = frozenset(
     {"role_arn", "assume_role_method", "assume_role_kwargs", "session_kwargs", "s3_config_file"}
 )
 
 
 def _endpoint_of(url: str) -> str | None:
-    """Returns the endpoint in a URL that is not AWS's own: a VPC's, a test server's."""
+    """Returns the endpoint of a queue URL that is not AWS's own, e.g. of a VPC or a test server."""
     host = urlsplit(url).netloc
     name = host.partition(":")[0]
     if name.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws")) and ".vpce." not in name:
@@ -47,9 +46,9 @@ def _endpoint_of(url: str) -> str | None:
 
 
 class Queue:
-    """One queue: the requests that this package sends to it.
+    """The requests to one queue.
 
-    :raises BroadwayError: From every call, in the words of ``errors``.
+    :raises BroadwayError: From every call, as translated by ``errors``.
     """
 
     def __init__(self, client: SQSClient, url: str, *, shown: str = "") -> None:
@@ -60,7 +59,7 @@ class Queue:
         self._where = f"in region {meta.region_name!r} at {meta.endpoint_url}"
 
     def receive(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Sends one ``ReceiveMessage``; returns its messages as boto3 gives them."""
+        """Sends one ``ReceiveMessage``; returns boto3's messages."""
         return self._request("ReceiveMessage", "receive_message", **request).get("Messages") or []
 
     def remove(self, receipts: Sequence[str]) -> Mapping[int, Refusal]:
@@ -81,15 +80,15 @@ class Queue:
 
     def attributes(self, *names: Any) -> dict[str, str]:
         """Sends one ``GetQueueAttributes``."""
-        answer = self._request(
+        response = self._request(
             "GetQueueAttributes", "get_queue_attributes", AttributeNames=list(names or ("All",))
         )
-        return dict(answer.get("Attributes") or {})
+        return dict(response.get("Attributes") or {})
 
     def other(self, place: str) -> Queue:
-        """Opens another queue, by its URL, ARN or name.
+        """Opens another queue by its URL, ARN or name.
 
-        :raises ProducerError: If there is none, or its URL may not be looked up.
+        :raises ProducerError: If there is none, or GetQueueUrl is denied.
         """
         if place.startswith(("https://", "http://")):
             return Queue(self.client, place)
@@ -116,34 +115,34 @@ class Queue:
     def _batch(
         self, action: str, method: str, entries: Sequence[Mapping[str, Any]]
     ) -> Mapping[int, Refusal]:
-        """Sends one batch request; an entry that the answer does not name as done is refused."""
-        numbered = [{"Id": str(place), **entry} for place, entry in enumerate(entries)]
-        answer = self._request(action, method, Entries=numbered)
-        done = {str(entry.get("Id")) for entry in answer.get("Successful") or ()}
-        failed = {str(entry.get("Id")): entry for entry in answer.get("Failed") or ()}
+        """Sends one batch request; entries missing from ``Successful`` are refused."""
+        numbered = [{"Id": str(index), **entry} for index, entry in enumerate(entries)]
+        response = self._request(action, method, Entries=numbered)
+        done = {str(entry.get("Id")) for entry in response.get("Successful") or ()}
+        failed = {str(entry.get("Id")): entry for entry in response.get("Failed") or ()}
         return {
-            place: _refusal(failed.get(str(place)))
-            for place in range(len(entries))
-            if str(place) in failed or str(place) not in done
+            index: _refusal(failed.get(str(index)))
+            for index in range(len(entries))
+            if str(index) in failed or str(index) not in done
         }
 
 
 def _refusal(failed: dict[str, Any] | None) -> Refusal:
-    """Reads the answer to an entry that SQS did not name as done."""
+    """Converts the result of an unsuccessful entry."""
     if failed is None:
         return Refusal("NoAnswer", "SQS did not say what became of it", again=True, unclear=True)
     code, text = str(failed.get("Code", "")), str(failed.get("Message", ""))
     gone = code in _GONE
-    again = not gone and retryable(code, bool(failed.get("SenderFault", False)))
-    # The code of a visibility timeout that is too long, too.
+    retry = not gone and retryable(code, bool(failed.get("SenderFault", False)))
+    # A visibility timeout beyond the 12 hours has the same code.
     gone = gone and "Total VisibilityTimeout" not in text
-    # An entry that failed within SQS may have been carried out; one that it throttles is not.
-    unclear = again and not throttled(code)
-    return Refusal(code, text, gone=gone, again=again, unclear=unclear)
+    # An entry that failed within SQS may have been carried out; a throttled one was not.
+    unclear = retry and not throttled(code)
+    return Refusal(code, text, gone=gone, again=retry, unclear=unclear)
 
 
 def redrive_of(attributes: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the redrive policy of a queue with these attributes; empty if there is none."""
+    """Parses the redrive policy in a queue's attributes; empty if there is none."""
     try:
         policy = json.loads(attributes.get("RedrivePolicy") or "{}")
     except ValueError:
@@ -152,15 +151,15 @@ def redrive_of(attributes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def count_of(attributes: Mapping[str, str], which: str = "") -> int:
-    """Returns how many messages of one kind are in a queue with these attributes, about."""
+    """Returns an approximate number of messages from a queue's attributes."""
     return int(attributes.get(f"ApproximateNumberOfMessages{which}", 0))
 
 
 def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
     """Opens the producer's queue.
 
-    :raises ConnectionMissing: If the connection is missing or lacks what is needed.
-    :raises ProducerError: If the queue has to be looked up by name, and is not there.
+    :raises ConnectionMissing: If the connection is missing or incomplete.
+    :raises ProducerError: If the queue has to be looked up by name, and does not exist.
     """
     client = boto_client(producer, env)
     if producer.queue_url is not None:
@@ -169,7 +168,7 @@ def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
 
 
 def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
-    """Opens a client of boto3 with a pool for all of the producer's threads."""
+    """Creates a boto3 client with a connection pool for all of the producer's threads."""
     connection = connection_of(
         env, producer.conn_id, default=DEFAULT_CONNECTION, types=("aws",), service="SQS"
     )
@@ -212,7 +211,7 @@ def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
 
 
 def _config(producer: SqsProducer, own: Mapping[str, Any]) -> Any:
-    """Returns botocore's configuration: the connection's over ours, with room for all threads."""
+    """Builds botocore's configuration: defaults, the connection's settings, and the pool size."""
     from botocore.config import Config
 
     settings = {
@@ -220,7 +219,7 @@ def _config(producer: SqsProducer, own: Mapping[str, Any]) -> Any:
         "connect_timeout": 10,
         **own,
         "max_pool_connections": producer.receive_concurrency + 4,
-        # A long poll is no broken connection.
+        # Longer than a long poll, which would time out otherwise.
         "read_timeout": max(own.get("read_timeout", 0), (producer.wait_time_seconds or 0) + 40),
         "tcp_keepalive": True,
     }
@@ -228,7 +227,7 @@ def _config(producer: SqsProducer, own: Mapping[str, Any]) -> Any:
 
 
 def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:
-    """Opens a session by the connection, else by botocore's own search."""
+    """Creates a session with the connection's credentials, else botocore's default chain."""
     from botocore.session import Session
 
     session = Session(profile=extra.get("profile_name"))
@@ -248,14 +247,14 @@ def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> A
 
 @cache
 def _loader() -> Any:
-    """Reads botocore's descriptions of AWS, once a process: seven eighths of opening a client."""
+    """Loads botocore's service models once per process: most of the time to open a client."""
     from botocore.loaders import create_loader
 
     return create_loader()
 
 
 def _provider_session(connection: Connection, region: str | None, config: Any) -> Any:
-    """Opens a session by the Amazon provider, which knows roles, federation and their renewal."""
+    """Creates a session by the Amazon provider, which supports roles and federation."""
     try:
         from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
         from airflow.providers.amazon.aws.utils.connection_wrapper import (

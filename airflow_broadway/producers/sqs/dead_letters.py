@@ -1,14 +1,14 @@
-"""Reads SQS messages, and serves dead letters: the body as it came, and the reason in message
-attributes that fit SQS's limits.
+"""Parses SQS messages, and builds, lists and requeues dead letters.
 
+A dead letter has the original body, and the reason in message attributes within SQS's limits.
 ``broadway_reason``, ``broadway_stage``, ``broadway_attempt``, ``broadway_message_id`` and
-``broadway_queue`` stand beside the message's own attributes.  A message may have ten: where there
-is no room for five, ``broadway`` has all of them as JSON; a tenth attribute of the message's own
-then moves into ``broadway`` too.
+``broadway_queue`` are added to the message's own attributes.  A message may have ten attributes.
+If five more do not fit, the attribute ``broadway`` contains all of them as JSON; a tenth attribute
+of the message then moves into ``broadway`` too.
 
-A letter that is sent back becomes a new message to SQS.  So it has ``broadway_requeued``, the id
-that it had, and is received as redelivered; where ten attributes leave no room that is in
-``broadway``, too.
+SQS treats a requeued dead letter as a new message.  So it has ``broadway_requeued`` with its
+original id, and is received as redelivered.  If that attribute does not fit, it is in ``broadway``
+too.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from airflow_broadway.producers.engine.port import Denied, Publisher, Received
 from airflow_broadway.producers.sqs import limits
 from airflow_broadway.producers.sqs.client import Queue, count_of, redrive_of
 
-#: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
+#: The attributes of a dead letter; they replace those of an earlier dead letter after a redrive.
 _OURS: Final = frozenset(
     f"broadway_{name}" for name in ("message_id", "queue", "attempt", "stage", "reason", "requeued")
 )
-#: Where it is stated if there is no room.
+#: The attribute that contains all others as JSON if they do not fit.
 _PACKED: Final = "broadway"
-#: What boto3 takes of an attribute.
+#: The fields of a message attribute that boto3 accepts.
 _ATTRIBUTE: Final = ("DataType", "StringValue", "BinaryValue")
-#: Seconds that a receive of dead letters waits, for SQS to query all of its servers.  An empty
-#: answer is the end.
+#: The long poll of a receive of dead letters, in seconds, so that SQS queries all of its servers.
+#: An empty response is the end.
 _WAIT_SECONDS = 1
-#: Bytes of the reason where the message has no room for more.
+#: Bytes of a shortened reason, for a message near the size limit.
 _SHORT: Final = 64
 
 
-# -- a message, read -------------------------------------------------------------------------------
+# -- parsing messages ------------------------------------------------------------------------------
 
 
 def system_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns SQS's own attributes of a message."""
+    """Returns the system attributes of a message."""
     value = raw.get("Attributes")
     return value if isinstance(value, Mapping) else {}
 
 
 def receives_of(raw: Mapping[str, Any]) -> int:
-    """Returns the receive count of a message, this receive included."""
+    """Returns the receive count of a message, including this receive."""
     count = number_of(system_of(raw).get("ApproximateReceiveCount", 1))
     return count if isinstance(count, int) and count > 0 else 1
 
@@ -63,7 +63,7 @@ def group_of(raw: Mapping[str, Any]) -> str:
 
 
 def number_of(value: Any) -> Any:
-    """Reads a number that SQS gives as text; other text stays as it came."""
+    """Parses a number that SQS returns as text; other text is unchanged."""
     try:
         return int(value)
     except (TypeError, ValueError):
@@ -71,7 +71,7 @@ def number_of(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Reads a value that SQS gives as text; another server may give something else."""
+    """Converts a value to text; other servers than SQS may return another type."""
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
@@ -79,11 +79,11 @@ def value_of(attribute: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message attribute as JSON."""
     kind = as_text(attribute.get("DataType", "String"))
     if "BinaryValue" in attribute:
-        return {"data_type": kind, "binary_value": _text(attribute["BinaryValue"])}
+        return {"data_type": kind, "binary_value": _base64(attribute["BinaryValue"])}
     return {"data_type": kind, "string_value": as_text(attribute.get("StringValue"))}
 
 
-def _text(value: bytes) -> str:
+def _base64(value: bytes) -> str:
     return base64.b64encode(value).decode("ascii")
 
 
@@ -107,72 +107,72 @@ def properties_as_json(raw: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-# -- a dead letter, made ---------------------------------------------------------------------------
+# -- building dead letters -------------------------------------------------------------------------
 
 
 def letter(
     entry: Entry, queue: str, *, fifo: bool, max_bytes: int = limits.MAX_BODY
 ) -> dict[str, Any]:
-    """Makes the entry of ``SendMessageBatch`` for one dead letter, without its ``Id``.
+    """Builds the entry of ``SendMessageBatch`` for one dead letter, without its ``Id``.
 
-    :param entry: With payload and properties as received.
-    :param queue: The name of the queue it comes from.
+    :param entry: The entry, with payload and properties as received.
+    :param queue: The name of the source queue.
     :param fifo: Whether the dead-letter queue is a FIFO queue.
-    :param max_bytes: What the dead-letter queue takes.
+    :param max_bytes: The maximum dead size of the dead-letter queue.
     """
     properties: dict[str, Any] = json.loads(entry.properties or "{}")
-    own = {
+    attributes = {
         name: _attribute(value)
         for name, value in properties.get("attributes", {}).items()
         if name not in _OURS
     }
-    made: dict[str, Any] = {"MessageBody": (entry.payload or b"").decode("utf-8", "surrogatepass")}
+    dead: dict[str, Any] = {"MessageBody": (entry.payload or b"").decode("utf-8", "surrogatepass")}
     for limit in (MAX_REASON, _SHORT, 0):
-        made["MessageAttributes"] = _attributes(entry, queue, own, limit)
-        if size_of(made) <= max_bytes:
+        dead["MessageAttributes"] = _attributes(entry, queue, attributes, limit)
+        if size_of(dead) <= max_bytes:
             break
-    else:  # as large as a message may be: it goes as it came
-        made["MessageAttributes"] = own
-    if not made["MessageAttributes"]:
-        del made["MessageAttributes"]
-    # Sent again after a crash within five minutes, it is there once.
-    return _addressed(made, properties, entry.message_id if fifo else None)
+    else:  # at the size limit: only its own attributes are sent
+        dead["MessageAttributes"] = attributes
+    if not dead["MessageAttributes"]:
+        del dead["MessageAttributes"]
+    # SQS deduplicates a repeated send within five minutes, e.g. after a crash.
+    return _add_routing(dead, properties, entry.message_id if fifo else None)
 
 
-def _addressed(
-    made: dict[str, Any], system: Mapping[str, Any], fifo_id: str | None
+def _add_routing(
+    message: dict[str, Any], system: Mapping[str, Any], fifo_id: str | None
 ) -> dict[str, Any]:
-    """Adds to an entry what is not among its attributes: the trace header, and its group.
+    """Adds the trace header, message group and deduplication id to an entry.
 
     :param fifo_id: The deduplication id, for a FIFO queue.
     """
-    if system.get("AWSTraceHeader"):  # not counted in its size or its attributes
+    if system.get("AWSTraceHeader"):  # exempt from the limits on size and attributes
         header = {"DataType": "String", "StringValue": system["AWSTraceHeader"]}
-        made["MessageSystemAttributes"] = {"AWSTraceHeader": header}
+        message["MessageSystemAttributes"] = {"AWSTraceHeader": header}
     if fifo_id is not None:
-        made["MessageGroupId"] = system.get("MessageGroupId") or "broadway"
-        made["MessageDeduplicationId"] = fifo_id
-    return made
+        message["MessageGroupId"] = system.get("MessageGroupId") or "broadway"
+        message["MessageDeduplicationId"] = fifo_id
+    return message
 
 
 def _attributes(
     entry: Entry, queue: str, own: Mapping[str, Any], limit: int
 ) -> dict[str, dict[str, Any]]:
     reason = _sendable(entry.verdict.reason, limit)
-    why = {
+    info = {
         "broadway_message_id": entry.message_id,
         "broadway_queue": queue,
         "broadway_attempt": str(entry.attempt),
         "broadway_stage": entry.verdict.stage,
         "broadway_reason": reason,
     }
-    why = {name: value for name, value in why.items() if value}
-    if len(own) + len(why) <= limits.MAX_ATTRIBUTES:
-        made = {**own, **{name: _string(value) for name, value in why.items()}}
-        made["broadway_attempt"] = {"DataType": "Number", "StringValue": str(entry.attempt)}
-        return made
+    info = {name: value for name, value in info.items() if value}
+    if len(own) + len(info) <= limits.MAX_ATTRIBUTES:
+        attributes = {**own, **{name: _string(value) for name, value in info.items()}}
+        attributes["broadway_attempt"] = {"DataType": "Number", "StringValue": str(entry.attempt)}
+        return attributes
     kept = dict(list(own.items())[: limits.MAX_ATTRIBUTES - 1])
-    packed: dict[str, Any] = {name.removeprefix("broadway_"): value for name, value in why.items()}
+    packed: dict[str, Any] = {name.removeprefix("broadway_"): value for name, value in info.items()}
     moved = {name: value_of(value) for name, value in own.items() if name not in kept}
     if moved:
         packed["attributes"] = moved
@@ -191,14 +191,14 @@ def _attribute(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sendable(text: str, limit: int) -> str:
-    """Cuts a text to ``limit`` bytes, and replaces characters that SQS refuses."""
+    """Cuts a text to ``limit`` bytes, and replaces characters that SQS rejects."""
     if limits.unsendable(text):
         text = "".join("�" if limits.unsendable(character) else character for character in text)
     return text.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
 
 
 def size_of(entry: Mapping[str, Any]) -> int:
-    """Returns the bytes of an entry: body, and name, type and value of each attribute."""
+    """Returns the size of an entry in bytes: body, and name, type and value of each attribute."""
     total = len(entry["MessageBody"].encode("utf-8", "surrogatepass"))
     for name, value in entry.get("MessageAttributes", {}).items():
         total += len(name.encode()) + len(value["DataType"].encode())
@@ -207,45 +207,45 @@ def size_of(entry: Mapping[str, Any]) -> int:
     return total
 
 
-# -- a letter, read --------------------------------------------------------------------------------
+# -- parsing dead letters --------------------------------------------------------------------------
 
 
 def letter_of(raw: Mapping[str, Any], queue: str) -> DeadLetter:
-    """Reads a letter, by us or by SQS's own redrive, which states no reason.
+    """Parses a dead letter of this package, or of SQS's redrive, which has no reason.
 
-    :param queue: The queue that the pipeline drains.
+    :param queue: The pipeline's queue.
     """
     attributes = raw.get("MessageAttributes") or {}
     packed = _packed_of(attributes)
 
-    def stated(name: str) -> str:
+    def field(name: str) -> str:
         value = attributes.get(f"broadway_{name}", {}).get("StringValue", packed.get(name, ""))
         return value if isinstance(value, str) else ""
 
     system = system_of(raw)
-    message_id = stated("message_id")
+    message_id = field("message_id")
     return DeadLetter(
         message_id=raw["MessageId"],
         body=raw["Body"].encode("utf-8", "surrogatepass"),
-        properties=properties_as_json({**raw, "MessageAttributes": _own(attributes)}),
-        reason=stated("reason"),
-        stage=stated("stage"),
-        attempt=attempt_of(stated("attempt")),
+        properties=properties_as_json({**raw, "MessageAttributes": _own_attributes(attributes)}),
+        reason=field("reason"),
+        stage=field("stage"),
+        attempt=attempt_of(field("attempt")),
         enqueued_at=None,
-        died_at=_instant(system.get("SentTimestamp")) if message_id else None,
+        died_at=_timestamp(system.get("SentTimestamp")) if message_id else None,
         generation="",
-        # The queue that SQS itself moved it from, else the claim of the letter.
+        # The queue that SQS itself moved it from, else the attribute of the dead letter.
         origin=system.get("DeadLetterQueueSourceArn", "").rpartition(":")[2]
-        or stated("queue")
+        or field("queue")
         or queue,
         original_id=message_id or raw["MessageId"],
     )
 
 
-def _own(attributes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the message's own attributes, as boto3 takes them.
+def _own_attributes(attributes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the attributes of the original message, in boto3's format.
 
-    :param attributes: Those of its letter, as boto3 gives them.
+    :param attributes: The attributes of its dead letter.
     """
     packed = _packed_of(attributes)
     own = {
@@ -259,7 +259,7 @@ def _own(attributes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return own
 
 
-def _instant(milliseconds: str | None) -> datetime | None:
+def _timestamp(milliseconds: str | None) -> datetime | None:
     try:
         return datetime.fromtimestamp(int(milliseconds or "") / 1000, timezone.utc)
     except (ValueError, OverflowError, OSError):
@@ -267,27 +267,28 @@ def _instant(milliseconds: str | None) -> datetime | None:
 
 
 def sent_back(raw: Mapping[str, Any], message_id: str, *, fifo: bool) -> dict[str, Any]:
-    """Makes the entry of ``SendMessageBatch`` that sends a letter back, without its ``Id``.
+    """Builds the entry of ``SendMessageBatch`` that requeues a dead letter, without its ``Id``.
 
-    :param raw: The letter as SQS delivers it.
-    :param message_id: The id that the message had.
-    :param fifo: Whether it goes to a FIFO queue.
+    :param raw: The dead letter as received.
+    :param message_id: The id of the original message.
+    :param fifo: Whether the destination is a FIFO queue.
     """
-    attributes = _own(raw.get("MessageAttributes") or {})
+    attributes = _own_attributes(raw.get("MessageAttributes") or {})
     if len(attributes) < limits.MAX_ATTRIBUTES:
         attributes[limits.REQUEUED] = _string(message_id)
     else:
         name = list(attributes)[-1]
         packed = {"requeued": message_id, "attributes": {name: value_of(attributes.pop(name))}}
         attributes[_PACKED] = _string(json.dumps(packed, ensure_ascii=False))
-    made = {"MessageBody": raw["Body"], "MessageAttributes": attributes}
-    # The letter's own: by that of the message SQS might take it for one that was just sent.
-    return _addressed(made, system_of(raw), raw["MessageId"] if fifo else None)
+    message = {"MessageBody": raw["Body"], "MessageAttributes": attributes}
+    # The dead letter's id: by the original id, SQS might deduplicate a message just sent.
+    return _add_routing(message, system_of(raw), raw["MessageId"] if fifo else None)
 
 
 def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the attributes of a message that was a dead letter and was sent back, as they were at
-    first, with our mark; ``None``: it never was one.
+    """Restores the attributes of a requeued dead letter, with ``broadway_requeued``.
+
+    :returns: ``None`` if the message is not a requeued dead letter.
     """
     if limits.REQUEUED not in attributes and _PACKED not in attributes:
         return None
@@ -295,14 +296,14 @@ def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if "requeued" in packed:
         moved = packed.get("attributes")
         own = {name: attribute for name, attribute in attributes.items() if name != _PACKED}
-        back = moved.items() if isinstance(moved, dict) else ()
+        restored = moved.items() if isinstance(moved, dict) else ()
         mark = {limits.REQUEUED: _string(str(packed["requeued"]))}
-        return own | {name: _attribute(attribute) for name, attribute in back} | mark
+        return own | {name: _attribute(attribute) for name, attribute in restored} | mark
     return attributes if limits.REQUEUED in attributes else None
 
 
 def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the attribute that has what there was no room for; empty if it is not ours."""
+    """Parses the attribute ``broadway``; empty if another program wrote it."""
     text = attributes.get(_PACKED, {}).get("StringValue")
     if text is None:
         return {}
@@ -315,19 +316,19 @@ def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return value
 
 
-# -- the place -------------------------------------------------------------------------------------
+# -- the dead-letter queue -------------------------------------------------------------------------
 
 
 def publisher_of(queue: Queue) -> Publisher:
-    """Sends messages to a queue."""
+    """Returns a publisher to a queue."""
     return Publisher(queue.send, "SendMessage", size_of, limits.MAX_BATCH, limits.MAX_BODY_FORMERLY)
 
 
 class SqsDeadLetters(EngineDeadLetters):
-    """The letters in one queue."""
+    """The dead letters in one SQS queue."""
 
     def count(self) -> int:
-        """Counts about, as SQS does, with letters that are hidden while they are listed."""
+        """Returns SQS's approximate count, including in-flight dead letters."""
         attributes = self.dead.attributes("All")
         return sum(count_of(attributes, which) for which in ("", "NotVisible", "Delayed"))
 
@@ -347,7 +348,7 @@ class SqsDeadLetters(EngineDeadLetters):
     def limit(self) -> tuple[int | None, str]:
         try:
             policy = redrive_of(self.dead.attributes("RedrivePolicy"))
-        except Denied:  # what SQS then moves goes to yet another queue, and is not deleted
+        except Denied:  # without the limit: SQS moves dead letters on, and deletes none
             policy = {}
         return int(policy.get("maxReceiveCount") or 0) or None, "maxReceiveCount"
 

@@ -1,6 +1,6 @@
 """Translates botocore errors into ProducerErrors with an actionable message and no credentials.
 
-AWS's own text is left out where it may quote what was signed.
+AWS's own text is omitted where it may quote the signed request.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from airflow_broadway.core.errors import ConnectionMissing, ProducerError, Produ
 from airflow_broadway.producers.engine.port import Denied, Expired, Refused
 from airflow_broadway.producers.sqs.limits import IN_FLIGHT
 
-#: The codes of a queue that is not there.
+#: Error codes of a queue that does not exist.
 MISSING_QUEUE = frozenset(
     {"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist", "NonExistentQueue"}
 )
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
-#: What codes have in them of credentials that AWS does not know.
+#: A pattern for error codes of credentials that AWS does not accept.
 _UNKNOWN = re.compile(
     "Signature|AccessKey|ClientToken|AuthenticationToken|AuthFailure|NotAuthorized|OptInRequired"
     "|UnrecognizedClient"
 )
 _SKEWED = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
 _SKEW_TEXTS = ("signature expired", "not yet current", "signature not yet")
-#: What codes have in them of too many requests, to SQS or to KMS.
+#: A pattern for error codes of throttling, by SQS or KMS.
 _THROTTLED = re.compile("Throttl|RequestLimitExceeded|SlowDown|TooManyRequests")
 _OVER_LIMIT = frozenset({"OverLimit", "AWS.SimpleQueueService.OverLimit"})
 _TRANSIENT = frozenset(
@@ -34,33 +34,33 @@ _TRANSIENT = frozenset(
 
 
 class InFlightLimit(ProducerError):
-    """The queue has as many messages in flight as it may have."""
+    """The queue has reached its limit of in-flight messages."""
 
 
 def throttled(code: str) -> bool:
-    """Whether AWS had too many requests to look at this one."""
+    """Returns whether an error code means throttling."""
     return _THROTTLED.search(code) is not None
 
 
 def retryable(code: str, sender_fault: bool) -> bool:
-    """Whether a failed entry of a batch request may succeed when it is sent again."""
+    """Returns whether a failed entry of a batch request may succeed on a retry."""
     return throttled(code) or code in _TRANSIENT or not sender_fault
 
 
 def translated(error: Exception, action: str, queue: str, where: str) -> Exception:
-    """Returns the error of this package for one of botocore's.
+    """Translates a botocore error into an error of this package.
 
-    :param action: E.g. ``"ReceiveMessage"``.
+    :param action: The action, e.g. ``"ReceiveMessage"``.
     :param queue: The queue's name or URL.
-    :param where: Region and endpoint, for people.
+    :param where: Region and endpoint, for error messages.
     """
     response: Any = getattr(error, "response", None)
     if not isinstance(response, dict) or "Error" not in response:
-        return _of_client(error, action, queue, where)
+        return _translate_client_error(error, action, queue, where)
     code = str(response["Error"].get("Code", ""))
     text = str(response["Error"].get("Message", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) or 0)
-    refused = _of_access(code, text, status, action, queue, where)
+    refused = _translate_access_error(code, text, status, action, queue, where)
     if refused is not None:
         return refused
     if code in _OVER_LIMIT:
@@ -75,14 +75,14 @@ def translated(error: Exception, action: str, queue: str, where: str) -> Excepti
         )
     if code in _TRANSIENT or status >= 500:
         return ProducerUnavailable(f"SQS could not do {action} on {queue!r} just now ({code})")
-    shown = text if len(text) <= 300 else f"{text[:297]}..."
-    return Refused(f"SQS refuses {action} on {queue!r} {where} ({code}): {shown}")
+    excerpt = text if len(text) <= 300 else f"{text[:297]}..."
+    return Refused(f"SQS refuses {action} on {queue!r} {where} ({code}): {excerpt}")
 
 
-def _of_access(
+def _translate_access_error(
     code: str, text: str, status: int, action: str, queue: str, where: str
 ) -> Exception | None:
-    """Returns the error of refused access: no such queue, no permission, no valid credentials."""
+    """Translates errors of access: missing queues, permissions, credentials and clock skew."""
     if code in MISSING_QUEUE:
         return ProducerError(
             f"there is no SQS queue {queue!r} {where}: check the queue's name, its region and its"
@@ -111,7 +111,7 @@ def _of_access(
     return None
 
 
-def _of_client(error: Exception, action: str, queue: str, where: str) -> Exception:
+def _translate_client_error(error: Exception, action: str, queue: str, where: str) -> Exception:
     from botocore import exceptions as of
 
     if isinstance(error, (of.NoCredentialsError, of.PartialCredentialsError)):

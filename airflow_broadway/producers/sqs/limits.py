@@ -6,23 +6,23 @@ from typing import Final
 
 #: Entries in one batch request, and messages in one receive.
 MAX_BATCH: Final = 10
-#: Seconds for which a message may be hidden in all, from its receipt.
+#: The maximum total visibility timeout from receipt, in seconds.
 LONGEST_VISIBILITY: Final = 43_200
-#: Messages that one queue may have in flight, standard or FIFO.
+#: The limit of in-flight messages of one queue, standard or FIFO.
 IN_FLIGHT: Final = 120_000
-#: Bytes of one message, attributes included, and of one batch; before August 2025 a quarter.
+#: Bytes of one message, including attributes, and of one batch; and the limit before August 2025.
 MAX_BODY: Final = 1_048_576
 MAX_BODY_FORMERLY: Final = 262_144
-#: Attributes that one message may have.
+#: Attributes of one message.
 MAX_ATTRIBUTES: Final = 10
-#: The attribute of a message that was a dead letter and was sent back: the id that it had.
+#: The attribute of a requeued dead letter: the id of its original message.
 REQUEUED: Final = "broadway_requeued"
 
 
 def unsendable(text: str) -> str:
-    """Returns the first character that SQS refuses, as ``U+….``; ``""`` if there is none.
+    """Returns the first character that SQS rejects, as ``U+….``; ``""`` if there is none.
 
-    Allowed are #x9, #xA, #xD, #x20 to #xD7FF, #xE000 to #xFFFD, #x10000 to #x10FFFF.
+    SQS allows #x9, #xA, #xD, #x20 to #xD7FF, #xE000 to #xFFFD, #x10000 to #x10FFFF.
     """
     for character in text:
         code = ord(character)

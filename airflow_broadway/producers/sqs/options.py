@@ -1,4 +1,4 @@
-"""The options of the SQS producer, and what follows from them; loads no client."""
+"""Declares the options of the SQS producer; does not import the client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH,
 
 log = logging.getLogger(__name__)
 
-#: The connection of AWS where none is named; without it boto3 looks where it always looks.
+#: The default connection; without it boto3's default credentials are used.
 DEFAULT_CONNECTION: Final = "aws_default"
 #: Broadway's names of a message's system attributes → SQS's.
 SYSTEM_ATTRIBUTES: Final = {
@@ -78,12 +78,12 @@ _AWS_URL = re.compile(
 
 
 def region_of(url: str) -> str | None:
-    """Returns the region in the URL of one of AWS's own queues."""
+    """Parses the region from a queue URL of AWS; ``None`` for other URLs."""
     match = _AWS_URL.match(url)
     return None if match is None else match.group(1) or match.group(2)
 
 
-#: AWS's consoles, by how the names of their regions begin.
+#: The hosts of AWS's consoles, by region prefix.
 _CONSOLES: Final = {
     "cn-": "amazonaws.cn",
     "us-gov-": "amazonaws-us-gov.com",
@@ -93,12 +93,13 @@ _CONSOLES: Final = {
 
 @options
 class SqsProducer(BrokerProducer):
-    """Messages from an Amazon SQS queue, standard or FIFO: see ``docs/sqs.md``.
+    """The producer for an Amazon SQS queue, standard or FIFO; see ``docs/sqs.md``.
 
-    ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``, which deletes, and
-    ``"noop"``, after which visibility timeout and redrive policy decide.  Beside them ``"retry"``
-    (by the option ``retry``), ``"dead_letter"`` and ``"release"``, at once and without using up an
-    attempt.  As in Broadway any other word means ``"noop"``; here with a warning.
+    ``on_success`` and ``on_failure`` accept Broadway's values: ``"ack"``, which deletes the
+    message, and ``"noop"``, which leaves it to visibility timeout and redrive policy.  In addition
+    they accept ``"retry"`` (by the option ``retry``), ``"dead_letter"``, and ``"release"``, which
+    makes the message visible immediately and uses up no attempt.  As in Broadway any other text
+    means ``"noop"``, here with a warning.
     """
 
     adapter: ClassVar[str] = "airflow_broadway.producers.sqs.adapter:SqsBroker"
@@ -222,12 +223,12 @@ class SqsProducer(BrokerProducer):
             raise OptionsError(f"SqsProducer.{name}", rule, value)
 
     def _is_open(self) -> bool:
-        """Whether something is still a template."""
+        """Returns whether an option is still a Jinja template."""
         values = (self.queue_url, self.region_name, self.lease, self.visibility_timeout)
         return any(isinstance(value, str) and "{{" in value for value in values)
 
     def check_action(self, name: str, value: object, path: str) -> str:
-        """Returns ``value``, or ``noop`` for any other word, as Broadway's SQS producer does."""
+        """Returns ``value``, or ``noop`` for any other text, as Broadway's SQS producer does."""
         if not isinstance(value, str) or value in self.actions or "{{" in value:
             return super().check_action(name, value, path)
         near = difflib.get_close_matches(value, self.actions, n=1)
@@ -240,21 +241,21 @@ class SqsProducer(BrokerProducer):
         )
         return "noop"
 
-    # -- what follows from the options ---------------------------------------------------------
+    # -- derived values ------------------------------------------------------------------------
 
     @property
     def fifo(self) -> bool:
-        """Whether the queue is a FIFO queue: its name ends so, by AWS's rule."""
+        """Whether the queue is a FIFO queue: AWS requires the suffix ``.fifo``."""
         return (self.queue_url or self.queue_name or "").endswith(".fifo")
 
     @property
     def place(self) -> str:
-        """Names the queue by its options, as leases and records do."""
+        """The queue's URL or name, as in leases and records."""
         return str(self.queue_url or self.queue_name)
 
     @property
     def keeps_order(self) -> bool:
-        """Keeps order within each message group of a FIFO queue."""
+        """Whether order is kept per message group: only in a FIFO queue."""
         return self.fifo
 
     def group_of(self, message: Message) -> str | None:
@@ -263,7 +264,7 @@ class SqsProducer(BrokerProducer):
 
     def console(self, env: ProducerEnv) -> str | None:
         url, region = self.queue_url or "", region_of(self.queue_url or "")
-        if region is None:  # another server than AWS's, or nobody knows which account's
+        if region is None:  # another server than AWS, or an unknown account
             return None
         kind = next((prefix for prefix in _CONSOLES if region.startswith(prefix)), "")
         host = f"{region}.console.{_CONSOLES[kind]}"
