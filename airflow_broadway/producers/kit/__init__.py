@@ -1,1 +1,1 @@
-"""What two brokers or more need; ``docs/producers.md`` lists it."""
+"""Shared parts of producers; ``docs/producers.md`` lists them."""

@@ -1,4 +1,4 @@
-"""Checks whose a lease is, the type of a connection, a broker's own limits, and plain HTTP."""
+"""Checks of leases, connection types, a broker's delivery limits, and plain HTTP."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ log = logging.getLogger(__name__)
 
 
 def check_lease(lease: Lease, kind: str, queue: str) -> Lease:
-    """Returns the lease, if it is of this queue.
+    """Returns the lease after checking that it belongs to this queue.
 
-    :param kind: The producer's.
-    :param queue: As the source noted it in ``lease.state["queue"]``.
-    :raises ProducerError: If it is another's: both halves of a run must have the same options.
+    :param kind: The producer's kind.
+    :param queue: The queue's name, as recorded in ``lease.state["queue"]``.
+    :raises ProducerError: If it belongs to another queue: source and custodian need the same
+        options.
     """
     if lease.kind != kind or lease.state.get("queue", queue) != queue:
         raise ProducerError(
@@ -36,13 +37,13 @@ def check_lease(lease: Lease, kind: str, queue: str) -> Lease:
 def connection_of(
     env: ProducerEnv, conn_id: str | None, *, default: str, types: tuple[str, ...], service: str
 ) -> Connection | None:
-    """Returns the connection of a broker; ``None``: its client looks for credentials by itself.
+    """Returns the connection of a broker; ``None`` for the client's default credentials.
 
-    :param conn_id: As the producer has it; ``None``: it looks by itself.
-    :param default: The id whose connection may be missing.
-    :param types: What such a connection is of; the first is the one to name.
-    :param service: The broker's name, for people.
-    :raises ConnectionMissing: If another one is missing, or it is of another type.
+    :param conn_id: The producer's option; ``None`` for the client's default credentials.
+    :param default: The id of the default connection, which may be missing.
+    :param types: The accepted connection types; the first is named in errors.
+    :param service: The broker's name, for error messages.
+    :raises ConnectionMissing: If another connection is missing, or the type is not accepted.
     """
     if conn_id is None:
         return None
@@ -64,11 +65,13 @@ def connection_of(
 def findings_of_limit(
     producer: Producer, limit: int, least: int, *, policy: str, counted: str, setting: str
 ) -> list[Finding]:
-    """Warns of a broker that makes a message a dead letter itself, after few deliveries.
+    """Warns of a broker policy that dead-letters a message after too few deliveries.
 
-    :param limit: The deliveries after which it does; 0: never.
-    :param least: What is enough where no attempts are retried: a release counts as a delivery.
-    :param policy: The policy, for people; ``counted``: its limit; ``setting``: its name.
+    :param limit: The policy's maximum number of deliveries; 0: no limit.
+    :param least: The minimum that is enough without retries: a release counts as a delivery.
+    :param policy: A description of the policy.
+    :param counted: A description of its limit.
+    :param setting: The name of its setting.
     """
     retries = "retry" in (producer.on_success, producer.on_failure)
     attempts = producer.retry.max_attempts if retries else 0
@@ -83,7 +86,7 @@ def findings_of_limit(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent to a host stays on this machine."""
+    """Returns whether a host is the loopback interface."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -94,9 +97,9 @@ def is_loopback(host: str) -> bool:
 
 @functools.cache
 def warn_of_plain_http(url: str, what: str) -> None:
-    """Warns, once per process, that others on the network can read what is sent to ``http://``.
+    """Warns, once per process, that data sent to an ``http://`` URL is unencrypted.
 
-    :param what: What can be read, in words.
+    :param what: A description of the data.
     """
     parts = urlsplit(url)
     if parts.scheme == "http" and not is_loopback(parts.hostname or ""):

@@ -1,14 +1,14 @@
-"""How often each message has failed, over all runs: brokers count releases and lapses too, or
-nothing at all.
+"""Records the number of failures of each message across runs.
 
-Who settles writes the failures of what it sends back into a file, and a later run that receives
-such a message reads them.  Below the staging folder that all pipelines share::
+A broker's delivery count includes releases and lapses, or does not exist.  So a settlement writes
+the failures of the messages that it retries to a file, and a later run that receives them reads it.
+The files are in the staging folder that all pipelines share::
 
-    <broker>/<queue>/attempts/<day>.<unique>.json     id → failures on record
+    <broker>/<queue>/attempts/<day>.<unique>.json     id → recorded failures
 
-A broker may keep a message for weeks, so there may be tens of thousands of these files.  A run
-merges those of a day into one when it begins, while it holds no message whose time runs.  What is
-read later is a few files of each day, side by side where the store can.
+A broker may retain a message for weeks, so there may be tens of thousands of these files.  A run
+merges the files of each day when it begins, before it holds any lease.  Later reads then fetch a
+few files per day, concurrently if the store supports it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from airflow_broadway.producers.kit.state_files import StateFiles, day_of
 
 log = logging.getLogger(__name__)
 
-#: Days for which failures are kept, beyond those for which the broker may keep a message.
+#: Days for which failures are kept beyond the broker's retention.
 _SPARE_DAYS: Final = 2
-#: Files of one day from which on they are merged.
+#: The number of files of one day from which they are merged.
 _MERGED_FROM: Final = 8
-#: Seconds between two looks for failures that others noted.
+#: Seconds between two reads of failures recorded by other processes.
 _LOOK_INTERVAL: Final = 30.0
 _FOLDER: Final = "attempts"
 
 
 class Failures:
-    """The failures on record of one queue's messages; used from one thread.
+    """The recorded failures of one queue's messages; used from one thread.
 
-    :param files: The queue's.
-    :param kept_days: Days for which the broker may keep a message.
-    :param look_interval: Seconds between two looks for failures that others noted; listing is dear
-        on object stores.
+    :param files: The queue's state files.
+    :param kept_days: The broker's maximum retention in days.
+    :param look_interval: Seconds between two reads of failures recorded by other processes; listing
+        is expensive on object stores.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Failures:
         self._read: set[str] = set()
 
     def note(self, failures: Mapping[str, int], now: datetime) -> None:
-        """Records how many failures messages have, this one included.
+        """Records the number of failures of messages, including the current one.
 
-        :raises StagingError: If that cannot be written.
+        :raises StagingError: If they cannot be written.
         """
         if failures:
             self._write(day_of(now), failures)
             _add(self._known, failures)
 
     def of(self, ids: Iterable[str], now: datetime) -> dict[str, int]:
-        """Returns the failures on record of those of ``ids`` that have any.
+        """Returns the recorded failures of those of ``ids`` that have any.
 
-        What others note meanwhile is seen at the next look.
+        Records of other processes are visible after the next read.
 
         :raises StagingError: If they cannot be read.
         """
@@ -76,14 +76,14 @@ class Failures:
         unknown = not all(key in self._known for key in wanted)
         if unknown and now.timestamp() >= self._look_at:
             self._look_at = now.timestamp() + self._interval
-            while self._learn():
-                pass  # somebody merges meanwhile: what is gone is in another file
+            while self._read_new():
+                pass  # removed by a concurrent merge, and now in another file
         return {key: self._known[key] for key in wanted if key in self._known}
 
     def merge(self, now: datetime) -> None:
-        """Merges a day's many files into one, and removes what is too old.  Safe to repeat.
+        """Merges the files of each day into one, and removes expired ones.  Safe to repeat.
 
-        :raises StagingError: If that cannot be done.
+        :raises StagingError: If files cannot be read, written or removed.
         """
         days: dict[str, list[str]] = defaultdict(list)
         for name in self._files.names(_FOLDER):
@@ -93,20 +93,20 @@ class Failures:
             if day < oldest:
                 self._files.discard(paths)
             elif len(paths) >= _MERGED_FROM:
-                read = _counts(self._files, paths)
+                read = _read_counts(self._files, paths)
                 merged: dict[str, int] = {}
                 for counts in read.values():
                     _add(merged, counts)
-                # Written before the others are removed: what is in two files counts once.
+                # Written before the others are removed: duplicates count once.
                 self._write(day, merged)
                 self._files.discard(read)
 
-    def _learn(self) -> bool:
-        """Reads new files; returns whether some of them were gone before that."""
+    def _read_new(self) -> bool:
+        """Reads new files; returns whether some of them were removed meanwhile."""
         names = (f"{_FOLDER}/{name}" for name in self._files.names(_FOLDER))
         fresh = [path for path in names if path not in self._read]
         self._read.update(fresh)
-        read = _counts(self._files, fresh)
+        read = _read_counts(self._files, fresh)
         for counts in read.values():
             _add(self._known, counts)
         return len(read) < len(fresh)
@@ -120,12 +120,12 @@ def _add(known: dict[str, int], more: Mapping[str, int]) -> None:
         known[message_id] = max(count, known.get(message_id, 0))
 
 
-def _counts(files: StateFiles, paths: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Reads files by path: nothing of one that is damaged; what is gone is left out."""
+def _read_counts(files: StateFiles, paths: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Reads files by path; damaged ones are empty, and removed ones are omitted."""
     counts: dict[str, dict[str, int]] = {}
     for path, value in files.read_all(paths):
-        whole = isinstance(value, dict) and all(isinstance(count, int) for count in value.values())
-        if not whole:
+        valid = isinstance(value, dict) and all(isinstance(count, int) for count in value.values())
+        if not valid:
             log.error("%s is damaged: what it says of failures is not counted", path)
-        counts[path] = value if whole else {}
+        counts[path] = value if valid else {}
     return counts

@@ -1,15 +1,15 @@
-"""What became of the messages of one generation: a killed settlement goes on where it was.
+"""Records the settlement of one generation, so that an interrupted one can be resumed.
 
 Each generation has a folder among a producer's :class:`StateFiles`; its name is a hash::
 
-    <generation>/now-*.json      what callbacks settled at once: message id → action
-    <generation>/begun.json      settling has begun, by the plan that is in it
-    <generation>/done-*.json     what settling has carried out so far: message id → action
-    <generation>/settled.json    settling is done: the report, and what a producer keeps beside it
-    ended/<day>/<generation>.json    generations of which the report alone is left
+    <generation>/now-*.json      messages that callbacks settled immediately: message id → action
+    <generation>/begun.json      the settlement has begun, with this plan
+    <generation>/done-*.json     the settlement's progress: message id → action
+    <generation>/settled.json    the settlement is done: the report, and details of the producer
+    ended/<day>/<generation>.json    generations of which only the report is left
 
-A producer may keep files of its own in the same folder.  Losing these files must lose no message:
-what is not known to be settled comes back from the broker.
+A producer may store other files in the same folder.  Losing these files must not lose messages: a
+message without a record of its settlement is redelivered by the broker.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SETTLED, _BEGUN = "settled.json", "begun.json"
 
 
 class Settled(NamedTuple):
-    """How a settlement ended.
+    """The result of a settlement.
 
-    :param details: What the producer keeps beside the report: JSON.
+    :param details: Further JSON values of the producer.
     """
 
     report: SettleReport
@@ -39,7 +39,7 @@ class Settled(NamedTuple):
 class GenerationLog:
     """The log of one generation.
 
-    :param folder: Instead of the generation, the name of its folder.
+    :param folder: The name of its folder, instead of the generation.
     :raises StagingError: From every method, if files cannot be read or written.
     """
 
@@ -48,49 +48,49 @@ class GenerationLog:
         #: The name of its folder.
         self.folder = folder or digest(generation)
 
-    # -- on the way ----------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------
 
     def note_now(self, actions: Mapping[str, Action]) -> None:
-        """Records what callbacks settled immediately: message id → action."""
+        """Records messages that callbacks settled immediately: message id → action."""
         self._append("now", actions)
 
     def now(self, names: Iterable[str] | None = None) -> dict[str, Action]:
-        """Returns what callbacks settled immediately: message id → action.
+        """Returns the messages that callbacks settled immediately: message id → action.
 
-        :param names: As :meth:`names` gave them just now.
+        :param names: The current result of :meth:`names`, if known.
         """
         return self._actions("now", names)
 
     def begin(self, plan: Any = None) -> Any:
-        """Records that settling begins; of several settlers, and after a kill, one plan stands.
+        """Records the begin of a settlement; of several settlements the first plan is valid.
 
-        :param plan: JSON.
-        :returns: The plan that stands: this one, or that of whoever began first.
+        :param plan: A JSON value.
+        :returns: The valid plan: this one, or that of an earlier settlement.
         """
         if self._files.create(self.path(_BEGUN), {"plan": plan}):
             return plan
         return self.read(_BEGUN)["plan"]
 
     def has_begun(self) -> bool:
-        """Whether settling has begun, by anybody, and has not ended; reads no file."""
+        """Returns whether a settlement is in progress, in any process; reads no file."""
         return self._files.exists(self.path(_BEGUN))
 
     def note_done(self, actions: Mapping[str, Action]) -> None:
-        """Records what settling has carried out since the last record: message id → action."""
+        """Records the progress since the last record: message id → action."""
         self._append("done", actions)
 
     def done(self, names: Iterable[str] | None = None) -> dict[str, Action]:
-        """Returns what an unfinished settlement has carried out: message id → action."""
+        """Returns the progress of an unfinished settlement: message id → action."""
         return self._actions("done", names)
 
     # -- the end -------------------------------------------------------------------------------
 
     def end(self, report: SettleReport, *, replace: bool = False, **details: Any) -> Settled:
-        """Records that settling is done.
+        """Records the end of the settlement.
 
-        :param replace: Whether this report stands, and not the first one that was noted.
-        :param details: What to keep beside the report: JSON.
-        :returns: What stands.
+        :param replace: Whether this report replaces an earlier one; otherwise the first is valid.
+        :param details: Further JSON values to store.
+        :returns: The valid result.
         """
         path, value = self.path(_SETTLED), {"report": report.to_json(), **details}
         if replace:
@@ -100,33 +100,33 @@ class GenerationLog:
         return Settled(report, details)
 
     def settled(self) -> Settled | None:
-        """Returns how it was settled; ``None`` if it was not."""
+        """Returns the result of the settlement; ``None`` if it is not done."""
         value = self._files.read(self.path(_SETTLED))
         return None if value is None else _settled(value)
 
     def is_settled(self) -> bool:
-        """Whether it was settled, by anybody; reads no file."""
+        """Returns whether any process has settled the generation; reads no file."""
         return self._files.exists(self.path(_SETTLED))
 
     def forget_soon(self, day: str) -> None:
-        """Lets :func:`forget_ended` remove its files later.
+        """Marks the generation's files for removal by :func:`forget_ended`.
 
         :param day: Today, as ``YYYY-MM-DD``.
         """
         self._files.write(f"ended/{day}/{self.folder}.json", {})
 
     def keep_report(self, day: str) -> None:
-        """Removes all but the report, which :func:`forget_ended` may remove later.
+        """Removes all files but the report, which :func:`forget_ended` removes later.
 
         :param day: Today, as ``YYYY-MM-DD``.
         """
         self.forget_soon(day)
         self._files.discard(self.path(name) for name in self.names() if name != _SETTLED)
 
-    # -- its files -----------------------------------------------------------------------------
+    # -- files ---------------------------------------------------------------------------------
 
     def path(self, name: str) -> str:
-        """Returns the name of one of its files among the producer's."""
+        """Returns the path of one of its files among the producer's files."""
         return f"{self.folder}/{name}"
 
     def names(self) -> list[str]:
@@ -136,19 +136,19 @@ class GenerationLog:
     def read(self, name: str) -> Any:
         """Reads the JSON value of one of its files.
 
-        :raises StagingError: If it is gone: another process has settled the generation meanwhile.
+        :raises StagingError: If it was removed: another process has settled the generation.
         """
         value = self._files.read(self.path(name))
         if value is None:
-            raise self._gone(name)
+            raise self._missing(name)
         return value
 
     def write(self, name: str, value: Any) -> None:
-        """Writes a file of the producer's own, replacing any."""
+        """Writes a file of the producer, replacing any."""
         self._files.write(self.path(name), value)
 
     def append(self, kind: str, value: Any) -> str:
-        """Writes a file of the producer's own next to all others of that kind: ``<kind>-*.json``.
+        """Writes one more file of a kind: ``<kind>-*.json``.
 
         :returns: Its name.
         """
@@ -158,7 +158,7 @@ class GenerationLog:
 
     def _append(self, kind: str, actions: Mapping[str, Action]) -> None:
         if actions:
-            self.append(kind, dict(actions))  # an action is its text
+            self.append(kind, dict(actions))  # an action is a str
 
     def _actions(self, kind: str, names: Iterable[str] | None) -> dict[str, Action]:
         listed = self.names() if names is None else names
@@ -168,13 +168,13 @@ class GenerationLog:
         for path in paths:
             value = values.get(path)
             if value is None:
-                raise self._gone(path.rpartition("/")[2])
+                raise self._missing(path.rpartition("/")[2])
             if isinstance(value, Damaged):
                 raise value
             actions.update({key: Action(action) for key, action in value.items()})
         return actions
 
-    def _gone(self, name: str) -> StagingError:
+    def _missing(self, name: str) -> StagingError:
         return StagingError(
             f"{name} of the generation in {self.folder} is gone: another process has settled it"
         )

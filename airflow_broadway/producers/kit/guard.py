@@ -1,8 +1,8 @@
-"""One guard for each message that is settled, whatever its broker.
+"""Isolates errors of single messages during a settlement.
 
-What cannot be carried out for one message is counted as failed, with its own reason, and its
-neighbours are settled all the same: otherwise one message that no client can encode keeps its whole
-generation from being settled, for ever.  Only a broker that cannot be reached ends a settlement.
+A message that cannot be settled counts as failed, with its own reason, and all others are settled.
+Otherwise one message that the client cannot encode would block its whole generation forever.  Only
+an unreachable broker interrupts a settlement.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from airflow_broadway.core.text import cut
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a reason that are reported.
+#: The maximum bytes of a reported reason.
 _MAX_REASON = 500
 
 
 class MessageGuard:
-    """What could not be done for single messages, and why."""
+    """Collects the errors of single messages."""
 
     def __init__(self) -> None:
-        #: Message id → why it failed.
+        #: Message id → reason of its failure.
         self.refused: dict[str, str] = {}
 
     @contextmanager
     def each(self, message_id: str) -> Iterator[None]:
-        """Confines what goes wrong inside to this message.
+        """Records an exception of the ``with`` block as the failure of this message.
 
-        :raises ProducerUnavailable: The one error that is every message's.
+        :raises ProducerUnavailable: Re-raised, as it concerns all messages.
         """
         try:
             yield
@@ -44,18 +44,18 @@ class MessageGuard:
             self.refuse(message_id, f"{type(error).__name__}: {error}")
 
     def refuse(self, message_id: str, reason: str) -> None:
-        """Counts a message as failed."""
+        """Records a message as failed."""
         self.refused.setdefault(message_id, cut(reason, _MAX_REASON))
 
     def errors(self) -> tuple[str, ...]:
-        """Returns one sentence per kind of refusal, with their number and the first of them."""
-        first: dict[str, list[str]] = {}
+        """Returns one error text per reason, with the number of messages and the first id."""
+        ids_by_reason: dict[str, list[str]] = {}
         for message_id, reason in self.refused.items():
-            first.setdefault(reason, []).append(message_id)
-        return tuple(f"{_which(ids)}: {reason}" for reason, ids in sorted(first.items()))
+            ids_by_reason.setdefault(reason, []).append(message_id)
+        return tuple(f"{_describe(ids)}: {reason}" for reason, ids in sorted(ids_by_reason.items()))
 
 
-def _which(ids: list[str]) -> str:
+def _describe(ids: list[str]) -> str:
     if len(ids) == 1:
         return f"message {ids[0]!r} could not be settled"
     return f"{len(ids):,} messages could not be settled, the first of them {ids[0]!r}"

@@ -1,7 +1,7 @@
-"""Counts the looks at a queue whose broker deletes a message after so many deliveries.
+"""Counts listings of a queue whose broker deletes a message after a number of deliveries.
 
-Some brokers show a message only by delivering it, and count each delivery against a limit of the
-queue.  So each look is counted in a small file before it begins, and the last ones are refused.
+Some brokers return a message only by delivering it, and count each delivery against a limit of the
+queue.  So each listing is counted in a small file before it begins, and refused close to the limit.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.state_files import StateFiles, digest, state_files
 
-#: Deliveries below the limit that no look uses: for other clients, and for looks at the same time.
+#: Deliveries below the limit that are reserved for other clients and for concurrent listings.
 RESERVE = 2
 
 
 class LookCount:
-    """The deliveries that looks have used up at one queue of dead letters.
+    """The number of deliveries that listings have used up at one dead-letter queue.
 
-    :param staging: The pipeline's staging folder, where the count is kept; ``None``: in memory.
-    :param queue: The queue, for people.
+    :param staging: The pipeline's staging folder, for the count; ``None``: it is in memory.
+    :param queue: The queue's description.
     :param limit: The deliveries after which the broker removes a message; ``None``: no limit.
-    :param setting: What sets the limit, for people, such as ``"x-delivery-limit"``.
+    :param setting: The name of the limit's setting, such as ``"x-delivery-limit"``.
     """
 
     def __init__(self, staging: str | None, queue: str, limit: int | None, setting: str) -> None:
@@ -33,14 +33,14 @@ class LookCount:
 
     @property
     def limit(self) -> int | None:
-        """Returns the deliveries after which the broker removes a message; ``None``: no limit."""
+        """The deliveries after which the broker removes a message; ``None``: no limit."""
         return self._limit
 
     def begin(self, *, empty: bool = False) -> None:
-        """Counts a look, or refuses it.
+        """Counts a listing, or refuses it.
 
-        :param empty: Whether the queue is known to be empty: then the count begins anew.
-        :raises ProducerError: If the look might be one of the last before letters are removed.
+        :param empty: Whether the queue is known to be empty, which resets the count.
+        :raises ProducerError: If the count is close to the limit.
         """
         if self._limit is None:
             return
@@ -50,9 +50,9 @@ class LookCount:
         self._files.write(self._file, {"queue": self._queue, "deliveries": used})
 
     def note(self, deliveries: int) -> None:
-        """Adopts the broker's count for one letter, this look included.
+        """Adopts the broker's delivery count of one dead letter, including this listing.
 
-        :raises ProducerError: If another look might remove the letter.
+        :raises ProducerError: If another listing might remove the dead letter.
         """
         self._highest = max(self._highest, deliveries)
         if self._limit is None or deliveries <= self._used():
@@ -62,12 +62,12 @@ class LookCount:
             raise self.refusal()
 
     def end(self) -> None:
-        """Adopts the highest count of a walk through every letter."""
+        """Adopts the highest delivery count of a complete listing."""
         if self._limit is not None:
             self._files.write(self._file, {"queue": self._queue, "deliveries": self._highest})
 
     def refusal(self) -> ProducerError:
-        """Returns the error of a look that is refused."""
+        """Returns the error of a refused listing."""
         return ProducerError(
             f"the dead letters in {self._queue} cannot be listed any more: {self._setting} is"
             f" {self._limit}, each look counts as a delivery, and after"

@@ -1,4 +1,4 @@
-"""Reports of settlements, by counts of actions."""
+"""Builds reports of settlements from counts of actions."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def report_of(
     failed: int = 0,
     errors: Iterable[str] = (),
 ) -> SettleReport:
-    """Returns the report of verdicts that were carried out.
+    """Builds the report of completed actions.
 
-    :param actions: How many of each; or each.
-    :param errors: Each is in the report once.
+    :param actions: The count of each action; or the action of each message.
+    :param errors: Error texts; duplicates are removed.
     """
     counts: dict[str, Any] = {CLASS_OF[action]: count for action, count in Counter(actions).items()}
     return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors)))
 
 
 def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
-    """Returns what callbacks settled immediately, beyond what the settlement knows of.
+    """Returns the immediately settled messages that are missing in the settlement's own report.
 
-    :param at_once: All that ``settle_now`` did under the lease, by the producer's own record.
+    :param at_once: The report of all ``settle_now`` calls, by the producer's own record.
     """
     known = settlement.settled_now
     if known is None:
@@ -40,7 +40,7 @@ def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
 
 
 def about_set_aside(lease: Lease) -> tuple[str, ...]:
-    """Describes the messages that the source received and no callback saw."""
+    """Describes received messages that reached no callback."""
     words = {
         "bundle": "bundles: move them back into their holding queue",
         "oversized": "too large",

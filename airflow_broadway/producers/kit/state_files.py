@@ -1,7 +1,7 @@
-"""Small files of a producer's own, below the pipeline's staging folder or the shared one.
+"""Small state files of a producer, in the pipeline's staging folder or the shared one.
 
-Other processes read them.  So each is whole or absent, and durable when :meth:`StateFiles.write`
-returns.  Without a staging folder they are kept in memory, for the one who opened them.
+Other processes read them.  So each file is complete or absent, and durable when
+:meth:`StateFiles.write` returns.  Without a staging folder they are in the memory of their object.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from airflow_broadway.core.formats.files import (
 
 
 class Damaged(StagingError):
-    """A file is there, and is not what this package writes: cut off, or a stranger's."""
+    """A file with unexpected contents: truncated, or written by another program."""
 
 
 def digest(text: str) -> str:
-    """Returns a short hash, fit for names."""
+    """Returns a short hash for file names."""
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def instant_of(seconds: float) -> datetime:
-    """Returns the timestamp of so many seconds since the epoch."""
+    """Converts seconds since the epoch to a timestamp."""
     return datetime.fromtimestamp(seconds, timezone.utc)
 
 
 def day_of(now: datetime, *, before: int = 0) -> str:
-    """Returns the day of a timestamp, or so many days before it: ``YYYY-MM-DD``, UTC."""
+    """Returns the UTC day of a timestamp, minus ``before`` days, as ``YYYY-MM-DD``."""
     return (now.astimezone(timezone.utc) - timedelta(days=before)).date().isoformat()
 
 
 def state_files(staging: str | None, folder: str) -> StateFiles:
     """Opens a producer's files.
 
-    :param staging: The folder, as a URI; ``None``: they are in memory.
-    :param folder: Below it, e.g. ``"sqs/1f2e3d"``.
+    :param staging: The folder as a URI; ``None``: in memory.
+    :param folder: The subfolder, e.g. ``"sqs/1f2e3d"``.
     """
     return MemoryFiles() if staging is None else StateFiles(staging, folder)
 
@@ -55,10 +55,10 @@ class StateFiles:
     """A folder of small JSON files.
 
     :param staging: The pipeline's folder or the shared one, as a URI.
-    :param folder: Below it; names of safe characters.
+    :param folder: The subfolder; names of safe characters.
     """
 
-    #: Whether other processes see them.
+    #: Whether other processes can read them.
     durable = True
 
     def __init__(self, staging: str, folder: str) -> None:
@@ -69,7 +69,7 @@ class StateFiles:
     def read(self, name: str) -> Any:
         """Reads the JSON value of a file; ``None`` if there is none.
 
-        :raises StagingError: If it cannot be read; :class:`Damaged` if it is no JSON.
+        :raises StagingError: If it cannot be read; :class:`Damaged` if it is not JSON.
         """
         path = f"{self._root}/{name}"
         with _translated(path, "read"):
@@ -79,9 +79,9 @@ class StateFiles:
                 return None
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Reads the JSON values of files by name, concurrently where the store can do that.
+        """Reads the JSON values of files by name, concurrently if the store supports it.
 
-        A file that is gone is left out; of one that is no JSON the value is a :class:`Damaged`.
+        Missing files are omitted; the value of a file that is not JSON is a :class:`Damaged`.
 
         :raises StagingError: If one cannot be read.
         """
@@ -100,7 +100,7 @@ class StateFiles:
                 yield name, error
 
     def write(self, name: str, value: Any) -> None:
-        """Writes a whole file, replacing any.
+        """Writes a file atomically, replacing any.
 
         :raises StagingError: If it cannot be written.
         """
@@ -109,13 +109,13 @@ class StateFiles:
             if self._local:
                 make_folders(os.path.dirname(path))
                 replace_file(path, (data,))
-            else:  # an object appears whole or not at all
+            else:  # writes to object stores are atomic
                 self._fs.pipe_file(path, data)
 
     def create(self, name: str, value: Any) -> bool:
-        """Writes a whole file unless there is one; returns whether it was written.
+        """Creates a file atomically unless it exists; returns whether it was created.
 
-        Of several processes that do so at once, one does.
+        Of several concurrent processes exactly one creates it.
 
         :raises StagingError: If it cannot be written.
         """
@@ -127,7 +127,7 @@ class StateFiles:
             return put_new(self._fs, path, data)
 
     def names(self, folder: str = "") -> list[str]:
-        """Lists the names in a folder, sorted, without hidden ones; empty if it is missing.
+        """Lists the names in a folder, sorted, without hidden ones; empty if there is no folder.
 
         :raises StagingError: If it cannot be listed.
         """
@@ -144,17 +144,17 @@ class StateFiles:
         return [name for name in names if not name.endswith(".tmp") and name[:1] != "."]
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file, as of now.
+        """Returns whether a file exists, bypassing caches.
 
-        :raises StagingError: If that cannot be read.
+        :raises StagingError: If the store cannot be read.
         """
         path = f"{self._root}/{name}"
         with _translated(path, "read"):
-            self._look_anew(path)
+            self._invalidate(path)
             return bool(self._fs.exists(path))
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a folder with all in it.  Safe to repeat.
+        """Removes a file, or a folder recursively.  Safe to repeat.
 
         :raises StagingError: If it cannot be removed.
         """
@@ -163,7 +163,7 @@ class StateFiles:
             self._fs.rm(path, recursive=True)
 
     def discard(self, names: Iterable[str]) -> None:
-        """Removes files, in one request where the store can.  Safe to repeat.
+        """Removes files, in one request if the store supports it.  Safe to repeat.
 
         :raises StagingError: If they cannot be removed.
         """
@@ -175,29 +175,29 @@ class StateFiles:
         with _translated(self._root, "removed"), suppress(FileNotFoundError):
             self._fs.rm(paths)
 
-    def _look_anew(self, path: str) -> None:
-        """Invalidates the client's own listing: other processes write."""
+    def _invalidate(self, path: str) -> None:
+        """Invalidates the client's cached listing, because other processes write too."""
         if not self._local:
             self._fs.invalidate_cache(path.rpartition("/")[0])
 
 
 @contextmanager
 def _translated(path: str, done: str) -> Iterator[None]:
-    """Raises :class:`StagingError` for any error of a file system, or of its client.
+    """Translates any error of a file system or its client into :class:`StagingError`.
 
-    Those of an object store's client are no ``OSError`` where it cannot be reached.
+    An unreachable object store raises errors of its client that are not ``OSError``.
     """
     try:
         yield
     except BroadwayError:
         raise
     except Exception as error:
-        why = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise StagingError(f"{path} cannot be {done}: {why}") from None
+        reason = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise StagingError(f"{path} cannot be {done}: {reason}") from None
 
 
 class MemoryFiles(StateFiles):
-    """The same in memory; gone with this object."""
+    """State files in the memory of this object."""
 
     durable = False
 
@@ -251,7 +251,7 @@ def _is_local(fs: Any) -> bool:
 
 
 def _file_system(uri: str) -> tuple[Any, str]:
-    """Opens the file system of a folder's URI; returns it with the path there."""
+    """Opens the file system of a URI; returns it with the path."""
     if "@" in uri.partition("://")[2].partition("/")[0]:  # s3://connection@bucket: Airflow's
         from airflow.sdk import ObjectStoragePath
 

@@ -1,8 +1,8 @@
-"""The embedded queue: durable, in one SQLite file, and the reference of the custody protocol.
+"""The embedded queue: durable, in one SQLite file; the reference of the custody protocol.
 
-``database`` opens the file and translates its errors, ``queue`` is the queue itself, ``leases``
-receives and carries out verdicts, ``producer`` ties it to pipelines.  ``docs/embedded-queue.md`` is
-its guide.
+``database`` opens the file and translates its errors.  ``queue`` is the queue itself.  ``leases``
+receives messages and carries out verdicts.  ``producer`` connects the queue to pipelines.
+``docs/embedded-queue.md`` is the guide.
 """
 
 from __future__ import annotations

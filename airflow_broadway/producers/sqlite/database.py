@@ -1,7 +1,7 @@
-"""Opens the SQLite file of the embedded queue, makes its tables, and translates its errors.
+"""Opens the SQLite file of the embedded queue, creates its tables, and translates its errors.
 
-Every commit is on disk when it returns (WAL, ``synchronous=FULL``), and every write takes the
-write lock at once (``BEGIN IMMEDIATE``), so that no transaction fails half-way for want of it.
+Every commit is on disk when it returns (WAL, ``synchronous=FULL``).  Every write transaction takes
+the write lock at its start (``BEGIN IMMEDIATE``), so that none fails later because of the lock.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from airflow_broadway.core.formats.files import new_file
 #: The version of the tables below, kept in the file's ``user_version``.
 SCHEMA_VERSION = 1
 
-#: Marks the file as ours, in its ``application_id``: "Brdw".
+#: Identifies the file by its ``application_id``: "Brdw".
 APPLICATION_ID = 0x42726477
 
-#: Bytes to which the write-ahead log is cut back after a large transaction.
+#: Bytes to which the write-ahead log is truncated after a large transaction.
 WAL_LIMIT = 64 * 1024 * 1024
 
-# Instants are integers: microseconds since 1970 in UTC.  A message's state and its body are rows of
+# Timestamps are integers: microseconds since the epoch.  A message's state and its body are rows of
 # two tables, so that leasing, retrying and dead-lettering never copy a body.
 _SCHEMA = """
 CREATE TABLE queues (
@@ -93,15 +93,15 @@ CREATE TABLE dead (
 CREATE INDEX dead_letters ON dead (queue, died_at);
 """
 
-#: Connections inherited through a fork.  SQLite forbids to use or close them in the child, so they
-#: are kept from the garbage collector.
+#: Connections inherited through a fork.  SQLite forbids the child to use or close them, so they are
+#: referenced here and never garbage-collected.
 _INHERITED: list[object] = []
 
-#: SQLite's codes of errors (https://sqlite.org/rescode.html), which Python names from 3.11 on.
+#: SQLite's error codes (https://sqlite.org/rescode.html).
 _PERM, _BUSY, _LOCKED, _READONLY, _IOERR = 3, 5, 6, 8, 10
 _CORRUPT, _FULL, _CANTOPEN, _NOTADB = 11, 13, 14, 26
 
-#: Code → what it means for the queue file.
+#: Error code → error text.
 _TEXTS: Final = {
     _BUSY: "the queue file {path} has been locked by another process for"
     " {seconds:g} s: try again, or end the process that holds it",
@@ -114,32 +114,32 @@ _TEXTS: Final = {
     _CORRUPT: "the queue file {path} is damaged ({error}): save a copy, then recover"
     " it with the `.recover` command of the sqlite3 program",
 }
-#: Codes that mean the same as others.
+#: Error codes with the same text as others.
 _SAME: Final = {
     _LOCKED: _BUSY,
     _READONLY: _CANTOPEN,
     _PERM: _CANTOPEN,
 }
-#: Codes after which trying again may help.
+#: Error codes after which a retry may help.
 _PASSING: Final = (_BUSY, _FULL, _IOERR)
 
 
 class Database:
     """One SQLite file; safe to share between threads and across forks.
 
-    Each thread of each process has a connection of its own.  A file that was deleted or replaced is
-    opened anew, so that nothing is written where nobody will find it.
+    Each thread of each process has its own connection.  A file that was deleted or replaced is
+    reopened, so that no write goes to an unlinked file.
 
-    :param path: Of the file; its folder must exist.
-    :param busy_timeout: Seconds to wait for another process's write before giving up.
+    :param path: The file; its folder must exist.
+    :param busy_timeout: Seconds to wait for another process's write before failing.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, busy_timeout: float = 30.0) -> None:
-        # Without following a link: one that is turned to another file is noticed.
+        # Symbolic links are not resolved, so that a changed link is detected.
         self.path = Path(path).expanduser().absolute()
         self.busy_timeout = busy_timeout
         self._pid = os.getpid()
-        #: Thread → its connection, and the file that this is to.
+        #: Thread → its connection, and the status of the opened file.
         self._opened: dict[int, tuple[sqlite3.Connection, os.stat_result]] = {}
 
     def close(self) -> None:
@@ -150,9 +150,9 @@ class Database:
 
     @contextmanager
     def open(self, *, create: bool) -> Iterator[sqlite3.Connection | None]:
-        """Opens this thread's connection for the length of a ``with``; translates errors inside.
+        """Yields this thread's connection, and translates SQLite errors.
 
-        :param create: Whether to make a missing file; without it the connection is ``None`` then.
+        :param create: Whether to create a missing file; otherwise the connection is ``None``.
         """
         try:
             yield self._connection(create)
@@ -162,15 +162,15 @@ class Database:
     def _connection(self, create: bool) -> sqlite3.Connection | None:
         self._forget_parent()
         thread = threading.get_ident()
-        held = self._opened.get(thread)
+        opened = self._opened.get(thread)
         try:
             status = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             status = None
         except OSError as error:
             raise ProducerError(f"the queue file {self.path} cannot be reached: {error}") from error
-        if held is not None:
-            connection, file = held
+        if opened is not None:
+            connection, file = opened
             if status is not None and os.path.samestat(status, file):
                 return connection
             del self._opened[thread]
@@ -212,7 +212,7 @@ class Database:
             self._pid = os.getpid()
 
     def _make_file(self) -> None:
-        """Makes the file, empty; SQLite gives the files next to it the same mode."""
+        """Creates an empty file; SQLite creates the WAL files with the same mode."""
         try:
             new_file(os.path.realpath(self.path)).close()
         except FileExistsError:  # another process was faster
@@ -231,7 +231,7 @@ class Database:
         return kind(text.format(path=self.path, error=error, seconds=self.busy_timeout))
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        # The id is read last: it tells of another who makes the tables meanwhile.
+        # The application id is read last: another process may create the tables meanwhile.
         tables = _tables(db)
         [version] = db.execute("PRAGMA user_version").fetchone()
         [application] = db.execute("PRAGMA application_id").fetchone()
@@ -252,7 +252,7 @@ class Database:
             self._make_tables(db)
 
     def _use_wal(self, db: sqlite3.Connection) -> None:
-        # Turning WAL on needs the file for itself, and SQLite does not wait for that by itself.
+        # Enabling WAL needs an exclusive lock, for which SQLite does not wait by itself.
         limit = time.monotonic() + self.busy_timeout
         while True:
             try:
@@ -280,9 +280,9 @@ class Database:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Begins a transaction: committed at the end of the ``with``, rolled back by an exception.
+    """Runs a ``with`` block in a transaction; an exception rolls it back.
 
-    :param kind: ``"IMMEDIATE"`` takes the write lock at once; ``"DEFERRED"`` reads a snapshot.
+    :param kind: ``"IMMEDIATE"`` takes the write lock at the start; ``"DEFERRED"`` reads a snapshot.
     """
     db.execute(f"BEGIN {kind}")
     try:
@@ -295,7 +295,7 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
 
 
 def _primary(error: sqlite3.Error) -> int:
-    """Returns the error's code without its details; 0 if it is not SQLite's own."""
+    """Returns the primary error code; 0 if SQLite did not set one."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -310,21 +310,21 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def to_micros(instant: datetime) -> int:
-    """Returns the microseconds since 1970 in UTC."""
+    """Converts a timestamp to microseconds since the epoch."""
     return (instant - _EPOCH) // _MICROSECOND
 
 
 def from_micros(micros: int) -> datetime:
-    """Reads what :func:`to_micros` returned."""
+    """Converts microseconds since the epoch to a timestamp."""
     return _EPOCH + timedelta(microseconds=micros)
 
 
-#: A message id: the tag of its queue, and its row; one row has one id.
+#: A message id: the tag of its queue, and its row id without leading zeros.
 _ID: Final = re.compile(r"(.*)-([1-9][0-9]{0,17})", re.DOTALL)
 
 
 class OpenQueue(NamedTuple):
-    """A queue of an open file: its key, the first half of its messages' ids, and its name."""
+    """A queue in an open file: its row id, the tag of its message ids, and its name."""
 
     db: sqlite3.Connection
     id: int
@@ -332,17 +332,17 @@ class OpenQueue(NamedTuple):
     name: str
 
     def id_of(self, row: int) -> str:
-        """Returns the id of the message in a row."""
+        """Returns the message id of a row."""
         return f"{self.tag}-{row}"
 
     def row_of(self, message_id: str) -> int | None:
-        """Returns the row of a message id, or ``None`` if it is not of this queue."""
+        """Returns the row of a message id; ``None`` if it belongs to another queue."""
         match = _ID.fullmatch(message_id)
         return int(match[2]) if match is not None and match[1] == self.tag else None
 
 
 def ranges(rows: list[int]) -> list[tuple[int, int]]:
-    """Returns distinct numbers as closed ranges, ascending: as a rule one."""
+    """Returns distinct row ids as closed ranges in ascending order."""
     rows.sort()
     if rows and rows[-1] - rows[0] == len(rows) - 1:
         return [(rows[0], rows[-1])]

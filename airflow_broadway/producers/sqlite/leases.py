@@ -1,7 +1,7 @@
-"""Leases ready messages, and carries out verdicts: each call in one transaction.
+"""Leases ready messages, and carries out verdicts, with one transaction per call.
 
 Verdicts are read before the transaction, which locks out other writers.  A lease that has ended is
-never settled again: its report is kept, and returned once more.
+never settled again: its stored report is returned.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from airflow_broadway.producers.sqlite.database import (
 
 log = logging.getLogger(__name__)
 
-_STRANGER = "its id is not of this queue; a transformer must keep the message_id"
+_FOREIGN_ID = "its id is not of this queue; a transformer must keep the message_id"
 
 #: Seconds for which the report of an ended lease is kept.
 RETENTION: Final = 7 * 86_400.0
 #: The longest delay, in seconds: some 300 years.
 MAX_DELAY = 1e10
 
-#: Their places are kept in the file: never change the order.
+#: The file stores indexes into this tuple: never change the order.
 _ACTIONS = (Action.ACK, Action.RETRY, Action.DEAD_LETTER, Action.LEAVE, Action.RELEASE)
 
 _CHOSEN = "WHERE id BETWEEN :first AND :last"
@@ -49,12 +49,12 @@ _RELEASE = "UPDATE messages SET lease = NULL, giver = :lease"
 _HELD: Final = "SELECT id FROM messages WHERE lease = ? AND id BETWEEN ? AND ?"
 _SETTLED_NOW: Final = """SELECT message, action FROM settled
     WHERE lease = ? AND message BETWEEN ? AND ?"""
-#: The statements that carry out an action on a range of messages.
+#: Action → the statements that carry it out on a range of messages.
 _STATEMENTS: Final = {
     Action.ACK: [f"DELETE FROM bodies {_CHOSEN}", f"DELETE FROM messages {_CHOSEN}"],
     Action.RETRY: [f"{_RELEASE}, attempt = attempt + 1, ready_at = :now + :delay {_CHOSEN}"],
-    Action.DEAD_LETTER: [  # its body stays
-        # What another program wrote may be of any type.
+    Action.DEAD_LETTER: [  # the body stays in its table
+        # Values that another program wrote may have any type.
         f"""INSERT INTO dead SELECT id, queue, CAST(enqueued_at AS INTEGER),
         max(1, CAST(attempt AS INTEGER)), CAST(deliveries AS INTEGER), :stage, :reason, :now,
         :generation FROM messages {_CHOSEN}""",
@@ -66,7 +66,7 @@ _STATEMENTS: Final = {
 
 
 def micros_of(seconds: float) -> int:
-    """Returns a delay in microseconds; what is no delay counts as none."""
+    """Converts a delay to microseconds; negative ones and NaN count as 0."""
     return round(min(seconds, MAX_DELAY) * 1_000_000) if seconds > 0 else 0
 
 
@@ -76,7 +76,7 @@ def micros_of(seconds: float) -> int:
 def messages_of(
     queue: OpenQueue, generation: str, rows: list[tuple[Any, ...]], position: int, at: datetime
 ) -> tuple[list[Message], dict[int, str]]:
-    """Makes the messages of rows; returns also, by row, why some cannot be read."""
+    """Converts rows to messages; returns also the errors of malformed ones, by row."""
     prefix = queue.tag + "-"
     unread: dict[int, str] = {}
     acknowledger = AckRef(NO_ACK.acknowledger, generation, Delivery())
@@ -85,14 +85,14 @@ def messages_of(
         try:
             metadata: dict[str, Any] = {
                 "queue": queue.name,
-                "enqueued_at": _text_of(enqueued_at),
+                "enqueued_at": _isoformat(enqueued_at),
             }
             if attributes is not None:
                 metadata["attributes"] = json.loads(attributes)
             redelivered, size = deliveries > 0, len(body)
             if type(attempt) is not int:
                 raise TypeError(f"its attempt is {attempt!r}")
-        except Exception as error:  # one that another program wrote fails alone
+        except Exception as error:  # a malformed row of another program fails alone
             unread[row] = f"cannot be read: {type(error).__name__}: {error}"
             log.error("message %s%d of queue %r %s", prefix, row, queue.name, unread[row])
             continue
@@ -114,12 +114,12 @@ def messages_of(
 
 
 @lru_cache(maxsize=64)
-def _text_of(micros: int) -> str:
+def _isoformat(micros: int) -> str:
     return from_micros(micros).isoformat()
 
 
 def set_aside(queue: OpenQueue, rows: Mapping[int, str], generation: str, now: int) -> None:
-    """Makes dead letters of messages that cannot be read; inside a transaction.
+    """Dead-letters messages that cannot be read, inside a transaction.
 
     :param rows: Row → reason.
     """
@@ -129,7 +129,7 @@ def set_aside(queue: OpenQueue, rows: Mapping[int, str], generation: str, now: i
 
 
 def open_lease(queue: OpenQueue, generation: str) -> int | None:
-    """Returns the row of the generation's lease; ``None`` if it has not received anything yet."""
+    """Returns the row of the generation's lease; ``None`` if it has received nothing yet."""
     row = queue.db.execute(
         "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
         (queue.id, generation),
@@ -156,9 +156,9 @@ def settle(
     *,
     state: str = "settled",
 ) -> SettleReport:
-    """Carries out all verdicts on a lease and ends it; a second time, only reports."""
-    entries, guard = _own(queue, settlement.entries())
-    if guard.refused and settlement.everything is None:  # their verdicts would fall to the rest
+    """Carries out all verdicts on a lease and ends it; repeated calls return its report."""
+    entries, guard = _by_id(queue, settlement.entries())
+    if guard.refused and settlement.everything is None:  # settlement.rest would apply to them
         raise ProducerError(
             f"{many(len(guard.refused), 'verdict')} of generation {generation!r} for message ids"
             " that are not of this queue: nothing was settled, and all comes back when the lease"
@@ -173,27 +173,27 @@ def settle(
         if lease is None:
             lapsed = max(len(entries), settlement.expected or 0)
             report = SettleReport(lapsed=lapsed, again=ComingAgain(all_but=True))
-            # A late holder cannot begin to receive.
+            # The ended lease prevents the generation from receiving later.
             _end(queue, new_lease(queue, generation, now, {}, 0.0), state, now, report)
             return report
-        lease_id, was, deadline, kept, received = lease
+        lease_id, old_state, deadline, stored, received = lease
         settled = _settled_now(queue, (lease_id, 0, 2**63 - 1))
         early = {queue.id_of(row): action for row, action in settled.items()}
         reported = report_of(early.values())
         unreported = beyond(reported, settlement)
-        if was != "open":
-            report = SettleReport.from_json(json.loads(kept))
+        if old_state != "open":
+            report = SettleReport.from_json(json.loads(stored))
             again = ComingAgain.of(early, whole=False)
-            return report if was != "lapsed" else replace(report + unreported, again=again)
+            return report if old_state != "lapsed" else replace(report + unreported, again=again)
         rows = queue.db.execute("SELECT id FROM messages WHERE lease = ? ORDER BY id", (lease_id,))
         held = {queue.id_of(row): row for (row,) in rows}
-        # Messages that the settlement knows of and the lease never received; below 0: the reverse.
+        # Messages in the settlement that the lease never received; negative: the reverse.
         missing = 0
         if settlement.expected is not None:
             known = settlement.settled_now
             missing = settlement.expected + (0 if known is None else known.total) - received
         lost = received - len(held) - reported.total
-        # Equal counts may hide that some are strangers, or lost.
+        # Equal counts may hide foreign ids or lost messages.
         sure = not guard.refused and missing == 0 and lost == 0
         plan = plan_of(
             held,
@@ -223,8 +223,8 @@ def settle_now(
     entries: Iterable[Entry],
     now: int,
 ) -> SettleReport:
-    """Carries out verdicts on some messages of a lease, which goes on."""
-    requested, guard = _own(queue, entries)
+    """Carries out verdicts on group messages, and keeps the lease open."""
+    requested, guard = _by_id(queue, entries)
     rows = {row: key for key in requested if (row := queue.row_of(key)) is not None}
     with transaction(queue.db):
         lease = queue.db.execute(
@@ -239,11 +239,11 @@ def settle_now(
             for part in parts:
                 for (row,) in queue.db.execute(_HELD, part):
                     groups.setdefault(requested[rows[row]].verdict, []).append(row)
-            # What the second of two equal calls reports, the first verdict on each message.
+            # Of repeated calls, the first verdict on each message is valid and is reported.
             settled = f"INSERT OR IGNORE INTO settled VALUES ({lease_id:d}, ?, ?)"
-            for verdict, some in groups.items():
+            for verdict, group in groups.items():
                 code = _ACTIONS.index(verdict.action)
-                queue.db.executemany(settled, [(row, code) for row in some])
+                queue.db.executemany(settled, [(row, code) for row in group])
             _carry_out(queue, lease_id, generation, groups, max(now, deadline), now)
             done = _settled_now(queue, *parts)
     undone = {key for row, key in rows.items() if row not in done}
@@ -254,18 +254,18 @@ def settle_now(
 
 
 def _settled_now(queue: OpenQueue, *parts: tuple[int, int, int]) -> dict[int, Action]:
-    """Returns what ``settle_now`` did: row → action.
+    """Returns the actions of ``settle_now``: row → action.
 
-    :param parts: Lease, first and last row.
+    :param parts: Lease, first and last row of each range.
     """
     rows = chain.from_iterable(queue.db.execute(_SETTLED_NOW, part) for part in parts)
     return {row: _ACTIONS[code] for row, code in rows}
 
 
 def end_lapsed(queue: OpenQueue, now: int, *, spared: int | None) -> None:
-    """Ends every open lease whose deadline has passed: its messages are ready again.
+    """Ends every open lease whose deadline has passed, and releases its messages.
 
-    :param spared: A lease to leave as it is, because its holder is at work this moment.
+    :param spared: A lease to skip, because its holder is receiving.
     """
     lapsed = queue.db.execute(
         "SELECT id FROM leases"
@@ -278,19 +278,19 @@ def end_lapsed(queue: OpenQueue, now: int, *, spared: int | None) -> None:
         _end(queue, lease_id, "lapsed", now, SettleReport(lapsed=freed))
 
 
-def _own(queue: OpenQueue, entries: Iterable[Entry]) -> tuple[dict[str, Entry], MessageGuard]:
-    """Reads entries, the later of two on one message; refuses those that are not of this queue.
+def _by_id(queue: OpenQueue, entries: Iterable[Entry]) -> tuple[dict[str, Entry], MessageGuard]:
+    """Collects entries by message id, the last one of each; refuses ids of other queues.
 
-    What is held under the id that they should name has no verdict then, and is released.
+    A held message without an entry because of a wrong id is released.
     """
-    own: dict[str, Entry] = {}
+    by_id: dict[str, Entry] = {}
     guard = MessageGuard()
     for entry in entries:
         if queue.row_of(entry.message_id) is None:
-            guard.refuse(entry.message_id, _STRANGER)
+            guard.refuse(entry.message_id, _FOREIGN_ID)
         else:
-            own[entry.message_id] = entry
-    return own, guard
+            by_id[entry.message_id] = entry
+    return by_id, guard
 
 
 def _carry_out(
@@ -303,8 +303,8 @@ def _carry_out(
 ) -> None:
     """Carries out verdicts on messages of a lease, inside a transaction.
 
-    :param left_until: When what is left to the queue's own rule is delivered again: when the lease
-        would have lapsed.
+    :param left_until: The timestamp at which messages with ``LEAVE`` are redelivered: the lease's
+        deadline.
     """
     for verdict, rows in groups.items():
         values = {
@@ -324,17 +324,17 @@ def _carry_out(
 def new_lease(
     queue: OpenQueue, generation: str, now: int, owner: Mapping[str, Any], seconds: float
 ) -> int:
-    """Opens a lease; returns its row."""
-    opened = queue.db.execute(
+    """Inserts a lease; returns its row."""
+    inserted = queue.db.execute(
         "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
         " VALUES (?, ?, ?, ?, ?, ?)",
         (queue.id, generation, json.dumps(dict(owner)), seconds, now, now),
     )
-    return opened.lastrowid or 0
+    return inserted.lastrowid or 0
 
 
 def _end(queue: OpenQueue, lease: int, state: str, now: int, report: SettleReport) -> None:
-    """Ends a lease, and forgets those that ended long ago."""
+    """Ends a lease, and deletes leases that ended before the retention."""
     queue.db.execute(
         "UPDATE leases SET state = ?, ended_at = ?, report = ? WHERE id = ?",
         (state, now, json.dumps(report.to_json()), lease),

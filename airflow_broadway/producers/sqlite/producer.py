@@ -1,7 +1,7 @@
-"""The embedded queue as a pipeline's producer.
+"""The producer for the embedded queue.
 
-Messages are secured by their receipt: the lease that receives them is in the file before the first
-callback sees them.
+A receive also secures its messages: their lease is committed to the file before any callback gets
+them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from airflow_broadway.core.model.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.sqlite.queue import KIND, SqliteQueue
 
-#: Seconds between two looks at an empty queue: the first, and the longest.
+#: Seconds between two polls of an empty queue: initially, and at most.
 _SHORTEST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 0.5
 
 
-#: The connection that names the queue file where no path is given.
+#: The default connection, if no path is set.
 DEFAULT_CONNECTION = "broadway_sqlite_default"
 
-#: Types of connections that name a file in their host.
+#: Types of connections whose host is a file.
 _TYPES = ("broadway_sqlite", "sqlite", "generic", "")
 
 _ABSOLUTE = Rule(
@@ -50,10 +50,10 @@ _ABSOLUTE = Rule(
 
 @options
 class SqliteProducer(Producer):
-    """Messages from an embedded queue: see ``docs/embedded-queue.md``.
+    """The producer for an embedded queue; see ``docs/embedded-queue.md``.
 
-    ``on_success`` and ``on_failure`` take ``"ack"``, ``"retry"``, ``"dead_letter"`` and ``"noop"``,
-    which leaves the message in the queue: it is delivered again when the lease would have lapsed.
+    ``on_success`` and ``on_failure`` accept ``"ack"``, ``"retry"``, ``"dead_letter"`` and
+    ``"noop"``, which leaves the message in the queue and redelivers it at the lease's deadline.
     """
 
     kind: ClassVar[str] = KIND
@@ -90,7 +90,7 @@ class SqliteProducer(Producer):
             )
 
     def open_queue(self, env: ProducerEnv) -> SqliteQueue:
-        """Makes the queue; nothing is opened before its first call.
+        """Creates the queue object; its first call opens the file.
 
         :raises ConnectionMissing: If the connection is missing or names no file.
         """
@@ -112,7 +112,7 @@ class SqliteProducer(Producer):
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
         with self.open_queue(env) as queue:
-            # Elsewhere, as on the API server's machine, there may be no such file.
+            # On another machine, e.g. that of the API server, the file may not exist.
             return None if queue.names() is None else queue.depth()
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
@@ -126,32 +126,32 @@ class SqliteProducer(Producer):
 
 
 def path_of(connection: Connection) -> str:
-    """Returns the queue file that a connection names, in its host or in the extra ``path``.
+    """Returns the queue file of a connection, from its host or its extra ``path``.
 
-    :raises ConnectionMissing: If it names none, or two, or is of another service.
+    :raises ConnectionMissing: If there is none, or two, or the connection has another type.
     """
-    shown = f"the connection {connection.conn_id!r}"
+    label = f"the connection {connection.conn_id!r}"
     if connection.conn_type not in _TYPES:
         raise ConnectionMissing(
-            f"{shown} is of type {connection.conn_type!r}; an embedded queue needs one of type"
+            f"{label} is of type {connection.conn_type!r}; an embedded queue needs one of type"
             " 'broadway_sqlite', with the path of the queue file as its host"
         )
     extra = connection.extra.get("path") or ""
     if connection.host and extra and connection.host != extra:
-        raise ConnectionMissing(f"{shown} names two files, as host and as extra 'path': keep one")
+        raise ConnectionMissing(f"{label} names two files, as host and as extra 'path': keep one")
     path = connection.host or extra
     if not _ABSOLUTE.holds(path):
         raise ConnectionMissing(
-            f"{shown} names no queue file: its host must be an absolute path, got: {path!r}"
+            f"{label} names no queue file: its host must be an absolute path, got: {path!r}"
         )
     return str(path)
 
 
 class _Source:
-    """Receives for one generation, and looks again and again while the queue is empty.
+    """Receives for one generation, and polls while the queue is empty.
 
-    Each look that takes messages extends the lease of all that the generation holds.  Nothing is
-    fetched ahead, so nothing is under way when it stops.
+    Each poll that returns messages extends the lease of the whole generation.  Nothing is
+    prefetched, so no message is in flight when the source stops.
     """
 
     def __init__(self, producer: SqliteProducer, queue: SqliteQueue, env: ProducerEnv) -> None:
@@ -184,11 +184,11 @@ class _Source:
                 owner=lease.owner,
                 position=self._received,
             )
-            if messages or not self._received:  # what holds nothing cannot lapse
+            if messages or not self._received:  # a lease without messages cannot lapse
                 self._lease = replace(lease, deadline=deadline)
             self._received += len(messages)
             left = end - self._clock.monotonic()
-            if messages or left < 1e-6:  # a clock may have no finer step
+            if messages or left < 1e-6:  # below the resolution of some clocks
                 return messages
             self._clock.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -207,7 +207,7 @@ class _Source:
 
 
 class _Custodian:
-    """Renews and settles any generation of one queue."""
+    """Extends and settles the leases of one queue."""
 
     def __init__(self, queue: SqliteQueue) -> None:
         self._queue = queue
@@ -229,5 +229,5 @@ class _Custodian:
         self._queue.close()
 
     def _generation(self, lease: Lease) -> str:
-        """Returns the lease's generation, if it is this queue's to settle."""
+        """Returns the lease's generation, after checking that it belongs to this queue."""
         return check_lease(lease, KIND, self._queue.name).generation

@@ -1,9 +1,9 @@
 """The embedded queue: named queues of messages in one SQLite file.
 
 A message is *ready*, *delayed* (ready later), *leased* to one generation, or *dead*.  A lease ends
-by being settled, released, or found past its deadline by the next receiver; from then on its
-generation can change nothing.  Until somebody finds it so, a lease past its deadline may still be
-renewed and settled: nobody else has its messages.
+when it is settled or released, or when the next receive detects that its deadline has passed.  An
+ended lease cannot change anything.  Until a receive has ended it, a lease past its deadline can
+still be renewed and settled, because no other generation has its messages.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 #: The kind of its leases.
 KIND: Final = "sqlite"
-#: Ids that may be given in a second before they are ahead of the clock.
+#: Message ids per second above which they run ahead of the clock.
 _IDS_PER_SECOND = 1 << 20
 
-#: The most bytes of one body: SQLite's limit on a row, less room for the attributes.
+#: The maximum bytes of one body: SQLite's row limit minus space for attributes.
 MAX_BODY = 999_000_000
 
-#: What may be sent: a body, a body and its attributes, or these and a delay in seconds.
+#: A message to send: a body, a body and its attributes, or these and a delay in seconds.
 Body = bytes | bytearray | memoryview | str
 Sendable = (
     Body | tuple[Body, Mapping[str, Any] | None] | tuple[Body, Mapping[str, Any] | None, float]
 )
 
 
-#: Bytes of bodies after which a receive stops short of its demand.
+#: Bytes of bodies after which a receive returns fewer messages than its demand.
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
 
-# What another program wrote into the file may be of any type: a body is bytes, whatever it was.
+# Values that another program wrote may have any type, so bodies are cast to BLOB.
 _READY: Final = """SELECT m.id, CAST(b.body AS BLOB), CAST(b.attributes AS BLOB), m.enqueued_at,
     m.attempt, m.deliveries
     FROM messages m LEFT JOIN bodies b ON b.id = m.id
@@ -90,12 +90,12 @@ _DELETE: Final = f"DELETE FROM bodies WHERE id IN (SELECT id FROM dead WHERE {_C
 
 
 class LeaseRecord(NamedTuple):
-    """What the queue knows of a lease, open or ended.
+    """The queue's record of an open or ended lease.
 
     :param state: ``"open"``, ``"settled"``, ``"released"`` or ``"lapsed"``.
-    :param received: Messages received under it, in all.
-    :param held: Messages that it holds now.
-    :param report: How it ended, without what ``settle_now`` did; ``None`` while it is open.
+    :param received: The total number of messages received under it.
+    :param held: The number of messages that it currently holds.
+    :param report: Its report, without the actions of ``settle_now``; ``None`` while it is open.
     """
 
     lease: Lease
@@ -108,14 +108,14 @@ class LeaseRecord(NamedTuple):
 class SqliteQueue:
     """One named queue; safe to share between threads, and its file between processes.
 
-    Nothing is opened before the first call, and a missing file is made by the first :meth:`send`:
-    until then the queue is empty.  Every call is one transaction, on disk when it returns.
+    The first call opens the file, and the first :meth:`send` creates a missing one; until then the
+    queue is empty.  Every call is one transaction, which is on disk when the call returns.
 
     :param path: The file; its folder must exist, on a disk of this machine.
     :param name: The queue's name; several queues may share a file.
     :param busy_timeout: Seconds to wait for another process's write.
-    :raises ProducerError: From every method, if the file cannot be used: it names path and cure.
-    :raises ProducerUnavailable: The same, where trying again may help: locked, or no room.
+    :raises ProducerError: From every method, if the file cannot be used; with path and remedy.
+    :raises ProducerUnavailable: The same, if a retry may help: the file is locked, the disk full.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SqliteQueue:
 
     @property
     def path(self) -> str:
-        """Returns the file, as an absolute path."""
+        """The file as an absolute path."""
         return str(self._database.path)
 
     def __repr__(self) -> str:
@@ -153,35 +153,35 @@ class SqliteQueue:
     # ---------------------------------------------------------------------------------- sending
 
     def create(self) -> None:
-        """Makes the file and the queue unless they are there; the first message does so, too."""
-        with self._made():
+        """Creates the file and the queue if they are missing, as the first :meth:`send` does."""
+        with self._open_or_create():
             pass
 
     def send(self, messages: Iterable[Sendable]) -> list[str]:
         """Enqueues all of ``messages``, or none; returns their ids.
 
-        They are collected in memory first: send a stream in portions, of some thousands.
+        The messages are collected in memory first: send a stream in batches of some thousands.
 
         :raises ProducerError: If a body is neither bytes nor text, or too large, or attributes are
-            no JSON object: naming which message.
+            not a JSON object; it names the message.
         """
         now = self._now()
         states: list[tuple[int, int]] = []
         bodies: list[tuple[str | None, bytes]] = []
         plain = (now, now)
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if type(message) is bytes and len(message) <= MAX_BODY:
                 states.append(plain)
                 bodies.append((None, message))
                 continue
-            body, attributes, delay = _parts(message, place)
+            body, attributes, delay = _parts(message, index)
             states.append((now, now + delay))
             bodies.append((attributes, body))
         if not bodies:
             return []
-        with self._made() as queue:
-            # Ids grow with the clock, so that a file which is restored from a backup does not
-            # give those again that the lost file gave after it.
+        with self._open_or_create() as queue:
+            # Ids grow with the clock, so that a file restored from a backup does not reuse ids
+            # that the lost file assigned after the backup.
             floor = now // 1_000_000 * _IDS_PER_SECOND
             queue.db.execute(
                 "UPDATE sqlite_sequence SET seq = ?1 WHERE name = 'messages' AND seq < ?1",
@@ -192,7 +192,7 @@ class SqliteQueue:
                 states,
             )
             last = queue.db.execute("SELECT last_insert_rowid()").fetchone()[0]
-            # The only writer, and AUTOINCREMENT: the ids are without a gap.
+            # With a single writer and AUTOINCREMENT the ids have no gap.
             first = last - len(bodies) + 1
             queue.db.executemany(
                 "INSERT INTO bodies VALUES (?, ?, ?)",
@@ -213,21 +213,21 @@ class SqliteQueue:
     ) -> list[Message]:
         """Leases at most ``demand`` ready messages to ``generation``, for ``seconds`` from now.
 
-        One call takes no more than 64 MiB of bodies beyond its first message.  What
-        this generation has given back is not among them.  Leases past their deadline end here.
+        One call returns at most 64 MiB of bodies beyond its first message, and no message that this
+        generation has released.  It ends leases past their deadline.
 
-        :param position: The ``position`` of the first message; the others count on from it.
+        :param position: The ``position`` of the first message; it increases by one per message.
         :raises LeaseLapsed: If the generation's lease has ended.
         """
         at = self._clock.now()
         now = to_micros(at)
-        with self._opened() as queue:
+        with self._open_existing() as queue:
             if queue is None or demand < 1:
                 return []
             # Polling an empty queue takes no lock and writes nothing.
             lease = leases.open_lease(queue, generation)
-            look = {"queue": queue.id, "now": now, "lease": lease}
-            if not queue.db.execute(_ANY_READY, look).fetchone()[0]:
+            parameters = {"queue": queue.id, "now": now, "lease": lease}
+            if not queue.db.execute(_ANY_READY, parameters).fetchone()[0]:
                 return []
             with transaction(queue.db):
                 lease = leases.open_lease(queue, generation)
@@ -239,7 +239,7 @@ class SqliteQueue:
                         size += len(row[1] or b"")
                         if size >= MAX_RECEIVE_BYTES:
                             break
-                    # Made before the commit: what fails here stays in the queue.
+                    # Converted before the commit: after an error here, messages stay in the queue.
                     messages, unread = leases.messages_of(queue, generation, rows, position, at)
                     leases.set_aside(queue, unread, generation, now)
                     if messages or not rows:
@@ -261,68 +261,68 @@ class SqliteQueue:
     # -------------------------------------------------------------------------------- the lease
 
     def renew(self, generation: str, seconds: float) -> datetime | None:
-        """Extends the lease to ``seconds`` from now; returns its deadline; ``None``: it ended."""
-        instant = self._clock.now()
-        deadline = to_micros(instant) + leases.micros_of(seconds)
-        with self._opened() as queue:
+        """Extends the lease to ``seconds`` from now; returns its deadline, ``None`` if it ended."""
+        now = self._clock.now()
+        deadline = to_micros(now) + leases.micros_of(seconds)
+        with self._open_existing() as queue:
             if queue is None:
                 return None
             with transaction(queue.db):
-                held = queue.db.execute(
+                updated = queue.db.execute(
                     "UPDATE leases SET deadline = ?"
                     " WHERE queue = ? AND generation = ? AND state = 'open'",
                     (deadline, queue.id, generation),
                 ).rowcount
-        return from_micros(deadline) if held else None
+        return from_micros(deadline) if updated else None
 
     def holds(self, generation: str) -> bool:
-        """Whether the lease is open and its deadline is still to come."""
-        with self._opened() as queue:
+        """Returns whether the lease is open and its deadline has not passed."""
+        with self._open_existing() as queue:
             if queue is None:
                 return False
-            held = queue.db.execute(
+            rows = queue.db.execute(
                 "SELECT 1 FROM leases WHERE queue = ? AND generation = ? AND state = 'open'"
                 " AND deadline > ?",
                 (queue.id, generation, self._now()),
             )
-            return held.fetchone() is not None
+            return rows.fetchone() is not None
 
     def settle(
         self, generation: str, settlement: Settlement, *, state: str = "settled"
     ) -> SettleReport:
-        """Carries out all verdicts on what the generation holds, and ends its lease.
+        """Carries out all verdicts on messages of the generation, and ends its lease.
 
-        The report is kept: settling again changes nothing and returns it.  Messages settled early
-        by :meth:`settle_now` are no part of it.
+        The report is stored: settling again changes nothing and returns it.  It does not include
+        messages settled early by :meth:`settle_now`.
 
-        :raises ProducerError: If the lease holds messages that neither ``expected`` nor
-            ``everything`` know of, or a verdict names an id of another queue; nothing is done then.
+        :raises ProducerError: If the lease holds messages that are neither in ``expected`` nor in
+            ``everything``, or a verdict names an id of another queue; nothing is changed then.
         """
         now = self._now()
-        with self._opened() as queue:
+        with self._open_existing() as queue:
             if queue is None:
                 named = sum(1 for _ in settlement.entries())
                 return SettleReport(lapsed=max(named, settlement.expected or 0))
             return leases.settle(queue, generation, settlement, now, state=state)
 
     def settle_now(self, generation: str, entries: Iterable[Entry]) -> SettleReport:
-        """Carries out ``entries`` and keeps the lease for the other messages; idempotent."""
-        with self._opened() as queue:
+        """Carries out ``entries``, and keeps the lease for the other messages; idempotent."""
+        with self._open_existing() as queue:
             if queue is None:
                 ids = frozenset(entry.message_id for entry in entries)
                 return SettleReport(lapsed=len(ids), undone=ids)
             return leases.settle_now(queue, generation, entries, self._now())
 
     def release(self, generation: str) -> SettleReport:
-        """Releases everything the generation holds immediately, and ends its lease."""
+        """Releases all messages of the generation immediately, and ends its lease."""
         return self.settle(generation, Settlement(rest=RELEASE), state="released")
 
-    # --------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------ inspecting
 
     def depth(self) -> QueueDepth:
-        """Returns how full the queue is; what a lapsed lease held counts as ready."""
+        """Returns the queue's depth; messages of a lapsed lease count as ready."""
         now = self._now()
-        with self._opened() as queue:
+        with self._open_existing() as queue:
             if queue is None:
                 return QueueDepth(0, 0, 0, 0, None)
             with transaction(queue.db, "DEFERRED"):
@@ -330,13 +330,13 @@ class SqliteQueue:
                 free, ready, oldest = queue.db.execute(_FREE, values).fetchone()
                 held, lapsed, oldest_lapsed = queue.db.execute(_LEASED, values).fetchone()
                 [dead] = queue.db.execute(_DEAD, values).fetchone()
-        known = [sent for sent in (oldest, oldest_lapsed) if sent is not None]
-        age = max(0.0, (now - min(known)) / 1_000_000) if known else None
+        timestamps = [timestamp for timestamp in (oldest, oldest_lapsed) if timestamp is not None]
+        age = max(0.0, (now - min(timestamps)) / 1_000_000) if timestamps else None
         return QueueDepth(ready + lapsed, free - ready, held - lapsed, dead, age)
 
     def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
-        """Lists the open leases, oldest first; with ``ended`` those still on record too."""
-        with self._opened() as queue:
+        """Lists the open leases, oldest first; with ``ended`` also the recorded ended ones."""
+        with self._open_existing() as queue:
             if queue is None:
                 return []
             rows = queue.db.execute(
@@ -372,9 +372,9 @@ class SqliteQueue:
             return sorted(row[0] for row in db.execute("SELECT name FROM queues"))
 
     def check(self, *, receives: bool = True) -> None:
-        """Refuses a file, or a name in it, that has no queue: it may be mistyped.
+        """Checks that file and queue exist, since a path or name may be mistyped.
 
-        :param receives: Whether a run is to receive from it.
+        :param receives: Whether a run is to receive from the queue.
         :raises ProducerError: If there is no such file or queue, or the file cannot be used.
         """
         names = self.names()
@@ -398,31 +398,31 @@ class SqliteQueue:
 
     @property
     def place(self) -> str:
-        """Names the place of the dead letters, for people."""
+        """A description of the queue for messages."""
         place = f"queue {self.name!r} in {self.path}"
-        there = self.name in (self.names() or ())
-        return place if there else f"{place}, to which nothing was sent yet"
+        exists = self.name in (self.names() or ())
+        return place if exists else f"{place}, to which nothing was sent yet"
 
     def count(self) -> int:
         """Counts the dead letters."""
         return self.depth().dead
 
     def dead_letters(self, *, limit: int | None = 100, choice: Choice = EVERY) -> list[DeadLetter]:
-        """Reads dead letters into a list, in order of their death.
+        """Returns dead letters as a list, oldest first.
 
-        :param limit: The most to return; ``None`` for all.
+        :param limit: The maximum number to return; ``None`` for all.
         """
         return list(islice(self.letters(choice), limit))
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        """Reads dead letters, in order of their death, some at a time."""
-        with self._opened() as queue:
+        """Yields dead letters, oldest first, in batches of one query each."""
+        with self._open_existing() as queue:
             if queue is None:
                 return
             values = {**_values(queue, choice), "died_at": -1, "id": -1}
             while rows := queue.db.execute(_LETTERS, values).fetchall():
                 values["died_at"], values["id"] = rows[-1][:2]
-                for died_at, row, reason, stage, attempt, sent, by, body, raw in rows:
+                for died_at, row, reason, stage, attempt, sent_at, owner, body, raw in rows:
                     key = queue.id_of(row)
                     yield DeadLetter(
                         message_id=key,
@@ -431,36 +431,36 @@ class SqliteQueue:
                         reason=reason,
                         stage=stage,
                         attempt=attempt,
-                        enqueued_at=_instant(sent),
-                        died_at=_instant(died_at),
-                        generation=by,
+                        enqueued_at=_timestamp(sent_at),
+                        died_at=_timestamp(died_at),
+                        generation=owner,
                         origin=self.name,
                         original_id=key,
                     )
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
-        """Puts dead letters back into the queue, on their first attempt, under their old ids.
+        """Requeues dead letters with their original ids, on their first attempt.
 
-        :raises ProducerError: If they are to go to another queue, or this one does not exist.
+        :raises ProducerError: If ``to`` is another queue, or this queue does not exist.
         """
         if to not in (None, self.name):
             raise ProducerError(
                 f"the dead letters of the embedded queue {self.name!r} lie in its own file"
                 f" and go back to it, not to {to!r}: leave --to out"
             )
-        return self._moved(choice, _REQUEUE)
+        return self._move(choice, _REQUEUE)
 
     def delete(self, choice: Choice = EVERY) -> Moved:
-        """Deletes dead letters for good.
+        """Deletes dead letters permanently.
 
         :raises ProducerError: If the queue does not exist.
         """
-        return self._moved(choice, _DELETE)
+        return self._move(choice, _DELETE)
 
-    def _moved(self, choice: Choice, statement: str) -> Moved:
-        """Carries out a statement on dead letters, which then are none any more."""
+    def _move(self, choice: Choice, statement: str) -> Moved:
+        """Executes a statement on the selected dead letters, and removes them from the table."""
         self.check(receives=False)
-        with self._made() as queue:
+        with self._open_or_create() as queue:
             values = _values(queue, choice)
             rows = queue.db.execute(f"SELECT id FROM dead WHERE {_CHOSEN}", values).fetchall()
             queue.db.execute(statement, values | {"now": self._now()})
@@ -471,15 +471,15 @@ class SqliteQueue:
     # -------------------------------------------------------------------------------- the rest
 
     @contextmanager
-    def _opened(self) -> Iterator[OpenQueue | None]:
-        """Opens the queue; ``None`` while nothing has ever been sent."""
+    def _open_existing(self) -> Iterator[OpenQueue | None]:
+        """Opens the queue; yields ``None`` if it does not exist yet."""
         with self._database.open(create=False) as db:
             queue = None if db is None else self._queue(db)
             yield queue
 
     @contextmanager
-    def _made(self) -> Iterator[OpenQueue]:
-        """Opens the queue in one transaction, and makes it if it is missing."""
+    def _open_or_create(self) -> Iterator[OpenQueue]:
+        """Opens the queue in one transaction, and creates it if it is missing."""
         with self._database.open(create=True) as db:
             assert db is not None
             with transaction(db):
@@ -494,15 +494,15 @@ class SqliteQueue:
 
     def _new_queue(self, db: sqlite3.Connection) -> OpenQueue:
         tag = secrets.token_hex(8)
-        made = db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
-        return OpenQueue(db, made.lastrowid or 0, tag, self.name)
+        inserted = db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
+        return OpenQueue(db, inserted.lastrowid or 0, tag, self.name)
 
 
-# -- what is read ----------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def _values(queue: OpenQueue, choice: Choice) -> dict[str, Any]:
-    """Returns the values of a condition that chooses dead letters."""
+    """Returns the SQL parameters that select dead letters."""
     rows = None if choice.ids is None else [queue.row_of(key) for key in choice.ids]
     return {
         "queue": queue.id,
@@ -515,7 +515,7 @@ def _values(queue: OpenQueue, choice: Choice) -> dict[str, Any]:
 
 
 def _owner(text: Any) -> dict[str, Any]:
-    """Reads the owner of a lease; empty where another program wrote it."""
+    """Parses the owner of a lease; empty if it is malformed."""
     try:
         return dict(json.loads(text))
     except (TypeError, ValueError, RecursionError):
@@ -523,7 +523,7 @@ def _owner(text: Any) -> dict[str, Any]:
 
 
 def _properties(raw: bytes | None) -> dict[str, Any]:
-    """Reads the attributes of a dead letter, whatever another program wrote."""
+    """Parses the attributes of a dead letter; tolerates malformed ones."""
     try:
         value = json.loads(raw or b"{}")
     except (ValueError, RecursionError):
@@ -531,22 +531,22 @@ def _properties(raw: bytes | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"attributes": value}
 
 
-def _instant(micros: int) -> datetime:
-    """Reads a timestamp; 1970 where another program wrote what is none."""
+def _timestamp(micros: int) -> datetime:
+    """Converts a timestamp; the epoch if it is out of range."""
     try:
         return from_micros(micros)
     except OverflowError:
         return from_micros(0)
 
 
-# -- what is sent ----------------------------------------------------------------------------------
+# -- sending ---------------------------------------------------------------------------------------
 
 
-def _parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
+def _parts(message: Sendable, index: int) -> tuple[bytes, str | None, int]:
     """Returns a message's body, attributes as JSON, and delay in microseconds.
 
-    :param place: Its place among those sent, for errors.
-    :raises ProducerError: If one of them is not what it must be.
+    :param index: The index of the message, for errors.
+    :raises ProducerError: If one of them is invalid.
     """
     body: Any
     attributes: Any
@@ -555,12 +555,12 @@ def _parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
         if not isinstance(message, tuple):
             message = (message, None)
         elif len(message) not in (2, 3):
-            raise _bad("a body, (body, attributes) or (body, attributes, delay)", message)
+            raise _invalid("a body, (body, attributes) or (body, attributes, delay)", message)
         body, attributes, delay = (*message, 0.0)[:3]
         if delay and not (isinstance(delay, (int, float)) and 0 <= delay < leases.MAX_DELAY):
-            raise _bad("a delay in seconds of at least 0", delay)
+            raise _invalid("a delay in seconds of at least 0", delay)
         if not isinstance(body, (str, bytes, bytearray, memoryview)):
-            raise _bad("a body of bytes or text", body)
+            raise _invalid("a body of bytes or text", body)
         encoded = body.encode() if isinstance(body, str) else bytes(body)
         if len(encoded) > MAX_BODY:
             raise ValueError(
@@ -569,22 +569,22 @@ def _parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
             )
         return encoded, _attributes(attributes), leases.micros_of(delay or 0.0)
     except UnicodeEncodeError as error:
-        why = f"its text cannot be encoded as UTF-8: {error}"
+        reason = f"its text cannot be encoded as UTF-8: {error}"
     except ValueError as error:
-        why = str(error)
-    raise ProducerError(f"message {place} was not sent: {why}") from None
+        reason = str(error)
+    raise ProducerError(f"message {index} was not sent: {reason}") from None
 
 
 def _attributes(attributes: Any) -> str | None:
     if attributes is not None and not isinstance(attributes, Mapping):
-        raise _bad("attributes in a mapping", attributes)
+        raise _invalid("attributes in a mapping", attributes)
     try:
         return json.dumps(dict(attributes), allow_nan=False) if attributes else None
     except (TypeError, ValueError) as error:
         raise ValueError(f"its attributes are no JSON: {error}") from None
 
 
-def _bad(rule: str, value: object) -> ValueError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ValueError(f"expected {rule}, got: {shown}")
+def _invalid(rule: str, value: object) -> ValueError:
+    excerpt = repr(value)
+    excerpt = excerpt if len(excerpt) <= 80 else excerpt[:77] + "..."
+    return ValueError(f"expected {rule}, got: {excerpt}")

@@ -118,7 +118,7 @@ def letter(
     :param entry: The entry, with payload and properties as received.
     :param queue: The name of the source queue.
     :param fifo: Whether the dead-letter queue is a FIFO queue.
-    :param max_bytes: The maximum dead size of the dead-letter queue.
+    :param max_bytes: The maximum message size of the dead-letter queue.
     """
     properties: dict[str, Any] = json.loads(entry.properties or "{}")
     attributes = {
