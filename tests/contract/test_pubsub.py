@@ -74,10 +74,10 @@ class TestDeadLetters(DeadLettersContract):
 @pytest.mark.parametrize(
     "name",
     [
-        "test_a_letter_says_what_it_was_and_why_it_died",
-        "test_who_only_looks_leaves_all_in_place",
-        "test_what_is_sent_back_comes_as_it_was_on_its_first_attempt",
-        "test_only_those_that_are_chosen_are_sent_back",
+        "test_a_dead_letter_has_its_message_and_the_reason",
+        "test_listing_leaves_all_dead_letters_in_place",
+        "test_a_requeued_message_is_unchanged_on_its_first_attempt",
+        "test_only_selected_dead_letters_are_requeued",
     ],
 )
 def test_the_emulator_passes_the_heart_of_the_dead_letters_contract(
@@ -123,9 +123,9 @@ class TestEmulator(PubSubContract):
     "name",
     [
         "test_every_message_is_in_exactly_one_count",
-        "test_a_lapsed_lease_returns_its_messages_marked",
-        "test_a_zombie_settles_nothing_of_what_another_holds",
-        "test_killed_between_receive_and_settle_nothing_is_lost",
+        "test_messages_of_a_lapsed_lease_are_redelivered_and_marked",
+        "test_a_zombie_settles_no_message_of_another_generation",
+        "test_a_kill_between_receive_and_settle_loses_nothing",
     ],
 )
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_other_subscriptions_pass_the_heart_of_the_contract(
     "name",
     [
         "test_every_message_is_in_exactly_one_count",
-        "test_a_stopped_source_takes_nothing_that_arrives_afterwards",
+        "test_a_stopped_source_receives_no_later_messages",
         "test_a_message_arrives_as_it_was_sent",
     ],
 )

@@ -50,12 +50,14 @@ class TestSqs(SqsContract):
         return harness_of(tmp_path)
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_killed_while_settling_nothing_is_lost(self, harness: Harness, seed: int) -> None:
-        super().test_killed_while_settling_nothing_is_lost(harness, seed)
+    def test_a_kill_during_a_settlement_loses_nothing(self, harness: Harness, seed: int) -> None:
+        super().test_a_kill_during_a_settlement_loses_nothing(harness, seed)
 
     @pytest.mark.slow
-    def test_two_processes_at_once_never_get_the_same_message(self, harness: Harness) -> None:
-        super().test_two_processes_at_once_never_get_the_same_message(harness)
+    def test_two_concurrent_processes_never_receive_the_same_message(
+        self, harness: Harness
+    ) -> None:
+        super().test_two_concurrent_processes_never_receive_the_same_message(harness)
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ class _Many(SqsContract):
 
 @pytest.mark.slow
 def test_twenty_thousand_are_settled_though_the_settler_is_killed(tmp_path: Path) -> None:
-    _Many().test_killed_while_settling_nothing_is_lost(harness_of(tmp_path), 0)
+    _Many().test_a_kill_during_a_settlement_loses_nothing(harness_of(tmp_path), 0)
 
 
 @pytest.mark.slow
@@ -100,9 +102,9 @@ class TestSqsFifo(SqsContract):
     "name",
     [
         "test_every_message_is_in_exactly_one_count",
-        "test_a_stopped_source_takes_nothing_that_arrives_afterwards",
-        "test_killed_between_receive_and_settle_nothing_is_lost",
-        "test_a_lapsed_lease_returns_its_messages_marked",
+        "test_a_stopped_source_receives_no_later_messages",
+        "test_a_kill_between_receive_and_settle_loses_nothing",
+        "test_messages_of_a_lapsed_lease_are_redelivered_and_marked",
     ],
 )
 def test_a_fifo_queue_passes_the_heart_of_the_contract(name: str, tmp_path: Path) -> None:

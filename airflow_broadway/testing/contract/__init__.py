@@ -1,6 +1,6 @@
-"""The custody contract, as a test suite that every producer passes.
+"""The custody contract as a test suite for producers.
 
-The author of a producer inherits it and gives it a harness::
+A producer's test inherits the suite and provides a harness::
 
     class MyHarness(Harness):
         def producer(self):
@@ -15,10 +15,9 @@ The author of a producer inherits it and gives it a harness::
         def harness(self, tmp_path):
             return MyHarness(str(tmp_path))
 
-One that sets messages aside inherits ``DeadLettersContract`` too.  ``docs/producers.md`` is the
-guide.  pytest must be installed.
-For readable failures the suite's own ``conftest.py`` says
-``pytest.register_assert_rewrite("airflow_broadway.testing.contract")``.
+The test of a producer with dead letters inherits ``DeadLettersContract`` too.
+``docs/producers.md`` is the guide.  pytest must be installed.  For readable failures call
+``pytest.register_assert_rewrite("airflow_broadway.testing.contract")`` in ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -44,4 +43,4 @@ __all__ = [
 
 
 class CustodyContract(Killing, Traffic, Lapsing, Redelivery, Settling, Receiving):
-    """What every producer promises; a subclass gives the ``harness`` fixture."""
+    """The contract of every producer; a subclass provides the ``harness`` fixture."""

@@ -1,4 +1,4 @@
-"""What the suite's subjects share: what a producer may differ in, and generations by hand."""
+"""The base class of the suites: capabilities of a producer, and helpers for generations."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from airflow_broadway.testing.harness import Harness, settlement_of
 
 
 class ContractBase(ABC):
-    """The settings of a suite, and what its tests do with sources and custodians."""
+    """The settings of a suite, and helpers for sources and custodians."""
 
     #: Whether messages arrive in the order in which they were sent.
     keeps_order: ClassVar[bool] = True
-    #: Whether the broker itself says that a lease has lapsed.
+    #: Whether the broker rejects requests for a lapsed lease.
     tells_lapse: ClassVar[bool] = True
-    #: Whether a message given back keeps its attempt.
+    #: Whether a released message keeps its attempt.
     keeps_attempt: ClassVar[bool] = True
-    #: Whether two runs may hold messages of one queue side by side.
+    #: Whether two runs may hold messages of one queue concurrently.
     shares: ClassVar[bool] = True
-    #: Whether a message that comes again holds back no other.
+    #: Whether a redelivered message blocks no other.
     independent: ClassVar[bool] = True
-    #: Messages that are settled while the settler is killed.
+    #: The number of messages in a settlement that is killed.
     many: ClassVar[int] = 3_000
-    #: Bodies that the broker can carry, odd ones among them.
+    #: Bodies that the broker supports, including unusual ones.
     odd_bodies: ClassVar[Sequence[bytes]] = (
         b"",
         b"\x00\xff not UTF-8",
@@ -42,11 +42,11 @@ class ContractBase(ABC):
     @pytest.fixture
     @abstractmethod
     def harness(self) -> Any:
-        """A harness on an empty queue of its own."""
+        """Returns a harness with its own empty queue."""
 
     @contextmanager
     def source(self, harness: Harness, generation: str) -> Iterator[Source]:
-        """A source for ``generation``, closed in the end."""
+        """Opens a source for ``generation``, and closes it at the end."""
         source = harness.producer().source(harness.env(generation))
         try:
             yield source
@@ -55,7 +55,7 @@ class ContractBase(ABC):
 
     @contextmanager
     def custodian(self, harness: Harness) -> Iterator[Custodian]:
-        """A custodian as another process would open it, closed in the end."""
+        """Opens a custodian as another process would, and closes it at the end."""
         custodian = harness.producer().custodian(harness.env("custodian"))
         try:
             yield custodian
@@ -63,7 +63,7 @@ class ContractBase(ABC):
             custodian.close()
 
     def take(self, source: Source, demand: int = 100_000) -> list[Message]:
-        """Receive and secure until ``demand`` is met or the queue is quiet."""
+        """Receives and secures messages until ``demand`` is met or the queue is quiet."""
         taken: list[Message] = []
         while len(taken) < demand:
             messages = source.receive(min(500, demand - len(taken)), timeout=0.2)
@@ -75,28 +75,28 @@ class ContractBase(ABC):
     def hold(
         self, harness: Harness, generation: str, demand: int = 100_000
     ) -> tuple[Lease, list[Message]]:
-        """Take messages and close the source, as a process task does; the lease as read back."""
+        """Receives messages and closes the source, as a process task does."""
         with self.source(harness, generation) as source:
             messages = self.take(source, demand)
             messages += source.stop()
             return self.copied(source.lease), messages
 
     def settle(self, harness: Harness, lease: Lease, settlement: Settlement) -> SettleReport:
-        """Settle from a custodian of its own."""
+        """Settles by a new custodian."""
         with self.custodian(harness) as custodian:
             return custodian.settle(lease, settlement)
 
     def need_independent(self) -> None:
-        """Skip a test in which messages that come again lie among others."""
+        """Skips a test if redelivered messages block others."""
         if not self.independent:
             pytest.skip("a message that comes again holds back those behind it")
 
     def copied(self, lease: Lease) -> Lease:
-        """The lease as another process reads it."""
+        """Returns the lease as another process reads it."""
         return Lease.from_json(json.loads(json.dumps(lease.to_json())))
 
     def rest_of_queue(self, harness: Harness, generation: str = "the rest") -> list[Message]:
-        """What can be received now, acknowledged."""
+        """Receives and acknowledges all ready messages."""
         lease, messages = self.hold(harness, generation)
         self.settle(harness, lease, settlement_of(messages))
         return messages

@@ -1,4 +1,4 @@
-"""The contract of dead letters: looked at, sent back, deleted, and whoever dies at it."""
+"""The contract of dead letters: listing, requeueing, deleting, and interruptions of these."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from airflow_broadway.testing.other_process import Child
 
 
 class DeadLettersContract(ContractBase):
-    """What every place for dead letters promises; a subclass gives the ``harness`` fixture."""
+    """The contract of every dead-letter queue; a subclass provides the ``harness`` fixture."""
 
-    #: Whether a message keeps its id when it is sent back.
+    #: Whether a requeued message keeps its id.
     keeps_id: ClassVar[bool] = True
-    #: Seconds for which who looks at letters, and is killed, hides them from others.
+    #: Seconds for which an interrupted listing hides dead letters from others.
     hidden_seconds: ClassVar[float] = 0.0
-    #: Letters that are sent back while who does so is killed.
+    #: The number of dead letters in an interrupted requeue.
     letters_killed: ClassVar[int] = 300
 
     @contextmanager
     def opened(self, harness: Harness) -> Iterator[DeadLetters]:
-        """The place, closed in the end."""
+        """Opens the dead letters, and closes them at the end."""
         with closing(harness.producer().dead_letters(harness.env("letters"))) as letters:
             yield letters
 
     def die(
         self, harness: Harness, sent: Sequence[bytes], *, reason: str = "Boom: why"
     ) -> list[Message]:
-        """Send messages, and set them aside; every other one fails in a batch, on its attempt."""
+        """Sends messages and dead-letters them, alternately in the stages process and batch."""
         harness.send(sent)
         lease, messages = self.hold(harness, f"died of {reason}")
         assert len(messages) == len(sent)
@@ -57,14 +57,14 @@ class DeadLettersContract(ContractBase):
             return list(place.letters(choice or Choice()))
 
     def own_ids(self, harness: Harness, messages: Sequence[Message]) -> frozenset[str]:
-        """The letters' own ids."""
-        found = self.listed(harness, Choice(ids=frozenset(ids(messages))))
-        assert len(found) == len(messages)
-        return frozenset(ids_of(found))
+        """Returns the ids of the messages' dead letters."""
+        dead_letters = self.listed(harness, Choice(ids=frozenset(ids(messages))))
+        assert len(dead_letters) == len(messages)
+        return frozenset(ids_of(dead_letters))
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- listing -------------------------------------------------------------------------------
 
-    def test_no_letters_are_none(self, harness: Harness) -> None:
+    def test_an_empty_dead_letter_queue_has_no_dead_letters(self, harness: Harness) -> None:
         self.die(harness, bodies(1))
         with self.opened(harness) as place:
             place.delete()
@@ -73,17 +73,17 @@ class DeadLettersContract(ContractBase):
             assert place.requeue() == place.delete()
             assert place.requeue().count == 0
 
-    def test_a_letter_says_what_it_was_and_why_it_died(self, harness: Harness) -> None:
+    def test_a_dead_letter_has_its_message_and_the_reason(self, harness: Harness) -> None:
         sent = bodies(4)
         before = harness.clock.now()
         messages = self.die(harness, sent)
 
-        found = {each.original_id: each for each in self.listed(harness)}
+        listed = {dead.original_id: dead for dead in self.listed(harness)}
 
-        assert sorted(found) == sorted(ids(messages))
-        assert len({each.message_id for each in found.values()}) == 4
+        assert sorted(listed) == sorted(ids(messages))
+        assert len({dead.message_id for dead in listed.values()}) == 4
         for place, message in enumerate(messages):
-            letter = found[message.message_id]
+            letter = listed[message.message_id]
             assert letter.body == message.data
             assert (letter.reason, letter.attempt) == ("Boom: why", 1)
             assert letter.stage == ("batch" if place % 2 else "process")
@@ -94,14 +94,14 @@ class DeadLettersContract(ContractBase):
             assert place_of.count() == 4
             assert place_of.place
 
-    def test_letters_are_chosen_by_id_reason_stage_and_time(self, harness: Harness) -> None:
+    def test_dead_letters_are_filtered_by_id_reason_stage_and_time(self, harness: Harness) -> None:
         messages = self.die(harness, bodies(4), reason="Boom: one")
         others = self.die(harness, bodies(2, start=10), reason="Crash: other")
         now = harness.clock.now()
 
         def chosen(**choice: object) -> list[bytes]:
-            found = self.listed(harness, Choice(**choice))  # type: ignore[arg-type]
-            return sorted(each.body for each in found)
+            listed = self.listed(harness, Choice(**choice))  # type: ignore[arg-type]
+            return sorted(letter.body for letter in listed)
 
         assert chosen(reason="Crash") == sorted(m.data for m in others)
         assert chosen(reason="nothing like it") == []
@@ -113,12 +113,12 @@ class DeadLettersContract(ContractBase):
         assert chosen(until=now - timedelta(hours=1)) == []
         assert chosen(since=now + timedelta(hours=1)) == []
 
-    def test_who_only_looks_leaves_all_in_place(self, harness: Harness) -> None:
+    def test_listing_leaves_all_dead_letters_in_place(self, harness: Harness) -> None:
         self.die(harness, bodies(30))
         with self.opened(harness) as place:
-            some = place.letters()
-            next(some)
-            some.close()  # type: ignore[attr-defined]
+            letters = place.letters()
+            next(letters)
+            letters.close()  # type: ignore[attr-defined]
 
         first = self.listed(harness)
         second = self.listed(harness)
@@ -129,9 +129,9 @@ class DeadLettersContract(ContractBase):
             assert place.count() == 30
             assert place.requeue().count == 30
 
-    # -- sending back --------------------------------------------------------------------------
+    # -- requeueing ----------------------------------------------------------------------------
 
-    def test_what_is_sent_back_comes_as_it_was_on_its_first_attempt(self, harness: Harness) -> None:
+    def test_a_requeued_message_is_unchanged_on_its_first_attempt(self, harness: Harness) -> None:
         messages = self.die(harness, bodies(25))
 
         with self.opened(harness) as place:
@@ -148,7 +148,9 @@ class DeadLettersContract(ContractBase):
         was = {m.data: None if self.keeps_id else m.message_id for m in messages}
         assert {m.data: producer.sent_back_as(m) for m in again} == was
 
-    def test_it_may_die_again_and_be_sent_back_again(self, harness: Harness) -> None:
+    def test_a_requeued_message_may_be_dead_lettered_and_requeued_again(
+        self, harness: Harness
+    ) -> None:
         [first] = self.die(harness, bodies(1))
         for _ in range(2):
             with self.opened(harness) as place:
@@ -159,14 +161,14 @@ class DeadLettersContract(ContractBase):
         assert (letter.body, letter.reason) == (first.data, "again")
 
     def die_again(self, harness: Harness) -> list[Message]:
-        """Set aside whatever the queue holds."""
+        """Dead-letters all messages of the queue."""
         lease, messages = self.hold(harness, f"again {random.random()}")
         verdict = Verdict(Action.DEAD_LETTER, 0.0, "again", "process")
         verdicts = dict.fromkeys(ids(messages), verdict)
         self.settle(harness, lease, settlement_of(messages, verdicts))
         return messages
 
-    def test_only_those_that_are_chosen_are_sent_back(self, harness: Harness) -> None:
+    def test_only_selected_dead_letters_are_requeued(self, harness: Harness) -> None:
         messages = self.die(harness, bodies(20))
         wanted = self.own_ids(harness, messages[5:8]) | {"no-such-0-1"}
 
@@ -178,13 +180,13 @@ class DeadLettersContract(ContractBase):
         again = self.rest_of_queue(harness)
         assert sorted(m.data for m in again) == sorted(m.data for m in messages[5:8])
 
-    def test_a_letter_is_moved_by_its_own_id_and_not_by_that_of_its_message(
+    def test_a_dead_letter_is_moved_by_its_own_id_and_not_by_that_of_its_message(
         self, harness: Harness
     ) -> None:
         messages = self.die(harness, bodies(3))
         [letter] = self.listed(harness, Choice(ids=frozenset({messages[0].message_id})))
         if letter.message_id == letter.original_id:
-            return  # its broker gives the id, and nobody can write another
+            return  # the dead letter keeps the id of its message
         for move in ("requeue", "delete"):
             with self.opened(harness) as place:
                 moved = getattr(place, move)(Choice(ids=frozenset({letter.original_id})))
@@ -192,7 +194,7 @@ class DeadLettersContract(ContractBase):
             assert letter.message_id in moved.refused[letter.original_id]
         assert len(self.listed(harness)) == 3
 
-    def test_what_others_deleted_meanwhile_is_unknown_and_nothing_else_is_touched(
+    def test_concurrently_deleted_dead_letters_are_unknown_and_others_unchanged(
         self, harness: Harness
     ) -> None:
         messages = self.die(harness, bodies(6))
@@ -209,7 +211,7 @@ class DeadLettersContract(ContractBase):
         assert len(self.listed(harness)) == 4
         assert self.rest_of_queue(harness) == []
 
-    def test_what_is_deleted_is_gone_for_good(self, harness: Harness) -> None:
+    def test_deleted_dead_letters_are_never_received(self, harness: Harness) -> None:
         messages = self.die(harness, bodies(12))
         with self.opened(harness) as place:
             assert place.delete(Choice(stage="batch")).count == 6
@@ -219,10 +221,10 @@ class DeadLettersContract(ContractBase):
         assert self.rest_of_queue(harness) == []
         assert len(messages) == 12
 
-    # -- while others are at work --------------------------------------------------------------
+    # -- concurrency ---------------------------------------------------------------------------
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_killed_while_sending_back_nothing_is_lost_and_a_double_is_marked(
+    def test_an_interrupted_requeue_loses_nothing_and_marks_duplicates(
         self, harness: Harness, seed: int
     ) -> None:
         sent = bodies(self.letters_killed)
@@ -231,7 +233,7 @@ class DeadLettersContract(ContractBase):
             child.line()
             time.sleep(random.Random(seed).uniform(0.0, 0.15))
             child.kill()
-        for _ in range(2):  # its last request may reach the broker after the first
+        for _ in range(2):  # the killed process's last request may arrive after the first requeue
             harness.pass_time(self.hidden_seconds)
             with self.opened(harness) as place:
                 assert dict(place.requeue().refused) == {}
@@ -239,18 +241,18 @@ class DeadLettersContract(ContractBase):
         assert self.listed(harness) == []
         again = Counter(m.data for m in self.all_of_queue(harness))
         assert sorted(again) == sent
-        # A letter is in both places at most: nothing comes a third time.
+        # A dead letter is in both queues at most, so no message is received three times.
         assert set(again.values()) <= {1, 2}
 
     def all_of_queue(self, harness: Harness) -> list[Message]:
-        """Everything that can be received, run by run; all of it is marked."""
-        found: list[Message] = []
-        while messages := self.rest_of_queue(harness, f"rest {len(found)}"):
+        """Receives all messages in several runs; each must be marked as redelivered."""
+        received: list[Message] = []
+        while messages := self.rest_of_queue(harness, f"rest {len(received)}"):
             assert all(message.redelivered for message in messages)
-            found += messages
-        return found
+            received += messages
+        return received
 
-    def test_two_who_send_back_at_once_lose_nothing(self, harness: Harness) -> None:
+    def test_two_concurrent_requeues_lose_nothing(self, harness: Harness) -> None:
         sent = bodies(60)
         self.die(harness, sent)
         with Child(harness, "requeue") as child, self.opened(harness) as place:
@@ -264,15 +266,15 @@ class DeadLettersContract(ContractBase):
         assert sorted({m.data for m in self.all_of_queue(harness)}) == sent
         assert self.listed(harness) == []
 
-    def test_messages_that_arrive_meanwhile_are_left_alone(self, harness: Harness) -> None:
+    def test_messages_that_arrive_during_a_requeue_are_unchanged(self, harness: Harness) -> None:
         messages = self.die(harness, bodies(20))
         with harness.publish_meanwhile() as published, self.opened(harness) as place:
             while len(published) < 3:
                 time.sleep(0.01)
             assert place.requeue().count == 20
 
-        found = self.rest_of_queue(harness)
-        assert sorted(m.data for m in found) == sorted([*(m.data for m in messages), *published])
+        received = self.rest_of_queue(harness)
+        assert sorted(m.data for m in received) == sorted([*(m.data for m in messages), *published])
 
 
 def ids_of(letters: Sequence[DeadLetter]) -> list[str]:

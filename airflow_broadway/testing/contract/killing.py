@@ -1,4 +1,4 @@
-"""The custody contract: processes are killed, and two are at work at once."""
+"""The custody contract: killed processes, and concurrent ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from airflow_broadway.testing.other_process import Child, plain, third_and_seven
 
 
 class Killing(ContractBase):
-    """What is promised whoever dies."""
+    """The promises for killed processes."""
 
-    def test_killed_between_receive_and_settle_nothing_is_lost(self, harness: Harness) -> None:
+    def test_a_kill_between_receive_and_settle_loses_nothing(self, harness: Harness) -> None:
         harness.send(bodies(500))
         began = harness.clock.monotonic()
         with Child(harness, "hold", "killed", "300") as child:
@@ -29,7 +29,7 @@ class Killing(ContractBase):
         harness.pass_time(harness.lease * 1.1)
         after = self.rest_of_queue(harness, "after the lapse")
 
-        if held_still:  # else the machine is so busy that the lease lapsed before
+        if held_still:  # otherwise the machine is so slow that the lease lapsed before
             assert len(before) == (200 if self.shares else 0)
         again = [message for message in [*before, *after] if message.message_id in held["ids"]]
         assert sorted(ids(again)) == sorted(held["ids"])
@@ -37,7 +37,7 @@ class Killing(ContractBase):
         assert len(before) + len(after) == 500
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_killed_while_settling_nothing_is_lost(self, harness: Harness, seed: int) -> None:
+    def test_a_kill_during_a_settlement_loses_nothing(self, harness: Harness, seed: int) -> None:
         self.need_independent()
         count = self.many
         harness.send(bodies(count))
@@ -64,11 +64,13 @@ class Killing(ContractBase):
         assert sorted(ids(again)) == sorted(ids(retried))
         assert all(message.attempt == 2 for message in again)
 
-    def test_two_processes_at_once_never_get_the_same_message(self, harness: Harness) -> None:
+    def test_two_concurrent_processes_never_receive_the_same_message(
+        self, harness: Harness
+    ) -> None:
         harness.send(bodies(2_000))
 
         with Child(harness, "drain", "one") as one, Child(harness, "drain", "two") as two:
-            found = [one.line()["ids"], two.line()["ids"]]
+            drained = [one.line()["ids"], two.line()["ids"]]
 
-        everything = [*found[0], *found[1]]
-        assert len(everything) == len(set(everything)) == 2_000
+        all_ids = [*drained[0], *drained[1]]
+        assert len(all_ids) == len(set(all_ids)) == 2_000

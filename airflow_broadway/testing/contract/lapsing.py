@@ -1,4 +1,4 @@
-"""The custody contract: how leases end."""
+"""The custody contract: renewal, lapse and end of leases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
 
 class Lapsing(ContractBase):
-    """What becomes of messages whose lease is renewed, lapses or has ended."""
+    """The promises for renewed, lapsed and ended leases."""
 
     def test_a_renewed_lease_outlives_its_first_deadline(self, harness: Harness) -> None:
         if not harness.producer().renews:
@@ -34,7 +34,7 @@ class Lapsing(ContractBase):
             assert custodian.holds(lease)
             assert custodian.settle(lease, settlement_of(messages)).acked == 4
 
-    def test_a_lapsed_lease_returns_its_messages_marked(self, harness: Harness) -> None:
+    def test_messages_of_a_lapsed_lease_are_redelivered_and_marked(self, harness: Harness) -> None:
         harness.send(bodies(5))
         lease, messages = self.hold(harness, "g1")
         harness.pass_time(harness.lease * 1.1)
@@ -49,7 +49,7 @@ class Lapsing(ContractBase):
         if self.keeps_attempt:
             assert all(message.attempt == 1 for message in again)
 
-    def test_a_zombie_settles_nothing_of_what_another_holds(self, harness: Harness) -> None:
+    def test_a_zombie_settles_no_message_of_another_generation(self, harness: Harness) -> None:
         if not self.tells_lapse:
             pytest.skip("this broker gives no signal of a lapse")
         harness.send(bodies(6))
@@ -74,7 +74,7 @@ class Lapsing(ContractBase):
             assert custodian.holds(new)
             assert custodian.settle(new, settlement_of(again)) == SettleReport(acked=6)
 
-    def test_what_a_zombie_had_settled_at_once_has_not_lapsed_with_the_others(
+    def test_messages_that_a_zombie_settled_immediately_do_not_lapse(
         self, harness: Harness
     ) -> None:
         if not self.tells_lapse:
@@ -89,12 +89,12 @@ class Lapsing(ContractBase):
         assert len(again) == 4
 
         with self.custodian(harness) as custodian:
-            told = replace(settlement_of(messages[2:]), settled_now=SettleReport(acked=2))
-            assert custodian.settle(old, told) == SettleReport(lapsed=4)
+            settlement = replace(settlement_of(messages[2:]), settled_now=SettleReport(acked=2))
+            assert custodian.settle(old, settlement) == SettleReport(lapsed=4)
 
             assert custodian.settle(new, settlement_of(again)) == SettleReport(acked=4)
 
-    def test_a_generation_whose_lease_has_ended_receives_no_more(self, harness: Harness) -> None:
+    def test_a_generation_with_an_ended_lease_receives_nothing(self, harness: Harness) -> None:
         harness.send(bodies(4))
         with self.source(harness, "g1") as source:
             self.take(source, 2)

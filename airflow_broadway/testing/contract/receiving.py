@@ -1,4 +1,4 @@
-"""The custody contract: how messages are taken."""
+"""The custody contract: receiving messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
 
 class Receiving(ContractBase):
-    """What a source promises."""
+    """The promises of a source."""
 
     def test_the_lease_is_valid_before_the_first_receive(self, harness: Harness) -> None:
         with self.source(harness, "g1") as source:
@@ -45,9 +45,9 @@ class Receiving(ContractBase):
 
         with self.source(harness, "g1") as source:
             messages: list[Message] = []
-            while portion := source.secure(source.receive(10, timeout=0.2)):
-                assert len(portion) <= 10
-                messages += portion
+            while batch := source.secure(source.receive(10, timeout=0.2)):
+                assert len(batch) <= 10
+                messages += batch
 
         assert [message.position for message in messages] == list(range(25))
         received = [message.data for message in messages]
@@ -55,7 +55,9 @@ class Receiving(ContractBase):
         if self.keeps_order:
             assert received == bodies(25)
 
-    def test_an_empty_queue_gives_nothing_within_the_timeout(self, harness: Harness) -> None:
+    def test_receive_from_an_empty_queue_returns_nothing_after_the_timeout(
+        self, harness: Harness
+    ) -> None:
         with self.source(harness, "g1") as source:
             began = harness.clock.monotonic()
 
@@ -77,10 +79,10 @@ class Receiving(ContractBase):
 
         assert len({*ids(first), *ids(second)}) == 40
 
-    def test_a_stopped_source_takes_nothing_that_arrives_afterwards(self, harness: Harness) -> None:
+    def test_a_stopped_source_receives_no_later_messages(self, harness: Harness) -> None:
         harness.send(bodies(30))
         with self.source(harness, "g1") as source:
-            # The demand is not met: what arrives from now on would be welcome, and is not counted.
+            # The demand is not met, and still no message that arrives from now on is received.
             held = [*source.secure(source.receive(100, timeout=1.0)), *source.stop()]
             lease = self.copied(source.lease)
             harness.send(bodies(20, start=30))
@@ -94,7 +96,7 @@ class Receiving(ContractBase):
         rest = self.rest_of_queue(harness)
         assert sorted(m.data for m in [*held, *rest]) == bodies(50)
 
-    def test_an_empty_run_settles_to_nothing(self, harness: Harness) -> None:
+    def test_the_report_of_an_empty_run_is_empty(self, harness: Harness) -> None:
         lease, messages = self.hold(harness, "g1")
 
         assert messages == []

@@ -1,7 +1,7 @@
-"""The custody contract: all that a dead generation held is redelivered, marked, however many died.
+"""The custody contract: redelivery of all messages of any number of dead generations.
 
-A broker knows nothing of crashes.  Which message ends its process is found by the run that handles
-what is marked as redelivered; a source that put anything off would only delay that.
+A broker does not detect crashes.  The run that handles messages marked as redelivered isolates the
+message that kills its process, so a source must not delay any of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _DEATHS = 12
 
 
 class Redelivery(ContractBase):
-    """What is promised of messages whose generation died."""
+    """The promises for messages of dead generations."""
 
     @pytest.mark.parametrize("ending", ["no manifest", "damaged manifest", "no outcome"])
-    def test_one_run_takes_all_that_twelve_generations_died_with_and_what_is_new(
+    def test_one_run_receives_all_messages_of_twelve_dead_generations_and_new_ones(
         self, harness: Harness, ending: str
     ) -> None:
         held = bodies(60)
@@ -53,7 +53,7 @@ class Redelivery(ContractBase):
         depth = harness.producer().depth(harness.env("the end"))
         assert depth is None or depth.dead == 0
 
-    def test_a_run_that_asks_for_few_at_a_time_takes_all_that_dead_generations_held(
+    def test_a_run_with_small_demands_receives_all_messages_of_dead_generations(
         self, harness: Harness
     ) -> None:
         held, fresh = bodies(60), bodies(20, start=500)
@@ -66,9 +66,9 @@ class Redelivery(ContractBase):
 
         with self.source(harness, "alive") as source:
             taken: list[Message] = []
-            while found := source.secure(source.receive(7, timeout=0.2)):
-                assert len(found) <= 7
-                taken += found
+            while batch := source.secure(source.receive(7, timeout=0.2)):
+                assert len(batch) <= 7
+                taken += batch
             taken += source.stop()
             lease = self.copied(source.lease)
 
@@ -76,8 +76,8 @@ class Redelivery(ContractBase):
         assert all(message.redelivered for message in taken if message.data in held)
         assert self.settle(harness, lease, settlement_of(taken)).acked == 80
 
-    def test_a_group_keeps_its_order_whatever_died(self, harness: Harness) -> None:
-        """Where the broker keeps the order of a group, or of all."""
+    def test_a_group_keeps_its_order_after_dead_generations(self, harness: Harness) -> None:
+        """Applies to brokers that keep the order of a group, or of all messages."""
         harness.groups = 4
         sent = bodies(40)
         harness.send(sent)
@@ -89,7 +89,7 @@ class Redelivery(ContractBase):
         messages = self.rest_of_queue(harness, "alive")
 
         assert {message.data for message in held} <= {message.data for message in messages}
-        for number in range(10):  # a broker may hand out a group in parts
+        for number in range(10):  # a broker may deliver a group in parts
             if len(messages) < len(sent):
                 messages += self.rest_of_queue(harness, f"rest {number}")
         assert sorted(message.data for message in messages) == sent
@@ -100,9 +100,9 @@ class Redelivery(ContractBase):
                 assert own == sorted(own)
 
     def _die(self, harness: Harness, generation: str, ending: str) -> tuple[Lease, list[Message]]:
-        """Take everything; the lease as its sweep knows it, and the messages.
+        """Receives all messages; returns the lease as recorded for the sweep, and the messages.
 
-        Of a generation that published no manifest only the lease is recorded that it began with.
+        Without a manifest only the initial lease of a generation is recorded.
         """
         with self.source(harness, generation) as source:
             opened = self.copied(source.lease)

@@ -1,4 +1,4 @@
-"""The custody contract: how verdicts are carried out, in the end and at once."""
+"""The custody contract: carrying out verdicts, at the end of a run and immediately."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
 
 class Settling(ContractBase):
-    """What a custodian promises."""
+    """The promises of a custodian."""
 
     def test_a_secured_message_outlives_its_source(self, harness: Harness) -> None:
         harness.send(bodies(3))
 
         lease, messages = self.hold(harness, "g1")
 
-        # The source is closed; nobody else gets the messages, and another process settles them.
+        # With the source closed, no other run receives the messages, and another process settles.
         assert self.rest_of_queue(harness) == []
         with self.custodian(harness) as custodian:
             assert custodian.holds(lease)
             assert custodian.settle(lease, settlement_of(messages)) == SettleReport(acked=3)
             assert not custodian.holds(lease)
 
-    def test_acknowledged_messages_never_come_back(self, harness: Harness) -> None:
+    def test_acknowledged_messages_are_never_redelivered(self, harness: Harness) -> None:
         harness.send(bodies(30))
         lease, messages = self.hold(harness, "g1")
 
@@ -40,7 +40,7 @@ class Settling(ContractBase):
         harness.pass_time(1.1 * harness.lease)
         assert self.rest_of_queue(harness, "g3") == []
 
-    def test_a_retried_message_waits_for_its_delay_and_uses_an_attempt(
+    def test_a_retried_message_is_redelivered_after_its_delay_on_the_next_attempt(
         self, harness: Harness
     ) -> None:
         harness.send(bodies(1))
@@ -60,7 +60,7 @@ class Settling(ContractBase):
         assert last.data == bodies(1)[0]
         assert last.message_id == message.message_id
 
-    def test_a_dead_letter_is_not_delivered_again(self, harness: Harness) -> None:
+    def test_a_dead_lettered_message_is_not_redelivered(self, harness: Harness) -> None:
         harness.send(bodies(4))
         lease, messages = self.hold(harness, "g1")
         dead = Verdict(Action.DEAD_LETTER, 0.0, "no departure delay", "process")
@@ -82,7 +82,7 @@ class Settling(ContractBase):
 
         assert report == SettleReport(left=2)
 
-    def test_a_released_message_comes_back_at_once_on_the_same_attempt(
+    def test_a_released_message_is_redelivered_immediately_on_the_same_attempt(
         self, harness: Harness
     ) -> None:
         harness.send(bodies(5))
@@ -127,7 +127,9 @@ class Settling(ContractBase):
         assert report == SettleReport(acked=12, requeued=12, dead_lettered=12, left=12, released=12)
         assert report.total == len(messages)
 
-    def test_settling_again_changes_nothing_and_reports_the_same(self, harness: Harness) -> None:
+    def test_settling_again_changes_nothing_and_returns_the_same_report(
+        self, harness: Harness
+    ) -> None:
         self.need_independent()
         harness.send(bodies(6))
         lease, messages = self.hold(harness, "g1")
@@ -138,14 +140,14 @@ class Settling(ContractBase):
         second = self.settle(harness, lease, settlement_of(messages, verdicts))
 
         assert second == first == SettleReport(acked=5, released=1)
-        # The message that was released is another's now, and stays so.
+        # The released message still belongs to the other generation.
         assert self.settle(harness, taken, settlement_of([again])) == SettleReport(acked=1)
         assert self.rest_of_queue(harness) == []
 
-    # ---------------------------------------------------------------------- what comes again
+    # ------------------------------------------------------------------------- redelivery
 
-    def test_the_report_names_exactly_what_comes_again(self, harness: Harness) -> None:
-        """Also what is given back behind one of its group, and what was given back at once."""
+    def test_the_report_lists_exactly_the_redelivered_messages(self, harness: Harness) -> None:
+        """Includes messages released behind one of their group, or released immediately."""
         harness.groups = 4
         harness.send(bodies(40))
         lease, messages = self.hold(harness, "g1")
@@ -170,17 +172,17 @@ class Settling(ContractBase):
         report = self.settle(harness, lease, settlement)
 
         assert report.again is not None
-        named = {each for each in ids(messages) if report.again.has(each)}
-        # Whoever settles again, by outcomes that came late, hears the same.
+        named = {key for key in ids(messages) if report.again.has(key)}
+        # A repeated settlement with late outcomes returns the same report.
         again = self.settle(harness, lease, settlement_of(others)).again
         assert again is not None
-        assert {each for each in ids(messages) if again.has(each)} == named
+        assert {key for key in ids(messages) if again.has(key)} == named
         harness.pass_time(1.1)
         assert self.all_of_queue(harness) & {*ids(messages)} == named
         assert messages[-1].message_id in named
         assert messages[0].message_id not in named
 
-    def test_what_had_lapsed_comes_again_and_is_named(self, harness: Harness) -> None:
+    def test_lapsed_messages_are_redelivered_and_reported(self, harness: Harness) -> None:
         harness.send(bodies(10))
         lease, messages = self.hold(harness, "g1")
         with self.custodian(harness) as custodian:
@@ -192,20 +194,20 @@ class Settling(ContractBase):
         report = self.settle(harness, lease, settlement)
 
         assert report.again is not None
-        named = {each for each in ids(messages) if report.again.has(each)}
+        named = {key for key in ids(messages) if report.again.has(key)}
         assert self.all_of_queue(harness) == named
 
     def all_of_queue(self, harness: Harness) -> set[str]:
-        """The ids of all that can be received now, in as many runs as it takes."""
-        found: set[str] = set()
+        """Receives all ready messages in several runs; returns their ids."""
+        received: set[str] = set()
         for number in range(100):
-            more = self.rest_of_queue(harness, f"all {number}")
-            if not more:
+            messages = self.rest_of_queue(harness, f"all {number}")
+            if not messages:
                 break
-            found.update(ids(more))
-        return found
+            received.update(ids(messages))
+        return received
 
-    # -------------------------------------------------------------------------- at once
+    # ------------------------------------------------------------------------- immediately
 
     def test_settling_now_keeps_the_lease_for_the_others(self, harness: Harness) -> None:
         harness.send(bodies(10))
@@ -224,7 +226,7 @@ class Settling(ContractBase):
         assert self.rest_of_queue(harness) == []
 
     @pytest.mark.parametrize("known", [0, 2])
-    def test_what_was_settled_now_and_never_told_is_in_the_report(
+    def test_unrecorded_immediate_settlements_are_in_the_report(
         self, harness: Harness, known: int
     ) -> None:
         harness.send(bodies(10))
@@ -232,7 +234,7 @@ class Settling(ContractBase):
         dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
         with self.custodian(harness) as custodian:
             custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[:2]])
-            # Of this the caller died before it could say so
+            # The caller died before it recorded these
             custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[2:5]])
             custodian.settle_now(lease, [entry_of(message, dead) for message in messages[5:6]])
             settlement = replace(
@@ -245,7 +247,7 @@ class Settling(ContractBase):
             assert custodian.settle(lease, settlement) == report
         assert self.rest_of_queue(harness) == []
 
-    def test_what_was_settled_now_without_a_manifest_is_in_the_report(
+    def test_immediate_settlements_without_a_manifest_are_in_the_report(
         self, harness: Harness
     ) -> None:
         harness.send(bodies(4))
@@ -258,11 +260,11 @@ class Settling(ContractBase):
         assert report == SettleReport(acked=1, released=3)
         assert len(self.rest_of_queue(harness)) == 3
 
-    def test_settling_now_names_what_it_did_not_do(self, harness: Harness) -> None:
+    def test_settling_now_reports_undone_messages(self, harness: Harness) -> None:
         harness.send(bodies(4))
         lease, messages = self.hold(harness, "g1")
         early = [entry_of(message, ACK) for message in messages[:2]]
-        # Given one among them that the lease does not hold, and whose body nobody has
+        # Given an entry for a message that the lease does not hold, without a payload
         stranger = Entry("of nobody", "", Verdict(Action.RETRY, 0.0, "why", "process"))
         with self.custodian(harness) as custodian:
             report = custodian.settle_now(lease, [early[0], stranger, early[1]])
@@ -273,7 +275,7 @@ class Settling(ContractBase):
             assert custodian.settle(lease, settlement_of(messages[2:])) == SettleReport(acked=2)
         assert self.rest_of_queue(harness) == []
 
-    def test_what_is_received_after_something_was_settled_now_can_be_so_too(
+    def test_messages_received_after_an_immediate_settlement_can_be_settled_now_too(
         self, harness: Harness
     ) -> None:
         harness.send(bodies(4))
@@ -290,21 +292,21 @@ class Settling(ContractBase):
             self.settle(harness, source.lease, settlement_of([]))
         assert self.rest_of_queue(harness) == []
 
-    def test_a_run_does_not_receive_what_it_gave_back(self, harness: Harness) -> None:
+    def test_a_run_does_not_receive_messages_that_it_released(self, harness: Harness) -> None:
         harness.send(bodies(3))
         with self.source(harness, "g1") as source, self.custodian(harness) as custodian:
             messages = self.take(source)
-            given = [
+            entries = [
                 entry_of(messages[0], Verdict(Action.RETRY, 0.0, "again", "process")),
                 entry_of(messages[1], RELEASE),
             ]
 
-            report = custodian.settle_now(source.lease, given)
+            report = custodian.settle_now(source.lease, entries)
 
             assert report == SettleReport(requeued=1, released=1)
             assert self.take(source) == []
-            if not self.shares:  # the third is held, and with it the others
+            if not self.shares:  # the third message is held and blocks the others
                 source.stop()
                 self.settle(harness, source.lease, settlement_of(messages[2:]))
-        given_back = messages[:2] if self.independent else messages
-        assert sorted(ids(self.rest_of_queue(harness))) == sorted(ids(given_back))
+        released = messages[:2] if self.independent else messages
+        assert sorted(ids(self.rest_of_queue(harness))) == sorted(ids(released))

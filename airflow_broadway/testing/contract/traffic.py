@@ -1,4 +1,4 @@
-"""The custody contract: messages go on coming while runs begin, work and end."""
+"""The custody contract: messages that arrive while runs begin, work and end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from airflow_broadway.testing.harness import Harness, settlement_of
 
 
 class Traffic(ContractBase):
-    """What is promised in traffic."""
+    """The promises under continuous traffic."""
 
     def run_in_traffic(
         self, harness: Harness, generation: str, demand: int
     ) -> tuple[Lease, list[Message]]:
-        """One run that is still hungry when it ends, while messages come; its lease, as noted."""
+        """Runs once under traffic and ends with unmet demand; returns the recorded lease."""
         with self.source(harness, generation) as source:
             messages = self.taken_in_traffic(source, demand)
             lease = self.copied(source.lease)
@@ -28,15 +28,15 @@ class Traffic(ContractBase):
         return lease, messages
 
     def taken_in_traffic(self, source: Source, demand: int) -> list[Message]:
-        """What a source has taken that is stopped while it is still hungry."""
+        """Receives messages from a source, and stops it with unmet demand."""
         messages: list[Message] = []
         for _ in range(3):
             messages += source.secure(source.receive(demand, timeout=0.2))
-            time.sleep(0.03)  # the credit of the last receive is not used up: messages come
+            time.sleep(0.03)  # the credit of the last receive is not used up: more messages arrive
         return [*messages, *source.stop()]
 
     @pytest.mark.parametrize("demand", [7, 1_000])
-    def test_what_arrives_while_runs_end_is_lost_by_none_of_them(
+    def test_no_message_that_arrives_while_runs_end_is_lost(
         self, harness: Harness, demand: int
     ) -> None:
         taken: list[bytes] = []
@@ -51,13 +51,13 @@ class Traffic(ContractBase):
         assert sent
         assert sorted(taken) == sorted(sent)
 
-    def test_what_a_run_gives_back_in_traffic_comes_again_whole(self, harness: Harness) -> None:
+    def test_messages_released_under_traffic_are_all_redelivered(self, harness: Harness) -> None:
         seen: dict[bytes, list[bool]] = {}
         with harness.publish_meanwhile() as sent:
             for number in range(4):
                 with self.source(harness, f"g{number}") as source:
                     messages = self.taken_in_traffic(source, 1_000)
-                    # As a run that failed: no manifest names what it held.
+                    # As for a failed run without a manifest.
                     lease = self.copied(source.lease)
                     report = self.settle(harness, lease, Settlement(rest=RELEASE))
                     time.sleep(0.05)
@@ -65,18 +65,18 @@ class Traffic(ContractBase):
                 for message in messages:
                     seen.setdefault(message.data, []).append(message.redelivered)
         rest: list[Message] = []
-        for number in range(10):  # who drains may stop at a pause
+        for number in range(10):  # a run may end at a pause of the traffic
             if len(rest) < len(sent):
                 rest += self.rest_of_queue(harness, f"rest {number}")
 
         assert sorted(message.data for message in rest) == sorted(sent)
-        unmarked = [each.data for each in rest if each.data in seen and not each.redelivered]
-        assert unmarked == [], "given back, and it comes as if it were the first time"
-        unseen = [each.data for each in rest if each.redelivered and each.data not in seen]
-        assert unseen == [] or harness.marks_unseen, "marked, and nobody was given it before"
+        unmarked = [m.data for m in rest if m.data in seen and not m.redelivered]
+        assert unmarked == [], "released, and redelivered without the mark"
+        unseen = [m.data for m in rest if m.redelivered and m.data not in seen]
+        assert unseen == [] or harness.marks_unseen, "marked as redelivered at the first delivery"
         assert all(all(marks[1:]) for marks in seen.values())
 
-    def test_two_runs_in_traffic_share_what_comes(self, harness: Harness) -> None:
+    def test_two_runs_under_traffic_share_the_messages(self, harness: Harness) -> None:
         taken: list[bytes] = []
         with harness.publish_meanwhile() as sent:
             with self.source(harness, "one") as one, self.source(harness, "two") as two:
