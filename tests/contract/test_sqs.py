@@ -54,10 +54,8 @@ class TestSqs(SqsContract):
         super().test_a_kill_during_a_settlement_loses_nothing(harness, seed)
 
     @pytest.mark.slow
-    def test_two_concurrent_processes_never_receive_the_same_message(
-        self, harness: Harness
-    ) -> None:
-        super().test_two_concurrent_processes_never_receive_the_same_message(harness)
+    def test_two_concurrent_processes_never_share_a_message(self, harness: Harness) -> None:
+        super().test_two_concurrent_processes_never_share_a_message(harness)
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def settle_now(
     entries: Iterable[Entry],
     now: int,
 ) -> SettleReport:
-    """Carries out verdicts on group messages, and keeps the lease open."""
+    """Carries out verdicts on some messages, and keeps the lease open."""
     requested, guard = _by_id(queue, entries)
     rows = {row: key for key in requested if (row := queue.row_of(key)) is not None}
     with transaction(queue.db):

@@ -64,9 +64,7 @@ class Killing(ContractBase):
         assert sorted(ids(again)) == sorted(ids(retried))
         assert all(message.attempt == 2 for message in again)
 
-    def test_two_concurrent_processes_never_receive_the_same_message(
-        self, harness: Harness
-    ) -> None:
+    def test_two_concurrent_processes_never_share_a_message(self, harness: Harness) -> None:
         harness.send(bodies(2_000))
 
         with Child(harness, "drain", "one") as one, Child(harness, "drain", "two") as two:

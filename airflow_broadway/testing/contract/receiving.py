@@ -55,9 +55,7 @@ class Receiving(ContractBase):
         if self.keeps_order:
             assert received == bodies(25)
 
-    def test_receive_from_an_empty_queue_returns_nothing_after_the_timeout(
-        self, harness: Harness
-    ) -> None:
+    def test_receive_from_an_empty_queue_ends_at_the_timeout(self, harness: Harness) -> None:
         with self.source(harness, "g1") as source:
             began = harness.clock.monotonic()
 

@@ -127,9 +127,7 @@ class Settling(ContractBase):
         assert report == SettleReport(acked=12, requeued=12, dead_lettered=12, left=12, released=12)
         assert report.total == len(messages)
 
-    def test_settling_again_changes_nothing_and_returns_the_same_report(
-        self, harness: Harness
-    ) -> None:
+    def test_settling_again_changes_nothing_and_reports_the_same(self, harness: Harness) -> None:
         self.need_independent()
         harness.send(bodies(6))
         lease, messages = self.hold(harness, "g1")
