@@ -1,10 +1,10 @@
 """RabbitMQ: custody stays with the broker, in bundles.
 
-``options`` are declared, ``producer`` opens the two halves: ``receive``, which secures messages in
-bundles before it hands them out, and ``settle``, which carries out verdicts.  Both see to their
-queues by ``broker``, and talk to RabbitMQ by ``amqp``.  What is written down and read again has a
-module each: ``bundle``, ``marks``, ``journal``.
-``docs/rabbitmq.md`` is the guide.
+``options`` declares the options.  ``producer`` opens the source (``receive``), which secures
+messages in bundles before it returns them, and the custodian (``settle``), which carries out
+verdicts.  Both manage their queues through ``broker`` and use RabbitMQ through ``amqp``.  Each
+persisted format has a module of its own: ``bundle``, ``marks``, ``journal``.  The guide is
+``docs/rabbitmq.md``.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The format of messages in a holding queue: many in one body, nothing executable.
+"""The format of a holding queue's messages: many source messages in one body, nothing executable.
 
 ::
 
     bundle   = "AFBW" version:u8 header messages
-    header   = length:u32 JSON       what all messages of the bundle share: see Header
+    header   = length:u32 JSON       the attributes of the whole bundle: see Header
     message  = body_length:u32 properties_length:u32 attempt:u32 flags:u8
                route_length:u16 id_length:u8 id route properties body
 
-Numbers are big-endian and unsigned.  ``route`` and ``properties`` are bytes of the delivery: its
-exchange and routing key as short strings; its content header from the property flags on.  The flag
-1 is ``redelivered``.
+Numbers are big-endian and unsigned.  ``route`` and ``properties`` are bytes of the delivery.
+``route`` is its exchange and routing key, as short strings.  ``properties`` is its content header,
+from the property flags on.  The flag 1 is ``redelivered``.
 
-The first bundle of a generation has no messages: it opens the holding queue, and says whose it is
-and until when.
+The first bundle of a generation has no messages: it opens the holding queue, and names the
+generation and the end of its lease.
 
-``version`` is raised when an old reader could misread a bundle.  A reader that does not know a
-bundle's version leaves the bundle where it is.
+``version`` is raised when an old reader could misread a bundle.  A reader that does not support a
+bundle's version leaves the bundle in the queue.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _MAX_HEADER = 1024 * 1024
 
 
 class BundleError(ProducerError):
-    """A body is no bundle, is damaged, or is of a version that this release does not read."""
+    """A body is not a bundle, is damaged, or has a version that this release cannot read."""
 
 
 class Held(NamedTuple):
-    """One message in a bundle.
+    """A message in a bundle.
 
-    :param message_id: Its id, kept from its first receipt.
-    :param attempt: The attempt it is on, from 1.
+    :param message_id: Its id, assigned at its first receipt.
+    :param attempt: The number of its current attempt, from 1.
     :param route: As in :class:`~airflow_broadway.producers.rabbitmq.amqp.wire.Delivered`.
     """
 
@@ -64,14 +64,14 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the messages of a bundle share.
+    """The header of a bundle.
 
     :param bundle: The bundle's id; unique.
     :param generation: The generation that holds it.
     :param queue: The source queue.
-    :param count: Messages in it.
-    :param until: When the generation's lease lapses; seconds since the epoch.
-    :param owner: For people: dag_id, run_id, task_id, map_index, try_number.
+    :param count: The number of messages in it.
+    :param until: The end of the generation's lease, in seconds since the epoch.
+    :param owner: dag_id, run_id, task_id, map_index and try_number, for display.
     """
 
     bundle: str
@@ -83,7 +83,7 @@ class Header:
 
 
 def pack(header: Header, messages: Iterable[Held]) -> bytes:
-    """The bundle's body."""
+    """Serializes a bundle."""
     head = json.dumps(asdict(header), separators=(",", ":")).encode()
     parts = [MAGIC, struct.pack(">BI", VERSION, len(head)), head]
     add, make = parts.append, _MESSAGE.pack
@@ -98,7 +98,7 @@ def pack(header: Header, messages: Iterable[Held]) -> bytes:
 
 
 def read_header(data: bytes) -> tuple[Header, int]:
-    """The header, and where the messages begin.
+    """Returns the header, and the offset of the first message.
 
     :raises BundleError: If this release cannot read the bundle.
     """
@@ -123,9 +123,9 @@ def read_header(data: bytes) -> tuple[Header, int]:
 
 
 def contents(data: bytes) -> str:
-    """What a bundle holds, for people; empty if the bytes are none.
+    """Describes a bundle for display; empty if the bytes are not a bundle.
 
-    Operators move bundles into a source queue by mistake, and anybody may write one.
+    Operators move bundles into a source queue by mistake, and any publisher can forge one.
     """
     if data[:4] != MAGIC:
         return ""
@@ -136,7 +136,7 @@ def contents(data: bytes) -> str:
     return f"a bundle of {many(header.count, 'message')} from the queue {header.queue!r}"
 
 
-#: What a header's values must be: anybody who may publish can have written it.
+#: The checks of a header's values: any publisher can forge a header.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "bundle": lambda value: isinstance(value, str) and value != "",
     "generation": lambda value: isinstance(value, str) and value != "",
@@ -148,7 +148,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def unpack(data: bytes) -> tuple[Header, list[Held]]:
-    """The header and the messages, in order.
+    """Returns the header and the messages, in order.
 
     :raises BundleError: If this release cannot read the bundle, or it is damaged.
     """
@@ -187,7 +187,7 @@ def _messages(data: bytes, at: int) -> Iterator[Held]:
 
 
 def _is_route(route: bytes) -> bool:
-    """Whether it is an exchange and a routing key, as short strings."""
+    """Whether the bytes are an exchange and a routing key, as short strings."""
     if not route or len(route) < route[0] + 2:
         return False
     return len(route) == route[0] + 2 + route[route[0] + 1]

@@ -1,19 +1,18 @@
-"""The record of what a settlement did, kept in staging so that a killed settlement goes on.
+"""The journal of settlements, kept in staging so that a killed settlement can be resumed.
 
-One folder per generation, ``rabbitmq/<queue>/<generation>/`` (both hashed) below the folder that
-all pipelines of the staging root share: its :class:`GenerationLog`, and::
+It has one folder per generation, ``rabbitmq/<queue>/<generation>/`` (both hashed), in the folder
+that all pipelines of the staging root share: the :class:`GenerationLog`, and::
 
     opened.json     the generation's holding queue: from now on bundles may be in it
-    closed.json     it is released: it may not begin
-    turn-*.json     one settling that publishes messages: two turns may publish one twice
-    settled.json    created once: settling is done but for emptying the holding queue, with the
-                    report, the bundles that it covers, and the messages of these that failed; or
-                    ``swept``: its lease had lapsed, and another run takes over what it held
-    done-*.json     what a sweep released of bundles that it had to leave
+    closed.json     the generation is released: it may not begin
+    turn-*.json     a settlement that publishes messages: two turns may publish a message twice
+    settled.json    created once, when only emptying the holding queue remains: the report, the
+                    bundles that it covers, and their messages that failed; or ``swept``: the lease
+                    had lapsed, and another run takes over the generation's messages
+    done-*.json     the messages that a sweep released from bundles that it could not acknowledge
 
-Beside them, in the pipeline's own folder, ``relied/<queue>.json``: which of our queues are old
-enough to be relied on.  Losing these files loses no message: bundles are then handled again,
-marked.
+The pipeline's own folder has ``relied/<queue>.json``: which of our queues are old enough to be
+relied on.  Losing these files loses no message: bundles are then redelivered, marked.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from airflow_broadway.producers.kit.state_files import day_of, digest, state_fil
 log = logging.getLogger(__name__)
 
 _TURN = re.compile(r"turn-(.+)\.json")
-#: Generations whose turns are kept at a time.
+#: The number of generations whose turns are cached.
 _KEPT_GENERATIONS = 1_000
 #: Days for which a generation's log outlives its lease.
 _KEPT_DAYS = 7
@@ -41,8 +40,8 @@ _KEPT_DAYS = 7
 class QueueJournal:
     """The journals of one source queue's generations.
 
-    :param staging: The pipeline's folder, as a URI; ``None``: all is kept in memory.
-    :param shared: The folder of all pipelines; the pipeline's own without one.
+    :param staging: The pipeline's folder, as a URI; ``None`` keeps everything in memory.
+    :param shared: The folder of all pipelines; by default the pipeline's own.
     """
 
     def __init__(self, staging: str | None, queue: str, shared: str | None = None) -> None:
@@ -51,38 +50,38 @@ class QueueJournal:
         self._files = state_files(shared or staging, folder)
 
     def log_of(self, generation: str) -> GenerationLog:
-        """The log of a generation."""
+        """Returns the log of a generation."""
         return GenerationLog(self._files, generation)
 
-    # -- how a generation begins and ends ------------------------------------------------------
+    # -- a generation's begin and end ----------------------------------------------------------
 
     def note_opened(self, generation: str, queue: str, deadline: datetime) -> None:
-        """Note, before it is bound, a generation's holding queue.
+        """Records a generation's holding queue, before the queue is bound.
 
-        :param deadline: When its lease lapses.
+        :param deadline: The end of the generation's lease.
         """
         entry = self.log_of(generation)
         self._files.write(f"ended/{day_of(deadline)}/{entry.folder}.json", {})
         entry.write("opened.json", {"queue": queue})
 
     def opened(self, generation: str) -> str | None:
-        """The generation's holding queue, if bundles may be in it."""
+        """Returns the generation's holding queue, if bundles may be in it."""
         value = self._files.read(self.log_of(generation).path("opened.json"))
         return None if value is None else str(value["queue"])
 
     def note_closed(self, generation: str, now: datetime) -> None:
-        """Note that a generation which holds nothing may not begin."""
+        """Records that a generation without messages may not begin."""
         entry = self.log_of(generation)
         self._files.write(f"ended/{day_of(now)}/{entry.folder}.json", {})
         entry.write("closed.json", {})
 
     def is_over(self, generation: str) -> bool:
-        """Whether a generation may hold nothing any more."""
+        """Whether a generation may no longer hold messages."""
         names = {"closed.json", "settled.json"}
         return not names.isdisjoint(self.log_of(generation).names())
 
     def forget(self, now: datetime) -> None:
-        """Remove the logs of generations whose lease ended long ago."""
+        """Removes the logs of generations whose lease ended long ago."""
         forget_ended(self._files, day_of(now, before=_KEPT_DAYS))
 
     # -- settling ------------------------------------------------------------------------------
@@ -96,12 +95,12 @@ class QueueJournal:
         *,
         replace: bool = False,
     ) -> Settled:
-        """Note that all verdicts are carried out, unless that or a sweep is noted.
+        """Records that all verdicts are carried out, unless that or a sweep is recorded already.
 
         :param bundles: The bundles that this covers; ``None``: all.
-        :param failed: The messages of them that are still to be handled.
-        :param replace: Whether this report stands, and not the noted one.
-        :returns: What stands.
+        :param failed: Their messages that are not settled yet.
+        :param replace: Whether this report replaces a recorded one.
+        :returns: The record in effect.
         """
         covered = None if bundles is None else list(bundles)
         return self.log_of(generation).end(
@@ -109,14 +108,14 @@ class QueueJournal:
         )
 
     def note_swept(self, generation: str) -> Settled:
-        """Note, before any message moves, that another run takes over what a generation held.
+        """Records that another run takes over a generation's messages, before any is published.
 
-        :returns: What stands.
+        :returns: The record in effect.
         """
         return self.log_of(generation).end(SettleReport(), bundles=[], failed=[], swept=True)
 
     def turns(self, generation: str) -> frozenset[str]:
-        """The turns in which messages were published again; none if they cannot be read."""
+        """Returns the turns that republished messages; none if they cannot be read."""
         try:
             names = self.log_of(generation).names()
         except StagingError as error:
@@ -125,14 +124,14 @@ class QueueJournal:
         return frozenset(match[1] for match in map(_TURN.fullmatch, names) if match)
 
     def note_turn(self, generation: str, *, whole: bool) -> tuple[str, bool]:
-        """Note, before the first is, that messages are published again.
+        """Records that messages will be republished, before the first one is.
 
         :param whole: Whether the whole generation is settled; else some messages, once.
-        :returns: A name for this turn, and whether another is to settle the whole, or was.
+        :returns: The name of this turn, and whether another turn for the whole is recorded.
         """
         turn = uuid.uuid4().hex[:12]
         name = turn if whole else f"now-{turn}"
-        # Written first, then listed: of two that settle together, one at least sees the other.
+        # Written first, then listed: of two concurrent settlements, at least one sees the other.
         self.log_of(generation).write(f"turn-{name}.json", {})
         others = self.turns(generation) - {name}
         return name, whole and any(not other.startswith("now-") for other in others)
@@ -140,7 +139,7 @@ class QueueJournal:
     # -- the broker's queues -------------------------------------------------------------------
 
     def seen_type(self, now: float) -> bool:
-        """Whether the source queue was found to be no stream within a day.
+        """Whether a check within the last day found that the source queue is not a stream.
 
         :param now: Seconds since the epoch.
         """
@@ -148,37 +147,37 @@ class QueueJournal:
         return value is not None and 0 <= now - float(value["at"]) < 86400.0
 
     def note_type(self, now: float) -> None:
-        """Note that the source queue is no stream."""
+        """Records that the source queue is not a stream."""
         self._notes.write("type.json", {"at": now})
 
     def relied(self, queue: str) -> bool | None:
-        """Whether one of our queues may be relied on: it answered when it was old enough.
+        """Whether one of our queues may be relied on: it responded when it was old enough.
 
-        :returns: ``None`` if nothing is noted of it; ``False`` if a run is known to have declared
-            it, and none has relied on it since.
+        :returns: ``None`` without a record; ``False`` if a run declared the queue, and no run has
+            relied on it since.
         """
         value = self._notes.read(f"relied/{digest(queue)}.json")
         return None if value is None else bool(value.get("relied"))
 
     def note_declared(self, queue: str) -> None:
-        """Note, before that is done, that a missing queue is declared."""
+        """Records that a missing queue will be declared, before it is."""
         self._notes.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
 
     def note_relied(self, queue: str) -> None:
-        """Note, before anything is published to it, that a queue may be relied on."""
+        """Records that a queue may be relied on, before the first publish to it."""
         self._notes.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
 
 
 def is_swept(settled: Settled | None) -> bool:
-    """Whether another run takes over what the generation held."""
+    """Whether another run takes over the generation's messages."""
     return settled is not None and "swept" in settled.details
 
 
 class Turns:
-    """The turns in which generations published messages again, by their journals.
+    """A cache of the turns in which generations republished messages, read from their journals.
 
-    Any publisher may name any generation: so the latest are kept, and no file is read but where it
-    keeps no connection waiting.
+    Any publisher can name any generation in a header, so the cache is bounded, and journals are
+    read outside the connection's thread.
     """
 
     def __init__(self, journal: QueueJournal) -> None:
@@ -186,11 +185,11 @@ class Turns:
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, generation: str) -> frozenset[str] | None:
-        """Its turns; ``None`` if its journal is to be read first."""
+        """Returns a generation's turns; ``None`` until :meth:`read` has read its journal."""
         return self._known.get(generation)
 
     def read(self, generation: str) -> None:
-        """Read its journal, unless that was done just now."""
+        """Reads a generation's journal, unless it is cached."""
         if generation in self._known:
             return
         if len(self._known) >= _KEPT_GENERATIONS:

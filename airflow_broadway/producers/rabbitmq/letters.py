@@ -1,10 +1,10 @@
-"""The dead letters of a RabbitMQ producer, for people.
+"""Browses, requeues and deletes the dead letters of a RabbitMQ producer.
 
-Letters are got one at a time, and those that stay go back into their place in the end, or when the
-connection dies: while they are looked at nobody else sees them.  One is acknowledged once its
-message is confirmed in the queue that it is sent to, so that whoever is killed leaves it in both at
-most.  What is sent back carries its mark, and is received as redelivered, on its first attempt,
-under its id.
+Dead letters are fetched by ``basic.get``, one at a time, and are invisible to other clients
+meanwhile.  Those that remain are requeued at the end, or when the connection is lost.  A dead
+letter is acknowledged after its message is confirmed in the destination queue: a kill leaves it in
+both queues at most.  A requeued message carries its mark: it is received as redelivered, under its
+original id and on its first attempt.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-#: The header in which a quorum queue counts how often it delivered a message before.
+#: The header in which a quorum queue counts a message's earlier deliveries.
 _COUNT: Final = b"x-delivery-count"
-#: Who is said to have released a letter that bears no mark.
-_NOBODY: Final = "dead-letters"
+#: The ``released_by`` of a dead letter without a mark.
+_NO_GENERATION: Final = "dead-letters"
 
 
 class _Place(NamedTuple):
-    """A queue of dead letters.
+    """A dead-letter queue.
 
-    :param sources: The queues of the pipeline whose dead letters it has.
+    :param sources: The pipeline's queues whose dead letters it receives.
     """
 
     address: Address
@@ -60,13 +60,13 @@ class _Place(NamedTuple):
 
 
 class RabbitDeadLetters:
-    """Those of all queues that a producer drains.
+    """The dead letters of all queues that a producer consumes.
 
     A :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
 
-    :param all_options: Of each queue that is drained.
-    :param place: The queue to look into, instead of where the options send dead letters.
-    :raises ProducerError: If they go to an exchange, and ``place`` says not where from there.
+    :param all_options: The options of each consumed queue.
+    :param place: The queue to read, instead of the options' dead-letter target.
+    :raises ProducerError: If the options name an exchange, and ``place`` is not given.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class RabbitDeadLetters:
 
     @contextmanager
     def _walk(self, place: _Place, moved: Choice | None) -> Iterator[_Walk]:
-        """Begins a walk, at whose end what is not acknowledged goes back.
+        """Opens a walk, and requeues its unacknowledged dead letters at the end.
 
-        :param moved: The letters that are moved, and so not returned; ``None``: all are returned.
-        :raises ProducerError: If the queue's delivery limit leaves no look, or is not known.
+        :param moved: The dead letters that are moved instead of requeued; ``None``: none are.
+        :raises ProducerError: If the queue's delivery limit is used up or unknown.
         """
         with closing(ConnectionThread.to(place.address)) as connection:
             looks = None
@@ -133,13 +133,13 @@ class RabbitDeadLetters:
                 walk.getter.give_back()
 
     def close(self) -> None:
-        """Nothing is open between two calls."""
+        """Does nothing: no connection is open between two calls."""
 
 
 def _queue_of(options: RabbitMQOptions) -> str:
-    """The queue of a producer's dead letters.
+    """Returns a producer's dead-letter queue.
 
-    :raises ProducerError: If nobody knows which it is.
+    :raises ProducerError: If dead letters go to an exchange: its queues are unknown.
     """
     given: Any = options.dead_letter
     if given is None:
@@ -153,9 +153,9 @@ def _queue_of(options: RabbitMQOptions) -> str:
 
 
 class _Walk:
-    """A walk through the letters of a place.
+    """A walk through a dead-letter queue.
 
-    :param looks: Counts what the walk returns to the queue; ``None``: nothing counts.
+    :param looks: Counts returns against the queue's delivery limit; ``None`` without a limit.
     """
 
     def __init__(
@@ -167,13 +167,13 @@ class _Walk:
         self.getter = Getter(connection, place.queue)
 
     def letters(self) -> Iterator[tuple[Delivered, DeadLetter]]:
-        """Yields the letters that are there now.
+        """Yields the dead letters that are in the queue now.
 
         :raises ProducerError: If other clients have used up the queue's delivery limit.
         """
         for _ in range(self.connection.depth(self.place.queue) or 0):
             delivered = self.getter.get()
-            if delivered is None:  # another client was faster
+            if delivered is None:  # another client has consumed it
                 break
             if self.looks is not None:
                 self._count(delivered, self.looks)
@@ -183,11 +183,11 @@ class _Walk:
                 self.looks.end()
 
     def _count(self, delivered: Delivered, looks: LookCount) -> None:
-        """Notes how often a letter was returned, this look included.
+        """Records how often a dead letter was returned, this walk included.
 
-        A letter that has no return left is replaced by a copy of itself, whose count begins anew.
+        A dead letter without a remaining return is replaced by a copy, whose count starts at 0.
 
-        :raises ProducerError: If another look might remove it.
+        :raises ProducerError: If another return might remove it.
         """
         returned = _returns(delivered) + 1
         if looks.limit is not None and returned > looks.limit:
@@ -195,9 +195,9 @@ class _Walk:
         looks.note(returned)
 
     def renew(self, delivered: Delivered) -> None:
-        """Publishes a letter into its own queue again, and acknowledges it behind the confirm."""
+        """Republishes a dead letter to its own queue, and acknowledges it after the confirm."""
         fields = codec.fields_of(_uncounted(delivered.properties))
-        fields.pop("user_id", None)  # the broker refuses that of another user
+        fields.pop("user_id", None)  # the broker refuses another user's id
         publisher = Publisher(self.connection, lambda properties: "")
         publisher.publish("", self.place.queue, codec.join_fields(fields), delivered.body, key="")
         if not publisher.flush():
@@ -206,15 +206,15 @@ class _Walk:
 
 
 def _returns(delivered: Delivered) -> int:
-    """How often a quorum queue has got a letter back."""
+    """Returns how often a dead letter was returned to its quorum queue."""
     value = _headers(delivered).get(_COUNT.decode())
     return value if isinstance(value, int) else 0
 
 
 class _Move:
-    """Sends the letters of one place back, or deletes them.
+    """Requeues or deletes the dead letters of one queue.
 
-    They are acknowledged in small portions, each behind its confirms: see :class:`Getter`.
+    They are acknowledged in small portions, each after its confirms: see :class:`Getter`.
     """
 
     def __init__(self, walk: _Walk, moving: Moving, *, send: bool, to: str | None) -> None:
@@ -222,7 +222,7 @@ class _Move:
         self._moving = moving
         self._to = to
         self._publisher = Publisher(walk.connection, marks.publication_key) if send else None
-        #: Under way: message id → ids and delivery tags of its letters.
+        #: Published and unconfirmed: message id → ids and delivery tags of its dead letters.
         self._sent: dict[str, list[tuple[str, int]]] = {}
 
     def run(self) -> None:
@@ -235,7 +235,7 @@ class _Move:
         self._confirm()
 
     def _send(self, delivered: Delivered, letter: DeadLetter) -> bool:
-        """Sends a letter back, if that is to be; ``False`` if it stays."""
+        """Publishes a dead letter, unless it is to be deleted; ``False`` if it stays."""
         if self._publisher is None:
             return True
         walk, key = self._walk, letter.original_id
@@ -245,7 +245,7 @@ class _Move:
         except ProducerError as error:
             self._moving.refused[letter.message_id] = str(error)
             if walk.looks is None and not walk.place.is_ours and _returns(delivered):
-                # It stays where looks are limited, and this one was not counted.
+                # It stays in a queue with a delivery limit, and this return was not counted.
                 walk.renew(delivered)
             return False
         self._publisher.publish("", queue, properties, delivered.body, key=key)
@@ -264,7 +264,7 @@ class _Move:
         self._walk.getter.ack()
 
 
-# -- one letter ------------------------------------------------------------------------------------
+# -- one dead letter -------------------------------------------------------------------------------
 
 
 def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
@@ -290,14 +290,14 @@ def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
 
 
 def _id_of(delivered: Delivered) -> str:
-    """A letter's id, of all of its content, for RabbitMQ gives none: the same at every look."""
+    """Returns a dead letter's id, a hash of its content: RabbitMQ assigns no stable id."""
     digest = hashlib.blake2b(_uncounted(delivered.properties), digest_size=12)
     digest.update(delivered.body)
     return f"letter-{digest.hexdigest()}"
 
 
 def _uncounted(properties: bytes) -> bytes:
-    """The properties without what a quorum queue adds to them at each look."""
+    """Returns the properties without the quorum queue's delivery count."""
     try:
         fields = codec.fields_of(properties)
         headers = codec.entries_of(fields.get("headers"))
@@ -322,7 +322,7 @@ def _headers(delivered: Delivered) -> Mapping[str, Any]:
 
 
 def _death(headers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The last death that was no step of our own delays; empty if there is none."""
+    """Returns the latest ``x-death`` entry of a queue that is not ours; empty if there is none."""
     found = headers.get("x-death")
     for death in found if isinstance(found, list) else ():
         if isinstance(death, Mapping) and marks.is_foreign(death):
@@ -343,10 +343,10 @@ def _instant(value: object) -> datetime | None:
 
 
 def _original(delivered: Delivered) -> tuple[bytes, bytes]:
-    """Route and properties of the message when it was first received."""
+    """Returns the route and properties of the message at its first receipt."""
     was = _uncounted(delivered.properties)
     route, properties = marks.restored(delivered.route, was, trusted=True)
-    if marks.mark_of(delivered.properties) is None:  # the broker itself set it aside
+    if marks.mark_of(delivered.properties) is None:  # the broker itself dead-lettered it
         death = _death(_headers(delivered))
         keys = death.get("routing-keys")
         if death.get("exchange") is not None and isinstance(keys, list) and keys:
@@ -355,7 +355,7 @@ def _original(delivered: Delivered) -> tuple[bytes, bytes]:
 
 
 def _shown(delivered: Delivered) -> dict[str, Any]:
-    """Route and properties as they were, for people."""
+    """Returns the original route and properties as JSON values, for display."""
     try:
         route, properties = _original(delivered)
         shown: dict[str, Any] = codec.json_value(codec.decode(properties))
@@ -366,12 +366,11 @@ def _shown(delivered: Delivered) -> dict[str, Any]:
 
 
 def _sent_back(delivered: Delivered, message_id: str, limit: int) -> bytes:
-    """The properties with which a letter is sent back.
+    """Returns the properties with which a dead letter is requeued.
 
-    :raises ProducerError: If there is no room for the mark, without which nobody could tell that it
-        may come twice.
+    :raises ProducerError: If there is no room for the mark, which identifies a possible duplicate.
     """
     route, properties = _original(delivered)
-    mark = marks.mark_of(delivered.properties) or marks.Mark(message_id, _NOBODY, 1)
+    mark = marks.mark_of(delivered.properties) or marks.Mark(message_id, _NO_GENERATION, 1)
     held = Held(message_id, 1, True, route, properties, delivered.body)
     return marks.republished(held, mark._replace(attempt=1), limit=limit)

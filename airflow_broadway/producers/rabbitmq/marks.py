@@ -1,13 +1,13 @@
-"""What a message carries that was published again, and how it is read back as what it was.
+"""Marks republished messages, and restores their original properties at the next receipt.
 
-A message that is released, retried or set aside keeps all its properties and headers, byte for
+A message that is released, retried or dead-lettered keeps all its properties and headers, byte for
 byte.  Two headers of ours are added: ``x-broadway`` is its :class:`Mark`; ``x-broadway-original``
-has what would do harm in its own place: the route it came by, ``user_id``, ``expiration``,
-``x-death``, ``CC`` and ``BCC``.  The run that receives it puts all of that back, so callbacks and
-dead letters see the message as it was first received.
+has the values that would do harm in their own place: the original route, ``user_id``,
+``expiration``, ``x-death``, ``CC`` and ``BCC``.  The run that receives the message restores them,
+so callbacks and dead letters see the message as it was first received.
 
-A digest binds the mark to its message.  Programs that answer or forward messages copy headers: a
-mark on another message is none.
+A digest binds the mark to its message.  Programs that reply to messages or forward them copy
+headers: a mark on another message is ignored.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from airflow_broadway.producers.rabbitmq.amqp import properties as codec
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 
-#: What is published again: a delivery, or a message of a bundle.
+#: A message to republish: a delivery, or a message of a bundle.
 Content = Delivered | Held
-#: The header of a message that was published again: see :class:`Mark`.
+#: The header of a republished message: see :class:`Mark`.
 MARK = "x-broadway"
-#: All our headers begin so.
+#: The prefix of all our headers.
 _MARK = MARK.encode()
-#: The header with what could not be kept where it was.
+#: The header with the values that could not stay in their own place.
 ORIGINAL = "x-broadway-original"
-#: Kept in their place, these would do harm: an ``x-death`` makes the broker drop the message as a
-#: cycle, ``CC`` and ``BCC`` send stray copies.
+#: Headers that do harm when republished: ``x-death`` makes the broker drop the message as a cycle,
+#: ``CC`` and ``BCC`` route stray copies.
 _DEATHS = (b"x-death", b"x-first-death-", b"x-last-death-")
 _COPIES = (b"CC", b"BCC")
-#: The same for properties: a foreign ``user_id`` is refused, an ``expiration`` ends the wait early.
+#: Such properties: another user's ``user_id`` is refused, ``expiration`` ends a delay early.
 _HARMFUL = ("user_id", "expiration")
-#: What a mark is bound to, beside the body: properties that no broker and no plugin writes.
+#: The properties that a mark is bound to, in addition to the body: no broker or plugin sets them.
 _BOUND = ("content_type", "correlation_id", "message_id", "type", "app_id")
 
-#: What reading a header raises that is no mark.
+#: The errors raised by reading a header that is not a mark.
 _NO_MARK = (
     ProducerError, StopIteration, TypeError, AttributeError,
     LookupError, ValueError, ArithmeticError,
 )  # fmt: skip
-#: What a mark of ours never exceeds.
+#: The largest id, in bytes, and attempt of a valid mark.
 _MAX_ID, _MAX_ATTEMPT = 200, 1_000_000
-#: Bytes of the reason where the message has no room for more.
+#: Bytes to which the reason is cut if the message has no room for more.
 _SHORT_REASON = 64
-#: Bytes of properties that a header frame of the usual size holds.
+#: Bytes of properties in a header frame of the default size.
 MAX_PROPERTIES = 131_072 - 20
 
 
@@ -60,14 +60,15 @@ class TooLarge(ProducerError):
 
 
 class Mark(NamedTuple):
-    """What a message says of itself that was published again.
+    """The mark of a republished message.
 
-    :param message_id: Its id, kept from its first receipt.
-    :param released_by: The generation that published it again, and does not take it itself.  The
-        header calls it ``giver``.
-    :param attempt: The attempt it is on.
-    :param turn: Which settling of that generation published it: each publishes a message once.
-    :param digest: What it is bound to; see :meth:`belongs_to`.
+    :param message_id: Its id, assigned at its first receipt.
+    :param released_by: The generation that republished it, and does not receive it itself;
+        ``giver`` in the header.
+    :param attempt: The number of its current attempt.
+    :param turn: The settlement of that generation that republished it: each publishes a message
+        once.
+    :param digest: The digest of the message; see :meth:`belongs_to`.
     """
 
     message_id: str
@@ -82,7 +83,7 @@ class Mark(NamedTuple):
 
 
 def mark_of(properties: bytes) -> Mark | None:
-    """The mark of a message, if it bears one that can be read."""
+    """Returns the mark of a message; ``None`` without a valid one."""
     if _MARK not in properties:
         return None
     try:
@@ -116,12 +117,12 @@ def _digest(message: Content) -> str:
 
 
 def publication_key(properties: bytes) -> str | None:
-    """What names a publication of ours when the broker returns it: its mark's id, else its own."""
+    """Returns the key that identifies a returned publication: its mark's id, else ``message_id``."""
     mark = mark_of(properties)
     return codec.message_id_of(properties) if mark is None else mark.message_id
 
 
-# -- published again -------------------------------------------------------------------------------
+# -- republishing ----------------------------------------------------------------------------------
 
 
 def republished(
@@ -131,12 +132,12 @@ def republished(
     extra: Mapping[str, Any] | None = None,
     limit: int = MAX_PROPERTIES,
 ) -> bytes:
-    """The properties with which a message is published again.
+    """Returns the properties with which a message is republished.
 
-    Where they would pass ``limit`` the reason is cut, then what it was is left out.
+    If they exceed ``limit``, the reason is cut, then the original values are omitted.
 
     :param extra: More headers of ours, such as the reason of a dead letter.
-    :param limit: The most bytes that one frame of the connection holds.
+    :param limit: Bytes of properties that fit a frame of the connection.
     :raises TooLarge: If there is no room even for the mark.
     """
     fields, kept, original = _taken_apart(message)
@@ -171,12 +172,12 @@ def dead_lettered(
     repeated: bool = False,
     limit: int = MAX_PROPERTIES,
 ) -> bytes:
-    """The properties of a dead letter, which starts with fresh attempts if it is sent back.
+    """Returns the properties of a dead letter; its attempts start from 1 when it is requeued.
 
-    :param mark: With the attempt that it died on.
-    :param source: The queue that it comes from.
-    :param repeated: Whether there may be another of the same message.
-    :param limit: See :func:`republished`; a message without room for a word of ours goes bare.
+    :param mark: Its mark, with the number of its last attempt.
+    :param source: Its source queue.
+    :param repeated: Whether the same message may have been dead-lettered before.
+    :param limit: See :func:`republished`; without room for any header of ours, none is added.
     """
     why = {
         "x-broadway-reason": cut(reason, MAX_REASON),
@@ -192,7 +193,7 @@ def dead_lettered(
     except TooLarge:
         fields, kept, _ = _taken_apart(message)
         bare = {**fields, "headers": codec.join_entries(kept)}
-        if len(codec.join_fields(bare)) > limit:  # by the byte that makes it persistent
+        if len(codec.join_fields(bare)) > limit:  # delivery_mode is the byte too many
             del bare["delivery_mode"]
         return codec.join_fields(bare)
 
@@ -200,10 +201,10 @@ def dead_lettered(
 def _taken_apart(
     message: Content,
 ) -> tuple[dict[str, bytes], list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
-    """Fields that stay, headers that stay, and what is moved into the header of the original."""
+    """Splits a message's properties: kept fields, kept headers, and entries of ``ORIGINAL``."""
     original: list[tuple[bytes, bytes]] = []
     exchange, key = split_route(message.route)
-    if exchange:  # else it is the queue's own name
+    if exchange:  # the default exchange's routing key is the queue's own name
         original += [
             codec.encode_entry("exchange", exchange),
             codec.encode_entry("routing_key", key),
@@ -211,7 +212,7 @@ def _taken_apart(
     try:
         fields = codec.fields_of(message.properties)
         headers = codec.entries_of(fields.get("headers"))
-    except ProducerError:  # it cannot be read, so it cannot be kept but as it was
+    except ProducerError:  # unreadable properties are kept as a whole
         unreadable = codec.encode_entry("unreadable", message.properties)
         return {"delivery_mode": b"\x02"}, [], [*original, unreadable]
     kept = []
@@ -235,14 +236,14 @@ def _harmful(name: bytes) -> bool:
     return name in _COPIES or name.startswith(_DEATHS)
 
 
-# -- received again --------------------------------------------------------------------------------
+# -- restoring -------------------------------------------------------------------------------------
 
 
 def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, bytes]:
-    """Route and properties as they were before the message was published again.
+    """Returns the route and properties of a republished message at its first receipt.
 
-    :param trusted: Whether it is known to have been us who did: only then does it keep a
-        ``user_id``, which the broker vouches for at the first receipt alone.
+    :param trusted: Whether a settlement of ours is known to have republished it.  Only then is
+        ``user_id`` restored: the broker validated it for the original publisher only.
     """
     fields = codec.fields_of(properties)
     headers = codec.entries_of(fields.get("headers"))
@@ -251,7 +252,7 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
         was = codec.decode_entry(original[b"unreadable"])
         return _route(route, original), was if isinstance(was, bytes) else properties
     kept = [header for header in headers if not header[0].startswith((_MARK, *_DEATHS))]
-    # Deaths since it was published again are our own ladder's, or else a queue's of somebody else.
+    # Entries added since it was republished are from our delay queues, or from foreign queues.
     deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
     if deaths:
         kept.append((b"x-death", codec.join_array(deaths)))
@@ -287,7 +288,7 @@ def _route(route: bytes, original: Mapping[bytes, bytes]) -> bytes:
 
 
 def _deaths(raw: bytes | None) -> list[bytes]:
-    """The entries of an ``x-death`` but for those of our own queues, as the bytes they came in."""
+    """Returns the entries of an ``x-death`` without those of our own queues, in their raw bytes."""
     try:
         return [death for death in codec.array_of(raw) if is_foreign(codec.decode_entry(death))]
     except ProducerError:
@@ -295,6 +296,6 @@ def _deaths(raw: bytes | None) -> list[bytes]:
 
 
 def is_foreign(death: object) -> bool:
-    """Whether an entry of an ``x-death`` is no step of our own delays."""
+    """Whether an ``x-death`` entry is from a queue that is not ours."""
     ours = isinstance(death, Mapping) and str(death.get("queue", "")).startswith("broadway.")
     return not ours

@@ -1,4 +1,4 @@
-"""The options of a RabbitMQ producer: what is declared, checked while the Dag is parsed."""
+"""The options of a RabbitMQ producer, validated while the Dag is parsed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model import rules
 from airflow_broadway.core.model.options import Options, option, options, override
 
-#: The connection of the broker where no address is given.
+#: The default Airflow connection.
 DEFAULT_CONNECTION = "rabbitmq_default"
 
-#: How the delay between attempts to connect may grow: Broadway's names.
+#: The back-off strategies for reconnecting, by Broadway's names.
 BACKOFF_TYPES = ("rand_exp", "exp", "rand", "stop")
-#: The shortest and the longest delay, in seconds, where neither is given.
+#: The default shortest and longest delay, in seconds.
 _BACKOFF_MIN, _BACKOFF_MAX = 1.0, 30.0
 #: The properties of an AMQP message by their bit, from the highest.
 FIELDS = (
@@ -35,14 +35,14 @@ FIELDS = (
     "app_id",
     "cluster_id",
 )
-#: What the option ``metadata`` may name.  Broadway has ``delivery_tag`` too: it means nothing once
-#: a delivery is secured.
+#: The values of the option ``metadata``.  Broadway's ``delivery_tag`` is missing: a secured
+#: delivery is acknowledged already.
 METADATA_FIELDS = (
     *("redelivered", "exchange", "routing_key", "persistent"),
     *(name for name in FIELDS if name not in ("delivery_mode", "expiration")),
 )
 
-#: Options that no producer has alone: tasks and verdicts go by what is declared.
+#: Options that are the same for all producers: tasks and verdicts use the declared ones.
 _FOR_ALL = {"concurrency", "merge_options", "rate_limiting", "retry", "transformer"}
 
 
@@ -83,7 +83,7 @@ _DEAD_LETTER = rules.Rule(
 
 
 def backoff_bounds(low: float | None, high: float | None) -> tuple[float, float]:
-    """The shortest and the longest delay, in seconds; one that is not given follows from the other.
+    """Returns the shortest and longest delay in seconds; a missing one is derived from the other.
 
     :raises OptionsError: If the lower is above the upper.
     """
@@ -98,20 +98,20 @@ def backoff_bounds(low: float | None, high: float | None) -> tuple[float, float]
 
 @options
 class Qos(Options):
-    """How many deliveries the broker sends ahead."""
+    """The consumer's prefetch settings."""
 
     prefetch_count: int = option(
         default=1000,
         rule=rules.POSITIVE,
-        doc="Deliveries that are sent and not yet secured; two bundles of 500 keep it flowing.",
+        doc="Unacknowledged deliveries of the consumer at most; two bundles of 500 keep it flowing.",
     )
 
 
 @options
 class RabbitMQOptions(Producer):
-    """Everything that a :class:`RabbitMQProducer` is told, and what follows from it alone.
+    """The options of a :class:`RabbitMQProducer`, and the values derived from them alone.
 
-    Spark drivers, which have Python 3.10 and no client of RabbitMQ, load this too.
+    Spark drivers, which have Python 3.10 and no RabbitMQ client, load this class too.
     """
 
     kind: ClassVar[str] = "rabbitmq"
@@ -129,7 +129,7 @@ class RabbitMQOptions(Producer):
         "noop": Action.LEAVE,
     }
 
-    queue: str = option(rule=rules.TEXT, doc="The queue to drain: classic or quorum, no stream.")
+    queue: str = option(rule=rules.TEXT, doc="The source queue: classic or quorum, not a stream.")
     conn_id: str | None = option(
         default=rules.AUTO,
         rule=rules.CONN_ID.or_none(),
@@ -138,14 +138,14 @@ class RabbitMQOptions(Producer):
     uri: str | None = option(
         default=None,
         rule=_URI.or_none(),
-        doc="The broker's address without a password, for trials.  Instead of ``conn_id``.",
+        doc="The broker's address without a password, for testing.  Instead of ``conn_id``.",
     )
     on_failure: str = option(
         default=rules.AUTO,
         rule=rules.Rule("an action of this producer", lambda v: isinstance(v, str)),
         doc=(
             "The action for a message that failed; the values of ``on_success``.  Should be"
-            " given: the default is Broadway's, ``reject_and_requeue``, with its warning."
+            " set: the default is Broadway's, ``reject_and_requeue``, with its warning."
         ),
     )
     lease: float = option(
@@ -166,14 +166,14 @@ class RabbitMQOptions(Producer):
         rule=_mapping_of(("durable", "passive", "arguments")),
         doc=(
             "Declares the queue with these arguments before receiving; ``None``: it must"
-            " exist.  An exclusive or auto-deleted queue would end with the run, and its"
-            " messages with it."
+            " exist.  An exclusive or auto-delete queue would be deleted with its messages"
+            " at the end of the run."
         ),
     )
     bindings: Any = option(
         default=(),
         rule=_BINDINGS,
-        doc="Binds the queue to exchanges; without a routing key by ``''``.",
+        doc="Binds the queue to exchanges; the default routing key is ``''``.",
     )
     consume_options: Mapping[str, Any] | None = option(
         default=None,
@@ -183,7 +183,7 @@ class RabbitMQOptions(Producer):
         doc="More arguments of ``basic.consume``.",
     )
     name: str | None = option(
-        default=None, rule=rules.TEXT.or_none(), doc="The connection's name in the management view."
+        default=None, rule=rules.TEXT.or_none(), doc="The connection's name in the management UI."
     )
     metadata: Any = option(
         default=(),
@@ -191,20 +191,20 @@ class RabbitMQOptions(Producer):
             f"a list of {list(METADATA_FIELDS)}",
             lambda v: isinstance(v, (tuple, list)) and all(name in METADATA_FIELDS for name in v),
         ),
-        doc="What a message's metadata holds.",
+        doc="The fields of a message's metadata.",
     )
     after_connect: Callable[[Any], Any] | None = option(
         default=None,
         rule=rules.FUNCTION.or_none(),
         doc="Called with a channel after connecting, before anything is declared:"
-        " ``channel.call('queue_declare', queue=…)``.  If it raises, it is called again"
-        " after a delay, as Broadway does, for ``reconnect_timeout``.",
+        " ``channel.call('queue_declare', queue=…)``.  If it raises, it is retried"
+        " after a delay, as in Broadway, for ``reconnect_timeout``.",
     )
     merge_options: Callable[[int], Mapping[str, Any]] | None = option(
         default=None,
         rule=rules.FUNCTION.or_none(),
-        doc="Called with the producer's index, from 0, in every process; returns options to replace"
-        " for that producer, the same each time: all but ``concurrency``, ``retry``,"
+        doc="Called with the producer's index, from 0, in every process; returns the options that"
+        " differ for that producer, the same in every call: any but ``concurrency``, ``retry``,"
         " ``rate_limiting`` and ``transformer``.",
     )
     backoff_type: str = option(
@@ -213,15 +213,15 @@ class RabbitMQOptions(Producer):
         doc="How the delay grows between attempts to reconnect.",
     )
     backoff_min: float | None = option(
-        default=None, rule=rules.SECONDS.or_none(), doc="The shortest such delay in seconds; 1."
+        default=None, rule=rules.SECONDS.or_none(), doc="The shortest such delay, in seconds; 1."
     )
     backoff_max: float | None = option(
-        default=None, rule=rules.SECONDS.or_none(), doc="The longest such delay in seconds; 30."
+        default=None, rule=rules.SECONDS.or_none(), doc="The longest such delay, in seconds; 30."
     )
     reconnect_timeout: float = option(
         default=60.0,
         rule=rules.SECONDS,
-        doc="Seconds after which a run that cannot connect ends with an error.",
+        doc="Seconds after which a run that cannot connect fails.",
     )
     dead_letter: Any = option(
         default=None,
@@ -233,8 +233,8 @@ class RabbitMQOptions(Producer):
         rule=rules.POSITIVE,
         doc=(
             "A message with a larger body is dead-lettered.  Including its bundle it must"
-            " fit the broker's max_message_size; bundles of several messages are bounded by"
-            " it, too."
+            " fit the broker's max_message_size; it is also the limit of a bundle of several"
+            " messages."
         ),
     )
 
@@ -257,9 +257,9 @@ class RabbitMQOptions(Producer):
     # -- of one producer -----------------------------------------------------------------------
 
     def merged(self, index: int) -> RabbitMQOptions:
-        """The options of one producer: these, with those that ``merge_options`` replaces.
+        """Returns the options of one producer: these, overridden by those of ``merge_options``.
 
-        :raises OptionsError: If it returns what is no option, or one that is for all producers.
+        :raises OptionsError: If it returns an unknown option, or one that is for all producers.
         """
         if self.merge_options is None:
             return self
@@ -282,11 +282,11 @@ class RabbitMQOptions(Producer):
 
     @property
     def actions_of_messages(self) -> dict[str, str]:
-        """What every message of this producer says of its own settling, wherever that is."""
+        """The ``on_success`` and ``on_failure`` that ``merge_options`` sets for this producer."""
         return dict(getattr(self, "_actions", {}))
 
     def shards(self) -> list[RabbitMQOptions]:
-        """The options of each producer, once for each queue that they drain."""
+        """Returns the options of the producers, one per source queue."""
         count = self.concurrency if isinstance(self.concurrency, int) else 1
         each = [self.merged(index) for index in range(count)]
         return list({(one.queue, one.uri, one.conn_id): one for one in each}.values())

@@ -1,4 +1,4 @@
-"""RabbitMQ as a pipeline's producer: opens the half that receives and the half that settles."""
+"""The RabbitMQ producer of a pipeline: opens its source and its custodian."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 @options
 class RabbitMQProducer(RabbitMQOptions):
-    """Messages from a RabbitMQ queue: see ``docs/rabbitmq.md``.
+    """Receives messages from a RabbitMQ queue: see ``docs/rabbitmq.md``.
 
-    ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``; ``"reject"``, which
-    dead-letters; ``"reject_and_requeue"``, at once and always; ``"reject_and_requeue_once"``, at
-    its first failure, then ``"reject"``.  Beside them ``"retry"`` (by the option
-    ``retry``), ``"dead_letter"`` and ``"noop"``, after which a message comes again when the lease
-    would have lapsed.
+    ``on_success`` and ``on_failure`` take Broadway's values.  ``"ack"`` acknowledges, ``"reject"``
+    dead-letters.  ``"reject_and_requeue"`` requeues immediately, after every failure.
+    ``"reject_and_requeue_once"`` requeues after the first failure, then dead-letters.  Other values
+    are ``"retry"`` (by the option ``retry``), ``"dead_letter"`` and ``"noop"``, which redelivers a
+    message at the end of the lease.
     """
 
     def source(self, env: ProducerEnv) -> Source:
@@ -60,7 +60,7 @@ class RabbitMQProducer(RabbitMQOptions):
 
         own = self.shards()[0]
         address = address_for(own, env)
-        if not address.management_url:  # its usual port may be anybody's
+        if not address.management_url:  # another program may use its default port
             return None
         place = f"{quote(address.virtual_host, safe='')}/{quote(own.queue, safe='')}"
         return f"{address.management_url.rstrip('/')}/#/queues/{place}"
@@ -75,8 +75,8 @@ class RabbitMQProducer(RabbitMQOptions):
     def judge(self, facts: Facts) -> Verdict:
         name = facts.name
         if name == "reject_and_requeue_once":
-            # By the attempt: the broker says "redelivered", too, of what a run prefetched and gave
-            # back unhandled.
+            # By the attempt: the broker also sets "redelivered" on messages that a run prefetched
+            # and requeued unhandled.
             name = "reject" if facts.attempt > 1 else "reject_and_requeue"
         if name == "reject_and_requeue":
             return Verdict(Action.RETRY, 0.0, facts.reason, facts.stage)

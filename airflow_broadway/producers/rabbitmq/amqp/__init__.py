@@ -1,1 +1,1 @@
-"""Speaking AMQP: a connection and its thread, frames, confirms."""
+"""The AMQP client: a connection and its thread, frames, publisher confirms."""

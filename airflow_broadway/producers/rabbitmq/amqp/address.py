@@ -1,6 +1,6 @@
-"""Where a broker is, and how to log in.
+"""Addresses and credentials of brokers.
 
-A password is held here and given to pika; it never reaches a ``repr``, a log or an error.
+The password is passed to pika only; it never reaches a ``repr``, a log or an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-#: The most bytes of a frame that RabbitMQ agrees to by default.
+#: RabbitMQ's default ``frame_max``.
 _FRAME_MAX = 131072
-#: What the extra ``tls`` says when it is an object.
+#: The keys of the extra ``tls`` when it is an object.
 _TLS = ("ca", "cert", "key", "server_name", "verify")
-#: Extras that are numbers, as fields of an address: the default, the least and the most.
+#: Numeric extras, which are fields of an address: default, minimum and maximum.
 _NUMBERS: Mapping[str, tuple[float, float, float]] = {
     "heartbeat": (60, 0, 65535),
     "timeout": (30.0, 0.01, 1e6),
@@ -29,29 +29,28 @@ _NUMBERS: Mapping[str, tuple[float, float, float]] = {
     "frame_max": (_FRAME_MAX, 4096, _FRAME_MAX),
     "channel_max": (2047, 16, 65535),
 }
-#: Extras that the query of a URI may give.
+#: Extras that may be in the query of a URI.
 _IN_A_URI = {*_NUMBERS, "auth_mechanism", "management_url"}
-#: Types of connections that may name a RabbitMQ.
+#: Types of Airflow connections to RabbitMQ.
 _TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A broker and how to log in.
+    """A broker's address and credentials.
 
-    :param others: More hosts of the same cluster, with their ports, for when the first is away.
-    :param heartbeat: Seconds after which a silent peer counts as dead.
-    :param timeout: Seconds that connecting may take.
-    :param blocked_connection_timeout: Seconds for which a broker may block a connection that
-        publishes, before it counts as lost.
-    :param frame_max: Bytes of a frame at most, as far as the broker agrees.
-    :param channel_max: Channels at most, as far as the broker agrees.
-    :param client_properties: What the broker learns of this client, beside the connection's name.
-    :param external: Whether the certificate says who logs in, instead of ``login``.
+    :param others: More hosts of the same cluster, with their ports, if the first is unavailable.
+    :param heartbeat: Heartbeat timeout in seconds; 0 disables heartbeats.
+    :param timeout: Connection timeout in seconds.
+    :param blocked_connection_timeout: Seconds after which a blocked connection counts as lost.
+    :param frame_max: The maximum frame size in bytes, before negotiation with the broker.
+    :param channel_max: The maximum number of channels, before negotiation with the broker.
+    :param client_properties: Client properties in addition to the connection's name.
+    :param external: Whether to authenticate by the certificate (``EXTERNAL``) instead of ``login``.
     :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
         ``server_name``.
-    :param management_url: The management API; ``None``: at its usual port of ``host``; empty: there
-        is none.
+    :param management_url: The management API; ``None``: on its default port of ``host``; empty:
+        disabled.
     """
 
     host: str = "localhost"
@@ -73,16 +72,16 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """Host and port, for people."""
+        """Host and port, for display."""
         return f"{self.host}:{self.port}"
 
     def hosts(self) -> Iterator[Address]:
-        """One address for each host, the first one first."""
+        """Yields one address per host, the primary host first."""
         for host, port in ((self.host, self.port), *self.others):
             yield replace(self, host=host, port=port, others=())
 
     def parameters(self) -> Any:
-        """What pika is to connect with.
+        """Returns pika's connection parameters.
 
         :raises ConnectionMissing: If the files that ``tls`` names cannot be used.
         """
@@ -109,7 +108,7 @@ class Address:
         )
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """How the broker is to prove who it is; ``None`` without TLS.
+        """Returns the SSL context; ``None`` without TLS.
 
         :raises ConnectionMissing: If the files that ``tls`` names cannot be used.
         """
@@ -131,9 +130,9 @@ class Address:
 
 
 def address_for(options: RabbitMQOptions, env: ProducerEnv) -> Address:
-    """The broker of a producer in a run.
+    """Returns the address of a producer's broker.
 
-    :raises ConnectionMissing: If the connection is missing or lacks what is needed.
+    :raises ConnectionMissing: If the connection is missing or incomplete.
     """
     name = options.name or f"airflow-broadway {env.pipeline} {env.owner.get('run_id', '')}".strip()
     if options.uri is not None:
@@ -142,12 +141,12 @@ def address_for(options: RabbitMQOptions, env: ProducerEnv) -> Address:
 
 
 def address_of(connection: Connection, *, name: str) -> Address:
-    """Returns the broker that an Airflow connection names.
+    """Returns the address in an Airflow connection.
 
-    Its host may name several, ``"a, b:5673"``; its schema is the virtual host; its extras say the
-    rest: see ``docs/rabbitmq.md``.  An extra that is ``null`` or empty counts as not given.
+    Its host may list several, ``"a, b:5673"``; its schema is the virtual host.  The extras are in
+    ``docs/rabbitmq.md``; an extra that is ``null`` or empty is ignored.
 
-    :raises ConnectionMissing: If it is of another service, or lacks what is needed.
+    :raises ConnectionMissing: If it is a connection to another service, or is incomplete.
     """
     shown = f"the connection {connection.conn_id!r}"
     if connection.conn_type not in _TYPES:
@@ -198,7 +197,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
 
 
 def _hosts_of(text: str, port: int) -> list[tuple[str, int]]:
-    """The hosts that a text names, ``"a, b:5673, [::1]:5674"``, with their ports."""
+    """Parses a list of hosts with their ports, such as ``"a, b:5673, [::1]:5674"``."""
     hosts = []
     for part in (part.strip() for part in text.split(",")):
         match = re.fullmatch(r"(\[[^\]]*\]|[^:]+):(\d{1,5})", part)
@@ -211,7 +210,7 @@ def _hosts_of(text: str, port: int) -> list[tuple[str, int]]:
 def _tls_of(
     connection: Connection, extra: Mapping[str, Any], shown: str
 ) -> Mapping[str, Any] | None:
-    """How TLS is used: by the extra ``tls``, true or an object, and by ``tls_ca`` and the like."""
+    """Returns the TLS settings of the extra ``tls``, true or an object, and of ``tls_ca`` etc."""
     tls = extra.get("tls")
     single = {name: extra[f"tls_{name}"] for name in _TLS if f"tls_{name}" in extra}
     if tls is False:
@@ -237,9 +236,9 @@ def _number(extra: Mapping[str, Any], name: str, shown: str) -> Any:
 
 
 def address_of_uri(uri: str, *, name: str) -> Address:
-    """Returns the broker of an ``amqp://`` or ``amqps://`` address.
+    """Returns the address in an ``amqp://`` or ``amqps://`` URI.
 
-    :raises ConnectionMissing: If it is none; the address itself is not shown, for its password.
+    :raises ConnectionMissing: If the URI is invalid; it may have a password, so the error omits it.
     """
     try:
         parts = urlsplit(uri)

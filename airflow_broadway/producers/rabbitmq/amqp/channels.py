@@ -1,13 +1,13 @@
-"""Channels: two publish with confirms, one gets messages one at a time and holds them.
+"""Channels that publish with publisher confirms, and a channel for ``basic.get``.
 
-A :class:`ConfirmChannel` acknowledges deliveries by the confirms, a :class:`Publisher` waits for
-them.
+A :class:`ConfirmChannel` acknowledges deliveries after the confirms of their publications.  A
+:class:`Publisher` waits for confirms.  A :class:`Getter` gets messages one at a time.
 
-A publication may be relied on when the broker has confirmed it and has not returned it.  A return
-comes before the confirm and cancels it; a nack is a refusal; confirms come in any order.
+A publication is secured when the broker has confirmed it and has not returned it.  A return arrives
+before the confirm and cancels it.  A nack is a refusal.  Confirms arrive in any order.
 
-A delivery may be acknowledged when all that was made of it, and of the deliveries before it, may be
-relied on.
+A delivery may be acknowledged when its publications, and those of all deliveries before it, are
+secured.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
 from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 
-#: Acknowledgements at a time.  A quorum queue is sent the first 32 of a channel that it has not yet
-#: carried out; the others the broker keeps back, and forgets if the channel is closed before they
-#: are due (probed with RabbitMQ 3.10.8).
+#: Acks per portion.  The broker sends a quorum queue at most 32 unapplied acks of a channel.  It
+#: buffers the others, and drops them if the channel is closed first (tested with RabbitMQ 3.10.8).
 ACKS_AT_ONCE = 15
 
-#: Seconds for which a queue may take to put back what it was told to; and between two looks.
+#: Seconds to wait until a queue has requeued nacked messages; and between two checks.
 _BACK_WITHIN = 2.0
 _LOOK_INTERVAL = 0.01
 
 
 class Getter:
-    """A channel that gets messages from a queue."""
+    """A channel that gets messages from a queue, and acknowledges or requeues them."""
 
     def __init__(self, connection: ConnectionThread, queue: str) -> None:
         from pika import spec
@@ -67,25 +66,25 @@ class Getter:
     def get(self, seconds: float = ANSWER_TIMEOUT) -> Delivered | None:
         """Returns the next message; ``None`` if none is ready.
 
-        :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
+        :raises ProducerUnavailable: If the queue does not respond within ``seconds``.
         """
         raw = self._channel.raw
 
         def ask(reply: Any) -> None:
             self._channel.await_reply(reply)
             self._reply = reply
-            raw.basic_get(self._queue, lambda *_: None)  # what comes is read before pika sees it
+            raw.basic_get(self._queue, lambda *_: None)  # the parser handles the response
 
         got: Delivered | None = self._connection.ask(ask, seconds)
         self._held += got is not None
         return got
 
     def keep(self, tag: int) -> None:
-        """Note a message that :meth:`ack` is to acknowledge."""
+        """Marks a message for acknowledgement by :meth:`ack`."""
         self._kept.append(tag)
 
     def ack(self) -> None:
-        """Acknowledge what was kept, and no other."""
+        """Acknowledges the marked messages."""
         kept, self._kept = self._kept, []
         for start in range(0, len(kept), ACKS_AT_ONCE):
             if start and not self._caught_up():
@@ -98,9 +97,9 @@ class Getter:
         self._held -= len(tags)
 
     def _caught_up(self) -> bool:
-        """Wait until the queue has done what it was told; ``False`` if it is no more."""
+        """Waits until the queue has processed all acks; ``False`` if it was deleted."""
         try:
-            self.get()  # in its turn; what comes goes back when the channel is closed
+            self.get()  # processed in order; the message is requeued when the channel is closed
         except Refused as error:
             if error.code != MISSING:
                 raise
@@ -108,15 +107,15 @@ class Getter:
         return True
 
     def close(self) -> None:
-        """Close the channel, and wait for it: what was acknowledged is."""
+        """Closes the channel after the broker has processed all acks."""
         self._channel.flush_and_close()
 
     def give_back(self) -> None:
-        """Put what was got and not acknowledged into its place, and close the channel.
+        """Requeues the unacknowledged messages at their original position, and closes the channel.
 
-        A queue may notice only later that a channel has closed, and a quorum queue puts back only
-        when that is on its disks: whoever looks before finds less.  So this waits until the queue
-        counts them again, though not for long: somebody else may have got them.
+        A queue may learn of a closed channel late, and a quorum queue requeues after a disk write:
+        until then its depth is too low.  So this waits until the queue counts the messages again,
+        but only briefly: another client may have consumed them.
         """
         raw = self._channel.raw
         give_up_at = time.monotonic() + _BACK_WITHIN
@@ -130,7 +129,7 @@ class Getter:
             self._connection.post(run)
             while whole and self._ready() < whole and time.monotonic() < give_up_at:
                 time.sleep(_LOOK_INTERVAL)
-        except ProducerError:  # it goes back with its channel
+        except ProducerError:  # the broker requeues them when the channel is closed
             return
         self.close()
 
@@ -139,22 +138,22 @@ class Getter:
         return int(declared.method.message_count)
 
     def _answer(self, delivered: Delivered | None) -> None:
-        # pika keeps waiting for the message itself unless it is told.
+        # Otherwise pika still waits for the response, and refuses the next basic_get.
         self._channel.raw._on_getok_callback = None
         if self._reply is not None:
             self._reply.give(delivered)
 
 
-#: Messages, and bytes of them, that a publisher hands over before it waits for their confirms.
+#: Messages, and bytes, that a publisher sends before it waits for their confirms.
 _PORTION, _PORTION_BYTES = 2000, 4 * 1024 * 1024
 
-#: Names a publication by its properties, as the key under which it was published.
+#: Returns the key of a publication, from its properties.
 KeyOf = Callable[[bytes], str | None]
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of one publication in the order of the deliveries."""
+    """A publication, in the order of the deliveries."""
 
     key: str
     tag: int | None
@@ -164,10 +163,10 @@ class Place:
 
 
 class ConfirmWindow:
-    """What was published on one channel and is not yet relied on."""
+    """The publications of a channel that are not secured yet."""
 
     def __init__(self) -> None:
-        #: Key → why, of all that the broker returned or refused.
+        #: Key → reason, of all publications that the broker returned or refused.
         self.refused: dict[str, str] = {}
         self._last = 0
         self._open: dict[int, Place] = {}
@@ -175,25 +174,25 @@ class ConfirmWindow:
         self._order: deque[Place] = deque()
 
     def __len__(self) -> int:
-        """Publications whose confirm is to come."""
+        """The number of unconfirmed publications."""
         return len(self._open)
 
     @property
     def idle(self) -> bool:
-        """Whether all there was may be relied on."""
+        """Whether all publications are secured."""
         return not self._order
 
     @property
     def uncertain(self) -> bool:
-        """Whether the broker may have taken something that is not relied on."""
+        """Whether the broker may have accepted a publication that is not secured."""
         return any(not place.refused for place in self._order)
 
     def publish(self, key: str, tag: int | None = None, load: Any = None) -> None:
-        """Note a publication, which is made next.
+        """Adds the publication that is sent next.
 
-        :param key: Names it in a return.
-        :param tag: The delivery that is done with once all up to here is relied on.
-        :param load: What :meth:`relied_on` is to give back.
+        :param key: Identifies it in a return.
+        :param tag: The delivery to acknowledge when this and all earlier publications are secured.
+        :param load: The value that :meth:`relied_on` returns for it.
         """
         place = Place(key, tag, load)
         self._last += 1
@@ -202,7 +201,7 @@ class ConfirmWindow:
         self._keys[key] = place
 
     def extend(self, tag: int) -> bool:
-        """Let ``tag`` be done with when the last place is; ``False`` if there is none."""
+        """Adds ``tag`` to the latest unsecured publication; ``False`` if there is none."""
         if not self._order:
             return False
         last = self._order[-1]
@@ -210,16 +209,16 @@ class ConfirmWindow:
         return True
 
     def returned(self, key: str | None, reason: str) -> None:
-        """Note that the broker gave a publication back: every open one, if its key is unknown."""
+        """Handles a return: of one publication, or of all open ones if the key is unknown."""
         names = [key] if key is not None and key in self._keys else list(self._keys)
         for name in names:
             self.refused.setdefault(name, reason)
             self._keys[name].refused = True
 
     def confirmed(self, number: int, multiple: bool, *, refused: bool = False) -> list[Place]:
-        """Note the answer to one publication, or to all up to it; returns their places.
+        """Handles a confirm or nack; returns the publications that it covers.
 
-        :param number: Of the publication on its channel, from 1.
+        :param number: The publication's sequence number on its channel, from 1.
         """
         if multiple:
             numbers = []
@@ -243,7 +242,7 @@ class ConfirmWindow:
         return answered
 
     def relied_on(self) -> list[tuple[int | None, Any]]:
-        """The tags and loads of what may newly be relied on, in order; each is returned once."""
+        """Returns tags and loads of newly secured publications, in order; each only once."""
         order, found = self._order, []
         while order and order[0].confirmed:
             place = order.popleft()
@@ -251,7 +250,7 @@ class ConfirmWindow:
         return found
 
     def forget(self) -> dict[str, str]:
-        """Begin anew, once nothing is open; returns what was refused: key → why."""
+        """Clears the window when nothing is unconfirmed; returns the refused: key → reason."""
         refused, self.refused = self.refused, {}
         self._order.clear()
         return refused
@@ -286,19 +285,19 @@ class _ConfirmedChannel:
         self._confirmed()
 
     def _confirmed(self) -> None:
-        """Called when the window has changed."""
+        """Handles a change of the window."""
         raise NotImplementedError
 
 
 class ConfirmChannel(_ConfirmedChannel):
-    """Publishes what is made of deliveries, and acknowledges these once that is confirmed.
+    """Republishes deliveries, and acknowledges them after the publisher confirms.
 
-    All but the constructor is for the connection's thread.
+    All methods but the constructor run in the connection's thread.
 
-    :param secured: Called with the loads of what has just become certain, before their deliveries
-        are acknowledged.
-    :param failed: Called once, when nothing more may be taken.
-    :param what: What bundles are published to, for errors.
+    :param secured: Called with the loads of newly secured publications, before their deliveries are
+        acknowledged.
+    :param failed: Called once, with the error after which nothing more is published.
+    :param what: A description of the bundles' destination, for errors.
     :param key_of: See :data:`KeyOf`; by default the property ``message_id``.
     """
 
@@ -336,11 +335,12 @@ class ConfirmChannel(_ConfirmedChannel):
         load: Any = None,
         elsewhere: bool = False,
     ) -> None:
-        """Publish what was made of deliveries.
+        """Publishes a message that replaces deliveries.
 
-        ``tag`` is acknowledged, and ``load`` handed over, when this and all before is confirmed.
+        ``secured`` gets ``load``, and ``tag`` is acknowledged, when this publication and all
+        earlier ones are secured.
 
-        :param elsewhere: Whether the queue is no holding queue, for errors.
+        :param elsewhere: Whether the destination is not a holding queue, for errors.
         """
         if self.failure is not None:
             return
@@ -350,25 +350,25 @@ class ConfirmChannel(_ConfirmedChannel):
         self._send(exchange, routing_key, properties, body)
 
     def requeue(self, tags: Iterable[int]) -> None:
-        """Lets the broker deliver these again."""
+        """Requeues deliveries."""
         if self.is_open:
             for tag in tags:
                 self.channel.raw.basic_nack(tag, requeue=True)
 
     def done(self, tag: int) -> None:
-        """Acknowledges ``tag`` when all that was published so far is confirmed."""
+        """Acknowledges ``tag`` when all earlier publications are secured."""
         if not self.window.extend(tag) and self.is_open:
             self.channel.raw.basic_ack(tag, multiple=True)
 
     def end(self) -> None:
-        """Take, publish and acknowledge nothing more; what is not acknowledged goes back."""
+        """Ends all publishing and closes the channel: unacknowledged deliveries are requeued."""
         if self.failure is None:
             self.failure = errors.ProducerUnavailable("the source has stopped")
         if self.channel.raw.is_open:
             self.channel.raw.close()
 
     def fail(self, error: errors.BroadwayError) -> None:
-        """Take nothing more."""
+        """Stops publishing and acknowledging; the first error is kept."""
         if self.failure is None:
             self.failure = error
             self._failed(error)
@@ -396,11 +396,11 @@ class ConfirmChannel(_ConfirmedChannel):
 
 
 class Publisher(_ConfirmedChannel):
-    """A channel for publishing alone; every message is mandatory and confirmed.
+    """A channel that only publishes; every message is mandatory and confirmed.
 
-    Messages are published in portions, each after the one before is confirmed.
+    Messages are published in portions, each after the confirms of the previous one.
 
-    :param key_of: Names a publication by its properties; by default the property ``message_id``.
+    :param key_of: See :data:`KeyOf`; by default the property ``message_id``.
     """
 
     def __init__(self, connection: ConnectionThread, key_of: KeyOf = message_id_of) -> None:
@@ -413,9 +413,9 @@ class Publisher(_ConfirmedChannel):
     def publish(
         self, exchange: str, routing_key: str, properties: bytes, body: bytes, *, key: str
     ) -> None:
-        """Publishes, soon.
+        """Buffers a message; a full buffer is published.
 
-        :param key: Names it in what :meth:`flush` returns.
+        :param key: Identifies the message in the result of :meth:`flush`.
         """
         self._items.append((exchange, routing_key, properties, body, key))
         self._bytes += len(body)
@@ -423,7 +423,7 @@ class Publisher(_ConfirmedChannel):
             self._send_all()
 
     def flush(self) -> dict[str, str]:
-        """Waits until everything is confirmed; returns what was refused meanwhile: key → why.
+        """Publishes the buffer and waits for all confirms; returns the refused: key → reason.
 
         :raises ProducerError: If the channel is lost.
         """

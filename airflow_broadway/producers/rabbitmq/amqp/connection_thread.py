@@ -1,11 +1,11 @@
-"""One connection to RabbitMQ, run by a thread of its own.
+"""A connection to RabbitMQ with a thread of its own.
 
-The thread keeps heartbeats going while callbacks take their time.  pika is not thread-safe: every
-use of it happens in that thread, by :meth:`ConnectionThread.post`, and other threads wait for
-replies.  A connection that is lost stays lost; whoever wants to go on opens another.
+The thread sends heartbeats while callbacks run.  pika is not thread-safe: all calls to it run in
+that thread, through :meth:`ConnectionThread.post`, and other threads wait for replies.  A lost
+connection is never reopened; callers open a new one.
 
-Errors of RabbitMQ, of pika and of the socket become ours here.  Attempts to connect again are paced
-by Broadway's four back-offs.
+This module translates errors of RabbitMQ, of pika and of the socket into ours.  Reconnecting is
+delayed by one of Broadway's four back-offs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 _Made = TypeVar("_Made")
 
-#: Seconds between two looks at whether the run was told to stop.
+#: Seconds between two checks whether the run is stopping.
 _STOP_CHECK_INTERVAL = 0.5
 
 
 class Backoff:
-    """The delays of one stretch of failures; :meth:`reset` after a success."""
+    """The delays between consecutive failures; :meth:`reset` after a success."""
 
     def __init__(self, kind: str, low: float, high: float, *, seed: int | None = None) -> None:
         self._kind = kind
@@ -47,7 +47,7 @@ class Backoff:
         self._random = random.Random(seed)
 
     def next(self) -> float | None:
-        """Seconds to wait; ``None``: do not connect again."""
+        """Returns the next delay in seconds; ``None``: do not reconnect."""
         low, high, last = self._low, self._high, self._last
         draw = self._random.uniform
         if self._kind == "stop":
@@ -63,18 +63,17 @@ class Backoff:
         return self._last
 
     def reset(self) -> None:
-        """Begin with the shortest delay again."""
+        """Resets the delay to the shortest."""
         self._last = None
 
 
 class Attempts:
-    """One stretch of failures: paced by a back-off, and given up in the end.
+    """A series of consecutive failures, with back-off and a time limit.
 
-    It goes on until :meth:`worked`: a connection that is made and fails at its first use is no
-    better than none.
+    Only :meth:`worked` ends it: a new connection that fails at its first use is another failure.
 
-    :param seconds: For how long it is tried at most.
-    :param stopping: Asked while it waits: who is told to stop waits for nothing.
+    :param seconds: The time limit, from the first failure.
+    :param stopping: Whether the run is stopping: this ends a delay.
     """
 
     def __init__(
@@ -94,29 +93,29 @@ class Attempts:
     def of(
         cls, options: RabbitMQOptions, clock: Clock, stopping: Callable[[], bool] = lambda: False
     ) -> Attempts:
-        """Those that a producer's options ask for."""
+        """Returns the attempts configured by a producer's options."""
         bounds = backoff_bounds(options.backoff_min, options.backoff_max)
         return cls(
             Backoff(options.backoff_type, *bounds), options.reconnect_timeout, clock, stopping
         )
 
     def worked(self) -> None:
-        """End this stretch: the next failure begins another."""
+        """Ends the series: the next failure starts another."""
         self._end = None
         self._backoff.reset()
 
     def again(self, error: BroadwayError) -> None:
-        """Wait as the back-off says; after the first failure of a stretch, not at all.
+        """Waits for the back-off's delay; after the first failure of a series, not at all.
 
-        :param error: What failed.
-        :raises BroadwayError: The error, if it is not to be tried again.
+        :param error: The failure.
+        :raises BroadwayError: The failure, if it is not to be retried.
         """
         if self._end is not None:
             self.pause(error)
         self._begin()
 
     def pause(self, error: BroadwayError) -> None:
-        """The same, but wait after the first failure too."""
+        """Waits like :meth:`again`, but after the first failure too."""
         end = self._begin()
         pause, now = self._backoff.next(), self._clock.monotonic()
         if pause is None or now + pause > end or self._stopping():
@@ -129,16 +128,16 @@ class Attempts:
                 raise error
 
     def _begin(self) -> float:
-        """When this stretch is given up: so long after its first failure."""
+        """Starts the series, unless it has started; returns its end."""
         if self._end is None:
             self._end = self._clock.monotonic() + self._seconds
         return self._end
 
 
 def keep_trying(connect: Callable[[], _Made], attempts: Attempts) -> _Made:
-    """What ``connect`` makes, tried again while the broker is unavailable.
+    """Calls ``connect`` and returns its result; retries while the broker is unavailable.
 
-    :raises ProducerUnavailable: If the attempts are at their end.
+    :raises ProducerUnavailable: If the attempts are exhausted.
     """
     while True:
         try:
@@ -147,17 +146,18 @@ def keep_trying(connect: Callable[[], _Made], attempts: Attempts) -> _Made:
             attempts.pause(error)
 
 
-#: AMQP's codes of a connection that another may replace: closed in order, closed by force (an
-#: operator, or the broker stops), an internal error of the broker.
+#: AMQP's codes of a closed connection after which reconnecting may succeed: normal close, forced
+#: close (by an operator, or the broker stops), internal error.
 _MAY_COME_BACK = (200, 320, 541)
-#: AMQP's codes of two refusals that may be an answer: not there, exclusive to another connection.
+#: AMQP's codes of two errors that callers may expect: not found, exclusive to another connection.
 MISSING, LOCKED = 404, 405
 
 
 class Refused(ProducerError):
-    """The broker closed a channel instead of doing what it was asked.
+    """The broker refused a request and closed the channel.
 
-    :param code: AMQP's: 403 permissions, 404 missing, 405 locked, 406 other arguments.
+    :param code: AMQP's code: 403 access refused, 404 not found, 405 resource locked, 406
+        precondition failed.
     """
 
     def __init__(self, code: int, text: str) -> None:
@@ -167,12 +167,12 @@ class Refused(ProducerError):
 
 
 def acknowledged_too_late(error: Refused) -> bool:
-    """Whether the broker lost patience with a consumer that left a delivery unacknowledged."""
+    """Whether the broker closed the channel by its delivery acknowledgement timeout."""
     return error.code == 406 and "delivery acknowledgement" in error.text
 
 
 def explained(error: Refused, what: str) -> ProducerError:
-    """The refusal, with what to do about it."""
+    """Translates a refusal into a ProducerError with advice."""
     advice = {
         403: "grant the user the permissions in docs/rabbitmq.md",
         404: "create it, or let the option `declare` do so",
@@ -187,13 +187,13 @@ def explained(error: Refused, what: str) -> ProducerError:
 
 
 class Blocked(ProducerUnavailable):
-    """The broker took nothing from the connection for too long, being short of memory or disk."""
+    """The broker blocked the connection for too long, by a memory or disk alarm."""
 
 
 def translate(error: BaseException, address: Address, *, opened: bool = False) -> ProducerError:
-    """Our error for one of pika's, or of the socket's.
+    """Translates an error of pika or of the socket into a ProducerError.
 
-    :param opened: Whether the connection had been opened before.
+    :param opened: Whether the connection was open.
     """
     if isinstance(error, ProducerError):
         return error
@@ -214,7 +214,7 @@ def translate(error: BaseException, address: Address, *, opened: bool = False) -
 
 
 def _refusal(cause: BaseException, address: Address) -> ProducerError | None:
-    """What it means if it says why the broker does not serve this user, or takes nothing."""
+    """Translates a refused login, virtual host or TLS handshake, or a blocked connection."""
     from pika import exceptions
 
     where, code = f"RabbitMQ at {address.shown}", getattr(cause, "reply_code", 0)
@@ -245,12 +245,13 @@ def _refusal(cause: BaseException, address: Address) -> ProducerError | None:
 
 
 def _loss(cause: BaseException, where: str, opened: bool) -> ProducerError:
-    """What it means if the broker said nothing."""
+    """Translates a lost or failed connection for which the broker sent no error."""
     text = str(cause) or type(cause).__name__
     if isinstance(cause, socket.gaierror):
         text = f"the host's name is not known ({text})"
     if not opened and (alert := re.search(r"\[SSL: \w*ALERT\w*\][^'\"]*", text)):
-        # The server's objection, to our certificate mostly, comes when we take TLS for settled.
+        # With TLS 1.3 the server's alert, mostly about our certificate, arrives after the
+        # handshake.
         return ProducerError(f"{where}: TLS failed: {alert[0].strip()}")
     if opened:
         return ProducerUnavailable(f"the connection to {where} is lost: {text}")
@@ -258,7 +259,7 @@ def _loss(cause: BaseException, where: str, opened: bool) -> ProducerError:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what it wraps, the outermost first."""
+    """Returns the error and the errors that it wraps, the outermost first."""
     found: list[BaseException] = []
     todo = [error]
     while todo and len(found) < 50:
@@ -276,12 +277,12 @@ def _causes(error: BaseException) -> list[BaseException]:
     return found
 
 
-#: Seconds that the broker may take to answer one request.
+#: Timeout of a request to the broker, in seconds.
 ANSWER_TIMEOUT = 60.0
 
 
 class Reply(Future[Any]):
-    """What one thread waits for and another gives: once, what comes later is of no effect."""
+    """A future that is completed once; later results are ignored."""
 
     def give(self, value: Any = None) -> None:
         if not self.done():
@@ -301,10 +302,10 @@ class Reply(Future[Any]):
 class ConnectionThread:
     """A connection and its thread.
 
-    :param on_lost: Called in the thread, with why, when the connection is lost.
+    :param on_lost: Called in the thread, with the error, when the connection is lost.
     :raises ConnectionMissing: If the address cannot be used.
     :raises ProducerUnavailable: If the broker cannot be reached within ``address.timeout``.
-    :raises ProducerError: If it refuses.
+    :raises ProducerError: If the broker refuses the connection.
     """
 
     def __init__(
@@ -318,13 +319,13 @@ class ConnectionThread:
         self._closing = False
         self._blocked = False
         self._changed_at = -math.inf
-        #: Pika's connection; to be used in the thread.
+        #: Pika's connection; for this thread only.
         self.raw: Any = None
         self._done = threading.Event()
         self._parameters = address.parameters()
         logger = logging.getLogger("pika")
-        # It logs every step at INFO, a queue that is not there yet as a warning, and a refusal as
-        # several errors with stack traces.  What matters of that is logged here, in one line.
+        # pika logs every step at INFO, a missing queue as a warning, and a refusal as several
+        # errors with stack traces.  The relevant part is logged here, in one line.
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.CRITICAL)
         with log_ids(batcher=None, batch_id=None, message_id=None):  # it outlives them
@@ -333,8 +334,8 @@ class ConnectionThread:
         self._thread.start()
         try:
             self._opened.wait(address.timeout)
-        except BaseException:  # a kill too; raised again
-            # A thread that has said why it failed ends at once; one that still tries may take long.
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
+            # A thread that has failed ends immediately; one that still connects may take long.
             self.close(wait=self.lost is not None)
             raise
 
@@ -342,9 +343,9 @@ class ConnectionThread:
     def to(
         cls, address: Address, *, on_lost: Callable[[ProducerError], None] = lambda error: None
     ) -> ConnectionThread:
-        """One to the first of the address's hosts that answers.
+        """Connects to the first available host of an address.
 
-        :raises ProducerUnavailable: If none does.
+        :raises ProducerUnavailable: If no host is available.
         """
         tried: list[str] = []
         for host in address.hosts():
@@ -356,31 +357,31 @@ class ConnectionThread:
 
     @property
     def version(self) -> str:
-        """The broker's version, as it says itself; empty if it does not."""
+        """The broker's version in its server properties; empty if it is missing."""
         version = (self.raw.server_properties or {}).get("version", "")
         return version.decode("utf-8", "replace") if isinstance(version, bytes) else str(version)
 
     @property
     def max_properties(self) -> int:
-        """The most bytes of properties that a message may have: they travel in one frame."""
+        """The maximum size of a message's properties in bytes: they must fit a frame."""
         return int(self.raw.params.frame_max or 2**31) - 20
 
     @property
     def blocked(self) -> bool:
-        """Whether the broker takes nothing from this connection, or took nothing until just now.
+        """Whether the broker blocks this connection, or did so within the last ``timeout`` seconds.
 
-        Then what is awaited may still come.
+        Then an overdue reply may still arrive.
         """
         since = time.monotonic() - self._changed_at
         return self.lost is None and (self._blocked or since < self.address.timeout)
 
     def post(self, function: Callable[[], None]) -> None:
-        """Have the thread call ``function`` soon; nothing happens if the connection is lost."""
+        """Schedules ``function`` in the thread; does nothing if the connection is lost."""
         if self.lost is None and not self._done.is_set():
             self.raw.ioloop.add_callback_threadsafe(function)
 
     def ask(self, function: Callable[[Reply], None], seconds: float = ANSWER_TIMEOUT) -> Any:
-        """Have the thread call ``function`` with a reply, and wait for what it is given.
+        """Calls ``function`` with a reply in the thread, and returns the reply's result.
 
         :raises ProducerError: If the broker refuses, or the connection is lost.
         """
@@ -389,10 +390,10 @@ class ConnectionThread:
         def run() -> None:
             try:
                 function(reply)
-            except Exception as error:  # pika's: a channel that is closed
+            except Exception as error:  # of pika, for a closed channel
                 reply.fail(translate(error, self.address))
 
-        self._waiting.add(reply)  # first, so that a loss at any moment reaches it
+        self._waiting.add(reply)  # before the check: a concurrent loss then fails the reply
         try:
             if self.lost is not None:
                 raise self.lost
@@ -407,7 +408,7 @@ class ConnectionThread:
             self._waiting.discard(reply)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Has the thread call ``function``, and waits for it.
+        """Calls ``function`` in the thread, and waits for its end.
 
         :raises ProducerError: If the connection is lost.
         """
@@ -419,7 +420,7 @@ class ConnectionThread:
         self.ask(run)
 
     def channel(self) -> Channel:
-        """Open a channel.
+        """Opens a channel.
 
         :raises ProducerError: If the connection is lost.
         """
@@ -431,11 +432,11 @@ class ConnectionThread:
         return channel
 
     def call(self, what: str, method: str, *, accepts: int = 0, **arguments: Any) -> Any:
-        """Calls a method of pika's channel on a channel of its own, and returns the answer.
+        """Calls a method of pika's channel on a new channel, and returns the broker's response.
 
-        :param what: What is called upon, for errors.
-        :param accepts: AMQP's code of a refusal that is an answer too: ``None``.
-        :raises ProducerError: If the broker refuses, with what to do about it.
+        :param what: A description of the queue or exchange, for errors.
+        :param accepts: AMQP's code of an expected refusal, for which ``None`` is returned.
+        :raises ProducerError: If the broker refuses, with advice.
         """
         channel = self.channel()
         try:
@@ -448,14 +449,14 @@ class ConnectionThread:
         return answer
 
     def depth(self, queue: str) -> int | None:
-        """Returns the messages that are ready in a queue; ``None`` if there is no such queue."""
+        """Returns the number of ready messages in a queue; ``None`` if it does not exist."""
         answer = self.call(
             f"the queue {queue!r}", "queue_declare", accepts=MISSING, queue=queue, passive=True
         )
         return None if answer is None else int(answer.message_count)
 
     def close(self, *, wait: bool = True) -> None:
-        """Close the connection and end the thread.  Safe to repeat."""
+        """Closes the connection and ends the thread.  Safe to repeat."""
         self._closing = True
         if self.raw is not None and not self._done.is_set():
             try:
@@ -476,11 +477,11 @@ class ConnectionThread:
                 on_close_callback=lambda raw, error: self._end(error),
             )
             self.raw.ioloop.start()
-        except Exception as error:  # whatever it is, those who wait must hear of it
+        except Exception as error:  # of any kind: it must fail the waiting replies
             log.debug("The connection's thread ended.", exc_info=True)
             self._end(error if self.raw is None else _unexpected(error, self.address))
             if self.raw is not None:
-                self.raw.sever()  # so that the broker gives what is unacknowledged to others
+                self.raw.sever()  # so that the broker requeues unacknowledged messages
         finally:
             self._done.set()
             if self.raw is not None:
@@ -534,7 +535,7 @@ def _unexpected(error: Exception, address: Address) -> ProducerError:
     from pika.exceptions import ChannelWrongStateError, ConnectionWrongStateError
 
     if isinstance(error, (ChannelWrongStateError, ConnectionWrongStateError)):
-        return translate(error, address, opened=True)  # it was lost just now
+        return translate(error, address, opened=True)  # the connection was lost just now
     made = ProducerError(
         f"the connection to RabbitMQ was ended by an unexpected {type(error).__name__}: {error};"
         " what it had not secured is in its queue; please report it"
@@ -544,9 +545,9 @@ def _unexpected(error: Exception, address: Address) -> ProducerError:
 
 
 class Channel:
-    """A channel, called from any thread but the connection's own.
+    """A channel, for use in any thread but the connection's own.
 
-    :param raw: pika's; to be used in the connection's thread.
+    :param raw: Pika's channel; for the connection's thread only.
     """
 
     def __init__(self, connection: ConnectionThread, raw: Any) -> None:
@@ -560,17 +561,17 @@ class Channel:
 
     @property
     def number(self) -> int:
-        """Its number on its connection."""
+        """The channel's number on its connection."""
         return int(self.raw.channel_number)
 
     def on_lost(self, function: Callable[[ProducerError], None]) -> None:
-        """Have ``function`` called in the thread when the channel is lost."""
+        """Registers ``function``, which the thread calls when the channel is lost."""
         self._on_lost.append(function)
 
     def call(self, name: str, seconds: float = ANSWER_TIMEOUT, **arguments: Any) -> Any:
-        """Call a method of pika's channel that has a ``callback``, and return what that is given.
+        """Calls a method of pika's channel and returns the argument of its ``callback``.
 
-        :raises Refused: If the broker closes the channel over it.
+        :raises Refused: If the broker refuses and closes the channel.
         """
 
         def run(reply: Reply) -> None:
@@ -580,9 +581,9 @@ class Channel:
         return self.connection.ask(run, seconds)
 
     def await_reply(self, reply: Reply) -> None:
-        """Let ``reply`` fail with the channel.  For the connection's thread.
+        """Makes ``reply`` fail when the channel is lost.  For the connection's thread.
 
-        :raises ProducerError: If it is lost already.
+        :raises ProducerError: If the channel is lost already.
         """
         if self.lost is not None:
             raise self.lost
@@ -590,20 +591,20 @@ class Channel:
         self._waiting.add(reply)
 
     def await_closed(self, seconds: float) -> None:
-        """Wait until it is closed, or ``seconds`` have passed."""
+        """Waits until the channel is closed, for ``seconds`` at most."""
         self._gone.wait(seconds)
 
     def flush_and_close(self) -> None:
-        """Close it, and wait until the broker has done all that came before."""
+        """Closes the channel after the broker has processed all earlier requests."""
         if self.lost is None and self.connection.lost is None:
             try:
-                self.call("basic_qos", prefetch_count=1)  # answered after all that came before
+                self.call("basic_qos", prefetch_count=1)  # processed after all earlier requests
             except ProducerError:
                 return
             self.close()
 
     def close(self) -> None:
-        """Close it; nothing happens if it is lost."""
+        """Closes the channel; does nothing if it is lost."""
 
         def run() -> None:
             if self.raw.is_open:
@@ -618,7 +619,7 @@ class Channel:
             self.lost = self.connection.lost
         elif isinstance(error, ChannelClosedByBroker):
             self.lost = Refused(error.reply_code, str(error.reply_text))
-        else:  # with its connection, of which we are told after its channels
+        else:  # with its connection: pika calls the channels' callbacks first
             self.lost = translate(error, self.connection.address, opened=True)
         for reply in list(self._waiting):
             reply.fail(self.lost)
@@ -628,11 +629,11 @@ class Channel:
 
 
 class RawProperties(NamedTuple):
-    """Properties for pika that are sent as the bytes they are: those of the class ``basic``."""
+    """Raw properties of the class ``basic``, sent by pika unchanged."""
 
     data: bytes
     INDEX: int = 60
 
     def encode(self) -> list[bytes]:
-        """What pika calls to send them."""
+        """Returns the bytes; called by pika."""
         return [self.data]

@@ -1,7 +1,7 @@
-"""The properties of AMQP messages, as the bytes they came in and as Python's values.
+"""Decodes and encodes the properties of AMQP messages; unchanged ones keep their raw bytes.
 
-The bytes are a field of flags and the properties that it names, as AMQP 0-9-1 §4.2.6.1 has them,
-with RabbitMQ's types in tables.
+The bytes are property flags and a property list, as in AMQP 0-9-1 §4.2.6.1, with RabbitMQ's types
+in tables.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from airflow_broadway.producers.rabbitmq.options import FIELDS
 
 #: The properties of one byte.
 _OCTETS = ("delivery_mode", "priority")
-#: How deep tables may nest; what is deeper is hostile.
+#: The maximum nesting of tables; a deeper table is hostile.
 _MAX_DEPTH = 64
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Returns the properties by name; ``headers`` with the types of AMQP in Python.
+    """Returns the properties by name, as Python values.
 
-    :raises ProducerError: If they are no properties.
+    :raises ProducerError: If the bytes cannot be decoded.
     """
     fields = fields_of(data)
     with _translated("the properties of a message"):
@@ -35,14 +35,14 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def encode(**properties: Any) -> bytes:
-    """Returns the bytes of properties of our own, as pika has them."""
+    """Encodes properties of our own, with pika's encoder."""
     from pika import BasicProperties
 
     return b"".join(BasicProperties(**properties).encode())
 
 
 def message_id_of(data: bytes) -> str | None:
-    """The property ``message_id``, if there is one that can be read."""
+    """Returns the property ``message_id``; ``None`` if it is missing or cannot be decoded."""
     try:
         found = decode(data).get("message_id")
     except ProducerError:
@@ -54,9 +54,9 @@ def message_id_of(data: bytes) -> str | None:
 
 
 def fields_of(data: bytes) -> dict[str, bytes]:
-    """Returns the properties by name, each as the bytes it came in: unchanged ones stay so.
+    """Returns the properties by name, as raw bytes.
 
-    :raises ProducerError: If they are no properties.
+    :raises ProducerError: If the bytes cannot be decoded.
     """
     with _translated("the properties of a message"):
         (flags,) = struct.unpack_from(">H", data, 0)
@@ -81,7 +81,7 @@ def fields_of(data: bytes) -> dict[str, bytes]:
 
 
 def join_fields(fields: Mapping[str, bytes]) -> bytes:
-    """The bytes that :func:`fields_of` reads."""
+    """Returns the bytes that :func:`fields_of` splits."""
     flags, parts = 0, []
     for place, name in enumerate(FIELDS):
         if name in fields:
@@ -91,24 +91,24 @@ def join_fields(fields: Mapping[str, bytes]) -> bytes:
 
 
 def entries_of(table: bytes | None) -> list[tuple[bytes, bytes]]:
-    """Returns the entries of a table: name, and the value with its type as the bytes it came in.
+    """Returns the entries of a table: the name, and the raw bytes of type and value.
 
-    :raises ProducerError: If it is no table.
+    :raises ProducerError: If the bytes are not a table.
     """
     with _translated("the headers of a message"):
         return [] if table is None else list(_entries(table))
 
 
 def join_entries(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The table that :func:`entries_of` reads."""
+    """Returns the table that :func:`entries_of` splits."""
     inner = b"".join(bytes([len(name)]) + name + raw for name, raw in entries)
     return struct.pack(">I", len(inner)) + inner
 
 
 def array_of(raw: bytes | None) -> list[bytes]:
-    """Returns the values of an array, each with its type as the bytes it came in.
+    """Returns the values of an array: the raw bytes of type and value.
 
-    :raises ProducerError: If it cannot be read.
+    :raises ProducerError: If the array cannot be decoded.
     """
     with _translated("a header of a message"):
         if raw is None or raw[:1] != b"A":
@@ -117,13 +117,13 @@ def array_of(raw: bytes | None) -> list[bytes]:
 
 
 def join_array(values: Iterable[bytes]) -> bytes:
-    """The array that :func:`array_of` reads."""
+    """Returns the array that :func:`array_of` splits."""
     inner = b"".join(values)
     return b"A" + struct.pack(">I", len(inner)) + inner
 
 
 def encode_entry(name: str, value: object) -> tuple[bytes, bytes]:
-    """Returns an entry of a table, with a value of our own."""
+    """Encodes a table entry."""
     from pika.data import encode_value
 
     pieces: list[bytes] = []
@@ -132,9 +132,9 @@ def encode_entry(name: str, value: object) -> tuple[bytes, bytes]:
 
 
 def decode_entry(raw: bytes) -> Any:
-    """Returns the value of an entry.
+    """Returns the value of a table entry.
 
-    :raises ProducerError: If it cannot be read.
+    :raises ProducerError: If the value cannot be decoded.
     """
     with _translated("a header of a message"):
         return _value(raw[: _end(raw, 0)], 0)
@@ -142,9 +142,9 @@ def decode_entry(raw: bytes) -> Any:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Raises :class:`ProducerError` for bytes that cannot be read.
+    """Translates decoding errors into :class:`ProducerError`.
 
-    :param what: What they are to be.
+    :param what: The expected content, for the error.
     """
     try:
         yield
@@ -156,9 +156,9 @@ def _translated(what: str) -> Iterator[None]:
 
 
 def staged_text(route: bytes, properties: bytes, redelivered: bool) -> str:
-    """The text that staging keeps of a message: its route and properties, byte for byte.
+    """Encodes a message's route and properties as JSON for staging, byte for byte.
 
-    :param redelivered: Whether it may have been handed out before.
+    :param redelivered: Whether it may have been delivered before.
     """
     value = {
         "route": base64.b64encode(route).decode("ascii"),
@@ -168,9 +168,9 @@ def staged_text(route: bytes, properties: bytes, redelivered: bool) -> str:
 
 
 def staged_delivery(text: str | None) -> tuple[bytes, bytes, bool]:
-    """What :func:`staged_text` was given: route, properties, ``redelivered``.
+    """Decodes the text of :func:`staged_text`: route, properties, ``redelivered``.
 
-    :raises ProducerError: If the text is another.
+    :raises ProducerError: If the text is invalid.
     """
     if text is None:
         return b"\x00\x00", b"\x00\x00", True
@@ -183,7 +183,7 @@ def staged_delivery(text: str | None) -> tuple[bytes, bytes, bool]:
 
 
 def json_value(value: object) -> Any:
-    """A value of a table as JSON has it: bytes as text, instants as ISO 8601."""
+    """Converts a table's value to a JSON value: bytes to text, timestamps to ISO 8601."""
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -194,14 +194,14 @@ def json_value(value: object) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
-    if isinstance(value, float) and value - value != 0:  # NaN and the infinities are no JSON
+    if isinstance(value, float) and value - value != 0:  # JSON has no NaN and no infinities
         return str(value)
     return value
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
-#: The layout of values of a fixed size, by their type.
+#: Type → layout of its values, for values of a fixed size.
 _FIXED = {
     kind.encode(): struct.Struct(f">{layout}")
     for kind, layout in {
@@ -229,7 +229,7 @@ def _table(raw: bytes, depth: int) -> dict[str, Any]:
 
 
 def _entries(data: bytes, *, named: bool = True) -> Iterator[tuple[bytes, bytes]]:
-    """Names and values of a table, or the values of an array, which have no names."""
+    """Yields names and values of a table; for an array, values with empty names."""
     inner, at = _content(data), 0
     while at < len(inner):
         name = inner[at + 1 : at + 1 + inner[at]] if named else b""
@@ -240,7 +240,7 @@ def _entries(data: bytes, *, named: bool = True) -> Iterator[tuple[bytes, bytes]
 
 
 def _content(data: bytes) -> bytes:
-    """What comes after a length."""
+    """Returns the bytes after a length prefix."""
     end = 4 + struct.unpack_from(">I", data, 0)[0]
     if end > len(data):
         raise ValueError("a long string is cut off")
@@ -248,7 +248,7 @@ def _content(data: bytes) -> bytes:
 
 
 def _end(data: bytes, at: int) -> int:
-    """Where the value at ``at`` ends."""
+    """Returns the end of the value at ``at``."""
     kind = data[at : at + 1]
     fixed = _FIXED.get(kind)
     if fixed is not None:
@@ -263,7 +263,7 @@ def _end(data: bytes, at: int) -> int:
 
 
 def _value(raw: bytes, depth: int) -> Any:
-    """The value of all of ``raw``."""
+    """Decodes ``raw`` as one value."""
     kind, data = raw[:1], raw[1:]
     if kind in (b"F", b"A"):
         if depth > _MAX_DEPTH:
@@ -287,7 +287,7 @@ def _value(raw: bytes, depth: int) -> Any:
 
 
 def _instant(seconds: int) -> datetime | int:
-    """A timestamp; as a number where no ``datetime`` holds it: senders write milliseconds too."""
+    """Converts a timestamp; one beyond ``datetime`` stays a number: some senders use milliseconds."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc)
     except (OSError, OverflowError, ValueError):

@@ -1,9 +1,9 @@
-"""Reads deliveries straight from the socket's bytes, and hands all else to pika.
+"""Parses deliveries from the socket's bytes, and passes all other frames to pika.
 
-pika makes five objects of every delivery and decodes all its properties.  That is more work than
-all else a run does with a message; and headers that pika cannot decode cost it the connection.
-Here a delivery is one tuple, with the properties as the bytes they came in.  They are decoded when
-somebody asks (module ``properties``), so that hostile headers fail their own message alone.
+pika creates five objects per delivery and decodes all its properties.  That is more work than the
+rest of a run's work on a message, and headers that pika cannot decode close the connection.  Here a
+delivery is one tuple, with its properties as raw bytes.  They are decoded on demand (module
+``properties``), so hostile headers fail only their own message.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Delivered(NamedTuple):
-    """One delivery.
+    """A delivery.
 
     :param tag: Its delivery tag, on its channel.
-    :param redelivered: Whether the broker delivered it before.
-    :param route: Exchange and routing key, each a byte of length and its bytes.
-    :param properties: Property flags and property list, as in the content header.
+    :param redelivered: Whether the broker has delivered it before.
+    :param route: Its exchange and routing key, as short strings.
+    :param properties: Its property flags and property list, as in the content header.
     """
 
     tag: int
@@ -36,38 +36,38 @@ class Delivered(NamedTuple):
 
 
 def split_route(route: bytes) -> tuple[str, str]:
-    """Exchange and routing key of a delivery."""
+    """Returns the exchange and routing key of a delivery."""
     first = 1 + route[0] if route else 0
     exchange, key = route[1:first], route[first + 1 :]
     return exchange.decode("utf-8", "backslashreplace"), key.decode("utf-8", "backslashreplace")
 
 
 def join_route(exchange: str, key: str) -> bytes:
-    """The route that :func:`split_route` reads; what is longer than AMQP allows is cut."""
+    """Returns the route that :func:`split_route` splits; longer parts than AMQP allows are cut."""
     parts = (text.encode("utf-8", "replace")[:255] for text in (exchange, key))
     return b"".join(bytes([len(raw)]) + raw for raw in parts)
 
 
 #: type, channel, size, class id, method id
 _METHOD = struct.Struct(">BHIHH")
-#: Delivery tag, and whether it was delivered before.
+#: delivery tag, redelivered
 _TAG = struct.Struct(">QB")
 #: type, channel, size, class id, weight, body size
 _HEADER = struct.Struct(">BHIHHQ")
 _FRAME = struct.Struct(">BHI")
 
-#: The class ``basic``, and those of its methods that bring a message.
+#: The class ``basic``, and its methods with content from the broker.
 _BASIC = 60
 _RETURN, _DELIVER, _GET_OK = 50, 60, 71
 
-#: Takes a message: all that came, where its method begins and ends, its properties and its body.
+#: Handles a message: the data, the bounds of its method frame, its properties and its body.
 _Taker = Callable[[bytes, int, int, bytes, bytes], None]
 
 
 def _content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
-    """What begins with the header frame at ``at``: properties, body, and where it ends.
+    """Parses the content that begins with the header frame at ``at``: properties, body, end.
 
-    ``None`` if it is not all there yet.
+    :returns: ``None`` if it is incomplete.
     """
     end = len(data)
     if at + 21 > end:
@@ -76,7 +76,7 @@ def _content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
     after = at + size + 8
     properties = data[at + 19 : after - 1]
     parts = []
-    while left:  # a body comes in one frame or in several
+    while left:  # a body has one frame or several
         if after + 7 > end:
             return None
         size = _FRAME.unpack_from(data, after)[2]
@@ -91,15 +91,15 @@ def _content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
 
 
 class FrameReader:
-    """Reads what comes over one connection: messages as they are asked for, the rest as pika does.
+    """Parses the data of one connection: messages itself, all other frames with pika.
 
-    :param process_frame: Called with each frame that is left to pika.
+    :param process_frame: Called with each frame for pika.
     """
 
     def __init__(self, process_frame: Callable[[Any], None]) -> None:
         from pika.frame import decode_frame
 
-        #: Called after every portion of data.
+        #: Called after each chunk of data.
         self.after_data: Callable[[], None] | None = None
         self._takers: dict[tuple[int, int], _Taker] = {}
         self._decode = decode_frame
@@ -108,7 +108,7 @@ class FrameReader:
         self._missing = 0
 
     def on_delivery(self, channel: int, function: Callable[[Delivered], None]) -> None:
-        """Has ``function`` called with each delivery on a channel."""
+        """Registers ``function``, which is called with each delivery on a channel."""
 
         def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
             place = at + 12 + data[at + 11]  # after the consumer's tag
@@ -119,17 +119,17 @@ class FrameReader:
         self._takers[channel, _DELIVER] = take
 
     def on_get(self, channel: int, function: Callable[[Delivered], None]) -> None:
-        """Has ``function`` called with each message that was asked for on a channel."""
+        """Registers ``function``, which is called with each ``basic.get`` message on a channel."""
 
         def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
             tag, redelivered = _TAG.unpack_from(data, at + 11)
-            route = data[at + 20 : end - 5]  # a count of messages follows
+            route = data[at + 20 : end - 5]  # the message count follows
             function(Delivered(tag, redelivered != 0, route, properties, body))
 
         self._takers[channel, _GET_OK] = take
 
     def on_return(self, channel: int, function: Callable[[int, str, bytes], None]) -> None:
-        """Has ``function`` called with code, text and properties of each return on a channel."""
+        """Registers ``function``, which is called with code, text and properties of each return."""
 
         def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
             code = int.from_bytes(data[at + 11 : at + 13], "big")
@@ -139,10 +139,10 @@ class FrameReader:
         self._takers[channel, _RETURN] = take
 
     def feed(self, data_in: bytes) -> None:
-        """Read what came, after what was left of the portion before."""
+        """Parses a chunk of data, after the incomplete rest of the previous one."""
         self._parts.append(data_in)
         self._missing -= len(data_in)
-        if self._missing > 0:  # a large body: joining what has come so far is of no use yet
+        if self._missing > 0:  # a large body: joined only when it is complete
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         at = self._read(data)
@@ -153,7 +153,7 @@ class FrameReader:
             self.after_data()
 
     def _read(self, data: bytes) -> int:
-        """Reads all frames that are whole; returns where reading stopped."""
+        """Parses all complete frames; returns the offset after the last one."""
         takers, unpack = self._takers, _METHOD.unpack_from
         at, end = 0, len(data)
         while at < end:
@@ -178,10 +178,10 @@ class FrameReader:
 
 
 def connection_class() -> type[Any]:
-    """Pika's ``SelectConnection``, with ``frames``: the :class:`FrameReader` of what comes.
+    """Returns a subclass of pika's ``SelectConnection`` with ``frames``, a :class:`FrameReader`.
 
-    It changes how pika reads frames, in a method that is pika's own business: a test reads with
-    both and compares.
+    It overrides a private method of pika that parses frames.  A test compares the results of both
+    parsers.
 
     :raises ProducerError: If this pika has no such method.
     """
@@ -194,30 +194,30 @@ def connection_class() -> type[Any]:
         )
 
     class Connection(base):  # type: ignore[misc]
-        """Pika's connection, but for how it reads."""
+        """Pika's connection with a parser of our own."""
 
         def __init__(self, parameters: Parameters, **callbacks: Any) -> None:
             self.frames = FrameReader(self._process_frame)
             super().__init__(parameters, **callbacks)
 
         def sever(self) -> None:
-            """Close the socket at once, without a word to the broker."""
+            """Closes the socket immediately, without an AMQP close."""
             sock = getattr(getattr(self, "_transport", None), "_sock", None)
             if sock is not None:
                 sock.close()
 
         def _on_data_available(self, data_in: bytes) -> None:
-            self.bytes_received += len(data_in)  # a sign of life, before a frame is whole
+            self.bytes_received += len(data_in)  # for pika's heartbeat check; frames may be partial
             try:
                 self.frames.feed(data_in)
-            except OSError as error:  # pika would take it for the socket's
+            except OSError as error:  # pika would handle it as a socket error
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     return Connection
 
 
 def _one_frame(data: bytes, at: int) -> bytes:
-    """What pika is to read next: one frame, or all that is there of it."""
+    """Returns the next frame for pika, or its incomplete data."""
     if len(data) - at < 7 or data[at : at + 4] == b"AMQP":
         return data[at:]
     size = _FRAME.unpack_from(data, at)[2]
@@ -225,7 +225,7 @@ def _one_frame(data: bytes, at: int) -> bytes:
 
 
 def _missing(data: bytes) -> int:
-    """Bytes to wait for before reading on: to the end of the first body, where it shows."""
+    """Returns the bytes missing until the end of the first body, if its size is known; else 0."""
     if len(data) < 12 or data[0] != 1:
         return 0
     _kind, _, size, class_id, method_id = _METHOD.unpack_from(data, 0)

@@ -1,1 +1,1 @@
-"""What stands at the broker: queues, their names, policies and checks."""
+"""Our queues at the broker: names, declarations, policies and checks."""

@@ -1,20 +1,19 @@
-"""Checks the queues of a producer, above all for policies that lose messages; reports their depth.
+"""Checks a producer's queues, mainly for policies that lose messages; reports their depth.
 
-The arguments of our own queues are checked by declaring them: the broker refuses others.  Policies
-apply on top of arguments, by a queue's name, and may make any queue lose what it holds.  Only the
-management API shows them; where it does not answer, that is a warning, and nothing fails.
+The arguments of our own queues are checked by declaring them: the broker refuses other arguments.
+Policies match queues by name, and may make any queue lose messages.  Only the management API lists
+them.  If it is unavailable, this is a warning, and no run fails.
 
-Among the users' policies whose pattern matches the queue, the one with the highest priority
-applies, alone; so among the operators'.  Where a policy and an argument of the queue set the same
-limit, the lower one applies; in all else, the argument: https://www.rabbitmq.com/docs/parameters.
+Of the policies whose pattern matches the queue, only the one with the highest priority applies; the
+same holds for operator policies.  If a policy and an argument of the queue set the same limit, the
+lower one applies; for other settings, the argument: https://www.rabbitmq.com/docs/parameters.
 
-The management API computes the same for queues that exist, as ``effective_policy_definition``, but
-shows it with its statistics: a policy that was set just now is missing there for up to 10 seconds.
+The management API computes the same for existing queues, as ``effective_policy_definition``.  But
+this value is part of its statistics: a new policy is missing there for up to 10 seconds.
 
-The management API is a server of its own, on another port, often out of reach or forbidden to the
-user.  So a check must do without an answer too: :class:`Unseen` says that there is none.  No
-redirect is followed and no proxy used: the password goes to no host but the one that the connection
-names.
+The management API is a separate server on another port, often unreachable or forbidden to the user.
+So a check handles its absence, by :class:`Unseen`.  Redirects are not followed and proxies not
+used: the password is sent only to the host in the connection.
 """
 
 from __future__ import annotations
@@ -48,29 +47,29 @@ from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
 
-#: Seconds that one answer may take.
+#: Timeout of a request to the management API, in seconds.
 ANSWER_TIMEOUT = 2.0
-#: Bytes of an answer at most: that of a broker with very many policies.
+#: Maximum bytes of a response: enough for very many policies.
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
-#: The delivery limit of a quorum queue of RabbitMQ 4 where nothing sets one.
+#: The default delivery limit of quorum queues in RabbitMQ 4.
 _DEFAULT_LIMIT = 20
-#: What the API shows of each policy, at least.
+#: The required keys of a policy in the API's response.
 _POLICY = {"name", "pattern", "apply-to", "priority", "definition"}
 #: The ports of the management plugin without and with TLS.
 _PORT, _TLS_PORT = 15672, 15671
 
 
 class Unseen(Exception):
-    """The management API does not answer; the text says why, in a phrase."""
+    """The management API is unavailable; the text is the reason, as a phrase."""
 
 
 class Management:
-    """What the management API knows of one virtual host.
+    """A client of the management API, for one virtual host.
 
-    Without an address of its own it is asked at its usual port of the broker's host, but the
-    password goes there only by TLS or on this machine: anybody may listen on that port.
+    By default it connects to the API's default port on the broker's host.  There the password is
+    sent only by TLS or to this machine: another program may listen on that port.
 
-    :raises Unseen: If the connection says that there is none, or names no address of one.
+    :raises Unseen: If the connection disables the API or has no usable address of it.
     """
 
     def __init__(self, address: Address) -> None:
@@ -106,19 +105,19 @@ class Management:
         self._virtual_host = quote(address.virtual_host, safe="")
 
     def queue(self, name: str) -> dict[str, Any] | None:
-        """What is known of a queue; ``None`` if there is none of that name.
+        """Returns the API's description of a queue; ``None`` if the queue does not exist.
 
-        Right after a queue was declared, nothing is known yet but how.
+        For a queue that was declared just now, it has the declaration only.
 
-        :raises Unseen: If it does not answer.
+        :raises Unseen: If the API is unavailable.
         """
         found = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
         return dict(found) if isinstance(found, dict) else None
 
     def policies(self) -> dict[str, list[dict[str, Any]]]:
-        """The policies of the virtual host: what they are called, for people → those.
+        """Returns the policies of the virtual host: kind, for display → policies.
 
-        :raises Unseen: If it does not answer.
+        :raises Unseen: If the API is unavailable.
         """
         policies = {}
         for kind, path in (("policy", "policies"), ("operator policy", "operator-policies")):
@@ -129,18 +128,18 @@ class Management:
         return policies
 
     def feature_flags(self) -> dict[str, str]:
-        """The state of each feature flag; administrators only.
+        """Returns the state of each feature flag; for administrators only.
 
-        :raises Unseen: If it does not answer.
+        :raises Unseen: If the API is unavailable.
         """
         found = self._get("feature-flags")
         flags = found if isinstance(found, list) else []
         return {str(flag.get("name")): str(flag.get("state")) for flag in flags}
 
     def _get(self, path: str) -> Any:
-        """The answer to one request; ``None`` for what is not there.
+        """Sends a GET request and returns the JSON response; ``None`` for status 404.
 
-        :raises Unseen: If there is none that can be used.
+        :raises Unseen: If there is no valid response.
         """
         import httpx
 
@@ -148,7 +147,7 @@ class Management:
             context: ssl.SSLContext | bool = False  # of no effect without TLS
             if self.shown.startswith("https:"):
                 context = self._address.ssl_context() or ssl.create_default_context()
-            # No proxy and no netrc of the environment: the password is for one host alone.
+            # Without proxy and netrc of the environment: the password is for one host only.
             with (
                 httpx.Client(verify=context, timeout=ANSWER_TIMEOUT, trust_env=False) as client,
                 client.stream(
@@ -186,14 +185,14 @@ class Management:
 
 
 def delivery_limit(address: Address, queue: str, version: str) -> int | None:
-    """Returns how often a queue may get a message back; ``None``: there is no limit.
+    """Returns the delivery limit of a queue; ``None`` without a limit.
 
-    A quorum queue drops or dead-letters a message that was returned to it more often.  The limit is
-    an argument of the queue or of a policy, and since RabbitMQ 4 there is a default.
+    A quorum queue drops or dead-letters a message that is returned more often.  The limit is set by
+    an argument of the queue or by a policy; RabbitMQ 4 has a default.
     See https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling.
 
-    :param version: The broker's version, as the broker reports it.
-    :raises ProducerError: If the management API does not show it.
+    :param version: The version that the broker reports.
+    :raises ProducerError: If the management API does not show the limit.
     """
     try:
         known = Management(address).queue(queue)
@@ -213,7 +212,7 @@ def delivery_limit(address: Address, queue: str, version: str) -> int | None:
     policy = (known.get("effective_policy_definition") or {}).get("delivery-limit")
     limits = [limit for limit in (declared, policy) if isinstance(limit, int)]
     if version.partition(".")[0] in ("", "3"):
-        # -1 is a limit here: the first return is one too many.
+        # -1 is a limit in RabbitMQ 3: a message is dropped at its first return.
         return min(limits, default=None)
     finite = [limit for limit in limits if limit >= 0]
     return min(finite) if finite else None if limits else _DEFAULT_LIMIT
@@ -235,10 +234,9 @@ def check(options: RabbitMQOptions, env: ProducerEnv) -> list[Finding]:
 
 
 def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
-    """Counts the queues together.
+    """Returns the total depth of all queues.
 
-    A bundle that the next run takes over counts as one ready message: it releases the up to 500
-    messages in it.
+    A bundle that the next run will take over counts as one ready message, though it has up to 500.
     """
     ready = delayed = dead = 0
     for options in all_options:
@@ -253,7 +251,7 @@ def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDept
 
 
 def _lapsed(connection: ConnectionThread, options: RabbitMQOptions, env: ProducerEnv) -> int:
-    """Counts the bundles that the next run takes over."""
+    """Counts the bundles that the next run will take over."""
     holding = HoldingQueues(QueueNames(options.queue))
     journal = QueueJournal(env.staging, options.queue, env.shared)
     total, now = 0, env.clock.now().timestamp()
@@ -270,22 +268,22 @@ def _lapsed(connection: ConnectionThread, options: RabbitMQOptions, env: Produce
     return total
 
 
-#: The first release whose quorum queues dead-letter without loss, and the first in which no feature
-#: flag is needed for that.
+#: The first release with at-least-once dead-lettering, and the first that needs no feature flag for
+#: it.
 _NEEDED, _WITHOUT_FLAGS = (3, 10), (3, 12)
-#: The first release in which a quorum queue gives up a message after 20 returns by default.
+#: The first release whose quorum queues have a default delivery limit, of 20.
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
-#: Seconds for which a settlement uses the same answer about the broker's policies.
+#: Seconds for which a settlement caches its check of the policies.
 CHECK_INTERVAL = 30.0
 
 
 class Role(NamedTuple):
-    """A queue, and what it is for.
+    """A queue and its role.
 
-    :param name: ``source``, ``held``, ``delay``, ``dead``; ``sink`` for dead letters in a queue of
-        the user's own.
-    :param arguments: What it is declared with; ``None`` if others declare it.
+    :param name: ``source``, ``held``, ``delay``, ``dead``; ``sink`` for the user's own queue of
+        dead letters.
+    :param arguments: The arguments of its declaration; ``None`` if the user declares it.
     """
 
     name: str
@@ -296,7 +294,7 @@ class Role(NamedTuple):
 def roles_of(options: RabbitMQOptions, held: Iterable[str] = ()) -> list[Role]:
     """Returns every queue that a run may use.
 
-    :param held: The holding queues that exist; the first of all by default.
+    :param held: The existing holding queues; by default the first possible one.
     """
     queues = QueueNames(options.queue)
     roles = [Role("source", queues.source)]
@@ -314,16 +312,16 @@ def roles_of(options: RabbitMQOptions, held: Iterable[str] = ()) -> list[Role]:
 
 # -- policies --------------------------------------------------------------------------------------
 
-#: The limits, of which the lower one counts: milliseconds, returns, messages, bytes.
+#: The settings of which the lower value applies: milliseconds, returns, messages, bytes.
 LIMITS = ("expires", "message-ttl", "delivery-limit", "max-length", "max-length-bytes")
-#: Type of a queue → what a policy for it alone is applied to.
+#: Type of a queue → ``apply-to`` of a policy for this type only.
 _APPLY_TO = {"classic": "classic_queues", "quorum": "quorum_queues", "stream": "streams"}
 
 
 class Setting(NamedTuple):
-    """A setting that counts for a queue.
+    """An effective setting of a queue.
 
-    :param by: What sets it, for people.
+    :param by: Its origin, for display.
     """
 
     value: Any
@@ -336,12 +334,11 @@ def effective(
     kind: str,
     arguments: Mapping[str, Any],
 ) -> dict[str, Setting]:
-    """Returns what counts for a queue: name without ``x-`` → value and what sets it.
+    """Returns the effective settings of a queue: name without ``x-`` → value and origin.
 
-    :param policies: Of the virtual host: what they are called, for people → those, as the
-        management API shows them.
+    :param policies: The policies of the virtual host, as :meth:`Management.policies` returns them.
     :param kind: ``classic``, ``quorum`` or ``stream``.
-    :param arguments: With which the queue is declared.
+    :param arguments: The arguments of the queue's declaration.
     """
     settings = {
         name.removeprefix("x-"): Setting(value, "its declaration")
@@ -368,16 +365,16 @@ def _is_less(value: Any, other: Any) -> bool:
     return bool(numbers and value < other)
 
 
-#: Steps that matching a pattern may take: a tenth of a second.
+#: The maximum number of steps to match a pattern: about a tenth of a second.
 _MAX_STEPS = 2_000_000
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches, as far as Python can tell in time.
+    """Whether a policy's pattern matches a name, decided in bounded time.
 
-    A repeated group may take for ever, and each repetition tries each place in the name.  What may
-    take too long, or Python cannot read (Erlang's dialect knows more), counts as matching: rather
-    too many than too few.
+    Patterns with repeated groups can take exponential time, and each repetition multiplies the
+    steps.  A pattern that may take too long, or is invalid in Python but not in Erlang, counts as
+    matching: a false warning is better than a missed one.
     """
     bare = re.sub(r"\\\D|\(\?", "", pattern)
     repetitions = 1 + len(re.findall(r"[*+?{]", bare))
@@ -398,8 +395,8 @@ _OURS: Final = {
     "drops": "the oldest in it is lost when it is full",
     "refuses": "it takes nothing more when it is full, so that runs fail",
 }
-#: Role → setting → what it means; ``drops`` and ``refuses`` are a bound on the queue's length, by
-#: how it overflows.
+#: Role → setting → consequence.  ``drops`` and ``refuses`` stand for a maximum length, depending on
+#: the queue's overflow behaviour.
 _MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "source": {
         "expires": _OURS["expires"],
@@ -417,7 +414,8 @@ _MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "dead": _OURS,
     "sink": _OURS,
 }
-#: Role → the settings that are errors: our own queues would lose messages.  All else is a warning.
+#: Role → settings that are errors, because our own queue would lose messages.  All others are
+#: warnings.
 _ERRORS: Final[Mapping[str, Iterable[str]]] = {
     "held": ("expires", "message-ttl", "delivery-limit", "drops"),
     "delay": ("expires",),
@@ -426,10 +424,10 @@ _ERRORS: Final[Mapping[str, Iterable[str]]] = {
 
 
 def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Finding]:
-    """Returns what the settings of one queue mean for what it holds.
+    """Returns findings on the settings of one queue.
 
     :param kind: ``classic``, ``quorum`` or ``stream``.
-    :param settings: As :func:`effective` returns them.
+    :param settings: The result of :func:`effective`.
     """
     if role.name == "source" and kind == "stream":
         text = "reading a stream removes nothing from it, so there is nothing to settle"
@@ -458,7 +456,7 @@ def _finding(level: Level, role: Role, text: str) -> Finding:
 
 
 def refuse_losses(connection: ConnectionThread, options: RabbitMQOptions) -> None:
-    """Refuses a broker whose policies make a run's queues lose messages, as far as it shows them.
+    """Refuses a broker whose visible policies make a run's queues lose messages.
 
     :raises ProducerError: If messages would be lost.
     """
@@ -476,15 +474,15 @@ def refuse_losses(connection: ConnectionThread, options: RabbitMQOptions) -> Non
 
 
 def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
-    """Returns which queues of ours would lose messages by a policy, and why, as far as it is seen.
+    """Returns the queues of ours that would lose messages by a policy: queue → reason.
 
-    An answer is used again for :data:`CHECK_INTERVAL` only: no more messages are at risk than those
-    that lie in the queue when the policy is set.
+    Callers cache the result for :data:`CHECK_INTERVAL` only.  A new policy puts the messages that
+    are already in the queue at risk anyway.
     """
     roles = [role for role in roles_of(options) if role.arguments is not None]
     try:
         policies = Management(address).policies()
-    except Unseen as error:  # each run's source warns of it
+    except Unseen as error:  # the run's source has logged a warning
         log.debug("Policies could not be checked: %s", error)
         return {}
     return {
@@ -498,7 +496,7 @@ def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
 
 
 def check_version(connection: ConnectionThread) -> list[Finding]:
-    """Checks that the broker's quorum queues do not lose what lapses."""
+    """Checks that the broker's quorum queues support at-least-once dead-lettering."""
     version = connection.version
     if not () < _numbers(version) < _NEEDED:
         return []
@@ -510,7 +508,7 @@ def check_version(connection: ConnectionThread) -> list[Finding]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; empty if the broker does not report it."""
+    """Returns the first two numbers of a version; empty if the broker does not report it."""
     try:
         return tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
@@ -520,9 +518,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 def check_queues(
     connection: ConnectionThread, options: RabbitMQOptions, *, exists: bool = True
 ) -> list[Finding]:
-    """Checks every queue of a run by the management API.
+    """Checks every queue of a run with the management API.
 
-    :param exists: Whether the source queue is known to exist; else a run is to declare it.
+    :param exists: Whether the source queue exists; otherwise the run will declare it.
     """
     held = [name for name, _ in HoldingQueues(QueueNames(options.queue)).present(connection)]
     version = _numbers(connection.version)

@@ -1,23 +1,23 @@
-"""The names of our queues beside a source queue, and its holding queues.
+"""The names of our queues for a source queue, and its holding queues.
 
-A holding queue is declared once and used again, since the name of each new quorum queue costs the
-node an Erlang atom for ever.  It is free when it is empty.  Its first bundle has no messages and
-names the generation, so that its state is known from the broker alone.
+A holding queue is declared once and reused, because the name of each new quorum queue takes one of
+the node's Erlang atoms permanently.  A holding queue is free when it is empty.  Its first bundle
+has no messages and names the generation, so its state can be read from the broker alone.
 
-Whatever opens, settles or sweeps a holding queue claims it first, by a queue that is exclusive to
-its connection: RabbitMQ deletes that with the connection, however that ends.  (Quorum queues ignore
+A holding queue is claimed before it is opened, settled or swept.  The claim is a queue that is
+exclusive to the connection: RabbitMQ deletes it when the connection ends.  (Quorum queues ignore
 exclusive consumers.)
 
 ================================  =================================================================
 ``broadway.held.<q>.<n>``         the bundles of one live generation, until their outcomes are known
 ``broadway.held.<q>.<n>.claim``   exclusive to the connection that opens, settles or sweeps number n
-``broadway.delay.<s>.<q>``        retries that wait; one queue per step of the ladder
-``broadway.dead.<q>``             dead letters, unless ``dead_letter`` names another place
+``broadway.delay.<s>.<q>``        delayed retries; one queue per step of the delay ladder
+``broadway.dead.<q>``             dead letters, unless ``dead_letter`` names another target
 ``broadway.held``                 the direct exchange from a generation's id to its holding queue
 ================================  =================================================================
 
-The binding of a holding queue to a generation's id is the fence: a process that was taken for dead
-and goes on publishing gets its bundles returned after the unbind, and acknowledges nothing.
+The binding of a holding queue to a generation's id is the fence.  After the unbind, RabbitMQ
+returns the bundles of a process that is still publishing, and the process acknowledges nothing.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from airflow_broadway.producers.rabbitmq.bundle import Header, read_header
 
 #: The exchange that routes bundles: direct, by the generation's id.
 EXCHANGE = "broadway.held"
-#: Seconds of the steps of the delay ladder.
+#: The steps of the delay ladder, in seconds.
 LADDER = (1, 5, 15, 60, 300, 900, 3600, 21600)
 #: AMQP's limit for a queue's name and for a routing key, in bytes.
 _MAX_NAME_BYTES = 255
-#: A retry may come this part of its delay early: as much as the retry policy's own jitter.
+#: The fraction of a delay by which a retry may be early: the retry policy's own jitter.
 _EARLY_PART = 0.1
 
-#: A quorum queue that never gives a message up by itself.  RabbitMQ 4 gives one up after 20 returns
-#: by default, and its -1 for "no limit" makes RabbitMQ 3 give one up at the first return.  A bound
-#: that a policy sets makes runs fail, and drops nothing.
+#: Arguments of a quorum queue that drops no message by itself.  RabbitMQ 4 has a default delivery
+#: limit of 20, and its -1 for "no limit" makes RabbitMQ 3 drop a message at the first return.  With
+#: ``reject-publish`` a maximum length set by a policy makes runs fail instead of dropping messages.
 KEEPING: dict[str, Any] = {
     "x-queue-type": "quorum",
     "x-delivery-limit": 1_000_000_000,
@@ -62,9 +62,9 @@ KEEPING: dict[str, Any] = {
 
 
 def rung(delay: float) -> int | None:
-    """The step of the ladder for a delay in seconds; ``None`` for no delay.
+    """Returns the step of the delay ladder for a delay in seconds; ``None`` for no delay.
 
-    The shortest step that is at least nine tenths of the delay, else the longest of all.
+    It is the shortest step of at least nine tenths of the delay, else the longest step.
     """
     if delay <= 0:
         return None
@@ -73,19 +73,19 @@ def rung(delay: float) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class QueueNames:
-    """The names that belong to one source queue."""
+    """The names of our queues for one source queue."""
 
     source: str
 
     def held(self, number: int) -> str:
-        """A holding queue."""
+        """Returns the name of a holding queue."""
         return self._name("broadway.held", f".{number}")
 
     def own_held(self, name: object) -> str:
-        """Returns ``name`` if it is that of a holding queue of this source.
+        """Returns ``name`` if it is the name of a holding queue of this source queue.
 
-        To be called on every such name that was read: strangers may write to the staging folder,
-        and holding queues are emptied.
+        To be called on every such name from staging: other programs may write there, and holding
+        queues are purged.
 
         :raises ProducerError: If it is not.
         """
@@ -98,24 +98,25 @@ class QueueNames:
         )
 
     def key(self, generation: str) -> str:
-        """The routing key of a generation's bundles: of this source alone."""
+        """Returns the routing key of a generation's bundles; unique to this source queue."""
         key = f"{self.source}.{generation}"
         fits = len(key.encode()) <= _MAX_NAME_BYTES
         return key if fits else hashlib.sha256(key.encode()).hexdigest()
 
     @property
     def dead(self) -> str:
-        """The queue of dead letters."""
+        """The default dead-letter queue."""
         return self._name("broadway.dead", "")
 
     def delay(self, step: int) -> str:
-        """The queue in which retries wait for a step of the ladder."""
+        """Returns the name of the delay queue of a step of the ladder."""
         return self._name(f"broadway.delay.{step}", "")
 
     def delay_arguments(self, step: int) -> dict[str, Any]:
-        """The arguments of a step of the ladder.
+        """Returns the arguments of the delay queue of a step of the ladder.
 
-        Its dead-letter worker waits for the source queue's confirm, which needs ``reject-publish``.
+        At-least-once dead-lettering waits for the source queue's confirm; it needs
+        ``reject-publish``.
         """
         return {
             **KEEPING,
@@ -126,35 +127,35 @@ class QueueNames:
         }
 
     def _name(self, prefix: str, suffix: str) -> str:
-        # A claim's name is the longest of all.
+        # A claim has the longest name.
         name = f"{prefix}.{self.source}{suffix}"
         fits = len(name.encode()) <= _MAX_NAME_BYTES - len(".claim")
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:32]
         return name if fits else f"{prefix}.{digest}{suffix}"
 
 
-#: Generations that may hold messages of one source queue at a time.
+#: The maximum number of holding queues of one source queue.
 _MAX_QUEUES = 1_000
-#: Missing numbers after which no more holding queues are looked for: operators delete queues.
+#: Consecutive missing numbers that end the search for holding queues: operators delete some.
 _MAX_GAP = 3
-#: Seconds to wait for the claim of an empty holding queue: a look at it takes milliseconds.
+#: Seconds to wait for the claim of an empty holding queue: others claim it for milliseconds.
 _OPEN_TIMEOUT = 1.0
-#: Seconds between two attempts to claim, and between two counts.
+#: Seconds between two attempts to claim a queue, and between two depth checks.
 _CLAIM_INTERVAL, _COUNT_INTERVAL = 0.05, 0.02
 
 _T = TypeVar("_T")
 
 
-def _poll(look: Callable[[], _T], done: Callable[[_T], bool], seconds: float) -> _T:
-    """Looks until what is seen is what is waited for, or the time is up; returns it."""
+def _poll(read: Callable[[], _T], done: Callable[[_T], bool], seconds: float) -> _T:
+    """Calls ``read`` until ``done`` accepts the result, for ``seconds`` at most; returns the last."""
     give_up_at = time.monotonic() + seconds
-    while not done(seen := look()) and time.monotonic() < give_up_at:
+    while not done(result := read()) and time.monotonic() < give_up_at:
         time.sleep(_COUNT_INTERVAL)
-    return seen
+    return result
 
 
 class HoldingQueue:
-    """A holding queue that this connection has claimed."""
+    """A holding queue that is claimed by this connection."""
 
     def __init__(self, connection: ConnectionThread, names: QueueNames, name: str) -> None:
         self.name = name
@@ -165,7 +166,7 @@ class HoldingQueue:
 
     @property
     def getter(self) -> Getter:
-        """The channel that reads it."""
+        """The channel that gets bundles."""
         if self._getter is None:
             self._getter = Getter(self._connection, self.name)
         return self._getter
@@ -173,7 +174,7 @@ class HoldingQueue:
     def owner(self, seconds: float = 0.0) -> Header | None:
         """Returns the header of the first bundle, which stays unacknowledged; ``None`` if empty.
 
-        :param seconds: How long to wait for one: that of a process that has just died comes back.
+        :param seconds: How long to wait for one: the broker requeues a dead process's late.
         :raises BundleError: If this release cannot read it.
         """
         self._first = self._first or _poll(self._get, lambda first: first is not None, seconds)
@@ -184,7 +185,7 @@ class HoldingQueue:
         return self.getter.get() if exists else None
 
     def fence(self, generation: str) -> None:
-        """Unbinds the generation: RabbitMQ returns what it publishes from now on."""
+        """Unbinds the generation: RabbitMQ returns its bundles from now on."""
         key = self._names.key(generation)
         # Without the exchange there is no binding.
         self._call(
@@ -192,10 +193,10 @@ class HoldingQueue:
         )
 
     def count(self, expected: int | None, seconds: float) -> int:
-        """Returns the bundles behind the first one; repeated until they are as many as expected.
+        """Counts the bundles after the first one; waits until they are as many as expected.
 
-        The broker's count lags behind the confirms, and bundles that a process held which has just
-        died are back after a moment.
+        The broker's depth lags behind the confirms, and it requeues the bundles of a dead process
+        only after a moment.
         """
         return _poll(
             lambda: self._connection.depth(self.name) or 0,
@@ -204,10 +205,10 @@ class HoldingQueue:
         )
 
     def bundles(self, expected: int | None, seconds: float) -> Iterator[Delivered]:
-        """Gets every bundle, the first one too unless it only opens the queue.
+        """Yields every bundle, without the one that only opens the queue.
 
-        :param expected: How many bundles there are behind the first one, where that is known.
-        :param seconds: How long to wait for those that are missing.
+        :param expected: The number of bundles after the first one, if it is known.
+        :param seconds: How long to wait for missing bundles.
         """
         owner = self.owner()
         if self._first is not None and owner is not None and owner.count:
@@ -224,11 +225,11 @@ class HoldingQueue:
                 time.sleep(_COUNT_INTERVAL)
 
     def purge(self) -> int:
-        """Removes every bundle but the first; returns how many there were."""
+        """Purges all bundles but the first, which is unacknowledged; returns their number."""
         return int(self._call("queue_purge", queue=self.name).message_count)
 
     def free(self) -> None:
-        """Acknowledges what was kept, then the bundle that opens it; the others go back."""
+        """Acknowledges the marked bundles, then the opening one; requeues the others."""
         self.getter.ack()
         owner = self.owner()
         if self._first is not None and owner is not None and not owner.count:
@@ -237,13 +238,13 @@ class HoldingQueue:
         self.close()
 
     def close(self) -> None:
-        """Puts back what is not acknowledged."""
+        """Requeues the unacknowledged bundles."""
         if self._getter is not None:
             self._getter.give_back()
             self._getter = self._first = None
 
     def open(self, generation: str, body: bytes, note: Callable[[str], None]) -> bool:
-        """Binds it to a generation, unless it is another's; see :meth:`HoldingQueues.open`."""
+        """Binds the queue to a generation, unless another has it; see :meth:`HoldingQueues.open`."""
         owner, key = self.owner(), self._names.key(generation)
         if owner is not None and owner.generation != generation:
             return False
@@ -264,13 +265,13 @@ class HoldingQueue:
 
 
 class HoldingQueues:
-    """Those of one source queue."""
+    """The holding queues of one source queue."""
 
     def __init__(self, names: QueueNames) -> None:
         self._names = names
 
     def present(self, connection: ConnectionThread) -> Iterator[tuple[str, int]]:
-        """Yields the name and the depth of each holding queue that exists."""
+        """Yields name and depth of each existing holding queue."""
         missing = 0
         for name in map(self._names.held, count()):
             depth = connection.depth(name)
@@ -286,7 +287,7 @@ class HoldingQueues:
     def claim(
         self, connection: ConnectionThread, name: str, seconds: float = 0.0
     ) -> Iterator[HoldingQueue | None]:
-        """Claims a holding queue; ``None`` if another connection keeps the claim.
+        """Claims a holding queue; yields ``None`` if another connection has the claim.
 
         :param seconds: How long to wait for that connection.
         """
@@ -308,7 +309,7 @@ class HoldingQueues:
                     queue.close()
                     connection.call(what, "queue_delete", accepts=MISSING, queue=claim)
                 except ProducerUnavailable:
-                    if connection.lost is None:  # it deletes the claim when it is closed
+                    if connection.lost is None:  # closing it deletes the claim
                         connection.close()
 
     def open(
@@ -325,12 +326,12 @@ class HoldingQueues:
 
         :param declare: Declares a holding queue.
         :param body: The bundle that opens it.
-        :param earlier: The queue that an earlier connection may have opened; empty if none did.
+        :param earlier: The queue that an earlier connection may have opened; empty without one.
         :param note: Called with the name before the queue is bound; raises to refuse.
-        :raises ProducerUnavailable: If the broker dies meanwhile.
+        :raises ProducerUnavailable: If the connection is lost.
         :raises ProducerError: If the broker refuses.
         """
-        if earlier:  # what is published would be in both, if it is bound there
+        if earlier:  # with both bindings, bundles would be routed to both queues
             HoldingQueue(connection, self._names, earlier).fence(generation)
         for name in map(self._names.held, range(_MAX_QUEUES)):
             if connection.depth(name):

@@ -1,6 +1,6 @@
-"""The queues of one producer: holding queues, dead letters, retries that wait.
+"""The queues of one producer: holding queues, dead-letter queue, delay queues.
 
-Each is declared when it is first needed, and relied on when it is old enough and has answered.
+Each is declared when it is first needed.  It is relied on when it is old enough and has responded.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 log = logging.getLogger(__name__)
 
 #: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
-#: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
+#: first second, loses the queue with messages that it has confirmed (tested).
 _RELIABLE_AGE = 2.0
-#: Seconds that a queue which may be dead may take to answer.
+#: Seconds to wait for the response of a queue that may be dead.
 _GET_TIMEOUT = 5.0
-#: How often a queue that does not answer is declared anew on one connection.
+#: How often a queue that does not respond is redeclared on one connection.
 _MAX_TRIES = 3
 
 
 class StandingQueues:
-    """The queues of one producer, their journal, and where its dead letters go."""
+    """The queues of one producer, their journal, and the target of its dead letters."""
 
     def __init__(self, options: RabbitMQOptions, journal: QueueJournal) -> None:
         self.names = QueueNames(options.queue)
         self.holding = HoldingQueues(self.names)
         self._options = options
         self.journal = journal
-        #: The queues of ours that would lose messages, and why, as of the latest check.
+        #: Queue of ours → the reason why it would lose messages, as of the latest check.
         self._losses: dict[str, str] = {}
         self._checked_at = -math.inf
-        #: Exchange → why it cannot take dead letters; empty if it can.
+        #: Exchange → the error of publishing dead letters to it; empty without one.
         self._exchanges: dict[str, str] = {}
         #: The connection, and the queues that are relied on over it.
         self._connection: ConnectionThread | None = None
         self._reliable: set[str] = set()
-        #: Queues to be declared anew.  Kept over connections: asking such a queue may end one.
+        #: Queues to redeclare.  Kept across connections: a get from such a queue may end one.
         self._silent: set[str] = set()
 
-    # -- declared when they are needed ---------------------------------------------------------
+    # -- declaring -----------------------------------------------------------------------------
 
     def ensure_held(self, connection: ConnectionThread, name: str) -> None:
         """Declares a holding queue."""
         self._ensure(connection, name, KEEPING)
 
     def ensure_dead(self, connection: ConnectionThread) -> None:
-        """Declares the dead-letter queue, if it is ours."""
+        """Declares the default dead-letter queue, if it is used."""
         if self._options.dead_letter is None:
             self._ensure(connection, self.names.dead, KEEPING)
 
     def ensure_delay(self, connection: ConnectionThread, step: int) -> str:
-        """Declares a step of the delay ladder; returns its name."""
+        """Declares the delay queue of a step of the ladder; returns its name."""
         name = self.names.delay(step)
         self._ensure(connection, name, self.names.delay_arguments(step))
         return name
@@ -73,14 +73,14 @@ class StandingQueues:
     def _ensure(self, connection: ConnectionThread, name: str, arguments: dict[str, Any]) -> None:
         """Declares a queue, and waits until it may be relied on.
 
-        :raises ProducerUnavailable: If it does not answer.
+        :raises ProducerUnavailable: If the queue does not respond.
         """
         if connection is not self._connection:
             self._connection, self._reliable = connection, set()
         if name in self._reliable:
             return
         if connection.depth(name) is None:
-            # Before it is there again: a run that finds it must not take it for the old one.
+            # Before declaring: another run must not mistake the new queue for the old one.
             self.journal.note_declared(name)
         _declare(connection, name, arguments)
         if not self.journal.relied(name):
@@ -93,14 +93,15 @@ class StandingQueues:
     def _declare_anew(
         self, connection: ConnectionThread, name: str, arguments: dict[str, Any]
     ) -> None:
-        """Replaces a queue that never answered since it was declared, and so holds nothing.
+        """Replaces a queue that has never responded since it was declared, and so has no messages.
 
-        :raises ProducerUnavailable: If it may hold something, or does not answer either.  If asking
-            it ended the connection, the next connection replaces it unasked.
+        :raises ProducerUnavailable: If the queue may have messages, or the new one does not
+            respond.  If the get ended the connection, the next connection replaces the queue
+            without one.
         """
         for _ in range(_MAX_TRIES):
-            # A run notes that it relies on a queue before it does: this one was declared by a run
-            # of ours, and then RabbitMQ died.
+            # A run records that it relies on a queue before it does.  So a run of ours declared
+            # this one, and then RabbitMQ died.
             if self.journal.relied(name) is not False:
                 break
             log.warning("The queue %r was declared, and never answered: it is made anew.", name)
@@ -117,10 +118,10 @@ class StandingQueues:
             " (rabbitmqctl delete_queue): the next run declares it anew"
         )
 
-    # -- where messages go ---------------------------------------------------------------------
+    # -- publishing ----------------------------------------------------------------------------
 
     def dead_for(self, route: bytes) -> tuple[str, str]:
-        """Exchange and routing key of the dead letter of a message that came by ``route``."""
+        """Returns exchange and routing key for the dead letter of a message with ``route``."""
         place = self._options.dead_letter
         if place is None:
             return "", self.names.dead
@@ -130,7 +131,7 @@ class StandingQueues:
         return str(place.get("exchange", "")), str(key)
 
     def prepare_dead(self, connection: ConnectionThread) -> None:
-        """Sees that dead letters can be published.
+        """Checks that dead letters can be published.
 
         :raises ProducerError: If they cannot.
         """
@@ -140,10 +141,10 @@ class StandingQueues:
             self._check_exchange(connection, exchange)
 
     def check_place(self, connection: ConnectionThread, exchange: str, routing_key: str) -> None:
-        """Sees that a message is not lost that is published there.
+        """Checks that a message published to this exchange and routing key is not lost.
 
-        :raises ProducerError: If the exchange is missing, or a policy makes the broker lose what
-            goes into a queue of ours.
+        :raises ProducerError: If the exchange is missing, or a policy makes a queue of ours lose
+            messages.
         """
         if exchange:
             self._check_exchange(connection, exchange)
@@ -169,9 +170,9 @@ class StandingQueues:
 
 
 def _declare(connection: ConnectionThread, name: str, arguments: dict[str, Any]) -> None:
-    """Declares a queue that is there already, or is to be kept.
+    """Declares a durable queue, unless it exists.
 
-    :raises ProducerError: If it is there with other arguments.
+    :raises ProducerError: If it exists with other arguments.
     """
     connection.call(
         f"the queue {name!r}", "queue_declare", queue=name, durable=True, arguments=arguments
@@ -179,9 +180,9 @@ def _declare(connection: ConnectionThread, name: str, arguments: dict[str, Any])
 
 
 def _is_alive(connection: ConnectionThread, name: str) -> bool:
-    """Whether a queue answers; one that has messages and may not give them up is not asked.
+    """Whether a queue responds.  No message is taken from a queue that has some.
 
-    One that is dead, or slow to answer, has a depth too: 0.  The connection may be lost by asking.
+    The depth of a dead or slow queue is 0.  A get from it may end the connection.
     """
     depth = connection.depth(name)
     if depth != 0:

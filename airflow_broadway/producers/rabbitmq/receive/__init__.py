@@ -1,1 +1,1 @@
-"""The half that receives: bundles are secured before messages are handed out."""
+"""The source: secures messages in bundles before it returns them."""

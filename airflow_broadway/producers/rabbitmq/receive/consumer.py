@@ -1,9 +1,8 @@
-"""Takes deliveries from the source queue, packs them in bundles and has these secured.
+"""Consumes the source queue, packs deliveries into bundles and publishes these.
 
-All of it happens in the connection's thread, while the run's own thread handles what was secured
-before.  How far it may run ahead is the demand of the last ``receive``; what the broker delivers
-beyond that stays unacknowledged, and goes back in the end, or when the run asks for nothing for a
-while.
+All of it runs in the connection's thread, while the run's own thread handles secured messages.  The
+demand of the last ``receive`` limits how far it runs ahead.  Further deliveries stay
+unacknowledged; they are requeued at the end, or when the run has no demand for a while.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from airflow_broadway.producers.rabbitmq.receive.intake import Aside, Intake
 
 log = logging.getLogger(__name__)
 
-#: Seconds without a demand after which deliveries go back that nobody has asked for: the broker
-#: closes the channel of a consumer that leaves one unacknowledged for too long.
+#: Seconds without demand after which the backlog is requeued: the broker closes the channel of a
+#: consumer that leaves a delivery unacknowledged for too long.
 DEMAND_TIMEOUT = 10.0
 #: Seconds from a bundle's first message until it is published unfilled.
 LINGER_SECONDS = 0.02
@@ -34,10 +33,10 @@ LINGER_SECONDS = 0.02
 class Consumer:
     """The source queue's consumer on one connection.
 
-    The properties are for any thread, :meth:`journal_read` and the constructor for the run's; all
-    else is for the connection's.
+    The properties are for any thread, the constructor and :meth:`journal_read` for the run's
+    thread.  All other methods are for the connection's thread.
 
-    :param slow: Whether callbacks take so long that nothing may wait here.
+    :param slow: Whether callbacks are so slow that no delivery may wait unacknowledged.
     """
 
     def __init__(self, channel: Channel, intake: Intake, *, slow: bool) -> None:
@@ -55,38 +54,38 @@ class Consumer:
         self._ids = intake.ids
         self._buffer = intake.buffer
         self._open = bool(intake.holding_queue)
-        #: Whether it takes nothing more, without its being an error.
+        #: Whether consuming has ended without an error.
         self.stopped = False
-        #: The generation whose journal is to be read, if any: see :meth:`journal_read`.  It is not
-        #: read in the connection's thread, which keeps the connection alive.
+        #: The generation whose journal must be read next, if any: see :meth:`journal_read`.  The
+        #: connection's thread, which sends heartbeats, does not read it.
         self.wants_journal = ""
         self._bundle = OpenBundle(intake, self.confirm_channel)
         self._subscription = Subscription(intake, self.confirm_channel, slow=slow)
-        #: Deliveries that came and are not taken.
+        #: Deliveries that are not packed into a bundle yet.
         self.backlog = self._subscription.backlog
         channel.connection.post(lambda: self._subscription.attach(self._pump))
 
-    # -- what it waits for ---------------------------------------------------------------------
+    # -- for the run's thread ------------------------------------------------------------------
 
     @property
     def may_be_stream(self) -> bool:
-        """Whether the first delivery is one of a stream."""
+        """Whether the first delivery has the header of a stream."""
         return bool(self.backlog) and b"x-stream-offset" in self.backlog[0].properties
 
     def journal_read(self) -> None:
-        """Go on, now that the wanted journal is read."""
+        """Resumes after the wanted journal was read."""
         self.wants_journal = ""
         self.channel.connection.post(self._pump)
 
     # -- in the connection's thread ------------------------------------------------------------
 
     def open(self) -> None:
-        """Go on, now that there is a holding queue."""
+        """Resumes after the holding queue was opened."""
         self._open = True
         self._pump()
 
     def want(self, demand: int) -> None:
-        """See to it that deliveries come and are taken, as far as the buffer has credit."""
+        """Consumes and packs deliveries, as far as the buffer has credit."""
         if not self.stopped and self.confirm_channel.failure is None:
             buffer = self._buffer
             missing = buffer.credit - buffer.under_way - len(self.backlog)
@@ -94,14 +93,14 @@ class Consumer:
             self._pump()
 
     def stop(self) -> None:
-        """Take nothing more, and publish what was taken.  What is in the backlog goes back."""
+        """Cancels the consumer and publishes the open bundle.  The backlog is requeued later."""
         self.stopped = True
         self._subscription.cancel()
         if self.confirm_channel.failure is None and self._open:
             self._bundle.publish()
 
     def _pump(self) -> None:
-        """Take what may be taken.  Called after every portion of data, and when demand rises."""
+        """Packs deliveries as far as possible.  Called after each chunk of data and each demand."""
         backlog, buffer = self.backlog, self._buffer
         if not backlog and not self._bundle.messages:
             return
@@ -122,7 +121,7 @@ class Consumer:
             self._bundle.publish_soon()
 
     def _take(self, room: int) -> int:
-        """Move ``room`` deliveries into bundles; how many became messages."""
+        """Processes up to ``room`` deliveries; returns how many became messages."""
         backlog, bundle, fresh = self.backlog, self._bundle, self._ids.fresh
         max_bytes = self._max_bytes
         taken = 0
@@ -131,7 +130,7 @@ class Consumer:
             tag, redelivered, route, properties, body = delivered
             mark = marks.mark_of(properties)
             if mark is not None and not mark.belongs_to(delivered):
-                mark, redelivered = None, True  # another message's header: a message like any other
+                mark, redelivered = None, True  # a header copied from another message
             if mark is not None and not self._may_take(mark):
                 break
             backlog.popleft()
@@ -142,7 +141,7 @@ class Consumer:
                 self._quarantine(delivered, "oversized", reason)
                 continue
             if body[:4] == MAGIC and (bundle_of := contents(body)):
-                # It was moved here; it is not unpacked: any sender can make one.
+                # It was moved here.  It is not unpacked: any publisher can forge a bundle.
                 reason = f"it is {bundle_of}: move it back into its holding queue, as it is"
                 self._quarantine(delivered, "bundle", reason)
                 continue
@@ -160,7 +159,7 @@ class Consumer:
         return taken
 
     def _may_take(self, mark: marks.Mark) -> bool:
-        """Whether a message with this mark is for this generation, and can be judged now."""
+        """Whether this generation may receive a message with this mark, and its journal is read."""
         if mark.released_by == self._intake.env.generation:
             self.stopped = True
             self._subscription.give_up()
@@ -171,11 +170,10 @@ class Consumer:
         return True
 
     def _marked(self, mark: marks.Mark, delivered: Delivered) -> Held | None:
-        """Returns a released message as it was before; ``None`` if it is here already.
+        """Restores a republished message; ``None`` if it is a duplicate of a received one.
 
-        A repetition is only what settling can have made: each turn of it publishes a message once,
-        and the journal of the generation that released it names the turns.  All else is a message
-        of its own.
+        Only settlements publish duplicates: each turn publishes a message once, and the journal of
+        the generation that released it lists the turns.  Any other copy is a message of its own.
         """
         body = delivered.body
         turns = self._intake.turns.of(mark.released_by) or ()
@@ -183,7 +181,7 @@ class Consumer:
             route, properties = marks.restored(
                 delivered.route, delivered.properties, trusted=mark.turn in turns
             )
-        except ProducerError:  # no mark of ours: a message like any other
+        except ProducerError:  # not a mark of ours: an ordinary message
             fresh = self._ids.fresh()
             return Held(fresh, 1, True, delivered.route, delivered.properties, body)
         content = hash((mark.released_by, mark.attempt, route, properties, body))
@@ -193,8 +191,8 @@ class Consumer:
         return Held(message_id, mark.attempt, True, route, properties, body)
 
     def _quarantine(self, delivered: Delivered, kind: str, reason: str) -> None:
-        """Makes a dead letter of a message that no callback can handle."""
-        self._bundle.publish()  # first: what follows acknowledges all before it
+        """Dead-letters a message that no callback can handle."""
+        self._bundle.publish()  # first: the dead letter's confirm acknowledges all earlier ones
         key = self._ids.fresh()
         properties = marks.dead_lettered(
             delivered,
@@ -222,20 +220,20 @@ class Consumer:
 
 
 class OpenBundle:
-    """The bundle that is being filled on a channel; for the connection's thread."""
+    """The bundle that is filled on a channel; for the connection's thread."""
 
     def __init__(self, intake: Intake, channel: ConfirmChannel) -> None:
         self._intake = intake
         self._channel = channel
         self._timer: Any = None
-        #: What is in it; to be read only.
+        #: The messages in it; read-only for others.
         self.messages: list[Held] = []
         self._bytes = 0
-        #: The delivery up to which all is done with once this bundle is secured.
+        #: The delivery tag to acknowledge, with all earlier ones, when this bundle is secured.
         self._tag: int | None = None
 
     def add(self, held: Held, weight: int, tag: int) -> None:
-        """Put a message in; a full bundle is published, and another begun."""
+        """Adds a message; a full bundle is published first."""
         full = self._bytes + weight > self._intake.capacity
         if full or len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
@@ -244,11 +242,11 @@ class OpenBundle:
         self._tag = tag
 
     def add_repetition(self, tag: int) -> None:
-        """Note a message that came before: its delivery is done with when all up to it is."""
+        """Adds a duplicate: its delivery is acknowledged together with the earlier ones."""
         self._tag = tag
 
     def publish_full(self) -> None:
-        """Publish it if it is full; if there were repetitions alone, have them acknowledged."""
+        """Publishes a full bundle; acknowledges duplicates if there is nothing else."""
         if len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
         elif self._tag is not None and not self.messages:
@@ -256,13 +254,13 @@ class OpenBundle:
             self._channel.done(tag)
 
     def publish_soon(self) -> None:
-        """Publish it when more messages have had a moment to come."""
+        """Publishes the bundle after a short delay, in which more messages may arrive."""
         if self._timer is None:
             ioloop = self._channel.channel.connection.raw.ioloop
             self._timer = ioloop.call_later(LINGER_SECONDS, self._linger_over)
 
     def publish(self) -> None:
-        """Publish it, if there is a message in it, and begin another."""
+        """Publishes the bundle, unless it is empty, and begins another."""
         messages, tag = self.messages, self._tag
         self.messages, self._bytes, self._tag = [], 0, None
         if messages:
@@ -275,14 +273,14 @@ class OpenBundle:
 
 
 class Subscription:
-    """AMQP's consumer on a channel, and the deliveries that wait; for the connection's thread.
+    """An AMQP consumer on a channel, and its backlog; for the connection's thread.
 
-    :param slow: Whether callbacks take so long that nothing may wait here.
+    :param slow: Whether callbacks are so slow that no delivery may wait unacknowledged.
     """
 
     def __init__(self, intake: Intake, confirms: ConfirmChannel, *, slow: bool) -> None:
         options = intake.options
-        #: What came and nobody has taken yet.
+        #: Deliveries that are not packed into a bundle yet.
         self.backlog: deque[Delivered] = deque()
         self._confirms = confirms
         self._channel = confirms.channel
@@ -292,28 +290,28 @@ class Subscription:
         tag = self._arguments.pop("consumer_tag", None)
         self._tag_prefix = tag or f"broadway-{intake.ids.prefix}"
         self._slow = slow
-        self._tag: str | None = None  # of the consumer that there is now
+        self._tag: str | None = None  # of the current consumer
         self._consumers = 0
-        # Deliveries that the consumer may have unacknowledged, and whether no more are wanted.
+        # The consumer's prefetch count, and whether it is the exact number of wanted deliveries.
         self._bound = 0
         self._exact = False
         self._demands = 0
         self._idle_timer: Any = None
 
     def attach(self, after_data: Callable[[], None]) -> None:
-        """Take deliveries from now on; ``after_data`` is called after every portion of data."""
+        """Registers for deliveries; ``after_data`` is called after each chunk of data."""
         frames, number = self._channel.connection.raw.frames, self._channel.number
         frames.on_delivery(number, self.backlog.append)
         frames.after_data = after_data
         self._channel.raw.add_on_cancel_callback(self._on_cancelled)
 
     def want(self, demand: int, missing: int) -> None:
-        """See to it that deliveries come: a stream of them, or for a small demand just so many.
+        """Consumes continuously, or for a small demand exactly the missing number of deliveries.
 
-        Only a stream can leave deliveries unused; they go back to the queue in the end.
+        Only a continuous consumer leaves a backlog, which is requeued at the end.
 
-        :param missing: How many are to come yet.  Not the demand itself: it may have been met while
-            this call was on its way.
+        :param missing: The number of deliveries still missing.  The demand itself may have been met
+            since it was requested.
         """
         self._demands += 1
         ioloop = self._channel.connection.raw.ioloop
@@ -340,7 +338,7 @@ class Subscription:
         )
 
     def cancel(self, then: Callable[[Any], None] | None = None) -> None:
-        """End the consumer; ``then`` is called when nothing more of it can come."""
+        """Cancels the consumer; ``then`` is called after its last delivery."""
         if self._tag is not None and self._channel.raw.is_open:
             tag, self._tag = self._tag, None
             self._channel.raw.basic_cancel(tag, callback=then)
@@ -348,20 +346,19 @@ class Subscription:
             then(None)
 
     def cancel_if_exact(self) -> None:
-        """End the consumer unless it is a stream.
+        """Cancels the consumer unless it is continuous.
 
-        To be called before an acknowledgement, which would make room for deliveries that nobody has
-        asked for.
+        To be called before an ack, which would let the broker send deliveries without demand.
         """
         if self._exact:
             self.cancel()
 
     def give_up(self) -> None:
-        """End the consumer, and let others have what waits here."""
+        """Cancels the consumer and requeues the backlog."""
         self.cancel(lambda _: self._requeue_backlog())
 
     def _not_wanted(self) -> None:
-        """The run has asked for nothing for a while: let others have what waits here."""
+        """Cancels the consumer and requeues the backlog, after a while without demand."""
         self._idle_timer = None
         if self._tag is None and not self.backlog:
             return

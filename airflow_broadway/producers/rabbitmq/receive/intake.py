@@ -1,9 +1,9 @@
-"""The generation that receives, over all its connections: its lease, its bundles, its ids.
+"""The receiving generation, across its connections: its lease, its bundles, its ids.
 
-An id is made at a message's first receipt.  When the message is published again, its mark keeps the
-id.  Programs that copy messages copy marks too: so an id that comes twice names two messages, and
-the second is given another id.  There is one exception: what two turns of one settlement published,
-as the journal shows, is the same message once more.
+An id is assigned at a message's first receipt.  When the message is republished, its mark carries
+the id.  Programs that copy messages copy marks too.  So two messages with the same id are different
+messages, and the second gets another id.  The exception is a duplicate: two turns of one settlement
+published the same message, according to the journal.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 log = logging.getLogger(__name__)
 
-#: Messages that are named in the log when they are set aside; the others are counted.
+#: The number of quarantined messages that are logged one by one; the others are only counted.
 _LOGGED = 10
 
 
 class Aside(NamedTuple):
-    """A message that goes among the dead letters without being handled.
+    """A message that is dead-lettered without being handled.
 
     :param kind: ``oversized`` or ``bundle``.
     """
@@ -46,39 +46,39 @@ class Aside(NamedTuple):
 
 
 class Buffer:
-    """Secured messages in their order, and how many more may come; for all threads.
+    """The secured messages, in order, and the credit for more; for all threads.
 
-    A message is *under way* from being taken out of its queue until it is handed out.  No more than
-    ``credit`` are taken: what the run has demanded, less what it was given.
+    A message is *under way* from leaving its queue until it is returned to the run.  No more than
+    ``credit`` are under way: the run's demand, less the messages that it received.
     """
 
     def __init__(self) -> None:
-        #: Held while several of the fields are read together; notified when one has changed.
+        #: Locked while several fields are read together; notified when one has changed.
         self.changed = threading.Condition()
         self.credit = 0
         self.under_way = 0
-        #: Bundles that were secured, in all.
+        #: The total number of secured bundles.
         self.bundles = 0
-        #: Messages that were set aside unprocessed, by kind.
+        #: The number of messages that were dead-lettered unprocessed, by kind.
         self.set_aside: Counter[str] = Counter()
-        #: Why nothing more comes.
+        #: The error that ended receiving.
         self.error: BroadwayError | None = None
         self._waiting: deque[list[Held]] = deque()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits to be handed out."""
+        """Whether no secured message is left."""
         return not self._waiting
 
     # -- the thread of the run -----------------------------------------------------------------
 
     def demand(self, count: int) -> None:
-        """Let so many messages be under way."""
+        """Sets the credit."""
         with self.changed:
             self.credit = count
 
     def take(self, demand: int) -> list[Held]:
-        """Hand out at most ``demand`` messages."""
+        """Removes and returns at most ``demand`` messages."""
         taken: list[Held] = []
         with self.changed:
             while self._waiting and len(taken) < demand:
@@ -90,23 +90,23 @@ class Buffer:
                     taken += head[:room]
                     self._waiting[0] = head[room:]
             self.under_way -= len(taken)
-            self.credit -= len(taken)  # nobody asked for others in their place yet
+            self.credit -= len(taken)  # until the next demand
         return taken
 
     def take_all(self) -> list[Held]:
-        """Hand out everything; what else was under way is its queue's again."""
+        """Removes and returns all messages; others that were under way are requeued."""
         with self.changed:
             taken = self.take(self._count())
             self.under_way = 0
         return taken
 
     def begin(self) -> None:
-        """Forget why an earlier connection ended: another is made."""
+        """Clears the error of an earlier connection, before the next one is opened."""
         with self.changed:
             self.error = None
 
     def forget_unsecured(self) -> None:
-        """Forget what a lost connection took and did not secure: it is its queue's again."""
+        """Forgets the unsecured messages of a lost connection: the broker requeues them."""
         with self.changed:
             self.under_way = self._count()
 
@@ -116,29 +116,29 @@ class Buffer:
     # -- the thread of the connection ----------------------------------------------------------
 
     def claim(self, available: int) -> int:
-        """How many of ``available`` messages may be taken; these are under way from now on."""
+        """Returns how many of ``available`` messages have credit; these are now under way."""
         with self.changed:
             room = max(0, min(available, self.credit - self.under_way))
             self.under_way += room
         return room
 
     def unclaim(self, count: int) -> None:
-        """Note that so many claimed messages were not taken."""
+        """Releases the claim of messages that were not packed."""
         with self.changed:
             self.under_way -= count
 
     @property
     def full(self) -> bool:
-        """Whether nothing more may be taken now."""
+        """Whether all credit is used."""
         return self.under_way >= self.credit
 
     def add(self, loads: Iterable[list[Held] | Aside | None]) -> None:
-        """Take in what may be relied on: a bundle's messages, or what was set aside."""
+        """Adds what was secured: the messages of bundles, or dead-lettered messages."""
         with self.changed:
             for load in loads:
                 if isinstance(load, Aside):
                     self._count_aside(load)
-                elif load:  # else it was of another queue
+                elif load:  # other publications have no load
                     self._waiting.append(load)
                     self.bundles += 1
             self.changed.notify()
@@ -154,54 +154,54 @@ class Buffer:
             )
 
     def fail(self, error: BroadwayError) -> None:
-        """Note why nothing more comes; the first reason stands."""
+        """Records the error that ended receiving; the first one is kept."""
         with self.changed:
             if self.error is None:
                 self.error = error
             self.changed.notify()
 
     def notify(self) -> None:
-        """Have the run's thread look again at what it waits for."""
+        """Wakes the run's thread."""
         with self.changed:
             self.changed.notify()
 
 
-#: Bytes of an id that are kept when it is given an addition; with it, a mark still takes it.
+#: Bytes of an id that are kept when a suffix is added, so that the result fits a mark.
 _MAX_BASE_BYTES = 160
-#: Ids that are remembered, at 130 bytes each, or 280 with a mark.  Those that come later are given
-#: an addition, which nobody has to remember.
+#: The number of ids in memory, at 130 bytes each, or 280 with a mark.  Later ids get a suffix that
+#: is unique without being remembered.
 _MAX_REMEMBERED = 1_000_000
 
-#: Of a message with a mark: a hash of all of it, and the turns that published it.
+#: Of a marked message: a hash of its content, and the turns that published it.
 _Origin = tuple[int, tuple[str, ...]]
 
 
 class Ids:
-    """Gives out ids; for the connection's thread.
+    """Assigns message ids; for the connection's thread.
 
-    :param prefix: Of the ids that are made here; unique.
+    :param prefix: The unique prefix of the ids that this generation assigns.
     """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self._number = 0
-        # By its hash, every id that was not made here, and the mark that it came by.
+        # Hash of the id → origin, for every id that another generation assigned.
         self._taken: dict[int, _Origin] = {}
         self._unsecured: set[int] = set()
 
     def fresh(self) -> str:
-        """An id of its own."""
+        """Returns a new id."""
         self._number += 1
         return f"{self.prefix}-{self._number:x}"
 
     def marked(
         self, message_id: str, content: int, turn: str, turns: Collection[str]
     ) -> str | None:
-        """The id of a message with a mark; ``None`` if another turn's copy of it is here already.
+        """Returns the id of a marked message; ``None`` if another turn's copy was received already.
 
-        :param content: A hash of all that its repetition has in common with it.
-        :param turn: The turn of settling that published it.
-        :param turns: Those that the journal of who released it names.
+        :param content: A hash of all that duplicates have in common.
+        :param turn: The turn that published the message.
+        :param turns: All turns in the journal of the generation that released it.
         """
         key = hash(message_id)
         before = self._taken.get(key)
@@ -219,27 +219,27 @@ class Ids:
         return message_id
 
     def secured(self, loads: Iterable[object]) -> None:
-        """Messages are secured: the next connection knows their ids too."""
+        """Keeps the ids of secured messages for the next connection."""
         if self._unsecured:
             for load in loads:
                 for held in load if isinstance(load, list) else ():
                     self._unsecured.discard(hash(held.message_id))
 
     def reconnect(self) -> None:
-        """What was not secured comes again."""
+        """Forgets the ids of unsecured messages, which are redelivered."""
         for key in self._unsecured:
             del self._taken[key]
         self._unsecured.clear()
 
 
-#: A generation takes nothing more when this part of its lease is left.
+#: The fraction of a lease, at its end, in which a generation does not receive.
 _LEASE_MARGIN = 0.02
 
 
 class Intake:
-    """A generation that receives; for the run's thread, but for :meth:`publish`.
+    """A receiving generation; for the run's thread, except for :meth:`publish`.
 
-    :param env: Of the generation.
+    :param env: The generation's environment.
     """
 
     def __init__(self, options: RabbitMQOptions, env: ProducerEnv) -> None:
@@ -250,12 +250,12 @@ class Intake:
         self.buffer = Buffer()
         self.ids = Ids(secrets.token_hex(8))
         self.turns = Turns(self.journal)
-        #: The holding queue; empty until it is opened: an empty run opens none.
+        #: The holding queue's name; empty until it is opened: an empty run opens none.
         self.holding_queue = ""
-        #: When the lease lapses, and why it is over, if it is.
+        #: The end of the lease, and the error after it has lapsed.
         self.deadline = self._fresh_deadline()
         self.lapsed: LeaseLapsed | None = None
-        #: Bytes of messages in a bundle; one larger message is a bundle of its own.
+        #: Maximum bytes of messages in a bundle; a larger message is a bundle of its own.
         self.capacity = min(MAX_BYTES, options.max_message_bytes)
         self._key = self.queues.names.key(env.generation)
         self._earlier = ""
@@ -266,8 +266,8 @@ class Intake:
     def open(self, connection: ConnectionThread) -> None:
         """Opens a holding queue.
 
-        :raises LeaseLapsed: If the generation was released before it began.
-        :raises ProducerError: If it is not to be relied on, or the broker refuses.
+        :raises LeaseLapsed: If the generation was released before its first message.
+        :raises ProducerError: If the queue is not reliable, or the broker refuses.
         """
         self.queues.prepare_dead(connection)
         self.deadline = self._fresh_deadline()
@@ -282,7 +282,7 @@ class Intake:
         )
 
     def _note(self, name: str) -> None:
-        """Notes the holding queue, before it is bound; then sees that nobody has released us."""
+        """Records the holding queue before it is bound; refuses a released generation."""
         self._earlier = name
         self.journal.note_opened(self.env.generation, name, self.deadline)
         if self.journal.is_over(self.env.generation):
@@ -293,12 +293,12 @@ class Intake:
             raise self.lapsed
 
     def check_deadline(self) -> None:
-        """Sees that there is time left to receive.
+        """Checks that the lease has enough time left to receive.
 
-        :raises LeaseLapsed: If there is not.
+        :raises LeaseLapsed: If it has not.
         """
         left = (self.deadline - self.env.clock.now()).total_seconds()
-        if not self.holding_queue:  # what holds nothing cannot lapse
+        if not self.holding_queue:  # without messages the lease has not begun
             self.deadline = self._fresh_deadline()
         elif left < self.options.lease * _LEASE_MARGIN:
             self.lapsed = LeaseLapsed(
@@ -313,7 +313,7 @@ class Intake:
     # -- bundles -------------------------------------------------------------------------------
 
     def publish(self, channel: ConfirmChannel, messages: list[Held], tag: int | None) -> None:
-        """Secures ``messages``; then ``tag`` may be acknowledged.  For the connection's thread."""
+        """Publishes ``messages`` as a bundle, whose confirm acknowledges ``tag``."""
         self._count += 1
         name = f"{self.ids.prefix}.{self._count:x}"
         body = pack(self._header(name, len(messages)), messages)

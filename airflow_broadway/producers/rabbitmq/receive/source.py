@@ -1,10 +1,11 @@
-"""The half that receives: secured in bundles before it is handed out.
+"""The source of one generation: secures messages in bundles before it returns them.
 
-:meth:`RabbitSource.receive` returns what is secured already, and lets the consumer run ahead by as
-much as was demanded; so ``secure`` has nothing left to do, and ``stop`` brings in what is still on
-its way.
+:meth:`RabbitSource.receive` returns secured messages, and lets the consumer run ahead by the
+    demand.  So ``secure`` has nothing to do, and ``stop`` returns the messages that were still
+    under way.
 
-The consumer works in the connection's thread, the source in the run's.  Between them is one buffer.
+The consumer runs in the connection's thread, the source in the run's thread.  They share one
+buffer.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class MessageMaker:
-    """Makes the messages of one generation, in the order of their positions.
+    """Creates the messages of one generation, in the order of their positions.
 
-    :param metadata: The names of what their metadata holds.
-    :param actions: ``on_success`` and ``on_failure`` of every message, where the pipeline's own
-        producer says otherwise.
+    :param metadata: The names of their metadata fields.
+    :param actions: ``on_success`` and ``on_failure`` of every message, if they override the
+        pipeline's producer.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class MessageMaker:
         self._decodes = any(name in FIELDS or name == "persistent" for name in metadata)
         self._clock = clock
         self._position = 0
-        #: Messages of one publisher have the same properties.
+        #: Cached: messages of one publisher often have the same properties.
         self._text = lru_cache(maxsize=10_000)(codec.staged_text)
 
     def __call__(self, held: Iterable[Held]) -> list[Message]:
-        """The messages of ``held``."""
+        """Converts bundled messages to messages of the pipeline."""
         now = self._clock.now()
         generation, text_of, describe = self._generation, self._text, self._describe
         actions = self._actions
@@ -108,7 +109,7 @@ class MessageMaker:
         return made
 
     def _describe(self, held: Held) -> Mapping[str, Any]:
-        """Returns the metadata of one message: JSON values."""
+        """Returns the metadata of a message, as JSON values."""
         if not self._names:
             return _NOTHING
         known: dict[str, Any] = {}
@@ -126,24 +127,24 @@ class MessageMaker:
         return {name: codec.json_value(known.get(name)) for name in self._names}
 
 
-#: Seconds for the broker to answer that channels are closed.
+#: Seconds to wait for the confirmation that a channel is closed.
 _CLOSE_TIMEOUT = 5.0
 
 
-#: Seconds that the first message of a queue that is not empty may take, and those that follow.
+#: Seconds to wait for the first message of a non-empty queue, and for each further one.
 _FIRST_TIMEOUT, _NEXT_TIMEOUT = 3.0, 0.2
-#: Seconds after which a queue counts as quiet, even if it says that it holds messages.
+#: Seconds after which a queue counts as quiet, even if its depth is not 0.
 _QUIET_TIMEOUT = 20.0
 
 
 class RabbitSource:
-    """Receives for one generation.
+    """The source of one generation.
 
-    It connects when it is made, by the back-off's delays, for as long as the options allow.
+    The constructor connects, with the back-off's delays, within ``reconnect_timeout``.
 
-    :param sweep: Releases what dead generations hold, before anything is received.
-    :raises ProducerUnavailable: If the broker cannot be reached for so long.
-    :raises ProducerError: If it refuses.
+    :param sweep: Releases the messages of dead generations; called before receiving.
+    :raises ProducerUnavailable: If the broker cannot be reached in this time.
+    :raises ProducerError: If the broker refuses.
     """
 
     _connection: ConnectionThread
@@ -164,20 +165,20 @@ class RabbitSource:
             env.generation, options.metadata, env.clock, options.actions_of_messages
         )
         self._address = address_for(options, env)
-        #: One stretch of failures; it ends when the connection proves good.
+        #: The series of failures; it ends when a connection works.
         self._attempts = Attempts.of(options, env.clock, env.stopping)
-        #: Whether the source queue held messages when this connection was made.
+        #: Whether the source queue had messages when this connection was opened.
         self._found_messages = False
-        #: Whether callbacks take so long that nothing may wait here.
+        #: Whether callbacks are so slow that no delivery may wait unacknowledged.
         self._slow = False
-        #: How often the holding queue was left with bundles that may be there, and are not secured.
+        #: The number of ended channels that may have left unsecured bundles in the holding queue.
         self._uncertain_bundles = 0
         self._handed = 0
         self._stopped = False
         self._closed = False
         self._connect_in_time()
         try:
-            # First, of an empty run too: the sweep moves what a dead run holds.
+            # Before receiving, and in empty runs too: the sweep releases dead runs' messages.
             refuse_losses(self._connection, options)
             sweep(self._connection, self._intake.queues, env)
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
@@ -186,7 +187,7 @@ class RabbitSource:
 
     @property
     def lease(self) -> Lease:
-        """The lease as of now; its state counts what was handed out."""
+        """The current lease; its state counts bundles and messages."""
         buffer, intake = self._buffer, self._intake
         with buffer.changed:
             state = {
@@ -196,7 +197,7 @@ class RabbitSource:
                 "virtual_host": self._address.virtual_host,
                 "bundles": buffer.bundles,
                 "messages": self._handed,
-                # Bundles that may be there beside those counted, and messages never handed out.
+                # Possible bundles that are not counted, and messages never returned to the run.
                 "extra": self._uncertain_bundles + buffer.under_way,
             }
             if buffer.set_aside:
@@ -213,11 +214,11 @@ class RabbitSource:
     # -- connecting ----------------------------------------------------------------------------
 
     def _ensure(self) -> bool:
-        """Goes on after a lost connection; nothing happens if there is none lost.
+        """Reconnects after an error; does nothing without one.
 
-        :returns: Whether there is a connection: if none can be made, and the run was told to stop,
-            what was received is still to be published.
-        :raises BroadwayError: If another connection would not mend it, or none can be made.
+        :returns: Whether there is a connection; ``False`` only if the run is stopping: it still
+            publishes its results.
+        :raises BroadwayError: If the error is permanent, or reconnecting fails.
         """
         error = self._buffer.error
         if error is None:
@@ -257,14 +258,14 @@ class RabbitSource:
             self._found_messages = _prepare(self._options, connection, channel) > 0
             self._consumer = Consumer(channel, self._intake, slow=self._slow)
             self._connection = connection
-        except BaseException:  # a kill too; raised again
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             connection.close()
             raise
 
     def _prepare_to_go_on(self, error: BroadwayError) -> None:
-        """Do what makes another connection succeed.
+        """Prepares for reconnecting after an error.
 
-        :raises BroadwayError: If nothing does: the error.
+        :raises BroadwayError: If the error is permanent.
         """
         if isinstance(error, LeaseLapsed):
             self._intake.lapsed = error
@@ -309,16 +310,16 @@ class RabbitSource:
 
     @property
     def _least_timeout(self) -> float:
-        """Seconds to wait at least: what lies in the queue takes a moment to come.
+        """The minimum timeout in seconds: messages in the queue take a moment to arrive.
 
-        A shorter timeout would call it quiet.
+        With a shorter one, the queue would count as quiet.
         """
         if self._handed:
             return _NEXT_TIMEOUT
         return _FIRST_TIMEOUT if self._found_messages else 0.0
 
     def _ask_for(self, demand: int) -> None:
-        """Have up to ``demand`` messages secured."""
+        """Requests that the consumer secure up to ``demand`` messages."""
         consumer = self._consumer
         if consumer.wants_journal:
             self._intake.turns.read(consumer.wants_journal)
@@ -327,12 +328,12 @@ class RabbitSource:
         self._connection.post(lambda: consumer.want(demand))
 
     def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
-        """Wait until there is something to do; what is secured, and whether nothing happened."""
+        """Waits for work; returns the secured messages, and whether the wait timed out."""
         buffer = self._buffer
         with buffer.changed:
             while not self._has_work():
                 left = end - self._clock.monotonic()
-                if left <= 0 and buffer.under_way:  # arrived in time: its confirm is awaited
+                if left <= 0 and buffer.under_way:  # delivered in time: waits for the confirm
                     left = self._confirm_timeout(end)
                 if left <= 0:
                     return buffer.take(demand), True
@@ -340,7 +341,7 @@ class RabbitSource:
             return buffer.take(demand), False
 
     def _has_work(self) -> bool:
-        """Whether the run's thread has something to do."""
+        """Whether the run's thread has work."""
         buffer = self._buffer
         return bool(
             not buffer.empty
@@ -355,11 +356,11 @@ class RabbitSource:
         return bool(self._consumer.backlog) and not self._intake.holding_queue
 
     def _more_to_come(self) -> bool:
-        """Whether messages are in the queue, or on their way, that only take their time to come."""
+        """Whether messages are in the queue or under way."""
         consumer = self._consumer
         if consumer.stopped:
             return False
-        # Twice: deliveries that were under way during the first are here after the second.
+        # Twice: deliveries in transit during the first call have arrived after the second.
         for _ in range(2):
             try:
                 declared = consumer.channel.call(
@@ -372,9 +373,9 @@ class RabbitSource:
         return bool(consumer.backlog or self._buffer.under_way or not self._buffer.empty)
 
     def _see_why_nothing_came(self) -> None:
-        """Refuse a stream, which looks like an empty queue: asked once a day.
+        """Refuses a stream, which looks like an empty queue; checked once a day.
 
-        :raises ProducerError: If the queue is one.
+        :raises ProducerError: If the queue is a stream.
         """
         now = self._clock.now().timestamp()
         if not self._handed and not self._intake.journal.seen_type(now):
@@ -385,7 +386,7 @@ class RabbitSource:
             self._attempts.worked()
 
     def _open(self) -> None:
-        """Open a holding queue: at the first message, so that an empty run declares nothing."""
+        """Opens a holding queue, at the first message: an empty run declares nothing."""
         if self._intake.holding_queue:
             return
         connection, consumer = self._connection, self._consumer
@@ -396,7 +397,7 @@ class RabbitSource:
 
     @contextmanager
     def _unless_lost(self) -> Iterator[None]:
-        """Let errors pass of a connection that is lost: connecting again mends them."""
+        """Suppresses errors of a lost connection: reconnecting resolves them."""
         try:
             yield
         except ProducerError:
@@ -430,24 +431,24 @@ class RabbitSource:
         self._closed = True
         try:
             self.stop()
-        except BroadwayError as error:  # what it does not confirm is not acknowledged either
+        except BroadwayError as error:  # unconfirmed deliveries are not acknowledged either
             log.warning("The source could not be stopped: %s", error)
         self._connection.close()
 
     def _confirm_timeout(self, end: float) -> float:
         """Returns the seconds to wait for confirms that were due at ``end``.
 
-        :raises ProducerUnavailable: If they take too long, and nothing explains it.
+        :raises ProducerUnavailable: If they are overdue, and the connection is not blocked.
         """
         left = end + self._address.timeout - self._clock.monotonic()
         if left > 0:
             return left
-        if self._connection.blocked:  # for how long it may be is the connection's to say
+        if self._connection.blocked:  # the connection itself limits the time
             return 1.0
         raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
 
     def _await_confirms(self) -> None:
-        """Waits until all that was taken is secured, as long as that may still be."""
+        """Waits until all packed deliveries are secured, or cannot be any more."""
         clock, buffer = self._clock, self._buffer
         window = self._consumer.confirm_channel.window
         end = clock.monotonic()
@@ -462,7 +463,7 @@ class RabbitSource:
                     end = clock.monotonic()
 
     def _end_channel(self) -> None:
-        """Sees to it that no confirm is heeded, and nothing acknowledged, from now on."""
+        """Closes the consumer's channel: from now on no delivery is acknowledged."""
         channel = self._consumer.confirm_channel
         self._in_thread(channel.end)
         if self._connection.lost is None:
@@ -470,9 +471,9 @@ class RabbitSource:
         self._uncertain_bundles += channel.window.uncertain
 
     def _in_thread(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called in the connection's thread, and waits for it.
+        """Calls ``function`` in the connection's thread, and waits for its end.
 
-        A connection that is lost has no thread any more that could do anything.
+        Closes the connection on an error: the thread of a lost connection has ended.
         """
         try:
             self._connection.run(function)
@@ -480,13 +481,13 @@ class RabbitSource:
             self._connection.close()
 
 
-# -- the source queue: a user's own, so little is done to it ---------------------------------------
+# -- the source queue, which belongs to the user ---------------------------------------------------
 
 
 def _prepare(options: RabbitMQOptions, connection: ConnectionThread, channel: Channel) -> int:
-    """Does what the options ask for, and sees that the source queue exists; returns its depth.
+    """Calls ``after_connect``, declares and binds the source queue; returns its depth.
 
-    :raises ProducerUnavailable: If ``after_connect`` raises: it is called again later.
+    :raises ProducerUnavailable: If ``after_connect`` raises: it is retried.
     :raises ProducerError: If the queue does not exist, or the broker refuses.
     """
     if options.after_connect is not None:
@@ -504,19 +505,19 @@ def _prepare(options: RabbitMQOptions, connection: ConnectionThread, channel: Ch
     if options.declare is not None:
         connection.call(what, "queue_declare", queue=queue, **dict(options.declare))
     for exchange, arguments in options.bindings:
-        # Without a key pika would take the queue's name.
+        # Without a routing key pika would use the queue's name.
         bound = {"routing_key": "", **dict(arguments)}
         connection.call(what, "queue_bind", queue=queue, exchange=exchange, **bound)
     return int(connection.call(what, "queue_declare", queue=queue, passive=True).message_count)
 
 
 def refuse_stream(connection: ConnectionThread, queue: str) -> None:
-    """Refuses to read a stream: what is acknowledged there is not removed.
+    """Refuses a stream: an ack does not remove its messages.
 
-    A stream alone takes an offset from its consumers; the answer needs no more permission than
-    consuming does, and nothing is delivered for it.
+    Only a stream accepts an offset from its consumers.  The check needs no permission but to
+    consume, and no message is delivered.
 
-    :raises ProducerError: If the queue is one.
+    :raises ProducerError: If the queue is a stream.
     """
     channel = connection.channel()
     try:
@@ -528,7 +529,7 @@ def refuse_stream(connection: ConnectionThread, queue: str) -> None:
             arguments={"x-stream-offset": "next"},
         )
     except Refused:
-        return  # what else is refused is said where it matters
+        return  # not a stream; other refusals are reported elsewhere
     channel.close()
     raise ProducerError(
         f"{queue!r} is a stream: reading removes nothing from it, so there is nothing to"

@@ -1,1 +1,1 @@
-"""The half that settles, from any process."""
+"""The custodian: settles leases, from any process."""

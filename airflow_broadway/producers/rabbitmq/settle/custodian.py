@@ -1,4 +1,4 @@
-"""The half that settles, from any process: knows the lease alone."""
+"""The custodian of a pipeline: settles leases, from any process that has the lease."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from airflow_broadway.producers.rabbitmq.settle.settlement import (
 
 log = logging.getLogger(__name__)
 
-#: Seconds for another process to give up the claim of a holding queue.
+#: Seconds to wait for another process's claim of a holding queue.
 CLAIM_TIMEOUT = 60.0
-#: How often a settlement is begun whose connections break only after a while.
+#: Attempts at a settlement whose connections are lost only after a while.
 _MAX_SETTLE_TRIES = 3
 
 _Done = TypeVar("_Done")
 
 
 class RabbitCustodian:
-    """Settles the generations of a pipeline, each by the options of its own producer.
+    """Settles the generations of a pipeline, each with the options of its own producer.
 
-    A lease notes the producer's index.  There is one connection at a time: to the broker of the
-    producer whose lease came last.
+    A lease records the producer's index.  There is one connection at a time, to the broker of the
+    latest lease's producer.
     """
 
     def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
@@ -58,7 +58,7 @@ class RabbitCustodian:
         self._take_up(env.index)
 
     def _take_up(self, index: int) -> None:
-        """Takes up the options of one producer."""
+        """Switches to the options of one producer."""
         self.close()
         self._index = index
         self._options = self._producer.merged(index)
@@ -85,7 +85,7 @@ class RabbitCustodian:
 
     def _settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         if settlement.expected is None:
-            # Noted first, then looked up: of this and the source's opening one sees the other.
+            # Recorded first, then read: of this and the source's opening, one sees the other.
             self._journal.note_closed(lease.generation, self._clock.now())
         name = self._queue_of(lease)
         if name is None:
@@ -105,8 +105,8 @@ class RabbitCustodian:
         chosen = list(entries)
         try:
             return self._until_done(lambda: self._settle_now(lease, chosen))
-        except BaseException:  # a kill too; raised again
-            self._turns.pop(lease.generation, None)  # who tries again may publish twice
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
+            self._turns.pop(lease.generation, None)  # a retry may publish duplicates
             raise
 
     def _settle_now(self, lease: Lease, chosen: list[Entry]) -> SettleReport:
@@ -133,7 +133,7 @@ class RabbitCustodian:
                 action = outbox.carry_out(held, entry.verdict)
             news[key] = action
             actions[action] += 1
-        for key in outbox.finish().keys() & news.keys():  # it stays with the others
+        for key in outbox.finish().keys() & news.keys():  # it stays in its bundle
             actions[news.pop(key)] -= 1
         self._journal.log_of(lease.generation).note_now(news)
         guard = outbox.guard
@@ -146,16 +146,16 @@ class RabbitCustodian:
         )
 
     def _turn_of(self, generation: str) -> Turn:
-        """The turn in which this custodian settles messages at once."""
+        """Returns the turn in which this custodian settles messages immediately."""
         if generation not in self._turns:
             self._turns[generation] = self._journal.note_turn(generation, whole=False)
         return self._turns[generation]
 
     def _until_done(self, work: Callable[[], _Done]) -> _Done:
-        """Do it, and again if the connection breaks on the way: what was done is noted.
+        """Calls ``work``, and retries after a lost connection: the journal records progress.
 
-        :raises ProducerUnavailable: If the broker cannot be reached for ``reconnect_timeout``, or
-            breaks each connection for so long, or again and again those that hold for longer.
+        :raises ProducerUnavailable: If the broker is unavailable, or loses every connection, for
+            ``reconnect_timeout``; or if it repeatedly loses connections that last longer.
         """
         attempts, left = Attempts.of(self._options, self._clock), _MAX_SETTLE_TRIES
         while True:
@@ -179,10 +179,10 @@ class RabbitCustodian:
             self._opened.close()
             self._opened = None
 
-    # -- what is known -------------------------------------------------------------------------
+    # -- lookups -------------------------------------------------------------------------------
 
     def _queue_of(self, lease: Lease) -> str | None:
-        """The generation's holding queue; ``None`` if it never opened one."""
+        """Returns the generation's holding queue; ``None`` if it never opened one."""
         name = lease.state.get("holding_queue") or self._journal.opened(lease.generation)
         return self._queues.names.own_held(name) if name else None
 

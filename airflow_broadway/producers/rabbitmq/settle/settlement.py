@@ -1,19 +1,19 @@
 """Carries out the verdicts of one generation, on its claimed and fenced holding queue.
 
-In the ordinary case no bundle is read: every verdict is known, and the queue holds as many bundles
-as the manifest counts.  Failures are published again from staging, the journal notes that all is
-done, and a purge acknowledges all bundles together.  Where the counts differ, or not all is known,
-bundles are read, and each is acknowledged after what follows from it is confirmed and noted.  The
-bundle of a message that cannot be published stays, and the note says which messages those are.
+Normally no bundle is read: every verdict is known, and the queue has as many bundles as the lease
+counts.  Failed messages are republished from staging, the journal records the settlement, and a
+purge removes all bundles together.  If the counts differ or staging is incomplete, they are read.
+Each is acknowledged after its publications are confirmed and recorded.  The bundle of a message
+that cannot be published stays in the queue, and the record lists these messages.
 
-A kill between any two steps loses nothing.  Before the note the bundles are still there, and
-settling begins again: what was published may then exist twice, marked.  After the note the bundles
-that it covers have nothing left to handle.
+A kill between any two steps loses nothing.  Before the record the bundles are still in the queue,
+and settling starts again: publications may then be duplicated, marked.  After the record the
+bundles that it covers need no handling.
 
 A run begins with a sweep: it takes over holding queues whose generation is settled, or whose lease
-has lapsed.  All that such a generation held and that needs handling goes back into the source
-queue, marked, for the run that sweeps and for others.  Each bundle is acknowledged behind the
-confirms of its messages, so a sweep that is killed is completed by the next.
+has lapsed.  The unsettled messages of such a generation are released into the source queue, marked,
+for any run.  Each bundle is acknowledged after the confirms of its messages, so the next sweep
+completes an interrupted one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
 
 log = logging.getLogger(__name__)
 
-#: A name for one settling of a generation, and whether it may publish what another did before.
+#: The name of one settlement of a generation, and whether it may duplicate another's publications.
 Turn = tuple[str, bool]
 
 
 def held_of(entry: Entry) -> Held | None:
-    """A staged message as a bundle would hold it; ``None`` if staging lacks a part of it."""
+    """Converts a staged message to a bundled one; ``None`` if staging lacks a part of it."""
     try:
         route, properties, redelivered = staged_delivery(entry.properties)
     except ProducerError:
@@ -64,14 +64,14 @@ def held_of(entry: Entry) -> Held | None:
 
 
 class Outbox:
-    """What one settlement publishes.
+    """The publications of one settlement.
 
-    A message that cannot be published, or that the broker refuses, is counted as failed: its bundle
-    is to stay in the holding queue.
+    A message that cannot be published, or that the broker refuses, counts as failed: its bundle
+    must stay in the holding queue.
 
-    :param deadline: When the lease lapses.
-    :param turn: Called before the first message is published; by default the journal notes that the
-        whole generation is settled.
+    :param deadline: The end of the lease.
+    :param turn: Called before the first message is published; by default it records a turn for the
+        whole generation.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Outbox:
         self._publisher: Publisher | None = None
 
     def carry_out(self, held: Held, verdict: Verdict, *, repeated: bool = False) -> Action:
-        """Publish what follows from a verdict other than ``ACK``; :meth:`finish` says what failed.
+        """Carries out a verdict other than ``ACK``; :meth:`finish` returns the failures.
 
-        :param repeated: Whether another settlement may publish the same: a dead letter says so.
-        :returns: The action: a message without room for the mark of a retry is a dead letter.
+        :param repeated: Whether another settlement may publish a duplicate; set on dead letters.
+        :returns: The action: a message without room for a retry's mark is dead-lettered.
         """
         action = verdict.action
         with self.guard.each(held.message_id):
@@ -122,7 +122,7 @@ class Outbox:
         self._publisher.publish(exchange, routing_key, properties, held.body, key=held.message_id)
 
     def _place(self, held: Held, verdict: Verdict) -> tuple[str, str]:
-        """Exchange and routing key."""
+        """Returns the exchange and routing key for a verdict."""
         if verdict.action is Action.DEAD_LETTER:
             self._queues.ensure_dead(self._connection)
             return self._queues.dead_for(held.route)
@@ -148,15 +148,15 @@ class Outbox:
             stage=verdict.stage,
             source=self._queues.names.source,
             now=self._clock.now(),
-            # Retries need no such note: what bears our header is received as redelivered.
+            # Not on retries: a marked message is always received as redelivered.
             repeated=held.redelivered or repeats or repeated,
             limit=limit,
         )
 
     def finish(self) -> Mapping[str, str]:
-        """Wait until all is confirmed; returns what failed: message id → why.
+        """Waits for all confirms; returns the failures: message id → reason.
 
-        :raises ProducerError: If the channel is lost: then nothing is to be acknowledged.
+        :raises ProducerError: If the channel is lost: then nothing may be acknowledged.
         """
         refused = {} if self._publisher is None else self._publisher.flush()
         for key, reason in refused.items():
@@ -164,21 +164,21 @@ class Outbox:
         return self.guard.refused
 
 
-#: Seconds for the broker's counts to be those of the manifest.
+#: Seconds to wait until the queue's depth equals the lease's count.
 COUNT_TIMEOUT = 3.0
 
 
 def unheld_report(journal: QueueJournal, lease: Lease, settlement: Settlement) -> SettleReport:
-    """Returns the report of a generation that holds nothing: what was settled immediately."""
+    """Reports a generation without held messages: those that were settled immediately."""
     now = journal.log_of(lease.generation).now()
     again = ComingAgain.of(now, whole=not settlement.expected)
     return replace(beyond(report_of(now.values()), settlement), again=again)
 
 
 class LeaseSettlement:
-    """One settlement of a generation.
+    """A settlement of one generation.
 
-    :param outbox: Publishes what follows from the verdicts.
+    :param outbox: Carries out the verdicts.
     """
 
     def __init__(
@@ -189,14 +189,14 @@ class LeaseSettlement:
         self._settlement = settlement
         self._outbox = outbox
         self._now = journal.log_of(lease.generation).now()
-        # What was settled immediately, beyond what the settlement knows of.
+        # The messages settled immediately that the settlement does not include.
         self._unreported = beyond(report_of(self._now.values()), settlement)
-        # Bundles that the lease counts; ``None`` if there may be others.
+        # The number of bundles by the lease; ``None`` if there may be others.
         self._counted = None if lease.state.get("extra", 1) else lease.state.get("bundles")
         self._outcome = Outcome(settlement, self._now)
 
     def run(self, queue: HoldingQueue, now: datetime) -> SettleReport:
-        """Settles what the claimed holding queue holds."""
+        """Settles the messages of the claimed holding queue."""
         generation = self._lease.generation
         noted = self._journal.log_of(generation).settled()
         if is_swept(noted):
@@ -205,7 +205,7 @@ class LeaseSettlement:
         owner = queue.owner(COUNT_TIMEOUT if expects else 0.0)
         own = owner is not None and owner.generation == generation
         if noted is not None:
-            if own:  # killed before the queue was emptied
+            if own:  # an earlier settlement was killed before the queue was emptied
                 empty(queue, self._journal, generation, noted, None)
             return noted.report
         if own:
@@ -222,7 +222,7 @@ class LeaseSettlement:
         return self._journal.note_settled(generation, report, None).report
 
     def _settle(self, queue: HoldingQueue) -> SettleReport:
-        """Settles its own queue."""
+        """Settles the generation's own holding queue."""
         queue.fence(self._lease.generation)
         if self._is_known() and queue.count(self._counted, COUNT_TIMEOUT) == self._counted:
             covered, counted = None, self._counted
@@ -246,19 +246,19 @@ class LeaseSettlement:
         queue.free()
         return noted.report
 
-    # -- of a generation without bundles -------------------------------------------------------
+    # -- reports without bundles ---------------------------------------------------------------
 
     def _unheld_report(self) -> SettleReport:
         return unheld_report(self._journal, self._lease, self._settlement)
 
     def _lapsed_report(self) -> SettleReport:
-        """The report of a generation whose messages another run has, or will have."""
+        """Reports a generation whose messages another run has received or will receive."""
         early = self._unheld_report()
         return SettleReport(lapsed=max(0, (self._settlement.expected or 0) - early.total)) + early
 
     def _lost_report(self, name: str) -> SettleReport:
-        """The report of a generation that published no manifest, and whose bundles are gone."""
-        if not self._lease.state.get("bundles"):  # as it was before the first message
+        """Reports a generation that published no manifest, and whose bundles were deleted."""
+        if not self._lease.state.get("bundles"):  # the lease is from before the first message
             return SettleReport()
         count = int(self._lease.state.get("messages", 0)) - len(self._now)
         held = many(count, "message") if count > 0 else "all of it"
@@ -270,10 +270,10 @@ class LeaseSettlement:
         log.error("%s", error, extra={"code": "holding_queue_emptied"})
         return SettleReport(lapsed=max(0, count), errors=(error,))
 
-    # -- by staging ----------------------------------------------------------------------------
+    # -- from staging --------------------------------------------------------------------------
 
     def _is_known(self) -> bool:
-        """Whether the bundles need not be read: staging has what it takes."""
+        """Whether staging has all that is needed, so that no bundle is read."""
         expected, messages = self._settlement.expected, self._lease.state.get("messages", -1)
         return (
             self._settlement.rest.action is Action.ACK
@@ -284,18 +284,18 @@ class LeaseSettlement:
         )
 
     def _others(self) -> int:
-        """How many messages of the manifest were not settled immediately."""
+        """Counts the manifest's messages that were not settled immediately."""
         expected = self._settlement.expected or 0
         if self._settlement.settled_now is not None:
             return max(0, expected - self._unreported.total)
-        # Whether the manifest counts those is told by the lease alone.
+        # Only the lease shows whether the manifest includes those.
         counts_all = expected == self._lease.state.get("messages")
         return expected - len(self._now) if counts_all else expected
 
     def _publish_staged(self, *, removed: bool) -> None:
-        """Carries out verdicts by what staging has, on messages of which no bundle was read.
+        """Carries out verdicts from staging, for messages whose bundles were not read.
 
-        :param removed: Whether their bundles were removed by hand: these may come back.
+        :param removed: Whether their bundles were removed by hand; they may still be redelivered.
         """
         outcome, settlement = self._outcome, self._settlement
         outcome.rest_is_acked = settlement.rest.action is Action.ACK and not removed
@@ -317,19 +317,19 @@ class LeaseSettlement:
             if removed:
                 outcome.staged.add(key)
 
-    # -- by bundles ----------------------------------------------------------------------------
+    # -- from bundles --------------------------------------------------------------------------
 
     def _settle_bundles(self, queue: HoldingQueue) -> None:
-        """Settles what the holding queue still has, and by staging what it has not any more."""
+        """Settles the bundles in the holding queue, and the missing messages from staging."""
         outcome = self._outcome
         for delivered in queue.bundles(self._lease.state.get("bundles"), COUNT_TIMEOUT):
             try:
                 header, messages = bundles.unpack(delivered.body)
-            except BundleError as error:  # it stays where it is
+            except BundleError as error:  # it stays in the queue
                 outcome.errors.append(str(error))
                 continue
             if header.generation != self._lease.generation:
-                continue  # a sweep judges it by its own journal
+                continue  # a sweep settles it, by its own journal
             outcome.bundles.append(header.bundle)
             published = outcome.tags[delivered.tag] = []
             for message in messages:
@@ -344,7 +344,7 @@ class LeaseSettlement:
             self._publish_staged(removed=True)
 
     def _removed_by_hand(self, name: str, lapsed: int) -> Iterator[str]:
-        """Describes the bundles that were not there."""
+        """Describes the missing bundles."""
         staged = len(self._outcome.staged)
         if self._settlement.expected is not None and (lapsed or staged):
             counted = self._lease.state.get("bundles", 0)
@@ -356,9 +356,9 @@ class LeaseSettlement:
             )
 
     def _report(self) -> SettleReport:
-        """Waits until all is published, and returns the report of it.
+        """Waits for all confirms, and returns the report.
 
-        :raises ProducerError: If what failed is in no bundle any more: staging alone has it.
+        :raises ProducerError: If a failed message is in no bundle: only staging has it.
         """
         outcome, failed = self._outcome, self._outbox.finish()
         if not outcome.staged.isdisjoint(failed):
@@ -377,8 +377,8 @@ class LeaseSettlement:
                 actions[Action.ACK] += short - len(outcome.lost)
                 short = len(outcome.lost)
             lapsed, whole = max(0, short), short <= 0
-            # What is in no manifest is released as well, and in no account: of a bundle whose
-            # confirm never came its messages were received again.
+            # Messages in no manifest are released too, but not counted: those of a bundle without
+            # a confirm were received again.
             actions[Action.RELEASE] -= min(max(0, -short), actions[Action.RELEASE])
         if outcome.rest_is_acked:
             done |= dict.fromkeys(outcome.lost, Action.RELEASE)
@@ -391,25 +391,25 @@ class LeaseSettlement:
 
 
 class Outcome:
-    """What becomes of the messages of one settlement.
+    """The outcomes of the messages of one settlement.
 
     :param now: The messages that were settled immediately.
     """
 
     def __init__(self, settlement: Settlement, now: Collection[str]) -> None:
-        #: The names of the bundles that were read.
+        #: The ids of the bundles that were read.
         self.bundles: list[str] = []
-        #: Of each, its delivery tag and the ids of what was published of it.
+        #: Delivery tag of a bundle → ids of its messages that were published.
         self.tags: dict[int, list[str]] = {}
-        #: Message id → what was done with it.
+        #: Message id → action that was carried out.
         self.became: dict[str, Action] = {}
-        #: Further messages of these ids.
+        #: The actions for further messages with these ids.
         self.more: Counter[Action] = Counter()
-        #: The messages without a bundle that were settled from staging, and all of which it lacks
-        #: something.
+        #: The messages without a bundle that were settled from staging, and the messages that
+        #: staging has only in part.
         self.staged: set[str] = set()
         self.lost: set[str] = set()
-        #: Whether all messages that nothing names are acknowledged.
+        #: Whether all messages without a verdict of their own are acknowledged.
         self.rest_is_acked = False
         self.errors: list[str] = []
         self._settlement = settlement
@@ -422,14 +422,14 @@ class Outcome:
 
     @cached_property
     def _manifest(self) -> set[str] | None:
-        """The messages of the manifest, where the queue may hold others."""
+        """The messages of the manifest, if the queue may hold others."""
         everything = self._settlement.everything
         if self._settlement.rest.action is Action.RELEASE or everything is None:
             return None
         return {entry.message_id for entry in everything()}
 
     def verdict(self, message: Held) -> Verdict | None:
-        """What is to be done with a message; ``None`` if it was done before."""
+        """Returns the verdict for a message; ``None`` if it was carried out already."""
         key, named, manifest = message.message_id, self._named, self._manifest
         if key in self._now:
             return None
@@ -438,13 +438,13 @@ class Outcome:
                 return None
             listed = manifest is None or key in manifest or key in named
             if key in self.became or not listed:
-                return RELEASE  # received, and in no manifest
+                return RELEASE  # received, but in no manifest
         return named.get(key, self._settlement.rest)
 
     def note(self, message: Held, action: Action) -> None:
-        """Note what is done with a message."""
+        """Records the action for a message."""
         key = message.message_id
-        if key in self.became:  # of a generation without a manifest: all of it is released
+        if key in self.became:  # a generation without a manifest releases all messages
             self.more[action] += 1
             return
         self.became[key] = action
@@ -452,9 +452,9 @@ class Outcome:
 
 
 class Progress:
-    """What is done of a generation's messages, by its journal.
+    """The progress of a generation's settlement, from its journal.
 
-    :param settled: How it was settled, if that is known.
+    :param settled: The record of its settlement, if it was read already.
     """
 
     def __init__(self, log: GenerationLog, settled: Settled | None = None) -> None:
@@ -463,7 +463,7 @@ class Progress:
         self._done = {**log.now(names), **log.done(names)}
 
     def left(self, header: Header, messages: Sequence[Held]) -> list[Held]:
-        """The messages of a bundle that are still to be handled."""
+        """Returns the messages of a bundle that are not settled yet."""
         if self._settled is not None:
             covered, failed = (self._settled.details[name] for name in ("bundles", "failed"))
             if covered is None or header.bundle in covered:
@@ -478,10 +478,10 @@ def empty(
     noted: Settled,
     expected: int | None,
 ) -> SettleReport:
-    """Remove the bundles of which a noted settlement has done all, and free the holding queue.
+    """Removes the bundles that a recorded settlement has completed, and frees the holding queue.
 
-    :param expected: How many there are, where all is done and that is known: these are purged.
-    :returns: The report; with an error if other bundles came meanwhile.
+    :param expected: The number of bundles to purge, if all are completed; ``None`` reads them.
+    :returns: The report; with an error if other bundles were published meanwhile.
     """
     report = noted.report
     if expected is not None and queue.count(None, 0.0) == expected:
@@ -521,7 +521,7 @@ def _hash_of(message: Held) -> int:
 
 
 def sweep(connection: ConnectionThread, queues: StandingQueues, env: ProducerEnv) -> None:
-    """Looks at every holding queue.  Never in the way of a run: errors are logged."""
+    """Takes over holding queues of dead generations.  Errors are logged, and do not fail the run."""
     try:
         for name, depth in queues.holding.present(connection):
             if env.stopping():
@@ -538,7 +538,7 @@ def sweep(connection: ConnectionThread, queues: StandingQueues, env: ProducerEnv
 
 
 def _lapsed_owner(queue: HoldingQueue, queues: StandingQueues, env: ProducerEnv) -> Header | None:
-    """Returns whose the queue is, if that generation is settled, or its lease has lapsed."""
+    """Returns the owner of a holding queue, if it is settled or its lease has lapsed."""
     try:
         owner = queue.owner()
     except BundleError as error:
@@ -563,7 +563,7 @@ def _take_over(
     outbox = Outbox(connection, queues, env.clock, generation, env.clock.now())
     known: dict[str, Progress] = {}
     errors: list[str] = []
-    # Delivery tag → generation, and the ids of what is released.
+    # Delivery tag → generation, and ids of the released messages.
     released: dict[int, tuple[str, list[str]]] = {}
     for delivered in queue.bundles(queue.count(None, 0.0), COUNT_TIMEOUT):
         try:
