@@ -193,7 +193,7 @@ def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_
             counts.append(answer.method.message_count)
         return answer
 
-    monkeypatch.setattr(channels, "_BACK_WITHIN", within)
+    monkeypatch.setattr(channels, "_REQUEUE_TIMEOUT", within)
     with closing(place.producer().dead_letters(place.env())) as letters:
         shown = letters.letters()
         for _ in range(3):
@@ -223,7 +223,7 @@ def test_what_was_acknowledged_at_rabbitmq_is_not_waited_for(
             counts.append(answer.method.message_count)
         return answer
 
-    monkeypatch.setattr(channels, "_BACK_WITHIN", 60.0)
+    monkeypatch.setattr(channels, "_REQUEUE_TIMEOUT", 60.0)
     with closing(place.producer().dead_letters(place.env())) as letters:
         monkeypatch.setattr(Channel, "call", noted)
 

@@ -21,7 +21,7 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker import checks
-from airflow_broadway.producers.rabbitmq.broker.checks import Management, Unseen, check_queues
+from airflow_broadway.producers.rabbitmq.broker.checks import ApiError, Management, check_queues
 from airflow_broadway.testing.harness import settlement_of
 from tests.cli_runs import ran
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
@@ -238,7 +238,7 @@ def test_the_tag_management_suffices_for_all_but_the_feature_flags(
     ],
 )
 def test_a_management_address_that_is_none_is_said_without_showing_it(url: str, told: str) -> None:
-    with pytest.raises(Unseen, match=told) as raised:
+    with pytest.raises(ApiError, match=told) as raised:
         Management(Address(management_url=url))
 
     assert PASSWORD not in f"{raised.value} {Address(management_url=url)!r}"
@@ -247,7 +247,7 @@ def test_a_management_address_that_is_none_is_said_without_showing_it(url: str, 
 def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(Unseen, match=r"to 'http://rabbit\.example\.org:15672', or false"):
+    with pytest.raises(ApiError, match=r"to 'http://rabbit\.example\.org:15672', or false"):
         Management(Address(host="rabbit.example.org"))
 
     for host in ("localhost", "127.0.0.1", "::1"):
@@ -282,7 +282,7 @@ def test_a_connection_that_says_so_is_not_asked(
 def test_what_answers_there_may_be_something_else(place: Place) -> None:
     wrong = Management(Address(management_url=f"http://127.0.0.1:{place.port}"))
 
-    with pytest.raises(Unseen, match="cannot be reached"):
+    with pytest.raises(ApiError, match="cannot be reached"):
         wrong.policies()
 
 

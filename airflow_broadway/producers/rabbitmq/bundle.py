@@ -86,10 +86,10 @@ def pack(header: Header, messages: Iterable[Held]) -> bytes:
     """Serializes a bundle."""
     head = json.dumps(asdict(header), separators=(",", ":")).encode()
     parts = [MAGIC, struct.pack(">BI", VERSION, len(head)), head]
-    add, make = parts.append, _MESSAGE.pack
+    add, pack_prefix = parts.append, _MESSAGE.pack
     for message_id, attempt, redelivered, route, properties, body in messages:
         key = message_id.encode()
-        add(make(len(body), len(properties), attempt, redelivered, len(route), len(key)))
+        add(pack_prefix(len(body), len(properties), attempt, redelivered, len(route), len(key)))
         add(key)
         add(route)
         add(properties)
@@ -116,9 +116,9 @@ def read_header(data: bytes) -> tuple[Header, int]:
         header = Header(**json.loads(data[9 : 9 + length]))
     except (ValueError, TypeError, RecursionError) as error:
         raise BundleError(f"a bundle is damaged: {error}") from None
-    wrong = [name for name, right in _FIELDS.items() if not right(getattr(header, name))]
-    if wrong:
-        raise BundleError(f"a bundle is damaged: its header has no proper {', '.join(wrong)}")
+    invalid = [name for name, is_valid in _FIELDS.items() if not is_valid(getattr(header, name))]
+    if invalid:
+        raise BundleError(f"a bundle is damaged: its header has no proper {', '.join(invalid)}")
     return header, 9 + length
 
 
@@ -154,7 +154,7 @@ def unpack(data: bytes) -> tuple[Header, list[Held]]:
     """
     header, at = read_header(data)
     try:
-        messages = list(_messages(data, at))
+        messages = list(_read_messages(data, at))
     except (struct.error, UnicodeDecodeError) as error:
         raise BundleError(f"a bundle is damaged: {error}") from None
     if len(messages) != header.count:
@@ -164,7 +164,7 @@ def unpack(data: bytes) -> tuple[Header, list[Held]]:
     return header, messages
 
 
-def _messages(data: bytes, at: int) -> Iterator[Held]:
+def _read_messages(data: bytes, at: int) -> Iterator[Held]:
     while at < len(data):
         size, properties, attempt, flags, route, key = _MESSAGE.unpack_from(data, at)
         first = at + _MESSAGE.size

@@ -46,7 +46,7 @@ class QueueJournal:
 
     def __init__(self, staging: str | None, queue: str, shared: str | None = None) -> None:
         folder = f"rabbitmq/{digest(queue)}"
-        self._notes = state_files(staging, folder)
+        self._local = state_files(staging, folder)
         self._files = state_files(shared or staging, folder)
 
     def log_of(self, generation: str) -> GenerationLog:
@@ -143,12 +143,12 @@ class QueueJournal:
 
         :param now: Seconds since the epoch.
         """
-        value = self._notes.read("type.json")
+        value = self._local.read("type.json")
         return value is not None and 0 <= now - float(value["at"]) < 86400.0
 
     def note_type(self, now: float) -> None:
         """Records that the source queue is not a stream."""
-        self._notes.write("type.json", {"at": now})
+        self._local.write("type.json", {"at": now})
 
     def relied(self, queue: str) -> bool | None:
         """Whether one of our queues may be relied on: it responded when it was old enough.
@@ -156,16 +156,16 @@ class QueueJournal:
         :returns: ``None`` without a record; ``False`` if a run declared the queue, and no run has
             relied on it since.
         """
-        value = self._notes.read(f"relied/{digest(queue)}.json")
+        value = self._local.read(f"relied/{digest(queue)}.json")
         return None if value is None else bool(value.get("relied"))
 
     def note_declared(self, queue: str) -> None:
         """Records that a missing queue will be declared, before it is."""
-        self._notes.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
+        self._local.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
 
     def note_relied(self, queue: str) -> None:
         """Records that a queue may be relied on, before the first publish to it."""
-        self._notes.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
+        self._local.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
 
 
 def is_swept(settled: Settled | None) -> bool:

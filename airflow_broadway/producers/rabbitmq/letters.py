@@ -74,7 +74,7 @@ class RabbitDeadLetters:
     ) -> None:
         places: dict[tuple[str, str], _Place] = {}
         for options in all_options:
-            address, queue = address_for(options, env), place or _queue_of(options)
+            address, queue = address_for(options, env), place or _dead_letter_queue(options)
             before = places.get((address.shown, queue))
             sources = (*(before.sources if before else ()), options.queue)
             places[address.shown, queue] = _Place(address, queue, sources)
@@ -94,7 +94,7 @@ class RabbitDeadLetters:
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         for place in self._places:
-            with self._walk(place, None) as walk:
+            with self._open_walk(place, None) as walk:
                 for _, letter in walk.letters():
                     if choice.takes(letter):
                         yield letter
@@ -108,12 +108,12 @@ class RabbitDeadLetters:
     def _move(self, choice: Choice, *, send: bool, to: str | None = None) -> Moved:
         moving = Moving(choice)
         for place in self._places:
-            with self._walk(place, choice) as walk:
+            with self._open_walk(place, choice) as walk:
                 _Move(walk, moving, send=send, to=to).run()
         return moving.result()
 
     @contextmanager
-    def _walk(self, place: _Place, moved: Choice | None) -> Iterator[_Walk]:
+    def _open_walk(self, place: _Place, moved: Choice | None) -> Iterator[_Walk]:
         """Opens a walk, and requeues its unacknowledged dead letters at the end.
 
         :param moved: The dead letters that are moved instead of requeued; ``None``: none are.
@@ -130,26 +130,26 @@ class RabbitDeadLetters:
             try:
                 yield walk
             finally:
-                walk.getter.give_back()
+                walk.getter.requeue_and_close()
 
     def close(self) -> None:
         """Does nothing: no connection is open between two calls."""
 
 
-def _queue_of(options: RabbitMQOptions) -> str:
+def _dead_letter_queue(options: RabbitMQOptions) -> str:
     """Returns a producer's dead-letter queue.
 
     :raises ProducerError: If dead letters go to an exchange: its queues are unknown.
     """
-    given: Any = options.dead_letter
-    if given is None:
+    target: Any = options.dead_letter
+    if target is None:
         return QueueNames(options.queue).dead
-    if isinstance(given, Mapping):
+    if isinstance(target, Mapping):
         raise ProducerError(
-            f"the dead letters of {options.queue!r} go to the exchange {given.get('exchange')!r},"
+            f"the dead letters of {options.queue!r} go to the exchange {target.get('exchange')!r},"
             " which does not say into which queues it puts them: name the queue as the place"
         )
-    return str(given)
+    return str(target)
 
 
 class _Walk:
@@ -176,38 +176,38 @@ class _Walk:
             if delivered is None:  # another client has consumed it
                 break
             if self.looks is not None:
-                self._count(delivered, self.looks)
-            yield delivered, _letter(delivered, self.place)
+                self._count_return(delivered, self.looks)
+            yield delivered, _to_dead_letter(delivered, self.place)
         else:
             if self.looks is not None:
                 self.looks.end()
 
-    def _count(self, delivered: Delivered, looks: LookCount) -> None:
+    def _count_return(self, delivered: Delivered, looks: LookCount) -> None:
         """Records how often a dead letter was returned, this walk included.
 
         A dead letter without a remaining return is replaced by a copy, whose count starts at 0.
 
         :raises ProducerError: If another return might remove it.
         """
-        returned = _returns(delivered) + 1
+        returned = _count_returns(delivered) + 1
         if looks.limit is not None and returned > looks.limit:
             self.renew(delivered)
         looks.note(returned)
 
     def renew(self, delivered: Delivered) -> None:
         """Republishes a dead letter to its own queue, and acknowledges it after the confirm."""
-        fields = codec.fields_of(_uncounted(delivered.properties))
+        fields = codec.fields_of(_without_delivery_count(delivered.properties))
         fields.pop("user_id", None)  # the broker refuses another user's id
         publisher = Publisher(self.connection, lambda properties: "")
         publisher.publish("", self.place.queue, codec.join_fields(fields), delivered.body, key="")
         if not publisher.flush():
-            self.getter.keep(delivered.tag)
+            self.getter.mark_for_ack(delivered.tag)
             self.getter.ack()
 
 
-def _returns(delivered: Delivered) -> int:
+def _count_returns(delivered: Delivered) -> int:
     """Returns how often a dead letter was returned to its quorum queue."""
-    value = _headers(delivered).get(_COUNT.decode())
+    value = _decode_headers(delivered).get(_COUNT.decode())
     return value if isinstance(value, int) else 0
 
 
@@ -241,10 +241,10 @@ class _Move:
         walk, key = self._walk, letter.original_id
         try:
             queue = destination_of(letter, walk.place.sources, self._to)
-            properties = _sent_back(delivered, key, walk.connection.max_properties)
+            properties = _requeue_properties(delivered, key, walk.connection.max_properties)
         except ProducerError as error:
             self._moving.refused[letter.message_id] = str(error)
-            if walk.looks is None and not walk.place.is_ours and _returns(delivered):
+            if walk.looks is None and not walk.place.is_ours and _count_returns(delivered):
                 # It stays in a queue with a delivery limit, and this return was not counted.
                 walk.renew(delivered)
             return False
@@ -258,7 +258,7 @@ class _Move:
                 if key in refused:
                     self._moving.refused[message_id] = f"RabbitMQ refused: {refused[key]}"
                 else:
-                    self._walk.getter.keep(tag)
+                    self._walk.getter.mark_for_ack(tag)
                     self._moving.count += 1
         self._sent.clear()
         self._walk.getter.ack()
@@ -267,110 +267,110 @@ class _Move:
 # -- one dead letter -------------------------------------------------------------------------------
 
 
-def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
+def _to_dead_letter(delivered: Delivered, place: _Place) -> DeadLetter:
     mark = marks.mark_of(delivered.properties)
-    properties = _decoded(delivered.properties)
-    headers = _headers(delivered)
-    death = _death(headers)
+    properties = _decode_properties(delivered.properties)
+    headers = _decode_headers(delivered)
+    death = _latest_foreign_death(headers)
     attempt = headers.get("x-broadway-attempt")
-    key, source = _id_of(delivered), place.sources[0] if len(place.sources) == 1 else ""
+    key, source = _dead_letter_id(delivered), place.sources[0] if len(place.sources) == 1 else ""
     return DeadLetter(
         message_id=key,
         body=delivered.body,
-        properties=_shown(delivered),
+        properties=_describe_properties(delivered),
         reason=str(headers.get("x-broadway-reason") or death.get("reason") or ""),
         stage=str(headers.get("x-broadway-stage") or ""),
         attempt=attempt if isinstance(attempt, int) else 1,
-        enqueued_at=_instant(properties.get("timestamp")),
-        died_at=_instant(headers.get("x-broadway-dead-at") or death.get("time")),
+        enqueued_at=_parse_timestamp(properties.get("timestamp")),
+        died_at=_parse_timestamp(headers.get("x-broadway-dead-at") or death.get("time")),
         generation=mark.released_by if mark else "",
         origin=str(headers.get("x-broadway-queue") or death.get("queue") or source),
         original_id=mark.message_id if mark else key,
     )
 
 
-def _id_of(delivered: Delivered) -> str:
+def _dead_letter_id(delivered: Delivered) -> str:
     """Returns a dead letter's id, a hash of its content: RabbitMQ assigns no stable id."""
-    digest = hashlib.blake2b(_uncounted(delivered.properties), digest_size=12)
+    digest = hashlib.blake2b(_without_delivery_count(delivered.properties), digest_size=12)
     digest.update(delivered.body)
     return f"letter-{digest.hexdigest()}"
 
 
-def _uncounted(properties: bytes) -> bytes:
+def _without_delivery_count(properties: bytes) -> bytes:
     """Returns the properties without the quorum queue's delivery count."""
     try:
         fields = codec.fields_of(properties)
         headers = codec.entries_of(fields.get("headers"))
     except ProducerError:
         return properties
-    kept = [header for header in headers if header[0] != _COUNT]
-    if len(kept) == len(headers):
+    remaining = [header for header in headers if header[0] != _COUNT]
+    if len(remaining) == len(headers):
         return properties
-    fields["headers"] = codec.join_entries(kept)
-    return codec.join_fields({n: raw for n, raw in fields.items() if n != "headers" or kept})
+    fields["headers"] = codec.join_entries(remaining)
+    return codec.join_fields({n: raw for n, raw in fields.items() if n != "headers" or remaining})
 
 
-def _decoded(properties: bytes) -> dict[str, Any]:
+def _decode_properties(properties: bytes) -> dict[str, Any]:
     try:
         return codec.decode(properties)
     except ProducerError:
         return {}
 
 
-def _headers(delivered: Delivered) -> Mapping[str, Any]:
-    return _decoded(delivered.properties).get("headers") or {}
+def _decode_headers(delivered: Delivered) -> Mapping[str, Any]:
+    return _decode_properties(delivered.properties).get("headers") or {}
 
 
-def _death(headers: Mapping[str, Any]) -> Mapping[str, Any]:
+def _latest_foreign_death(headers: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the latest ``x-death`` entry of a queue that is not ours; empty if there is none."""
-    found = headers.get("x-death")
-    for death in found if isinstance(found, list) else ():
+    deaths = headers.get("x-death")
+    for death in deaths if isinstance(deaths, list) else ():
         if isinstance(death, Mapping) and marks.is_foreign(death):
             return death
     return {}
 
 
-def _instant(value: object) -> datetime | None:
+def _parse_timestamp(value: object) -> datetime | None:
     if isinstance(value, datetime):
         return value
     try:
         if isinstance(value, int):
             return datetime.fromtimestamp(value, timezone.utc)
-        instant = datetime.fromisoformat(str(value))
+        timestamp = datetime.fromisoformat(str(value))
     except (ValueError, OverflowError, OSError):
         return None
-    return instant if instant.tzinfo else None
+    return timestamp if timestamp.tzinfo else None
 
 
-def _original(delivered: Delivered) -> tuple[bytes, bytes]:
+def _restore_original(delivered: Delivered) -> tuple[bytes, bytes]:
     """Returns the route and properties of the message at its first receipt."""
-    was = _uncounted(delivered.properties)
-    route, properties = marks.restored(delivered.route, was, trusted=True)
+    uncounted = _without_delivery_count(delivered.properties)
+    route, properties = marks.restored(delivered.route, uncounted, trusted=True)
     if marks.mark_of(delivered.properties) is None:  # the broker itself dead-lettered it
-        death = _death(_headers(delivered))
+        death = _latest_foreign_death(_decode_headers(delivered))
         keys = death.get("routing-keys")
         if death.get("exchange") is not None and isinstance(keys, list) and keys:
             route = join_route(str(death["exchange"]), str(keys[0]))
     return route, properties
 
 
-def _shown(delivered: Delivered) -> dict[str, Any]:
+def _describe_properties(delivered: Delivered) -> dict[str, Any]:
     """Returns the original route and properties as JSON values, for display."""
     try:
-        route, properties = _original(delivered)
-        shown: dict[str, Any] = codec.json_value(codec.decode(properties))
+        route, properties = _restore_original(delivered)
+        described: dict[str, Any] = codec.json_value(codec.decode(properties))
     except ProducerError as error:
         return {"unreadable": str(error)}
     exchange, key = split_route(route)
-    return {"exchange": exchange, "routing_key": key, **shown}
+    return {"exchange": exchange, "routing_key": key, **described}
 
 
-def _sent_back(delivered: Delivered, message_id: str, limit: int) -> bytes:
+def _requeue_properties(delivered: Delivered, message_id: str, limit: int) -> bytes:
     """Returns the properties with which a dead letter is requeued.
 
     :raises ProducerError: If there is no room for the mark, which identifies a possible duplicate.
     """
-    route, properties = _original(delivered)
+    route, properties = _restore_original(delivered)
     mark = marks.mark_of(delivered.properties) or marks.Mark(message_id, _NO_GENERATION, 1)
     held = Held(message_id, 1, True, route, properties, delivered.body)
     return marks.republished(held, mark._replace(attempt=1), limit=limit)

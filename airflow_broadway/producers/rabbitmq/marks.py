@@ -117,7 +117,7 @@ def _digest(message: Content) -> str:
 
 
 def publication_key(properties: bytes) -> str | None:
-    """Returns the key that identifies a returned publication: its mark's id, else ``message_id``."""
+    """Returns the key of a returned publication: its mark's id, else its ``message_id``."""
     mark = mark_of(properties)
     return codec.message_id_of(properties) if mark is None else mark.message_id
 
@@ -140,21 +140,21 @@ def republished(
     :param limit: Bytes of properties that fit a frame of the connection.
     :raises TooLarge: If there is no room even for the mark.
     """
-    fields, kept, original = _taken_apart(message)
+    fields, kept, original = _split_properties(message)
     extra = dict(extra or {})
     reason = str(extra.get("x-broadway-reason", ""))
     short = {**extra, "x-broadway-reason": cut(reason, _SHORT_REASON)} if reason else extra
-    lean = [entry for entry in original if not _harmful(entry[0]) and entry[0] != b"unreadable"]
+    lean = [entry for entry in original if not _is_harmful(entry[0]) and entry[0] != b"unreadable"]
     value = {"id": mark.message_id, "giver": mark.released_by, "attempt": mark.attempt}
     value |= {"turn": mark.turn, "digest": _digest(message)}
-    for more, was in ((extra, original), (short, lean), ({}, lean), ({}, [])):
+    for added, preserved in ((extra, original), (short, lean), ({}, lean), ({}, [])):
         ours = [codec.encode_entry(MARK, value)]
-        ours += [codec.encode_entry(name, value) for name, value in more.items()]
-        if was:
-            ours.append((ORIGINAL.encode(), b"F" + codec.join_entries(was)))
-        made = codec.join_fields({**fields, "headers": codec.join_entries([*kept, *ours])})
-        if len(made) <= limit:
-            return made
+        ours += [codec.encode_entry(name, value) for name, value in added.items()]
+        if preserved:
+            ours.append((ORIGINAL.encode(), b"F" + codec.join_entries(preserved)))
+        properties = codec.join_fields({**fields, "headers": codec.join_entries([*kept, *ours])})
+        if len(properties) <= limit:
+            return properties
     raise TooLarge(
         f"its headers have {len(message.properties)} bytes, and with our mark would pass the"
         f" {limit} that one frame holds"
@@ -179,7 +179,7 @@ def dead_lettered(
     :param repeated: Whether the same message may have been dead-lettered before.
     :param limit: See :func:`republished`; without room for any header of ours, none is added.
     """
-    why = {
+    details = {
         "x-broadway-reason": cut(reason, MAX_REASON),
         "x-broadway-stage": stage,
         "x-broadway-attempt": mark.attempt,
@@ -187,18 +187,18 @@ def dead_lettered(
         "x-broadway-dead-at": now.isoformat(),
     }
     if repeated:
-        why["x-broadway-redelivered"] = True
+        details["x-broadway-redelivered"] = True
     try:
-        return republished(message, mark._replace(attempt=1), extra=why, limit=limit)
+        return republished(message, mark._replace(attempt=1), extra=details, limit=limit)
     except TooLarge:
-        fields, kept, _ = _taken_apart(message)
+        fields, kept, _ = _split_properties(message)
         bare = {**fields, "headers": codec.join_entries(kept)}
         if len(codec.join_fields(bare)) > limit:  # delivery_mode is the byte too many
             del bare["delivery_mode"]
         return codec.join_fields(bare)
 
 
-def _taken_apart(
+def _split_properties(
     message: Content,
 ) -> tuple[dict[str, bytes], list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
     """Splits a message's properties: kept fields, kept headers, and entries of ``ORIGINAL``."""
@@ -217,7 +217,7 @@ def _taken_apart(
         return {"delivery_mode": b"\x02"}, [], [*original, unreadable]
     kept = []
     for name, raw in headers:
-        if _harmful(name):
+        if _is_harmful(name):
             original.append((name, raw))
         elif not name.startswith(_MARK):
             kept.append((name, raw))
@@ -232,7 +232,7 @@ def _taken_apart(
     return fields, kept, original
 
 
-def _harmful(name: bytes) -> bool:
+def _is_harmful(name: bytes) -> bool:
     return name in _COPIES or name.startswith(_DEATHS)
 
 
@@ -247,16 +247,16 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
     """
     fields = codec.fields_of(properties)
     headers = codec.entries_of(fields.get("headers"))
-    original = _original(headers)
+    original = _read_original(headers)
     if b"unreadable" in original:
-        was = codec.decode_entry(original[b"unreadable"])
-        return _route(route, original), was if isinstance(was, bytes) else properties
+        raw = codec.decode_entry(original[b"unreadable"])
+        return _restore_route(route, original), raw if isinstance(raw, bytes) else properties
     kept = [header for header in headers if not header[0].startswith((_MARK, *_DEATHS))]
     # Entries added since it was republished are from our delay queues, or from foreign queues.
     deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
     if deaths:
         kept.append((b"x-death", codec.join_array(deaths)))
-    kept += [header for header in original.items() if _harmful(header[0])]
+    kept += [header for header in original.items() if _is_harmful(header[0])]
     if kept:
         fields["headers"] = codec.join_entries(kept)
     else:
@@ -269,10 +269,10 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
     fields.pop("delivery_mode", None)
     if isinstance(mode, int) and 0 <= mode < 256:
         fields["delivery_mode"] = bytes([mode])
-    return _route(route, original), codec.join_fields(fields)
+    return _restore_route(route, original), codec.join_fields(fields)
 
 
-def _original(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+def _read_original(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     raw = dict(headers).get(ORIGINAL.encode(), b"V")
     try:
         return dict(codec.entries_of(raw[1:])) if raw[:1] == b"F" else {}
@@ -280,7 +280,7 @@ def _original(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
         return {}
 
 
-def _route(route: bytes, original: Mapping[bytes, bytes]) -> bytes:
+def _restore_route(route: bytes, original: Mapping[bytes, bytes]) -> bytes:
     parts = [original.get(name, b"V") for name in (b"exchange", b"routing_key")]
     if any(part[:1] != b"S" or len(part) > 5 + 255 for part in parts):
         return route

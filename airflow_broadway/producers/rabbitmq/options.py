@@ -46,7 +46,7 @@ METADATA_FIELDS = (
 _FOR_ALL = {"concurrency", "merge_options", "rate_limiting", "retry", "transformer"}
 
 
-def _keys_of(value: object, names: tuple[str, ...]) -> bool:
+def _has_only_keys(value: object, names: tuple[str, ...]) -> bool:
     return isinstance(value, Mapping) and set(value) <= set(names)
 
 
@@ -55,13 +55,13 @@ def _is_binding(value: object) -> bool:
         isinstance(value, (tuple, list))
         and len(value) == 2
         and isinstance(value[0], str)
-        and _keys_of(value[1], ("routing_key", "arguments"))
+        and _has_only_keys(value[1], ("routing_key", "arguments"))
     )
 
 
-def _mapping_of(names: tuple[str, ...], note: str = "") -> rules.Rule:
+def _mapping_rule(names: tuple[str, ...], note: str = "") -> rules.Rule:
     text = f"a mapping with keys of {list(names)}{note}"
-    return rules.Rule(text, lambda value: _keys_of(value, names)).or_none()
+    return rules.Rule(text, lambda value: _has_only_keys(value, names)).or_none()
 
 
 _BINDINGS = rules.Rule(
@@ -78,7 +78,7 @@ _URI = rules.Rule(
 )
 _DEAD_LETTER = rules.Rule(
     "a queue's name, or {'exchange': …, 'routing_key': …}",
-    lambda v: (isinstance(v, str) and v != "") or _keys_of(v, ("exchange", "routing_key")),
+    lambda v: (isinstance(v, str) and v != "") or _has_only_keys(v, ("exchange", "routing_key")),
 )
 
 
@@ -103,7 +103,7 @@ class Qos(Options):
     prefetch_count: int = option(
         default=1000,
         rule=rules.POSITIVE,
-        doc="Unacknowledged deliveries of the consumer at most; two bundles of 500 keep it flowing.",
+        doc="The consumer's prefetch count; the default, two bundles of 500, keeps it flowing.",
     )
 
 
@@ -163,7 +163,7 @@ class RabbitMQOptions(Producer):
     )
     declare: Mapping[str, Any] | None = option(
         default=None,
-        rule=_mapping_of(("durable", "passive", "arguments")),
+        rule=_mapping_rule(("durable", "passive", "arguments")),
         doc=(
             "Declares the queue with these arguments before receiving; ``None``: it must"
             " exist.  An exclusive or auto-delete queue would be deleted with its messages"
@@ -177,7 +177,7 @@ class RabbitMQOptions(Producer):
     )
     consume_options: Mapping[str, Any] | None = option(
         default=None,
-        rule=_mapping_of(
+        rule=_mapping_rule(
             ("consumer_tag", "exclusive", "arguments"), " (no_ack would lose messages)"
         ),
         doc="More arguments of ``basic.consume``.",
@@ -263,22 +263,22 @@ class RabbitMQOptions(Producer):
         """
         if self.merge_options is None:
             return self
-        given = self.merge_options(index)
-        if isinstance(given, Mapping):
-            for name in _FOR_ALL & given.keys():
+        replaced = self.merge_options(index)
+        if isinstance(replaced, Mapping):
+            for name in _FOR_ALL & replaced.keys():
                 raise OptionsError(
-                    f"merge_options.{name}", "nothing: it is for all producers", given[name]
+                    f"merge_options.{name}", "nothing: it is for all producers", replaced[name]
                 )
             for name, other in (("uri", "conn_id"), ("conn_id", "uri")):
-                if name in given and other not in given:
-                    given = {**given, other: None}
-            given = {**given, "merge_options": None}
-        made: RabbitMQOptions = override(self, given, "merge_options", rendered=True)
-        actions = {name: getattr(made, name) for name in ("on_success", "on_failure")}
+                if name in replaced and other not in replaced:
+                    replaced = {**replaced, other: None}
+            replaced = {**replaced, "merge_options": None}
+        merged: RabbitMQOptions = override(self, replaced, "merge_options", rendered=True)
+        actions = {name: getattr(merged, name) for name in ("on_success", "on_failure")}
         object.__setattr__(
-            made, "_actions", {name: value for name, value in actions.items() if name in given}
+            merged, "_actions", {name: value for name, value in actions.items() if name in replaced}
         )
-        return made
+        return merged
 
     @property
     def actions_of_messages(self) -> dict[str, str]:
@@ -288,5 +288,5 @@ class RabbitMQOptions(Producer):
     def shards(self) -> list[RabbitMQOptions]:
         """Returns the options of the producers, one per source queue."""
         count = self.concurrency if isinstance(self.concurrency, int) else 1
-        each = [self.merged(index) for index in range(count)]
-        return list({(one.queue, one.uri, one.conn_id): one for one in each}.values())
+        merged = [self.merged(index) for index in range(count)]
+        return list({(shard.queue, shard.uri, shard.conn_id): shard for shard in merged}.values())

@@ -31,14 +31,14 @@ class RabbitMQProducer(RabbitMQOptions):
         from airflow_broadway.producers.rabbitmq.receive.source import RabbitSource
         from airflow_broadway.producers.rabbitmq.settle.settlement import sweep
 
-        own = self.merged(env.index)
-        if "on_failure" in getattr(own, "_auto", ()):
+        merged = self.merged(env.index)
+        if "on_failure" in getattr(merged, "_auto", ()):
             log.warning(
                 "RabbitMQProducer.on_failure should be specified: by default,"
                 " 'reject_and_requeue', a message that always fails comes again in every run; most"
                 " pipelines want 'retry'."
             )
-        return RabbitSource(own, env, sweep)
+        return RabbitSource(merged, env, sweep)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
         from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian
@@ -58,12 +58,12 @@ class RabbitMQProducer(RabbitMQOptions):
     def console(self, env: ProducerEnv) -> str | None:
         from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 
-        own = self.shards()[0]
-        address = address_for(own, env)
+        merged = self.shards()[0]
+        address = address_for(merged, env)
         if not address.management_url:  # another program may use its default port
             return None
-        place = f"{quote(address.virtual_host, safe='')}/{quote(own.queue, safe='')}"
-        return f"{address.management_url.rstrip('/')}/#/queues/{place}"
+        path = f"{quote(address.virtual_host, safe='')}/{quote(merged.queue, safe='')}"
+        return f"{address.management_url.rstrip('/')}/#/queues/{path}"
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.rabbitmq.letters import RabbitDeadLetters

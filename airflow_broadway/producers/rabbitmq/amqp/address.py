@@ -30,7 +30,7 @@ _NUMBERS: Mapping[str, tuple[float, float, float]] = {
     "channel_max": (2047, 16, 65535),
 }
 #: Extras that may be in the query of a URI.
-_IN_A_URI = {*_NUMBERS, "auth_mechanism", "management_url"}
+_URI_EXTRAS = {*_NUMBERS, "auth_mechanism", "management_url"}
 #: Types of Airflow connections to RabbitMQ.
 _TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
 
@@ -154,8 +154,8 @@ def address_of(connection: Connection, *, name: str) -> Address:
             f"{shown} is of type {connection.conn_type!r}; RabbitMQ needs one of type 'rabbitmq'"
         )
     extra = {key: value for key, value in connection.extra.items() if value not in (None, "")}
-    tls = _tls_of(connection, extra, shown)
-    hosts = _hosts_of(connection.host, int(connection.port or (5672 if tls is None else 5671)))
+    tls = _tls_settings(connection, extra, shown)
+    hosts = _parse_hosts(connection.host, int(connection.port or (5672 if tls is None else 5671)))
     if not hosts:
         raise ConnectionMissing(f"{shown} names no host")
     mechanism = str(extra.get("auth_mechanism", "plain")).lower()
@@ -163,7 +163,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
     properties = extra.get("client_properties", {})
     url = extra.get("management_url")
     url = "" if url is False or url == "false" else url
-    for extra_name, fits, rule in (
+    for extra_name, is_valid, rule in (
         ("auth_mechanism", mechanism in ("plain", "external"), "must be plain or external"),
         (
             "auth_mechanism",
@@ -177,7 +177,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
             "must be an address, http(s)://host:port, or false",
         ),
     ):
-        if not fits:
+        if not is_valid:
             raise ConnectionMissing(f"{shown}: its extra {extra_name!r} {rule}")
     default = "" if external else "guest"
     return Address(
@@ -192,22 +192,22 @@ def address_of(connection: Connection, *, name: str) -> Address:
         tls=tls,
         name=name,
         management_url=url,
-        **{number: _number(extra, number, shown) for number in _NUMBERS},
+        **{number: _read_number(extra, number, shown) for number in _NUMBERS},
     )
 
 
-def _hosts_of(text: str, port: int) -> list[tuple[str, int]]:
+def _parse_hosts(text: str, port: int) -> list[tuple[str, int]]:
     """Parses a list of hosts with their ports, such as ``"a, b:5673, [::1]:5674"``."""
     hosts = []
     for part in (part.strip() for part in text.split(",")):
         match = re.fullmatch(r"(\[[^\]]*\]|[^:]+):(\d{1,5})", part)
-        host, own = (match[1], int(match[2])) if match else (part, port)
+        host, own_port = (match[1], int(match[2])) if match else (part, port)
         if host.strip("[]"):
-            hosts.append((host.strip("[]"), own))
+            hosts.append((host.strip("[]"), own_port))
     return hosts
 
 
-def _tls_of(
+def _tls_settings(
     connection: Connection, extra: Mapping[str, Any], shown: str
 ) -> Mapping[str, Any] | None:
     """Returns the TLS settings of the extra ``tls``, true or an object, and of ``tls_ca`` etc."""
@@ -222,7 +222,7 @@ def _tls_of(
     return None if tls is None else {**tls, **single}
 
 
-def _number(extra: Mapping[str, Any], name: str, shown: str) -> Any:
+def _read_number(extra: Mapping[str, Any], name: str, shown: str) -> Any:
     default, low, high = _NUMBERS[name]
     try:
         value = float(extra.get(name, default))
@@ -246,8 +246,8 @@ def address_of_uri(uri: str, *, name: str) -> Address:
         parts = urlsplit("")
     user, _, hosts = parts.netloc.rpartition("@")
     login, _, password = user.partition(":")
-    named = [host for host, _ in _hosts_of(unquote(hosts), 0)]
-    if parts.scheme not in ("amqp", "amqps") or not hosts or any(h.count(":") == 1 for h in named):
+    names = [host for host, _ in _parse_hosts(unquote(hosts), 0)]
+    if parts.scheme not in ("amqp", "amqps") or not hosts or any(h.count(":") == 1 for h in names):
         raise ConnectionMissing(
             "the address of RabbitMQ must be amqp://user:password@host:port/virtual-host"
         )
@@ -261,6 +261,6 @@ def address_of_uri(uri: str, *, name: str) -> Address:
         login=unquote(login),
         password=unquote(password),
         schema=unquote(parts.path[1:]),
-        extra={key: value for key, value in query.items() if key in _IN_A_URI},
+        extra={key: value for key, value in query.items() if key in _URI_EXTRAS},
     )
     return address_of(connection, name=name)

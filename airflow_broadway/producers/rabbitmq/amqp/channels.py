@@ -37,8 +37,8 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 ACKS_AT_ONCE = 15
 
 #: Seconds to wait until a queue has requeued nacked messages; and between two checks.
-_BACK_WITHIN = 2.0
-_LOOK_INTERVAL = 0.01
+_REQUEUE_TIMEOUT = 2.0
+_CHECK_INTERVAL = 0.01
 
 
 class Getter:
@@ -51,8 +51,8 @@ class Getter:
         self._connection = connection
         self._queue = queue
         self._reply: Reply | None = None
-        self._kept: list[int] = []
-        self._held = 0
+        self._tags_to_ack: list[int] = []
+        self._unacknowledged = 0
         raw, number = self._channel.raw, self._channel.number
 
         def attach() -> None:
@@ -70,33 +70,33 @@ class Getter:
         """
         raw = self._channel.raw
 
-        def ask(reply: Any) -> None:
+        def send_get(reply: Any) -> None:
             self._channel.await_reply(reply)
             self._reply = reply
             raw.basic_get(self._queue, lambda *_: None)  # the parser handles the response
 
-        got: Delivered | None = self._connection.ask(ask, seconds)
-        self._held += got is not None
-        return got
+        delivered: Delivered | None = self._connection.ask(send_get, seconds)
+        self._unacknowledged += delivered is not None
+        return delivered
 
-    def keep(self, tag: int) -> None:
+    def mark_for_ack(self, tag: int) -> None:
         """Marks a message for acknowledgement by :meth:`ack`."""
-        self._kept.append(tag)
+        self._tags_to_ack.append(tag)
 
     def ack(self) -> None:
         """Acknowledges the marked messages."""
-        kept, self._kept = self._kept, []
-        for start in range(0, len(kept), ACKS_AT_ONCE):
-            if start and not self._caught_up():
+        tags, self._tags_to_ack = self._tags_to_ack, []
+        for start in range(0, len(tags), ACKS_AT_ONCE):
+            if start and not self._await_acks():
                 return
-            self._ack(kept[start : start + ACKS_AT_ONCE])
+            self._ack(tags[start : start + ACKS_AT_ONCE])
 
     def _ack(self, tags: list[int]) -> None:
         raw = self._channel.raw
         self._connection.run(lambda: [raw.basic_ack(tag) for tag in tags])
-        self._held -= len(tags)
+        self._unacknowledged -= len(tags)
 
-    def _caught_up(self) -> bool:
+    def _await_acks(self) -> bool:
         """Waits until the queue has processed all acks; ``False`` if it was deleted."""
         try:
             self.get()  # processed in order; the message is requeued when the channel is closed
@@ -110,7 +110,7 @@ class Getter:
         """Closes the channel after the broker has processed all acks."""
         self._channel.flush_and_close()
 
-    def give_back(self) -> None:
+    def requeue_and_close(self) -> None:
         """Requeues the unacknowledged messages at their original position, and closes the channel.
 
         A queue may learn of a closed channel late, and a quorum queue requeues after a disk write:
@@ -118,22 +118,22 @@ class Getter:
         but only briefly: another client may have consumed them.
         """
         raw = self._channel.raw
-        give_up_at = time.monotonic() + _BACK_WITHIN
+        deadline = time.monotonic() + _REQUEUE_TIMEOUT
 
         def run() -> None:
             if raw.is_open:
                 raw.basic_nack(0, multiple=True, requeue=True)
 
         try:
-            whole = self._ready() + self._held if self._held else 0
+            total = self._count_ready() + self._unacknowledged if self._unacknowledged else 0
             self._connection.post(run)
-            while whole and self._ready() < whole and time.monotonic() < give_up_at:
-                time.sleep(_LOOK_INTERVAL)
+            while total and self._count_ready() < total and time.monotonic() < deadline:
+                time.sleep(_CHECK_INTERVAL)
         except ProducerError:  # the broker requeues them when the channel is closed
             return
         self.close()
 
-    def _ready(self) -> int:
+    def _count_ready(self) -> int:
         declared = self._channel.call("queue_declare", queue=self._queue, passive=True)
         return int(declared.method.message_count)
 
@@ -141,7 +141,7 @@ class Getter:
         # Otherwise pika still waits for the response, and refuses the next basic_get.
         self._channel.raw._on_getok_callback = None
         if self._reply is not None:
-            self._reply.give(delivered)
+            self._reply.resolve(delivered)
 
 
 #: Messages, and bytes, that a publisher sends before it waits for their confirms.
@@ -152,7 +152,7 @@ KeyOf = Callable[[bytes], str | None]
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class Publication:
     """A publication, in the order of the deliveries."""
 
     key: str
@@ -169,9 +169,9 @@ class ConfirmWindow:
         #: Key → reason, of all publications that the broker returned or refused.
         self.refused: dict[str, str] = {}
         self._last = 0
-        self._open: dict[int, Place] = {}
-        self._keys: dict[str, Place] = {}
-        self._order: deque[Place] = deque()
+        self._open: dict[int, Publication] = {}
+        self._keys: dict[str, Publication] = {}
+        self._order: deque[Publication] = deque()
 
     def __len__(self) -> int:
         """The number of unconfirmed publications."""
@@ -192,9 +192,9 @@ class ConfirmWindow:
 
         :param key: Identifies it in a return.
         :param tag: The delivery to acknowledge when this and all earlier publications are secured.
-        :param load: The value that :meth:`relied_on` returns for it.
+        :param load: The value that :meth:`take_secured` returns for it.
         """
-        place = Place(key, tag, load)
+        place = Publication(key, tag, load)
         self._last += 1
         self._order.append(place)
         self._open[self._last] = place
@@ -215,7 +215,7 @@ class ConfirmWindow:
             self.refused.setdefault(name, reason)
             self._keys[name].refused = True
 
-    def confirmed(self, number: int, multiple: bool, *, refused: bool = False) -> list[Place]:
+    def confirmed(self, number: int, multiple: bool, *, refused: bool = False) -> list[Publication]:
         """Handles a confirm or nack; returns the publications that it covers.
 
         :param number: The publication's sequence number on its channel, from 1.
@@ -241,13 +241,13 @@ class ConfirmWindow:
                 place.confirmed = True
         return answered
 
-    def relied_on(self) -> list[tuple[int | None, Any]]:
+    def take_secured(self) -> list[tuple[int | None, Any]]:
         """Returns tags and loads of newly secured publications, in order; each only once."""
-        order, found = self._order, []
+        order, secured = self._order, []
         while order and order[0].confirmed:
             place = order.popleft()
-            found.append((place.tag, place.load))
-        return found
+            secured.append((place.tag, place.load))
+        return secured
 
     def forget(self) -> dict[str, str]:
         """Clears the window when nothing is unconfirmed; returns the refused: key → reason."""
@@ -374,9 +374,9 @@ class ConfirmChannel(_ConfirmedChannel):
             self._failed(error)
 
     def _confirmed(self) -> None:
-        if self.is_open and (certain := self.window.relied_on()):
-            self._secured([load for _, load in certain])
-            tags = [tag for tag, _ in certain if tag is not None]
+        if self.is_open and (secured := self.window.take_secured()):
+            self._secured([load for _, load in secured])
+            tags = [tag for tag, _ in secured if tag is not None]
             if tags:
                 self.channel.raw.basic_ack(tags[-1], multiple=True)
         if self.window.refused:
@@ -452,4 +452,4 @@ class Publisher(_ConfirmedChannel):
 
     def _confirmed(self) -> None:
         if not len(self.window):
-            self._reply.give()
+            self._reply.resolve()

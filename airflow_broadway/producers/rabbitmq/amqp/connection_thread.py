@@ -31,7 +31,7 @@ from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions, backoff
 
 log = logging.getLogger(__name__)
 
-_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 
 #: Seconds between two checks whether the run is stopping.
 _STOP_CHECK_INTERVAL = 0.5
@@ -134,7 +134,7 @@ class Attempts:
         return self._end
 
 
-def keep_trying(connect: Callable[[], _Made], attempts: Attempts) -> _Made:
+def keep_trying(connect: Callable[[], _T], attempts: Attempts) -> _T:
     """Calls ``connect`` and returns its result; retries while the broker is unavailable.
 
     :raises ProducerUnavailable: If the attempts are exhausted.
@@ -148,7 +148,7 @@ def keep_trying(connect: Callable[[], _Made], attempts: Attempts) -> _Made:
 
 #: AMQP's codes of a closed connection after which reconnecting may succeed: normal close, forced
 #: close (by an operator, or the broker stops), internal error.
-_MAY_COME_BACK = (200, 320, 541)
+_RETRYABLE_CODES = (200, 320, 541)
 #: AMQP's codes of two errors that callers may expect: not found, exclusive to another connection.
 MISSING, LOCKED = 404, 405
 
@@ -197,23 +197,23 @@ def translate(error: BaseException, address: Address, *, opened: bool = False) -
     """
     if isinstance(error, ProducerError):
         return error
-    causes = _causes(error)
+    causes = _list_causes(error)
     for cause in causes:
-        refusal = _refusal(cause, address)
+        refusal = _map_refusal(cause, address)
         if refusal is not None:
             return refusal
     where = f"RabbitMQ at {address.shown}"
     for cause in causes:
         code = getattr(cause, "reply_code", 0)
         if code:
-            kind = ProducerUnavailable if code in _MAY_COME_BACK else ProducerError
+            kind = ProducerUnavailable if code in _RETRYABLE_CODES else ProducerError
             return kind(
                 f"{where} closed the connection: {getattr(cause, 'reply_text', '')} ({code})"
             )
-    return _loss(next((c for c in causes if isinstance(c, OSError)), causes[-1]), where, opened)
+    return _map_loss(next((c for c in causes if isinstance(c, OSError)), causes[-1]), where, opened)
 
 
-def _refusal(cause: BaseException, address: Address) -> ProducerError | None:
+def _map_refusal(cause: BaseException, address: Address) -> ProducerError | None:
     """Translates a refused login, virtual host or TLS handshake, or a blocked connection."""
     from pika import exceptions
 
@@ -244,7 +244,7 @@ def _refusal(cause: BaseException, address: Address) -> ProducerError | None:
     return None
 
 
-def _loss(cause: BaseException, where: str, opened: bool) -> ProducerError:
+def _map_loss(cause: BaseException, where: str, opened: bool) -> ProducerError:
     """Translates a lost or failed connection for which the broker sent no error."""
     text = str(cause) or type(cause).__name__
     if isinstance(cause, socket.gaierror):
@@ -258,23 +258,23 @@ def _loss(cause: BaseException, where: str, opened: bool) -> ProducerError:
     return ProducerUnavailable(f"{where} cannot be reached: {text}")
 
 
-def _causes(error: BaseException) -> list[BaseException]:
+def _list_causes(error: BaseException) -> list[BaseException]:
     """Returns the error and the errors that it wraps, the outermost first."""
-    found: list[BaseException] = []
-    todo = [error]
-    while todo and len(found) < 50:
-        each = todo.pop(0)
-        if each in found:
+    causes: list[BaseException] = []
+    pending = [error]
+    while pending and len(causes) < 50:
+        cause = pending.pop(0)
+        if cause in causes:
             continue
-        found.append(each)
-        todo += [item for item in each.args if isinstance(item, BaseException)]
+        causes.append(cause)
+        pending += [item for item in cause.args if isinstance(item, BaseException)]
         for name in ("exceptions", "exception", "__cause__"):
-            value = getattr(each, name, None)
+            value = getattr(cause, name, None)
             if isinstance(value, BaseException):
-                todo.append(value)
+                pending.append(value)
             elif isinstance(value, (list, tuple)):
-                todo += [item for item in value if isinstance(item, BaseException)]
-    return found
+                pending += [item for item in value if isinstance(item, BaseException)]
+    return causes
 
 
 #: Timeout of a request to the broker, in seconds.
@@ -284,7 +284,7 @@ ANSWER_TIMEOUT = 60.0
 class Reply(Future[Any]):
     """A future that is completed once; later results are ignored."""
 
-    def give(self, value: Any = None) -> None:
+    def resolve(self, value: Any = None) -> None:
         if not self.done():
             self.set_result(value)
 
@@ -347,13 +347,13 @@ class ConnectionThread:
 
         :raises ProducerUnavailable: If no host is available.
         """
-        tried: list[str] = []
+        failures: list[str] = []
         for host in address.hosts():
             try:
                 return cls(host, on_lost=on_lost)
             except ProducerUnavailable as error:
-                tried.append(str(error))
-        raise ProducerUnavailable("; ".join(tried))
+                failures.append(str(error))
+        raise ProducerUnavailable("; ".join(failures))
 
     @property
     def version(self) -> str:
@@ -415,7 +415,7 @@ class ConnectionThread:
 
         def run(reply: Reply) -> None:
             function()
-            reply.give()
+            reply.resolve()
 
         self.ask(run)
 
@@ -426,7 +426,7 @@ class ConnectionThread:
         """
 
         def open_channel(reply: Reply) -> None:
-            self.raw.channel(on_open_callback=lambda raw: reply.give(Channel(self, raw)))
+            self.raw.channel(on_open_callback=lambda raw: reply.resolve(Channel(self, raw)))
 
         channel: Channel = self.ask(open_channel)
         return channel
@@ -440,20 +440,20 @@ class ConnectionThread:
         """
         channel = self.channel()
         try:
-            answer = channel.call(method, **arguments).method
+            response = channel.call(method, **arguments).method
         except Refused as error:
             if error.code == accepts:
                 return None
             raise explained(error, what) from None
         channel.close()
-        return answer
+        return response
 
     def depth(self, queue: str) -> int | None:
         """Returns the number of ready messages in a queue; ``None`` if it does not exist."""
-        answer = self.call(
+        response = self.call(
             f"the queue {queue!r}", "queue_declare", accepts=MISSING, queue=queue, passive=True
         )
-        return None if answer is None else int(answer.message_count)
+        return None if response is None else int(response.message_count)
 
     def close(self, *, wait: bool = True) -> None:
         """Closes the connection and ends the thread.  Safe to repeat."""
@@ -479,7 +479,7 @@ class ConnectionThread:
             self.raw.ioloop.start()
         except Exception as error:  # of any kind: it must fail the waiting replies
             log.debug("The connection's thread ended.", exc_info=True)
-            self._end(error if self.raw is None else _unexpected(error, self.address))
+            self._end(error if self.raw is None else _map_unexpected(error, self.address))
             if self.raw is not None:
                 self.raw.sever()  # so that the broker requeues unacknowledged messages
         finally:
@@ -493,7 +493,7 @@ class ConnectionThread:
         if self._closing:
             self.raw.close()
         else:
-            self._opened.give()
+            self._opened.resolve()
 
     def _block(self, blocked: bool) -> None:
         self._blocked, self._changed_at = blocked, time.monotonic()
@@ -531,17 +531,17 @@ class ConnectionThread:
             self.raw.ioloop.stop()
 
 
-def _unexpected(error: Exception, address: Address) -> ProducerError:
+def _map_unexpected(error: Exception, address: Address) -> ProducerError:
     from pika.exceptions import ChannelWrongStateError, ConnectionWrongStateError
 
     if isinstance(error, (ChannelWrongStateError, ConnectionWrongStateError)):
         return translate(error, address, opened=True)  # the connection was lost just now
-    made = ProducerError(
+    unexpected = ProducerError(
         f"the connection to RabbitMQ was ended by an unexpected {type(error).__name__}: {error};"
         " what it had not secured is in its queue; please report it"
     )
-    made.__cause__ = error
-    return made
+    unexpected.__cause__ = error
+    return unexpected
 
 
 class Channel:
@@ -576,7 +576,7 @@ class Channel:
 
         def run(reply: Reply) -> None:
             self.await_reply(reply)
-            getattr(self.raw, name)(callback=reply.give, **arguments)
+            getattr(self.raw, name)(callback=reply.resolve, **arguments)
 
         return self.connection.ask(run, seconds)
 

@@ -30,7 +30,7 @@ def decode(data: bytes) -> dict[str, Any]:
     :raises ProducerError: If the bytes cannot be decoded.
     """
     fields = fields_of(data)
-    with _translated("the properties of a message"):
+    with _translate_errors("the properties of a message"):
         return {name: _decode_field(name, raw) for name, raw in fields.items()}
 
 
@@ -44,10 +44,10 @@ def encode(**properties: Any) -> bytes:
 def message_id_of(data: bytes) -> str | None:
     """Returns the property ``message_id``; ``None`` if it is missing or cannot be decoded."""
     try:
-        found = decode(data).get("message_id")
+        message_id = decode(data).get("message_id")
     except ProducerError:
         return None
-    return None if found is None else str(found)
+    return None if message_id is None else str(message_id)
 
 
 # -- as bytes --------------------------------------------------------------------------------------
@@ -58,12 +58,12 @@ def fields_of(data: bytes) -> dict[str, bytes]:
 
     :raises ProducerError: If the bytes cannot be decoded.
     """
-    with _translated("the properties of a message"):
+    with _translate_errors("the properties of a message"):
         (flags,) = struct.unpack_from(">H", data, 0)
         at = 2
         fields: dict[str, bytes] = {}
-        for place, name in enumerate(FIELDS):
-            if not flags & (1 << (15 - place)):
+        for index, name in enumerate(FIELDS):
+            if not flags & (1 << (15 - index)):
                 continue
             if name == "headers":
                 end = at + 4 + int(struct.unpack_from(">I", data, at)[0])
@@ -83,9 +83,9 @@ def fields_of(data: bytes) -> dict[str, bytes]:
 def join_fields(fields: Mapping[str, bytes]) -> bytes:
     """Returns the bytes that :func:`fields_of` splits."""
     flags, parts = 0, []
-    for place, name in enumerate(FIELDS):
+    for index, name in enumerate(FIELDS):
         if name in fields:
-            flags |= 1 << (15 - place)
+            flags |= 1 << (15 - index)
             parts.append(fields[name])
     return struct.pack(">H", flags) + b"".join(parts)
 
@@ -95,8 +95,8 @@ def entries_of(table: bytes | None) -> list[tuple[bytes, bytes]]:
 
     :raises ProducerError: If the bytes are not a table.
     """
-    with _translated("the headers of a message"):
-        return [] if table is None else list(_entries(table))
+    with _translate_errors("the headers of a message"):
+        return [] if table is None else list(_iter_entries(table))
 
 
 def join_entries(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -110,10 +110,10 @@ def array_of(raw: bytes | None) -> list[bytes]:
 
     :raises ProducerError: If the array cannot be decoded.
     """
-    with _translated("a header of a message"):
+    with _translate_errors("a header of a message"):
         if raw is None or raw[:1] != b"A":
             return []
-        return [value for _, value in _entries(raw[1:], named=False)]
+        return [value for _, value in _iter_entries(raw[1:], named=False)]
 
 
 def join_array(values: Iterable[bytes]) -> bytes:
@@ -136,12 +136,12 @@ def decode_entry(raw: bytes) -> Any:
 
     :raises ProducerError: If the value cannot be decoded.
     """
-    with _translated("a header of a message"):
-        return _value(raw[: _end(raw, 0)], 0)
+    with _translate_errors("a header of a message"):
+        return _decode_value(raw[: _value_end(raw, 0)], 0)
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
+def _translate_errors(what: str) -> Iterator[None]:
     """Translates decoding errors into :class:`ProducerError`.
 
     :param what: The expected content, for the error.
@@ -213,7 +213,7 @@ _FIXED = {
 
 def _decode_field(name: str, raw: bytes) -> Any:
     if name == "headers":
-        return _table(raw, 0)
+        return _decode_table(raw, 0)
     if name in _OCTETS:
         return raw[0]
     if name == "timestamp":
@@ -221,25 +221,25 @@ def _decode_field(name: str, raw: bytes) -> Any:
     return raw[1:].decode("utf-8", "backslashreplace")
 
 
-def _table(raw: bytes, depth: int) -> dict[str, Any]:
+def _decode_table(raw: bytes, depth: int) -> dict[str, Any]:
     return {
-        name.decode("utf-8", "backslashreplace"): _value(value, depth)
-        for name, value in _entries(raw)
+        name.decode("utf-8", "backslashreplace"): _decode_value(value, depth)
+        for name, value in _iter_entries(raw)
     }
 
 
-def _entries(data: bytes, *, named: bool = True) -> Iterator[tuple[bytes, bytes]]:
+def _iter_entries(data: bytes, *, named: bool = True) -> Iterator[tuple[bytes, bytes]]:
     """Yields names and values of a table; for an array, values with empty names."""
-    inner, at = _content(data), 0
+    inner, at = _strip_length(data), 0
     while at < len(inner):
         name = inner[at + 1 : at + 1 + inner[at]] if named else b""
         at += 1 + len(name) if named else 0
-        end = _end(inner, at)
+        end = _value_end(inner, at)
         yield name, inner[at:end]
         at = end
 
 
-def _content(data: bytes) -> bytes:
+def _strip_length(data: bytes) -> bytes:
     """Returns the bytes after a length prefix."""
     end = 4 + struct.unpack_from(">I", data, 0)[0]
     if end > len(data):
@@ -247,7 +247,7 @@ def _content(data: bytes) -> bytes:
     return data[4:end]
 
 
-def _end(data: bytes, at: int) -> int:
+def _value_end(data: bytes, at: int) -> int:
     """Returns the end of the value at ``at``."""
     kind = data[at : at + 1]
     fixed = _FIXED.get(kind)
@@ -262,15 +262,15 @@ def _end(data: bytes, at: int) -> int:
     return end
 
 
-def _value(raw: bytes, depth: int) -> Any:
+def _decode_value(raw: bytes, depth: int) -> Any:
     """Decodes ``raw`` as one value."""
     kind, data = raw[:1], raw[1:]
     if kind in (b"F", b"A"):
         if depth > _MAX_DEPTH:
             raise ValueError(f"tables nested more than {_MAX_DEPTH} deep")
         if kind == b"F":
-            return _table(data, depth + 1)
-        return [_value(item, depth + 1) for _, item in _entries(data, named=False)]
+            return _decode_table(data, depth + 1)
+        return [_decode_value(item, depth + 1) for _, item in _iter_entries(data, named=False)]
     if kind == b"x":
         return data[4:]
     if kind == b"S":
@@ -280,14 +280,14 @@ def _value(raw: bytes, depth: int) -> Any:
             return data[4:]
     parts = _FIXED[kind].unpack(data)
     if kind == b"T":
-        return _instant(parts[0])
+        return _decode_timestamp(parts[0])
     if kind == b"D":
         return Decimal(parts[1]).scaleb(-parts[0])
     return parts[0] if parts else None
 
 
-def _instant(seconds: int) -> datetime | int:
-    """Converts a timestamp; one beyond ``datetime`` stays a number: some senders use milliseconds."""
+def _decode_timestamp(seconds: int) -> datetime | int:
+    """Decodes a timestamp; beyond ``datetime`` it stays a number: some senders use milliseconds."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc)
     except (OSError, OverflowError, ValueError):

@@ -61,10 +61,10 @@ _BASIC = 60
 _RETURN, _DELIVER, _GET_OK = 50, 60, 71
 
 #: Handles a message: the data, the bounds of its method frame, its properties and its body.
-_Taker = Callable[[bytes, int, int, bytes, bytes], None]
+_Handler = Callable[[bytes, int, int, bytes, bytes], None]
 
 
-def _content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
+def _parse_content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
     """Parses the content that begins with the header frame at ``at``: properties, body, end.
 
     :returns: ``None`` if it is incomplete.
@@ -101,7 +101,7 @@ class FrameReader:
 
         #: Called after each chunk of data.
         self.after_data: Callable[[], None] | None = None
-        self._takers: dict[tuple[int, int], _Taker] = {}
+        self._handlers: dict[tuple[int, int], _Handler] = {}
         self._decode = decode_frame
         self._process_frame = process_frame
         self._parts: list[bytes] = []
@@ -110,33 +110,33 @@ class FrameReader:
     def on_delivery(self, channel: int, function: Callable[[Delivered], None]) -> None:
         """Registers ``function``, which is called with each delivery on a channel."""
 
-        def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
-            place = at + 12 + data[at + 11]  # after the consumer's tag
-            tag, redelivered = _TAG.unpack_from(data, place)
-            route = data[place + 9 : end - 1]
+        def handle(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
+            offset = at + 12 + data[at + 11]  # after the consumer's tag
+            tag, redelivered = _TAG.unpack_from(data, offset)
+            route = data[offset + 9 : end - 1]
             function(Delivered(tag, redelivered != 0, route, properties, body))
 
-        self._takers[channel, _DELIVER] = take
+        self._handlers[channel, _DELIVER] = handle
 
     def on_get(self, channel: int, function: Callable[[Delivered], None]) -> None:
         """Registers ``function``, which is called with each ``basic.get`` message on a channel."""
 
-        def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
+        def handle(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
             tag, redelivered = _TAG.unpack_from(data, at + 11)
             route = data[at + 20 : end - 5]  # the message count follows
             function(Delivered(tag, redelivered != 0, route, properties, body))
 
-        self._takers[channel, _GET_OK] = take
+        self._handlers[channel, _GET_OK] = handle
 
     def on_return(self, channel: int, function: Callable[[int, str, bytes], None]) -> None:
         """Registers ``function``, which is called with code, text and properties of each return."""
 
-        def take(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
+        def handle(data: bytes, at: int, end: int, properties: bytes, body: bytes) -> None:
             code = int.from_bytes(data[at + 11 : at + 13], "big")
             text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
             function(code, text, properties)
 
-        self._takers[channel, _RETURN] = take
+        self._handlers[channel, _RETURN] = handle
 
     def feed(self, data_in: bytes) -> None:
         """Parses a chunk of data, after the incomplete rest of the previous one."""
@@ -145,31 +145,31 @@ class FrameReader:
         if self._missing > 0:  # a large body: joined only when it is complete
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        at = self._read(data)
+        at = self._parse(data)
         rest = data[at:] if at else data
         self._parts = [rest] if rest else []
-        self._missing = _missing(rest)
+        self._missing = _count_missing(rest)
         if self.after_data is not None:
             self.after_data()
 
-    def _read(self, data: bytes) -> int:
+    def _parse(self, data: bytes) -> int:
         """Parses all complete frames; returns the offset after the last one."""
-        takers, unpack = self._takers, _METHOD.unpack_from
+        handlers, unpack = self._handlers, _METHOD.unpack_from
         at, end = 0, len(data)
         while at < end:
             if end - at >= 12 and data[at] == 1:
                 _, channel, size, class_id, method_id = unpack(data, at)
-                take = takers.get((channel, method_id)) if class_id == _BASIC else None
-                if take is not None:
+                handle = handlers.get((channel, method_id)) if class_id == _BASIC else None
+                if handle is not None:
                     head = at + size + 8
-                    content = _content(data, head)
+                    content = _parse_content(data, head)
                     if content is None:
                         return at
                     properties, body, after = content
-                    take(data, at, head, properties, body)
+                    handle(data, at, head, properties, body)
                     at = after
                     continue
-            consumed, value = self._decode(_one_frame(data, at))
+            consumed, value = self._decode(_next_frame(data, at))
             if value is None:
                 return at
             at += consumed
@@ -216,7 +216,7 @@ def connection_class() -> type[Any]:
     return Connection
 
 
-def _one_frame(data: bytes, at: int) -> bytes:
+def _next_frame(data: bytes, at: int) -> bytes:
     """Returns the next frame for pika, or its incomplete data."""
     if len(data) - at < 7 or data[at : at + 4] == b"AMQP":
         return data[at:]
@@ -224,7 +224,7 @@ def _one_frame(data: bytes, at: int) -> bytes:
     return data[at : at + size + 8]
 
 
-def _missing(data: bytes) -> int:
+def _count_missing(data: bytes) -> int:
     """Returns the bytes missing until the end of the first body, if its size is known; else 0."""
     if len(data) < 12 or data[0] != 1:
         return 0

@@ -12,7 +12,7 @@ The management API computes the same for existing queues, as ``effective_policy_
 this value is part of its statistics: a new policy is missing there for up to 10 seconds.
 
 The management API is a separate server on another port, often unreachable or forbidden to the user.
-So a check handles its absence, by :class:`Unseen`.  Redirects are not followed and proxies not
+So a check handles its absence, by :class:`ApiError`.  Redirects are not followed and proxies not
 used: the password is sent only to the host in the connection.
 """
 
@@ -59,7 +59,7 @@ _POLICY = {"name", "pattern", "apply-to", "priority", "definition"}
 _PORT, _TLS_PORT = 15672, 15671
 
 
-class Unseen(Exception):
+class ApiError(Exception):
     """The management API is unavailable; the text is the reason, as a phrase."""
 
 
@@ -69,33 +69,33 @@ class Management:
     By default it connects to the API's default port on the broker's host.  There the password is
     sent only by TLS or to this machine: another program may listen on that port.
 
-    :raises Unseen: If the connection disables the API or has no usable address of it.
+    :raises ApiError: If the connection disables the API or has no usable address of it.
     """
 
     def __init__(self, address: Address) -> None:
-        given, secure = address.management_url, address.tls is not None
+        configured, secure = address.management_url, address.tls is not None
         host = f"[{address.host}]" if ":" in address.host else address.host
-        usual = f"https://{host}:{_TLS_PORT}" if secure else f"http://{host}:{_PORT}"
-        if given == "":
-            raise Unseen("the connection's extra 'management_url' is false")
-        if given is None and not secure and not is_loopback(address.host):
-            raise Unseen(
+        default_url = f"https://{host}:{_TLS_PORT}" if secure else f"http://{host}:{_PORT}"
+        if configured == "":
+            raise ApiError("the connection's extra 'management_url' is false")
+        if configured is None and not secure and not is_loopback(address.host):
+            raise ApiError(
                 "without TLS the password is sent to no port but the broker's; set the connection's"
-                f" extra 'management_url' to {usual!r}, or false"
+                f" extra 'management_url' to {default_url!r}, or false"
             )
-        url = given or usual
+        url = configured or default_url
         try:
             parts = urlsplit(url)
-            named = bool(parts.hostname) and parts.port != 0
+            is_valid = bool(parts.hostname) and parts.port != 0
         except ValueError:
-            parts, named = urlsplit(""), False
-        if parts.scheme not in ("http", "https") or not named or parts.username:
-            raise Unseen(
+            parts, is_valid = urlsplit(""), False
+        if parts.scheme not in ("http", "https") or not is_valid or parts.username:
+            raise ApiError(
                 "the connection's extra 'management_url' must be http(s)://host:port, without a"
                 " password"
             )
         if not address.login:
-            raise Unseen(
+            raise ApiError(
                 "the connection names no user and password, which the management API needs beside"
                 " the certificate"
             )
@@ -109,37 +109,37 @@ class Management:
 
         For a queue that was declared just now, it has the declaration only.
 
-        :raises Unseen: If the API is unavailable.
+        :raises ApiError: If the API is unavailable.
         """
-        found = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
-        return dict(found) if isinstance(found, dict) else None
+        response = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
+        return dict(response) if isinstance(response, dict) else None
 
     def policies(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the policies of the virtual host: kind, for display → policies.
 
-        :raises Unseen: If the API is unavailable.
+        :raises ApiError: If the API is unavailable.
         """
         policies = {}
         for kind, path in (("policy", "policies"), ("operator policy", "operator-policies")):
-            found = self._get(f"{path}/{self._virtual_host}")
-            if not isinstance(found, list) or not all(policy.keys() >= _POLICY for policy in found):
-                raise Unseen(f"the management API at {self.shown} knows no {path}")
-            policies[kind] = found
+            rows = self._get(f"{path}/{self._virtual_host}")
+            if not isinstance(rows, list) or not all(policy.keys() >= _POLICY for policy in rows):
+                raise ApiError(f"the management API at {self.shown} knows no {path}")
+            policies[kind] = rows
         return policies
 
     def feature_flags(self) -> dict[str, str]:
         """Returns the state of each feature flag; for administrators only.
 
-        :raises Unseen: If the API is unavailable.
+        :raises ApiError: If the API is unavailable.
         """
-        found = self._get("feature-flags")
-        flags = found if isinstance(found, list) else []
+        response = self._get("feature-flags")
+        flags = response if isinstance(response, list) else []
         return {str(flag.get("name")): str(flag.get("state")) for flag in flags}
 
     def _get(self, path: str) -> Any:
         """Sends a GET request and returns the JSON response; ``None`` for status 404.
 
-        :raises Unseen: If there is no valid response.
+        :raises ApiError: If there is no valid response.
         """
         import httpx
 
@@ -155,33 +155,33 @@ class Management:
                     f"{self.shown}/api/{path}",
                     auth=(self._address.login, self._address.password),
                     headers={"Accept": "application/json"},
-                ) as answer,
+                ) as response,
             ):
-                if answer.status_code == 404:
+                if response.status_code == 404:
                     return None
-                if answer.status_code in (401, 403):
-                    raise Unseen(
+                if response.status_code in (401, 403):
+                    raise ApiError(
                         f"the management API at {self.shown} refuses user {self._address.login!r},"
                         " who needs the tag 'management'"
                     )
-                if answer.status_code != 200:
-                    raise Unseen(
+                if response.status_code != 200:
+                    raise ApiError(
                         f"the management API at {self.shown} answers with status"
-                        f" {answer.status_code}"
+                        f" {response.status_code}"
                     )
                 body = b""
-                for part in answer.iter_bytes():
+                for part in response.iter_bytes():
                     body += part
                     if len(body) > _MAX_ANSWER_BYTES:
-                        raise Unseen(f"the answer of {self.shown} is too long")
+                        raise ApiError(f"the answer of {self.shown} is too long")
             return json.loads(body)
         except ConnectionMissing as error:
-            raise Unseen(str(error)) from None
+            raise ApiError(str(error)) from None
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
-            raise Unseen(f"the management API at {self.shown} cannot be reached: {why}") from None
+            raise ApiError(f"the management API at {self.shown} cannot be reached: {why}") from None
         except ValueError:
-            raise Unseen(f"what answers at {self.shown} is no management API") from None
+            raise ApiError(f"what answers at {self.shown} is no management API") from None
 
 
 def delivery_limit(address: Address, queue: str, version: str) -> int | None:
@@ -197,10 +197,10 @@ def delivery_limit(address: Address, queue: str, version: str) -> int | None:
     try:
         known = Management(address).queue(queue)
         if known is None:
-            raise Unseen("the management API knows no such queue")
+            raise ApiError("the management API knows no such queue")
         if "effective_policy_definition" not in known and known.get("policy"):
-            raise Unseen("the management API does not show the definition of its policy yet")
-    except Unseen as error:
+            raise ApiError("the management API does not show the definition of its policy yet")
+    except ApiError as error:
         raise ProducerError(
             f"the dead letters in the queue {queue!r} cannot be listed: each look counts as a"
             f" delivery, and whether the queue has a delivery limit is not known ({error}); set the"
@@ -244,13 +244,13 @@ def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDept
         place: Any = options.dead_letter
         with closing(ConnectionThread.to(address_for(options, env))) as connection:
             ready += connection.depth(names.source) or 0
-            ready += _lapsed(connection, options, env)
+            ready += _count_lapsed(connection, options, env)
             delayed += sum(connection.depth(names.delay(step)) or 0 for step in LADDER)
             dead += connection.depth(place if isinstance(place, str) else names.dead) or 0
     return QueueDepth(ready=ready, delayed=delayed, leased=0, dead=dead, oldest_age=None)
 
 
-def _lapsed(connection: ConnectionThread, options: RabbitMQOptions, env: ProducerEnv) -> int:
+def _count_lapsed(connection: ConnectionThread, options: RabbitMQOptions, env: ProducerEnv) -> int:
     """Counts the bundles that the next run will take over."""
     holding = HoldingQueues(QueueNames(options.queue))
     journal = QueueJournal(env.staging, options.queue, env.shared)
@@ -344,10 +344,10 @@ def effective(
         name.removeprefix("x-"): Setting(value, "its declaration")
         for name, value in arguments.items()
     }
-    for policy_kind, shown in policies.items():
+    for policy_kind, policies_of_kind in policies.items():
         fitting = [
             policy
-            for policy in shown
+            for policy in policies_of_kind
             if policy["apply-to"] in ("all", "queues", _APPLY_TO.get(kind))
             and _matches(policy["pattern"], queue)
         ]
@@ -388,7 +388,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 # -- the rules -------------------------------------------------------------------------------------
 
-_OURS: Final = {
+_OWN_QUEUE: Final = {
     "expires": "the queue is deleted, with what is in it, when nobody used it for so long",
     "message-ttl": "what waits longer in it is lost",
     "delivery-limit": "what is returned to it more often is lost",
@@ -399,20 +399,20 @@ _OURS: Final = {
 #: the queue's overflow behaviour.
 _MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "source": {
-        "expires": _OURS["expires"],
+        "expires": _OWN_QUEUE["expires"],
         "message-ttl": "a message that waits longer for a run {gone}, a retry too",
         "delivery-limit": "a message returned more often {gone}, also by runs that died",
         "drops": "the oldest message {gone} when the queue is full, a retry too",
         "refuses": "what a run releases into the full queue stays in its holding queue",
     },
-    "held": _OURS,
+    "held": _OWN_QUEUE,
     "delay": {
-        **_OURS,
+        **_OWN_QUEUE,
         "message-ttl": "retries come earlier than they should",
         "delivery-limit": "what is returned to it more often leaves it",
     },
-    "dead": _OURS,
-    "sink": _OURS,
+    "dead": _OWN_QUEUE,
+    "sink": _OWN_QUEUE,
 }
 #: Role → settings that are errors, because our own queue would lose messages.  All others are
 #: warnings.
@@ -482,7 +482,7 @@ def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
     roles = [role for role in roles_of(options) if role.arguments is not None]
     try:
         policies = Management(address).policies()
-    except Unseen as error:  # the run's source has logged a warning
+    except ApiError as error:  # the run's source has logged a warning
         log.debug("Policies could not be checked: %s", error)
         return {}
     return {
@@ -527,21 +527,21 @@ def check_queues(
     try:
         management = Management(connection.address)
         declare = None if exists else options.declare
-        findings = list(_check_each(roles_of(options, held), management, version, declare))
+        findings = list(_check_roles(roles_of(options, held), management, version, declare))
         if not version >= _WITHOUT_FLAGS:
             findings += _check_flags(management)
-    except Unseen as error:
-        return [_unseen(str(error))]
+    except ApiError as error:
+        return [_unchecked_finding(str(error))]
     return findings
 
 
-def _unseen(why: str) -> Finding:
+def _unchecked_finding(why: str) -> Finding:
     return Finding(
         "warning", f"whether policies make this run lose messages could not be checked: {why}"
     )
 
 
-def _check_each(
+def _check_roles(
     roles: list[Role],
     management: Management,
     version: tuple[int, ...],
@@ -555,7 +555,7 @@ def _check_each(
             if known is None and role.name == "source":
                 known = declare
                 if known is None:
-                    yield _unseen(
+                    yield _unchecked_finding(
                         f"the management API at {management.shown} knows no queue {role.queue!r},"
                         " so it is another broker's; set the connection's extra 'management_url'"
                     )
@@ -582,7 +582,7 @@ def _check_each(
 def _check_flags(management: Management) -> Iterator[Finding]:
     try:
         flags = management.feature_flags()
-    except Unseen:
+    except ApiError:
         text = f"feature flags {' and '.join(_FLAGS)}: only an administrator may see them"
         yield Finding("note", text)
         return

@@ -49,7 +49,7 @@ LADDER = (1, 5, 15, 60, 300, 900, 3600, 21600)
 #: AMQP's limit for a queue's name and for a routing key, in bytes.
 _MAX_NAME_BYTES = 255
 #: The fraction of a delay by which a retry may be early: the retry policy's own jitter.
-_EARLY_PART = 0.1
+_EARLY_FRACTION = 0.1
 
 #: Arguments of a quorum queue that drops no message by itself.  RabbitMQ 4 has a default delivery
 #: limit of 20, and its -1 for "no limit" makes RabbitMQ 3 drop a message at the first return.  With
@@ -68,7 +68,7 @@ def rung(delay: float) -> int | None:
     """
     if delay <= 0:
         return None
-    return next((step for step in LADDER if step >= delay * (1 - _EARLY_PART)), LADDER[-1])
+    return next((step for step in LADDER if step >= delay * (1 - _EARLY_FRACTION)), LADDER[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,9 @@ _T = TypeVar("_T")
 
 
 def _poll(read: Callable[[], _T], done: Callable[[_T], bool], seconds: float) -> _T:
-    """Calls ``read`` until ``done`` accepts the result, for ``seconds`` at most; returns the last."""
-    give_up_at = time.monotonic() + seconds
-    while not done(result := read()) and time.monotonic() < give_up_at:
+    """Polls ``read`` until ``done`` accepts the result, for ``seconds`` at most; returns it."""
+    deadline = time.monotonic() + seconds
+    while not done(result := read()) and time.monotonic() < deadline:
         time.sleep(_COUNT_INTERVAL)
     return result
 
@@ -213,13 +213,13 @@ class HoldingQueue:
         owner = self.owner()
         if self._first is not None and owner is not None and owner.count:
             yield self._first
-        got, give_up_at = 0, time.monotonic() + seconds
+        received, deadline = 0, time.monotonic() + seconds
         while True:
             bundle = self.getter.get()
             if bundle is not None:
-                got += 1
+                received += 1
                 yield bundle
-            elif got >= (expected or 0) or time.monotonic() > give_up_at:
+            elif received >= (expected or 0) or time.monotonic() > deadline:
                 return
             else:
                 time.sleep(_COUNT_INTERVAL)
@@ -233,18 +233,18 @@ class HoldingQueue:
         self.getter.ack()
         owner = self.owner()
         if self._first is not None and owner is not None and not owner.count:
-            self.getter.keep(self._first.tag)
+            self.getter.mark_for_ack(self._first.tag)
             self.getter.ack()
         self.close()
 
     def close(self) -> None:
         """Requeues the unacknowledged bundles."""
         if self._getter is not None:
-            self._getter.give_back()
+            self._getter.requeue_and_close()
             self._getter = self._first = None
 
     def open(self, generation: str, body: bytes, note: Callable[[str], None]) -> bool:
-        """Binds the queue to a generation, unless another has it; see :meth:`HoldingQueues.open`."""
+        """Binds the queue, unless another generation owns it; see :meth:`HoldingQueues.open`."""
         owner, key = self.owner(), self._names.key(generation)
         if owner is not None and owner.generation != generation:
             return False
@@ -292,11 +292,11 @@ class HoldingQueues:
         :param seconds: How long to wait for that connection.
         """
         claim = f"{self._names.own_held(name)}.claim"
-        what, give_up_at = f"the queue {claim!r}", time.monotonic() + seconds
+        what, deadline = f"the queue {claim!r}", time.monotonic() + seconds
         while not connection.call(
             what, "queue_declare", accepts=LOCKED, queue=claim, exclusive=True
         ):
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 yield None
                 return
             time.sleep(_CLAIM_INTERVAL)

@@ -86,11 +86,11 @@ class StandingQueues:
         if not self.journal.relied(name):
             time.sleep(_RELIABLE_AGE)
             if name in self._silent or not _is_alive(connection, name):
-                self._declare_anew(connection, name, arguments)
+                self._redeclare(connection, name, arguments)
             self.journal.note_relied(name)
         self._reliable.add(name)
 
-    def _declare_anew(
+    def _redeclare(
         self, connection: ConnectionThread, name: str, arguments: dict[str, Any]
     ) -> None:
         """Replaces a queue that has never responded since it was declared, and so has no messages.

@@ -19,7 +19,7 @@ from airflow_broadway.producers.rabbitmq.amqp.channels import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import MAGIC, Held, contents
-from airflow_broadway.producers.rabbitmq.receive.intake import Aside, Intake
+from airflow_broadway.producers.rabbitmq.receive.intake import Intake, Quarantined
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Consumer:
             buffer.notify()
             return
         room = 0 if self.stopped else buffer.claim(len(backlog))
-        taken = self._take(room)
+        taken = self._pack(room)
         if taken < room:
             buffer.unclaim(room - taken)
         if self.wants_journal:
@@ -120,7 +120,7 @@ class Consumer:
         else:
             self._bundle.publish_soon()
 
-    def _take(self, room: int) -> int:
+    def _pack(self, room: int) -> int:
         """Processes up to ``room`` deliveries; returns how many became messages."""
         backlog, bundle, fresh = self.backlog, self._bundle, self._ids.fresh
         max_bytes = self._max_bytes
@@ -131,7 +131,7 @@ class Consumer:
             mark = marks.mark_of(properties)
             if mark is not None and not mark.belongs_to(delivered):
                 mark, redelivered = None, True  # a header copied from another message
-            if mark is not None and not self._may_take(mark):
+            if mark is not None and not self._may_receive(mark):
                 break
             backlog.popleft()
             if len(body) > max_bytes:
@@ -149,16 +149,16 @@ class Consumer:
             if mark is None:
                 bundle.add(Held(fresh(), 1, redelivered, route, properties, body), weight, tag)
             else:
-                held = self._marked(mark, delivered)
-                if held is None:
+                message = self._restore(mark, delivered)
+                if message is None:
                     bundle.add_repetition(tag)
                     continue
-                bundle.add(held, weight, tag)
+                bundle.add(message, weight, tag)
             taken += 1
         bundle.publish_full()
         return taken
 
-    def _may_take(self, mark: marks.Mark) -> bool:
+    def _may_receive(self, mark: marks.Mark) -> bool:
         """Whether this generation may receive a message with this mark, and its journal is read."""
         if mark.released_by == self._intake.env.generation:
             self.stopped = True
@@ -169,7 +169,7 @@ class Consumer:
             return False
         return True
 
-    def _marked(self, mark: marks.Mark, delivered: Delivered) -> Held | None:
+    def _restore(self, mark: marks.Mark, delivered: Delivered) -> Held | None:
         """Restores a republished message; ``None`` if it is a duplicate of a received one.
 
         Only settlements publish duplicates: each turn publishes a message once, and the journal of
@@ -209,7 +209,7 @@ class Consumer:
             delivered.body,
             key=key,
             tag=delivered.tag,
-            load=Aside(key, kind, reason),
+            load=Quarantined(key, kind, reason),
             elsewhere=True,
         )
 
@@ -232,12 +232,12 @@ class OpenBundle:
         #: The delivery tag to acknowledge, with all earlier ones, when this bundle is secured.
         self._tag: int | None = None
 
-    def add(self, held: Held, weight: int, tag: int) -> None:
+    def add(self, message: Held, weight: int, tag: int) -> None:
         """Adds a message; a full bundle is published first."""
         full = self._bytes + weight > self._intake.capacity
         if full or len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
-        self.messages.append(held)
+        self.messages.append(message)
         self._bytes += weight
         self._tag = tag
 
@@ -257,7 +257,7 @@ class OpenBundle:
         """Publishes the bundle after a short delay, in which more messages may arrive."""
         if self._timer is None:
             ioloop = self._channel.channel.connection.raw.ioloop
-            self._timer = ioloop.call_later(LINGER_SECONDS, self._linger_over)
+            self._timer = ioloop.call_later(LINGER_SECONDS, self._publish_after_linger)
 
     def publish(self) -> None:
         """Publishes the bundle, unless it is empty, and begins another."""
@@ -266,7 +266,7 @@ class OpenBundle:
         if messages:
             self._intake.publish(self._channel, messages, tag)
 
-    def _linger_over(self) -> None:
+    def _publish_after_linger(self) -> None:
         self._timer = None
         if self._channel.failure is None:
             self.publish()
@@ -317,7 +317,7 @@ class Subscription:
         ioloop = self._channel.connection.raw.ioloop
         if self._idle_timer is not None:
             ioloop.remove_timeout(self._idle_timer)
-        self._idle_timer = ioloop.call_later(DEMAND_TIMEOUT, self._not_wanted)
+        self._idle_timer = ioloop.call_later(DEMAND_TIMEOUT, self._on_idle)
         stream = demand >= self._prefetch and not self._slow
         if self._tag is not None and not stream and self._bound > max(0, missing):
             self.cancel()
@@ -357,7 +357,7 @@ class Subscription:
         """Cancels the consumer and requeues the backlog."""
         self.cancel(lambda _: self._requeue_backlog())
 
-    def _not_wanted(self) -> None:
+    def _on_idle(self) -> None:
         """Cancels the consumer and requeues the backlog, after a while without demand."""
         self._idle_timer = None
         if self._tag is None and not self.backlog:

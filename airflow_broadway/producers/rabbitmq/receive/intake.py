@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _LOGGED = 10
 
 
-class Aside(NamedTuple):
+class Quarantined(NamedTuple):
     """A message that is dead-lettered without being handled.
 
     :param kind: ``oversized`` or ``bundle``.
@@ -132,24 +132,24 @@ class Buffer:
         """Whether all credit is used."""
         return self.under_way >= self.credit
 
-    def add(self, loads: Iterable[list[Held] | Aside | None]) -> None:
+    def add(self, loads: Iterable[list[Held] | Quarantined | None]) -> None:
         """Adds what was secured: the messages of bundles, or dead-lettered messages."""
         with self.changed:
             for load in loads:
-                if isinstance(load, Aside):
-                    self._count_aside(load)
+                if isinstance(load, Quarantined):
+                    self._count_quarantined(load)
                 elif load:  # other publications have no load
                     self._waiting.append(load)
                     self.bundles += 1
             self.changed.notify()
 
-    def _count_aside(self, aside: Aside) -> None:
-        self.set_aside[aside.kind] += 1
+    def _count_quarantined(self, quarantined: Quarantined) -> None:
+        self.set_aside[quarantined.kind] += 1
         if self.set_aside.total() <= _LOGGED:
             log.error(
                 "Message %s is a dead letter, unprocessed: %s.",
-                aside.message_id,
-                aside.reason,
+                quarantined.message_id,
+                quarantined.reason,
                 extra={"code": "set_aside"},
             )
 
@@ -206,9 +206,9 @@ class Ids:
         key = hash(message_id)
         before = self._taken.get(key)
         if before is not None:
-            same, given = before
-            if same == content and turn in turns and turn not in given and {*given} <= {*turns}:
-                self._taken[key] = (same, (*given, turn))
+            same, seen = before
+            if same == content and turn in turns and turn not in seen and {*seen} <= {*turns}:
+                self._taken[key] = (same, (*seen, turn))
                 return None
         known = self.prefix in message_id or before is not None
         if known or len(self._taken) >= _MAX_REMEMBERED:
@@ -222,8 +222,8 @@ class Ids:
         """Keeps the ids of secured messages for the next connection."""
         if self._unsecured:
             for load in loads:
-                for held in load if isinstance(load, list) else ():
-                    self._unsecured.discard(hash(held.message_id))
+                for message in load if isinstance(load, list) else ():
+                    self._unsecured.discard(hash(message.message_id))
 
     def reconnect(self) -> None:
         """Forgets the ids of unsecured messages, which are redelivered."""

@@ -81,16 +81,16 @@ class MessageMaker:
         #: Cached: messages of one publisher often have the same properties.
         self._text = lru_cache(maxsize=10_000)(codec.staged_text)
 
-    def __call__(self, held: Iterable[Held]) -> list[Message]:
+    def __call__(self, bundled: Iterable[Held]) -> list[Message]:
         """Converts bundled messages to messages of the pipeline."""
         now = self._clock.now()
         generation, text_of, describe = self._generation, self._text, self._describe
         actions = self._actions
-        made = []
-        for place, message in enumerate(held, self._position):
+        messages = []
+        for position, message in enumerate(bundled, self._position):
             text = text_of(message.route, message.properties, message.redelivered)
             body = message.body
-            made.append(
+            messages.append(
                 Message(
                     body,
                     metadata=describe(message),
@@ -101,30 +101,30 @@ class MessageMaker:
                     attempt=message.attempt,
                     redelivered=message.redelivered,
                     received_at=now,
-                    position=place,
+                    position=position,
                     size=len(body),
                 )
             )
-        self._position += len(made)
-        return made
+        self._position += len(messages)
+        return messages
 
-    def _describe(self, held: Held) -> Mapping[str, Any]:
+    def _describe(self, message: Held) -> Mapping[str, Any]:
         """Returns the metadata of a message, as JSON values."""
         if not self._names:
             return _NOTHING
-        known: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self._decodes:
             try:
-                known = codec.decode(held.properties)
+                values = codec.decode(message.properties)
             except ProducerError as error:
                 return {"unreadable": str(error)}
-        known["redelivered"] = held.redelivered
-        known["persistent"] = known.pop("delivery_mode", 1) == 2
-        known["exchange"], known["routing_key"] = split_route(held.route)
-        headers = known.get("headers")
+        values["redelivered"] = message.redelivered
+        values["persistent"] = values.pop("delivery_mode", 1) == 2
+        values["exchange"], values["routing_key"] = split_route(message.route)
+        headers = values.get("headers")
         if headers:
-            known["headers"] = {k: v for k, v in headers.items() if k not in (MARK, ORIGINAL)}
-        return {name: codec.json_value(known.get(name)) for name in self._names}
+            values["headers"] = {k: v for k, v in headers.items() if k not in (MARK, ORIGINAL)}
+        return {name: codec.json_value(values.get(name)) for name in self._names}
 
 
 #: Seconds to wait for the confirmation that a channel is closed.
@@ -168,12 +168,12 @@ class RabbitSource:
         #: The series of failures; it ends when a connection works.
         self._attempts = Attempts.of(options, env.clock, env.stopping)
         #: Whether the source queue had messages when this connection was opened.
-        self._found_messages = False
+        self._had_messages = False
         #: Whether callbacks are so slow that no delivery may wait unacknowledged.
         self._slow = False
         #: The number of ended channels that may have left unsecured bundles in the holding queue.
         self._uncertain_bundles = 0
-        self._handed = 0
+        self._returned = 0
         self._stopped = False
         self._closed = False
         self._connect_in_time()
@@ -196,7 +196,7 @@ class RabbitSource:
                 "holding_queue": intake.holding_queue,
                 "virtual_host": self._address.virtual_host,
                 "bundles": buffer.bundles,
-                "messages": self._handed,
+                "messages": self._returned,
                 # Possible bundles that are not counted, and messages never returned to the run.
                 "extra": self._uncertain_bundles + buffer.under_way,
             }
@@ -213,7 +213,7 @@ class RabbitSource:
 
     # -- connecting ----------------------------------------------------------------------------
 
-    def _ensure(self) -> bool:
+    def _ensure_connection(self) -> bool:
         """Reconnects after an error; does nothing without one.
 
         :returns: Whether there is a connection; ``False`` only if the run is stopping: it still
@@ -232,7 +232,7 @@ class RabbitSource:
         return True
 
     def _reconnect(self, error: BroadwayError) -> None:
-        self._prepare_to_go_on(error)
+        self._prepare_reconnect(error)
         log.warning("%s: what is not secured yet is received again.", error)
         self._end_channel()
         self._connection.close()
@@ -255,14 +255,14 @@ class RabbitSource:
         connection = ConnectionThread.to(self._address, on_lost=self._buffer.fail)
         try:
             channel = connection.channel()
-            self._found_messages = _prepare(self._options, connection, channel) > 0
+            self._had_messages = _prepare_queue(self._options, connection, channel) > 0
             self._consumer = Consumer(channel, self._intake, slow=self._slow)
             self._connection = connection
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             connection.close()
             raise
 
-    def _prepare_to_go_on(self, error: BroadwayError) -> None:
+    def _prepare_reconnect(self, error: BroadwayError) -> None:
         """Prepares for reconnecting after an error.
 
         :raises BroadwayError: If the error is permanent.
@@ -292,19 +292,19 @@ class RabbitSource:
         end = self._clock.monotonic() + max(timeout, self._least_timeout)
         last = end + _QUIET_TIMEOUT
         self._intake.check_deadline()
-        while self._ensure():
-            self._ask_for(demand)
-            held, quiet = self._wait(demand, end)
-            if held:
+        while self._ensure_connection():
+            self._request(demand)
+            secured, quiet = self._wait(demand, end)
+            if secured:
                 self._attempts.worked()
-                return self._messages(held)
+                return self._to_messages(secured)
             if quiet:
-                if self._clock.monotonic() > last or not self._more_to_come():
-                    self._see_why_nothing_came()
+                if self._clock.monotonic() > last or not self._has_more():
+                    self._check_for_stream()
                     return []
                 end = self._clock.monotonic() + _NEXT_TIMEOUT
             if self._buffer.error is None and self._wants_to_open:
-                with self._unless_lost():
+                with self._suppress_if_lost():
                     self._open()
         return []
 
@@ -314,11 +314,11 @@ class RabbitSource:
 
         With a shorter one, the queue would count as quiet.
         """
-        if self._handed:
+        if self._returned:
             return _NEXT_TIMEOUT
-        return _FIRST_TIMEOUT if self._found_messages else 0.0
+        return _FIRST_TIMEOUT if self._had_messages else 0.0
 
-    def _ask_for(self, demand: int) -> None:
+    def _request(self, demand: int) -> None:
         """Requests that the consumer secure up to ``demand`` messages."""
         consumer = self._consumer
         if consumer.wants_journal:
@@ -355,7 +355,7 @@ class RabbitSource:
         """Whether deliveries wait for a holding queue."""
         return bool(self._consumer.backlog) and not self._intake.holding_queue
 
-    def _more_to_come(self) -> bool:
+    def _has_more(self) -> bool:
         """Whether messages are in the queue or under way."""
         consumer = self._consumer
         if consumer.stopped:
@@ -372,14 +372,14 @@ class RabbitSource:
                 return True
         return bool(consumer.backlog or self._buffer.under_way or not self._buffer.empty)
 
-    def _see_why_nothing_came(self) -> None:
+    def _check_for_stream(self) -> None:
         """Refuses a stream, which looks like an empty queue; checked once a day.
 
         :raises ProducerError: If the queue is a stream.
         """
         now = self._clock.now().timestamp()
-        if not self._handed and not self._intake.journal.seen_type(now):
-            with self._unless_lost():
+        if not self._returned and not self._intake.journal.seen_type(now):
+            with self._suppress_if_lost():
                 refuse_stream(self._connection, self._options.queue)
                 self._intake.journal.note_type(now)
         if self._buffer.error is None:
@@ -396,7 +396,7 @@ class RabbitSource:
         connection.post(consumer.open)
 
     @contextmanager
-    def _unless_lost(self) -> Iterator[None]:
+    def _suppress_if_lost(self) -> Iterator[None]:
         """Suppresses errors of a lost connection: reconnecting resolves them."""
         try:
             yield
@@ -404,10 +404,10 @@ class RabbitSource:
             if self._buffer.error is None and self._connection.lost is None:
                 raise
 
-    def _messages(self, held: list[Held]) -> list[Message]:
-        made = self._make(held)
-        self._handed += len(made)
-        return made
+    def _to_messages(self, bundled: list[Held]) -> list[Message]:
+        messages = self._make(bundled)
+        self._returned += len(messages)
+        return messages
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages
@@ -419,11 +419,11 @@ class RabbitSource:
             return []
         self._stopped = True
         self._buffer.demand(0)
-        self._in_thread(self._consumer.stop)
+        self._run_in_thread(self._consumer.stop)
         self._await_confirms()
         self._end_channel()
-        held = self._buffer.take_all()
-        return self._messages(held) if held else []
+        secured = self._buffer.take_all()
+        return self._to_messages(secured) if secured else []
 
     def close(self) -> None:
         if self._closed:
@@ -465,12 +465,12 @@ class RabbitSource:
     def _end_channel(self) -> None:
         """Closes the consumer's channel: from now on no delivery is acknowledged."""
         channel = self._consumer.confirm_channel
-        self._in_thread(channel.end)
+        self._run_in_thread(channel.end)
         if self._connection.lost is None:
             channel.channel.await_closed(_CLOSE_TIMEOUT)
         self._uncertain_bundles += channel.window.uncertain
 
-    def _in_thread(self, function: Callable[[], None]) -> None:
+    def _run_in_thread(self, function: Callable[[], None]) -> None:
         """Calls ``function`` in the connection's thread, and waits for its end.
 
         Closes the connection on an error: the thread of a lost connection has ended.
@@ -484,7 +484,7 @@ class RabbitSource:
 # -- the source queue, which belongs to the user ---------------------------------------------------
 
 
-def _prepare(options: RabbitMQOptions, connection: ConnectionThread, channel: Channel) -> int:
+def _prepare_queue(options: RabbitMQOptions, connection: ConnectionThread, channel: Channel) -> int:
     """Calls ``after_connect``, declares and binds the source queue; returns its depth.
 
     :raises ProducerUnavailable: If ``after_connect`` raises: it is retried.
@@ -506,8 +506,8 @@ def _prepare(options: RabbitMQOptions, connection: ConnectionThread, channel: Ch
         connection.call(what, "queue_declare", queue=queue, **dict(options.declare))
     for exchange, arguments in options.bindings:
         # Without a routing key pika would use the queue's name.
-        bound = {"routing_key": "", **dict(arguments)}
-        connection.call(what, "queue_bind", queue=queue, exchange=exchange, **bound)
+        bind_arguments = {"routing_key": "", **dict(arguments)}
+        connection.call(what, "queue_bind", queue=queue, exchange=exchange, **bind_arguments)
     return int(connection.call(what, "queue_declare", queue=queue, passive=True).message_count)
 
 

@@ -39,7 +39,7 @@ CLAIM_TIMEOUT = 60.0
 #: Attempts at a settlement whose connections are lost only after a while.
 _MAX_SETTLE_TRIES = 3
 
-_Done = TypeVar("_Done")
+_T = TypeVar("_T")
 
 
 class RabbitCustodian:
@@ -55,9 +55,9 @@ class RabbitCustodian:
         self._clock = env.clock
         self._opened: ConnectionThread | None = None
         self._turns: dict[str, Turn] = {}
-        self._take_up(env.index)
+        self._use_producer(env.index)
 
-    def _take_up(self, index: int) -> None:
+    def _use_producer(self, index: int) -> None:
         """Switches to the options of one producer."""
         self.close()
         self._index = index
@@ -66,11 +66,11 @@ class RabbitCustodian:
         self._queues = StandingQueues(self._options, self._journal)
 
     def renew(self, lease: Lease) -> Lease | None:
-        return lease if self._clock.now() < self._checked(lease).deadline else None
+        return lease if self._clock.now() < self._check_lease(lease).deadline else None
 
     def holds(self, lease: Lease) -> bool:
-        lease = self._checked(lease)
-        return self._until_done(lambda: self._holds(lease))
+        lease = self._check_lease(lease)
+        return self._retry_until_done(lambda: self._holds(lease))
 
     def _holds(self, lease: Lease) -> bool:
         if self._clock.now() >= lease.deadline or self._journal.is_over(lease.generation):
@@ -79,8 +79,8 @@ class RabbitCustodian:
         return name is None or self._connection.depth(name) is not None
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        lease = self._checked(lease)
-        report = self._until_done(lambda: self._settle(lease, settlement))
+        lease = self._check_lease(lease)
+        report = self._retry_until_done(lambda: self._settle(lease, settlement))
         return report + SettleReport(errors=about_set_aside(lease))
 
     def _settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
@@ -101,10 +101,10 @@ class RabbitCustodian:
             return work.run(queue, self._clock.now())
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        lease = self._checked(lease)
+        lease = self._check_lease(lease)
         chosen = list(entries)
         try:
-            return self._until_done(lambda: self._settle_now(lease, chosen))
+            return self._retry_until_done(lambda: self._settle_now(lease, chosen))
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             self._turns.pop(lease.generation, None)  # a retry may publish duplicates
             raise
@@ -119,23 +119,23 @@ class RabbitCustodian:
         done = self._journal.log_of(lease.generation).now()
         outbox = self._outbox(lease, lambda: self._turn_of(lease.generation))
         actions: Counter[Action] = Counter()
-        news: dict[str, Action] = {}
+        carried_out: dict[str, Action] = {}
         for entry in chosen:
             key, action = entry.message_id, entry.verdict.action
             if key in done:
                 actions[done[key]] += 1
                 continue
             if action is not Action.ACK:
-                held = held_of(entry)
-                if held is None:
+                message = held_of(entry)
+                if message is None:
                     outbox.guard.refuse(key, "its payload was not kept")
                     continue
-                action = outbox.carry_out(held, entry.verdict)
-            news[key] = action
+                action = outbox.carry_out(message, entry.verdict)
+            carried_out[key] = action
             actions[action] += 1
-        for key in outbox.finish().keys() & news.keys():  # it stays in its bundle
-            actions[news.pop(key)] -= 1
-        self._journal.log_of(lease.generation).note_now(news)
+        for key in outbox.finish().keys() & carried_out.keys():  # it stays in its bundle
+            actions[carried_out.pop(key)] -= 1
+        self._journal.log_of(lease.generation).note_now(carried_out)
         guard = outbox.guard
         report = report_of(+actions, failed=len(guard.refused), errors=guard.errors())
         return replace(report, undone=frozenset(guard.refused))
@@ -151,7 +151,7 @@ class RabbitCustodian:
             self._turns[generation] = self._journal.note_turn(generation, whole=False)
         return self._turns[generation]
 
-    def _until_done(self, work: Callable[[], _Done]) -> _Done:
+    def _retry_until_done(self, work: Callable[[], _T]) -> _T:
         """Calls ``work``, and retries after a lost connection: the journal records progress.
 
         :raises ProducerUnavailable: If the broker is unavailable, or loses every connection, for
@@ -186,10 +186,10 @@ class RabbitCustodian:
         name = lease.state.get("holding_queue") or self._journal.opened(lease.generation)
         return self._queues.names.own_held(name) if name else None
 
-    def _checked(self, lease: Lease) -> Lease:
+    def _check_lease(self, lease: Lease) -> Lease:
         index = int(lease.state.get("index", self._env.index))
         if index != self._index and self._producer.merge_options is not None:
-            self._take_up(index)
+            self._use_producer(index)
         return check_lease(lease, self._options.kind, self._options.queue)
 
     @property

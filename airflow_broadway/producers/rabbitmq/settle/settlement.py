@@ -93,39 +93,39 @@ class Outbox:
         self._turn: Turn | None = None
         self._publisher: Publisher | None = None
 
-    def carry_out(self, held: Held, verdict: Verdict, *, repeated: bool = False) -> Action:
+    def carry_out(self, message: Held, verdict: Verdict, *, repeated: bool = False) -> Action:
         """Carries out a verdict other than ``ACK``; :meth:`finish` returns the failures.
 
         :param repeated: Whether another settlement may publish a duplicate; set on dead letters.
         :returns: The action: a message without room for a retry's mark is dead-lettered.
         """
         action = verdict.action
-        with self.guard.each(held.message_id):
+        with self.guard.each(message.message_id):
             try:
-                self._publish(held, verdict, repeated)
+                self._publish(message, verdict, repeated)
             except marks.TooLarge as error:
                 if action is Action.DEAD_LETTER:
                     raise
                 action = Action.DEAD_LETTER
                 reason = f"it cannot be delivered again: {error}"
-                self._publish(held, Verdict(action, 0.0, reason, "settle"), repeated)
+                self._publish(message, Verdict(action, 0.0, reason, "settle"), repeated)
         return action
 
-    def _publish(self, held: Held, verdict: Verdict, repeated: bool) -> None:
-        exchange, routing_key = self._place(held, verdict)
-        self._queues.check_place(self._connection, exchange, routing_key)
-        properties = self._properties(held, verdict, repeated)
-        if len(routing_key.encode()) > 255:
-            raise ProducerError(f"its routing key cannot be published again: {routing_key!r}")
+    def _publish(self, message: Held, verdict: Verdict, repeated: bool) -> None:
+        exchange, key = self._place(message, verdict)
+        self._queues.check_place(self._connection, exchange, key)
+        properties = self._properties(message, verdict, repeated)
+        if len(key.encode()) > 255:
+            raise ProducerError(f"its routing key cannot be published again: {key!r}")
         if self._publisher is None:
             self._publisher = Publisher(self._connection, marks.publication_key)
-        self._publisher.publish(exchange, routing_key, properties, held.body, key=held.message_id)
+        self._publisher.publish(exchange, key, properties, message.body, key=message.message_id)
 
-    def _place(self, held: Held, verdict: Verdict) -> tuple[str, str]:
+    def _place(self, message: Held, verdict: Verdict) -> tuple[str, str]:
         """Returns the exchange and routing key for a verdict."""
         if verdict.action is Action.DEAD_LETTER:
             self._queues.ensure_dead(self._connection)
-            return self._queues.dead_for(held.route)
+            return self._queues.dead_for(message.route)
         delay = verdict.delay if verdict.action is Action.RETRY else 0.0
         if verdict.action is Action.LEAVE:
             delay = (self._deadline - self._clock.now()).total_seconds()
@@ -134,22 +134,22 @@ class Outbox:
             return "", self._queues.names.source
         return "", self._queues.ensure_delay(self._connection, step)
 
-    def _properties(self, held: Held, verdict: Verdict, repeated: bool) -> bytes:
+    def _properties(self, message: Held, verdict: Verdict, repeated: bool) -> bytes:
         turn, repeats = self._turn = self._turn or self._next_turn()
         action, limit = verdict.action, self._connection.max_properties
-        attempt = held.attempt + (1 if action is Action.RETRY else 0)
-        mark = marks.Mark(held.message_id, self._generation, attempt, turn)
+        attempt = message.attempt + (1 if action is Action.RETRY else 0)
+        mark = marks.Mark(message.message_id, self._generation, attempt, turn)
         if action is not Action.DEAD_LETTER:
-            return marks.republished(held, mark, limit=limit)
+            return marks.republished(message, mark, limit=limit)
         return marks.dead_lettered(
-            held,
+            message,
             mark,
             reason=verdict.reason,
             stage=verdict.stage,
             source=self._queues.names.source,
             now=self._clock.now(),
             # Not on retries: a marked message is always received as redelivered.
-            repeated=held.redelivered or repeats or repeated,
+            repeated=message.redelivered or repeats or repeated,
             limit=limit,
         )
 
@@ -224,7 +224,7 @@ class LeaseSettlement:
     def _settle(self, queue: HoldingQueue) -> SettleReport:
         """Settles the generation's own holding queue."""
         queue.fence(self._lease.generation)
-        if self._is_known() and queue.count(self._counted, COUNT_TIMEOUT) == self._counted:
+        if self._staging_suffices() and queue.count(self._counted, COUNT_TIMEOUT) == self._counted:
             covered, counted = None, self._counted
             self._publish_staged(removed=False)
             report = self._report()
@@ -232,7 +232,7 @@ class LeaseSettlement:
             covered, counted = self._outcome.bundles, None
             self._settle_bundles(queue)
             report = self._report()
-            report += SettleReport(errors=tuple(self._removed_by_hand(queue.name, report.lapsed)))
+            report += SettleReport(errors=tuple(self._describe_missing(queue.name, report.lapsed)))
         failed = self._outbox.guard.refused
         noted = self._journal.note_settled(self._lease.generation, report, covered, failed)
         if is_swept(noted):
@@ -242,7 +242,7 @@ class LeaseSettlement:
             return empty(queue, self._journal, self._lease.generation, noted, counted)
         for tag, published in self._outcome.tags.items():
             if failed.keys().isdisjoint(published):
-                queue.getter.keep(tag)
+                queue.getter.mark_for_ack(tag)
         queue.free()
         return noted.report
 
@@ -272,7 +272,7 @@ class LeaseSettlement:
 
     # -- from staging --------------------------------------------------------------------------
 
-    def _is_known(self) -> bool:
+    def _staging_suffices(self) -> bool:
         """Whether staging has all that is needed, so that no bundle is read."""
         expected, messages = self._settlement.expected, self._lease.state.get("messages", -1)
         return (
@@ -280,10 +280,10 @@ class LeaseSettlement:
             and expected is not None
             and self._counted is not None
             and expected in (messages, messages - len(self._now))
-            and all(map(_has_all, self._settlement.entries()))
+            and all(map(_can_carry_out, self._settlement.entries()))
         )
 
-    def _others(self) -> int:
+    def _count_others(self) -> int:
         """Counts the manifest's messages that were not settled immediately."""
         expected = self._settlement.expected or 0
         if self._settlement.settled_now is not None:
@@ -305,15 +305,15 @@ class LeaseSettlement:
             entries = chain(entries, others)
         for entry in entries:
             key, action = entry.message_id, entry.verdict.action
-            if key in self._now or key in outcome.became or key in outcome.lost:
+            if key in self._now or key in outcome.actions or key in outcome.lost:
                 continue
             if action is not Action.ACK:
-                held = held_of(entry)
-                if held is None:
+                message = held_of(entry)
+                if message is None:
                     outcome.lost.add(key)
                     continue
-                action = self._outbox.carry_out(held, entry.verdict, repeated=removed)
-            outcome.became[key] = action
+                action = self._outbox.carry_out(message, entry.verdict, repeated=removed)
+            outcome.actions[key] = action
             if removed:
                 outcome.staged.add(key)
 
@@ -340,10 +340,10 @@ class LeaseSettlement:
                         action = self._outbox.carry_out(message, verdict)
                         published.append(message.message_id)
                     outcome.note(message, action)
-        if self._settlement.expected is not None and len(outcome.became) < self._others():
+        if self._settlement.expected is not None and len(outcome.actions) < self._count_others():
             self._publish_staged(removed=True)
 
-    def _removed_by_hand(self, name: str, lapsed: int) -> Iterator[str]:
+    def _describe_missing(self, name: str, lapsed: int) -> Iterator[str]:
         """Describes the missing bundles."""
         staged = len(self._outcome.staged)
         if self._settlement.expected is not None and (lapsed or staged):
@@ -367,12 +367,12 @@ class LeaseSettlement:
                 f" settled: {'; '.join(self._outbox.guard.errors())}; mend that and clear the task"
             )
         for key in failed:
-            outcome.became.pop(key, None)
-        actions = Counter(outcome.became.values()) + outcome.more
-        done = self._now | outcome.became | dict.fromkeys(failed, Action.RELEASE)
+            outcome.actions.pop(key, None)
+        actions = Counter(outcome.actions.values()) + outcome.more
+        done = self._now | outcome.actions | dict.fromkeys(failed, Action.RELEASE)
         lapsed, whole = 0, False
         if self._settlement.expected is not None:
-            short = self._others() - actions.total() - len(failed)
+            short = self._count_others() - actions.total() - len(failed)
             if outcome.rest_is_acked:
                 actions[Action.ACK] += short - len(outcome.lost)
                 short = len(outcome.lost)
@@ -402,7 +402,7 @@ class Outcome:
         #: Delivery tag of a bundle → ids of its messages that were published.
         self.tags: dict[int, list[str]] = {}
         #: Message id → action that was carried out.
-        self.became: dict[str, Action] = {}
+        self.actions: dict[str, Action] = {}
         #: The actions for further messages with these ids.
         self.more: Counter[Action] = Counter()
         #: The messages without a bundle that were settled from staging, and the messages that
@@ -437,17 +437,17 @@ class Outcome:
             if self._hashes.get(key) == _hash_of(message):
                 return None
             listed = manifest is None or key in manifest or key in named
-            if key in self.became or not listed:
+            if key in self.actions or not listed:
                 return RELEASE  # received, but in no manifest
         return named.get(key, self._settlement.rest)
 
     def note(self, message: Held, action: Action) -> None:
         """Records the action for a message."""
         key = message.message_id
-        if key in self.became:  # a generation without a manifest releases all messages
+        if key in self.actions:  # a generation without a manifest releases all messages
             self.more[action] += 1
             return
-        self.became[key] = action
+        self.actions[key] = action
         self._hashes[key] = _hash_of(message)
 
 
@@ -503,12 +503,12 @@ def empty(
                 log.error("A message stays in %r: %s.", queue.name, error)
                 continue
             if header.generation == generation and not progress.left(header, messages):
-                queue.getter.keep(delivered.tag)
+                queue.getter.mark_for_ack(delivered.tag)
     queue.free()
     return report
 
 
-def _has_all(entry: Entry) -> bool:
+def _can_carry_out(entry: Entry) -> bool:
     """Whether a verdict can be carried out without the message's bundle."""
     return entry.verdict.action is Action.ACK or held_of(entry) is not None
 
@@ -521,7 +521,7 @@ def _hash_of(message: Held) -> int:
 
 
 def sweep(connection: ConnectionThread, queues: StandingQueues, env: ProducerEnv) -> None:
-    """Takes over holding queues of dead generations.  Errors are logged, and do not fail the run."""
+    """Takes over holding queues of dead generations.  Errors are logged; the run continues."""
     try:
         for name, depth in queues.holding.present(connection):
             if env.stopping():
@@ -561,7 +561,7 @@ def _take_over(
     queue.fence(generation)
     journal.note_swept(generation)
     outbox = Outbox(connection, queues, env.clock, generation, env.clock.now())
-    known: dict[str, Progress] = {}
+    progress: dict[str, Progress] = {}
     errors: list[str] = []
     # Delivery tag → generation, and ids of the released messages.
     released: dict[int, tuple[str, list[str]]] = {}
@@ -571,16 +571,16 @@ def _take_over(
         except BundleError as error:
             errors.append(str(error))
             continue
-        if header.generation not in known:
-            known[header.generation] = Progress(journal.log_of(header.generation))
-        left = known[header.generation].left(header, messages)
+        if header.generation not in progress:
+            progress[header.generation] = Progress(journal.log_of(header.generation))
+        left = progress[header.generation].left(header, messages)
         for message in left:
             outbox.carry_out(message._replace(redelivered=True), RELEASE)
         released[delivered.tag] = header.generation, [message.message_id for message in left]
     failed = outbox.finish()
     for tag, (other, ids) in released.items():
         if failed.keys().isdisjoint(ids):
-            queue.getter.keep(tag)
+            queue.getter.mark_for_ack(tag)
         else:  # the bundle stays, for the next sweep
             done = (key for key in ids if key not in failed)
             journal.log_of(other).note_done(dict.fromkeys(done, Action.RELEASE))

@@ -20,7 +20,7 @@ def test_a_return_that_names_nothing_refuses_all_that_is_open() -> None:
     made.returned(None, "NO_ROUTE")
     made.confirmed(3, True)
 
-    assert made.relied_on() == [(10, "load 1")]
+    assert made.take_secured() == [(10, "load 1")]
     assert set(made.refused) == {"b2", "b3"}
 
 
@@ -31,7 +31,7 @@ def test_a_delivery_without_a_load_is_done_with_when_all_before_it_is(tag: int, 
     assert made.extend(tag)
 
     made.confirmed(2, True)
-    assert made.relied_on() == [(10, "load 1"), (last, "load 2")]
+    assert made.take_secured() == [(10, "load 1"), (last, "load 2")]
     assert not made.extend(30)
 
 
@@ -55,7 +55,7 @@ def test_only_the_confirmed_prefix_is_ever_relied_on(
         elif kind != "r":
             made.confirmed(number, multiple, refused=kind == "c")
             (good if kind == "a" else bad).update(news)
-        relied += [tag // 10 for tag, _ in made.relied_on() if tag is not None]
+        relied += [tag // 10 for tag, _ in made.take_secured() if tag is not None]
 
         prefix = 0
         while prefix + 1 in good:

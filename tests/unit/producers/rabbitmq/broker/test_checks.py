@@ -14,9 +14,9 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker import checks
 from airflow_broadway.producers.rabbitmq.broker.checks import (
+    ApiError,
     Role,
     Setting,
-    Unseen,
     _matches,
     check_queues,
     check_version,
@@ -235,7 +235,7 @@ class Api:
 
     def feature_flags(self) -> dict[str, str]:
         if self.flags is None:
-            raise Unseen("for administrators")
+            raise ApiError("for administrators")
         return self.flags
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.receive.intake import Aside, Buffer
+from airflow_broadway.producers.rabbitmq.receive.intake import Buffer, Quarantined
 
 
 def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(
@@ -15,7 +15,7 @@ def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(
     caplog.set_level(logging.ERROR)
     buffer = Buffer()
     for number in range(12):
-        buffer.add([Aside(f"m{number}", "bundle" if number % 2 else "oversized", "why")])
+        buffer.add([Quarantined(f"m{number}", "bundle" if number % 2 else "oversized", "why")])
     assert [text.split()[1] for text in caplog.messages] == [f"m{number}" for number in range(10)]
     assert buffer.set_aside == {"oversized": 6, "bundle": 6}
 
