@@ -75,7 +75,7 @@ def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken
 
     with (
         policy(place, pattern, operator=True, expires=3_600_000) as name,
-        pytest.raises(ProducerError, match=rf"operator policy '{name}' gives it expires") as raised,
+        pytest.raises(ProducerError, match=rf"operator policy '{name}' sets expires") as raised,
     ):
         received(place, "g1", extra=extra)
 
@@ -95,7 +95,7 @@ def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(
         assert len(received(place, "g1", extra=extra)) == 1
 
     [told] = [text for text in caplog.messages if place.name in text and "max-length" in text]
-    assert "gives it max-length 100: the oldest message is dropped" in told
+    assert "sets max-length 100: the oldest message is dropped" in told
 
 
 def test_each_run_checks_policies_even_an_empty_one(
@@ -145,7 +145,7 @@ def test_a_dead_runs_messages_stay_where_they_are_while_a_policy_would_lose_them
     # When a policy would lose what is in one of the queues
     with (
         policy(place, rf"^broadway\.{queue}\.{place.name}", expires=3_600_000) as name,
-        pytest.raises(ProducerError, match=f"'{name}' gives it expires 3600000 ms"),
+        pytest.raises(ProducerError, match=f"'{name}' sets expires 3600000 ms"),
     ):
         received(place, "g2", extra=extra)
 

@@ -147,7 +147,7 @@ def _dead_letter_queue(options: RabbitMQOptions) -> str:
     if isinstance(target, Mapping):
         raise ProducerError(
             f"the dead letters of {options.queue!r} go to the exchange {target.get('exchange')!r},"
-            " which does not say into which queues it puts them: name the queue as the place"
+            " whose queues are not known: name the queue as the place"
         )
     return str(target)
 

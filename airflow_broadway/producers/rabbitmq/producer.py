@@ -35,7 +35,7 @@ class RabbitMQProducer(RabbitMQOptions):
         if "on_failure" in getattr(merged, "_auto", ()):
             log.warning(
                 "RabbitMQProducer.on_failure should be specified: by default,"
-                " 'reject_and_requeue', a message that always fails comes again in every run; most"
+                " 'reject_and_requeue', a message that always fails is retried in every run; most"
                 " pipelines want 'retry'."
             )
         return RabbitSource(merged, env, sweep)

@@ -29,7 +29,7 @@ def the_holding_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
     try:
         first = place.take(source, 1_000)
         place.delete(place.holding_queue("g1"))
-        with pytest.raises(LeaseLapsed, match="takes no more messages"):
+        with pytest.raises(LeaseLapsed, match="accepts no more messages"):
             place.take(source)
         lease = source.lease
     finally:
@@ -73,7 +73,7 @@ def the_holding_queue_refuses(place: Place, name: str) -> Found:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KEEPING, "x-max-length", 3)
         source = place.source("g1")
-        with pytest.raises(BroadwayError, match="takes no more messages"):  # noqa: PT012
+        with pytest.raises(BroadwayError, match="accepts no more messages"):  # noqa: PT012
             while True:
                 handed += len(place.receive(source))
         lease = source.lease

@@ -386,12 +386,12 @@ class ConfirmChannel(_ConfirmedChannel):
         other = self._elsewhere.get(key)
         if other is not None:
             return errors.ProducerError(
-                f"{other!r} takes no message that this run would set aside there: {reason}.  Make"
-                " room, or create it; what is not secured stays in its queue"
+                f"{other!r} accepts no dead letter of this run: {reason}.  Make room, or create"
+                " it; unsecured messages stay in their queue"
             )
         return errors.LeaseLapsed(
-            f"{self._what} takes no more messages: {reason}.  This run's lease was ended,"
-            " or its queue deleted or filled up; what is not secured stays in its queue"
+            f"{self._what} accepts no more messages: {reason}.  This run's lease was ended,"
+            " or its queue deleted or filled up; unsecured messages stay in their queue"
         )
 
 

@@ -238,7 +238,7 @@ def _map_refusal(cause: BaseException, address: Address) -> ProducerError | None
         return ProducerError(f"{where}: TLS failed: {cause}")
     if isinstance(cause, exceptions.ConnectionBlockedTimeout):
         return Blocked(
-            f"{where} is short of memory or disk, and has taken nothing from this connection"
+            f"{where} is short of memory or disk, and has blocked this connection"
             f" for {address.blocked_connection_timeout:.0f} s: make room there and clear the task"
         )
     return None
@@ -538,7 +538,7 @@ def _map_unexpected(error: Exception, address: Address) -> ProducerError:
         return translate(error, address, opened=True)  # the connection was lost just now
     unexpected = ProducerError(
         f"the connection to RabbitMQ was ended by an unexpected {type(error).__name__}: {error};"
-        " what it had not secured is in its queue; please report it"
+        " unsecured messages are in their queue; please report it"
     )
     unexpected.__cause__ = error
     return unexpected

@@ -96,8 +96,8 @@ class Management:
             )
         if not address.login:
             raise ApiError(
-                "the connection names no user and password, which the management API needs beside"
-                " the certificate"
+                "the connection has no user and password, which the management API needs in"
+                " addition to the certificate"
             )
         self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
         warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
@@ -389,11 +389,11 @@ def _matches(pattern: str, name: str) -> bool:
 # -- the rules -------------------------------------------------------------------------------------
 
 _OWN_QUEUE: Final = {
-    "expires": "the queue is deleted, with what is in it, when nobody used it for so long",
-    "message-ttl": "what waits longer in it is lost",
-    "delivery-limit": "what is returned to it more often is lost",
-    "drops": "the oldest in it is lost when it is full",
-    "refuses": "it takes nothing more when it is full, so that runs fail",
+    "expires": "the queue is deleted with its messages when it is unused for so long",
+    "message-ttl": "messages that wait longer in it are lost",
+    "delivery-limit": "messages that are returned more often are lost",
+    "drops": "the oldest message is lost when it is full",
+    "refuses": "it refuses messages when it is full, so that runs fail",
 }
 #: Role → setting → consequence.  ``drops`` and ``refuses`` stand for a maximum length, depending on
 #: the queue's overflow behaviour.
@@ -403,13 +403,13 @@ _MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "message-ttl": "a message that waits longer for a run {gone}, a retry too",
         "delivery-limit": "a message returned more often {gone}, also by runs that died",
         "drops": "the oldest message {gone} when the queue is full, a retry too",
-        "refuses": "what a run releases into the full queue stays in its holding queue",
+        "refuses": "a message released into the full queue stays in its holding queue",
     },
     "held": _OWN_QUEUE,
     "delay": {
         **_OWN_QUEUE,
         "message-ttl": "retries come earlier than they should",
-        "delivery-limit": "what is returned to it more often leaves it",
+        "delivery-limit": "retries that are returned more often come early",
     },
     "dead": _OWN_QUEUE,
     "sink": _OWN_QUEUE,
@@ -444,7 +444,7 @@ def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Findin
         level: Level = "error" if rule in _ERRORS.get(role.name, ()) else "warning"
         value = f"{setting.value} ms" if name in ("expires", "message-ttl") else setting.value
         meaning = _MEANINGS[role.name][rule].format(gone=gone)
-        findings.append(_finding(level, role, f"{setting.by} gives it {name} {value}: {meaning}"))
+        findings.append(_finding(level, role, f"{setting.by} sets {name} {value}: {meaning}"))
     return findings
 
 
@@ -573,8 +573,8 @@ def _check_roles(
         limited = role.name == "source" and kind == "quorum" and version >= _LIMITED
         if limited and not {"delivery-limit", "dead-letter-exchange"} & settings.keys():
             text = (
-                "has no delivery-limit and no dead-letter exchange: what was returned to it more"
-                " than 20 times, also by runs that died, is dropped"
+                "has no delivery-limit and no dead-letter exchange: messages that are returned more"
+                " than 20 times, also by runs that died, are dropped"
             )
             yield _finding("warning", role, text)
 

@@ -256,7 +256,7 @@ class HoldingQueue:
             properties = encode(delivery_mode=2, message_id=self.name)
             publisher.publish(EXCHANGE, key, properties, body, key=self.name)
             for reason in publisher.flush().values():
-                raise ProducerError(f"the holding queue {self.name!r} takes no message: {reason}")
+                raise ProducerError(f"the holding queue {self.name!r} refuses messages: {reason}")
             publisher.close()
         return True
 

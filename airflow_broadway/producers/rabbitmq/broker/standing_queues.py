@@ -104,7 +104,7 @@ class StandingQueues:
             # this one, and then RabbitMQ died.
             if self.journal.relied(name) is not False:
                 break
-            log.warning("The queue %r was declared, and never answered: it is made anew.", name)
+            log.warning("The queue %r was declared and never responded: it is redeclared.", name)
             self._silent.add(name)
             connection.call(f"the queue {name!r}", "queue_delete", accepts=MISSING, queue=name)
             _declare(connection, name, arguments)
@@ -115,7 +115,7 @@ class StandingQueues:
         raise ProducerUnavailable(
             f"the queue {name!r} does not answer: RabbitMQ may have died right after it was"
             " declared; look at its log, and if the queue stays so and holds nothing, delete it"
-            " (rabbitmqctl delete_queue): the next run declares it anew"
+            " (rabbitmqctl delete_queue): the next run redeclares it"
         )
 
     # -- publishing ----------------------------------------------------------------------------

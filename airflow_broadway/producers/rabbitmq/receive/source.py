@@ -233,7 +233,7 @@ class RabbitSource:
 
     def _reconnect(self, error: BroadwayError) -> None:
         self._prepare_reconnect(error)
-        log.warning("%s: what is not secured yet is received again.", error)
+        log.warning("%s: unsecured messages are redelivered.", error)
         self._end_channel()
         self._connection.close()
         self._buffer.forget_unsecured()
@@ -457,7 +457,7 @@ class RabbitSource:
                 try:
                     left = self._confirm_timeout(end)
                 except ProducerUnavailable as error:
-                    log.warning("%s: what is not secured goes back to its queue.", error)
+                    log.warning("%s: unsecured messages are requeued.", error)
                     return
                 if buffer.changed.wait(left):
                     end = clock.monotonic()

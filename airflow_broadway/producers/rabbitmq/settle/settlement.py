@@ -364,7 +364,7 @@ class LeaseSettlement:
         if not outcome.staged.isdisjoint(failed):
             raise ProducerError(
                 "messages whose bundles were removed by hand cannot be published, so nothing was"
-                f" settled: {'; '.join(self._outbox.guard.errors())}; mend that and clear the task"
+                f" settled: {'; '.join(self._outbox.guard.errors())}; fix this and clear the task"
             )
         for key in failed:
             outcome.actions.pop(key, None)

@@ -156,7 +156,7 @@ def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name: str) -> N
     [one] = found(role(name), policy(expires=60_000))
 
     assert one.level == "error"
-    assert f"the queue {role(name).queue!r}: the policy 'p' gives it expires 60000 ms: " in one.text
+    assert f"the queue {role(name).queue!r}: the policy 'p' sets expires 60000 ms: " in one.text
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_errors_are_raised_as_one_and_the_rest_is_logged(
 
     assert "let no such policy match" in str(raised.value)
     [warning] = caplog.messages
-    assert "the queue 'orders': the policy 'p' gives it max-length 1: " in warning
+    assert "the queue 'orders': the policy 'p' sets max-length 1: " in warning
 
 
 def test_a_broker_whose_quorum_queues_lose_retries_that_wait_is_refused() -> None:
