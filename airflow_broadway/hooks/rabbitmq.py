@@ -75,5 +75,5 @@ class RabbitMQHook(BaseHook):
         connection.close()
         return (
             True,
-            f"RabbitMQ {properties.get('version', '')} answers at {connection.address.shown}.",
+            f"RabbitMQ {properties.get('version', '')} answers at {connection.address.netloc}.",
         )

@@ -251,8 +251,8 @@ def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(
         Management(Address(host="rabbit.example.org"))
 
     for host in ("localhost", "127.0.0.1", "::1"):
-        assert ":15672" in Management(Address(host=host)).shown
-    assert ":15671" in Management(Address(host="rabbit.example.org", tls={})).shown
+        assert ":15672" in Management(Address(host=host)).url
+    assert ":15671" in Management(Address(host="rabbit.example.org", tls={})).url
     assert caplog.messages == []
     Management(Address(management_url="http://rabbit.example.org"))
     [told] = caplog.messages

@@ -249,7 +249,7 @@ def test_bundles_that_nobody_counted_are_reported_when_their_queue_is_purged(
 
     # Then the report says so, the first time and ever after
     assert report.acked == 3
-    assert "held 2 bundles when it was purged, and 1 were to be there" in report.errors[0]
+    assert "held 2 bundles when it was purged, and 1 were expected" in report.errors[0]
     assert place.carry_out(lease, settlement_of(messages)) == report
 
 

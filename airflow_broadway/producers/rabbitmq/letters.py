@@ -75,9 +75,9 @@ class RabbitDeadLetters:
         places: dict[tuple[str, str], _Place] = {}
         for options in all_options:
             address, queue = address_for(options, env), place or _dead_letter_queue(options)
-            before = places.get((address.shown, queue))
+            before = places.get((address.netloc, queue))
             sources = (*(before.sources if before else ()), options.queue)
-            places[address.shown, queue] = _Place(address, queue, sources)
+            places[address.netloc, queue] = _Place(address, queue, sources)
         self._places = list(places.values())
         self._staging = env.staging
 
@@ -228,8 +228,8 @@ class _Move:
     def run(self) -> None:
         for delivered, letter in self._walk.letters():
             if self._moving.takes(letter) and self._send(delivered, letter):
-                own = letter.message_id, delivered.tag
-                self._sent.setdefault(letter.original_id, []).append(own)
+                item = letter.message_id, delivered.tag
+                self._sent.setdefault(letter.original_id, []).append(item)
                 if sum(map(len, self._sent.values())) >= ACKS_AT_ONCE:
                     self._confirm()
         self._confirm()
@@ -372,5 +372,5 @@ def _requeue_properties(delivered: Delivered, message_id: str, limit: int) -> by
     """
     route, properties = _restore_original(delivered)
     mark = marks.mark_of(delivered.properties) or marks.Mark(message_id, _NO_GENERATION, 1)
-    held = Held(message_id, 1, True, route, properties, delivered.body)
-    return marks.republished(held, mark._replace(attempt=1), limit=limit)
+    message = Held(message_id, 1, True, route, properties, delivered.body)
+    return marks.republished(message, mark._replace(attempt=1), limit=limit)

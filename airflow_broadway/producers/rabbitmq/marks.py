@@ -140,7 +140,7 @@ def republished(
     :param limit: Bytes of properties that fit a frame of the connection.
     :raises TooLarge: If there is no room even for the mark.
     """
-    fields, kept, original = _split_properties(message)
+    fields, rest, original = _split_properties(message)
     extra = dict(extra or {})
     reason = str(extra.get("x-broadway-reason", ""))
     short = {**extra, "x-broadway-reason": cut(reason, _SHORT_REASON)} if reason else extra
@@ -152,7 +152,7 @@ def republished(
         ours += [codec.encode_entry(name, value) for name, value in added.items()]
         if preserved:
             ours.append((ORIGINAL.encode(), b"F" + codec.join_entries(preserved)))
-        properties = codec.join_fields({**fields, "headers": codec.join_entries([*kept, *ours])})
+        properties = codec.join_fields({**fields, "headers": codec.join_entries([*rest, *ours])})
         if len(properties) <= limit:
             return properties
     raise TooLarge(
@@ -191,8 +191,8 @@ def dead_lettered(
     try:
         return republished(message, mark._replace(attempt=1), extra=details, limit=limit)
     except TooLarge:
-        fields, kept, _ = _split_properties(message)
-        bare = {**fields, "headers": codec.join_entries(kept)}
+        fields, rest, _ = _split_properties(message)
+        bare = {**fields, "headers": codec.join_entries(rest)}
         if len(codec.join_fields(bare)) > limit:  # delivery_mode is the byte too many
             del bare["delivery_mode"]
         return codec.join_fields(bare)
@@ -215,12 +215,12 @@ def _split_properties(
     except ProducerError:  # unreadable properties are kept as a whole
         unreadable = codec.encode_entry("unreadable", message.properties)
         return {"delivery_mode": b"\x02"}, [], [*original, unreadable]
-    kept = []
+    rest = []
     for name, raw in headers:
         if _is_harmful(name):
             original.append((name, raw))
         elif not name.startswith(_MARK):
-            kept.append((name, raw))
+            rest.append((name, raw))
     for field in _HARMFUL:
         value = fields.pop(field, None)
         if value is not None:
@@ -229,7 +229,7 @@ def _split_properties(
     if mode != b"\x02":
         original.append(codec.encode_entry("delivery_mode", None if mode is None else mode[0]))
     fields["delivery_mode"] = b"\x02"
-    return fields, kept, original
+    return fields, rest, original
 
 
 def _is_harmful(name: bytes) -> bool:
@@ -251,14 +251,14 @@ def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, 
     if b"unreadable" in original:
         raw = codec.decode_entry(original[b"unreadable"])
         return _restore_route(route, original), raw if isinstance(raw, bytes) else properties
-    kept = [header for header in headers if not header[0].startswith((_MARK, *_DEATHS))]
+    rest = [header for header in headers if not header[0].startswith((_MARK, *_DEATHS))]
     # Entries added since it was republished are from our delay queues, or from foreign queues.
     deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
     if deaths:
-        kept.append((b"x-death", codec.join_array(deaths)))
-    kept += [header for header in original.items() if _is_harmful(header[0])]
-    if kept:
-        fields["headers"] = codec.join_entries(kept)
+        rest.append((b"x-death", codec.join_array(deaths)))
+    rest += [header for header in original.items() if _is_harmful(header[0])]
+    if rest:
+        fields["headers"] = codec.join_entries(rest)
     else:
         fields.pop("headers", None)
     for field in _HARMFUL:

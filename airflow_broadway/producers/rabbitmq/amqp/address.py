@@ -71,7 +71,7 @@ class Address:
     management_url: str | None = field(default=None, repr=False)
 
     @property
-    def shown(self) -> str:
+    def netloc(self) -> str:
         """Host and port, for display."""
         return f"{self.host}:{self.port}"
 
@@ -121,7 +121,7 @@ class Address:
                 context.load_cert_chain(tls["cert"], tls.get("key") or None)
         except (OSError, ssl.SSLError) as error:
             raise ConnectionMissing(
-                f"the TLS files for RabbitMQ at {self.shown} cannot be used: {error}"
+                f"the TLS files for RabbitMQ at {self.netloc} cannot be used: {error}"
             ) from None
         if tls.get("verify") is False:
             context.check_hostname = False
@@ -148,16 +148,16 @@ def address_of(connection: Connection, *, name: str) -> Address:
 
     :raises ConnectionMissing: If it is a connection to another service, or is incomplete.
     """
-    shown = f"the connection {connection.conn_id!r}"
+    label = f"the connection {connection.conn_id!r}"
     if connection.conn_type not in _TYPES:
         raise ConnectionMissing(
-            f"{shown} is of type {connection.conn_type!r}; RabbitMQ needs one of type 'rabbitmq'"
+            f"{label} is of type {connection.conn_type!r}; RabbitMQ needs one of type 'rabbitmq'"
         )
     extra = {key: value for key, value in connection.extra.items() if value not in (None, "")}
-    tls = _tls_settings(connection, extra, shown)
+    tls = _tls_settings(connection, extra, label)
     hosts = _parse_hosts(connection.host, int(connection.port or (5672 if tls is None else 5671)))
     if not hosts:
-        raise ConnectionMissing(f"{shown} names no host")
+        raise ConnectionMissing(f"{label} names no host")
     mechanism = str(extra.get("auth_mechanism", "plain")).lower()
     external = mechanism == "external"
     properties = extra.get("client_properties", {})
@@ -178,7 +178,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
         ),
     ):
         if not is_valid:
-            raise ConnectionMissing(f"{shown}: its extra {extra_name!r} {rule}")
+            raise ConnectionMissing(f"{label}: its extra {extra_name!r} {rule}")
     default = "" if external else "guest"
     return Address(
         host=hosts[0][0],
@@ -192,7 +192,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
         tls=tls,
         name=name,
         management_url=url,
-        **{number: _read_number(extra, number, shown) for number in _NUMBERS},
+        **{number: _read_number(extra, number, label) for number in _NUMBERS},
     )
 
 
@@ -208,7 +208,7 @@ def _parse_hosts(text: str, port: int) -> list[tuple[str, int]]:
 
 
 def _tls_settings(
-    connection: Connection, extra: Mapping[str, Any], shown: str
+    connection: Connection, extra: Mapping[str, Any], label: str
 ) -> Mapping[str, Any] | None:
     """Returns the TLS settings of the extra ``tls``, true or an object, and of ``tls_ca`` etc."""
     tls = extra.get("tls")
@@ -218,11 +218,11 @@ def _tls_settings(
     if tls is True or (tls is None and (single or connection.conn_type == "amqps")):
         tls = {}
     if tls is not None and not isinstance(tls, Mapping):
-        raise ConnectionMissing(f"{shown}: its extra 'tls' must be true, false or an object")
+        raise ConnectionMissing(f"{label}: its extra 'tls' must be true, false or an object")
     return None if tls is None else {**tls, **single}
 
 
-def _read_number(extra: Mapping[str, Any], name: str, shown: str) -> Any:
+def _read_number(extra: Mapping[str, Any], name: str, label: str) -> Any:
     default, low, high = _NUMBERS[name]
     try:
         value = float(extra.get(name, default))
@@ -230,7 +230,7 @@ def _read_number(extra: Mapping[str, Any], name: str, shown: str) -> Any:
         value = math.nan
     if not low <= value <= high:
         raise ConnectionMissing(
-            f"{shown}: its extra {name!r} must be a number from {low:,g} to {high:,g}"
+            f"{label}: its extra {name!r} must be a number from {low:,g} to {high:,g}"
         )
     return type(default)(value)
 

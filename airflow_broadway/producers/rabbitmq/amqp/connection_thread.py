@@ -202,7 +202,7 @@ def translate(error: BaseException, address: Address, *, opened: bool = False) -
         refusal = _map_refusal(cause, address)
         if refusal is not None:
             return refusal
-    where = f"RabbitMQ at {address.shown}"
+    where = f"RabbitMQ at {address.netloc}"
     for cause in causes:
         code = getattr(cause, "reply_code", 0)
         if code:
@@ -217,7 +217,7 @@ def _map_refusal(cause: BaseException, address: Address) -> ProducerError | None
     """Translates a refused login, virtual host or TLS handshake, or a blocked connection."""
     from pika import exceptions
 
-    where, code = f"RabbitMQ at {address.shown}", getattr(cause, "reply_code", 0)
+    where, code = f"RabbitMQ at {address.netloc}", getattr(cause, "reply_code", 0)
     logins = (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError)
     if isinstance(cause, logins) or code == 403:
         if address.external:

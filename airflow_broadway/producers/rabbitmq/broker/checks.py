@@ -99,8 +99,8 @@ class Management:
                 "the connection has no user and password, which the management API needs in"
                 " addition to the certificate"
             )
-        self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
-        warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
+        warn_of_plain_http(self.url, "The user and password of RabbitMQ")
         self._address = address
         self._virtual_host = quote(address.virtual_host, safe="")
 
@@ -123,7 +123,7 @@ class Management:
         for kind, path in (("policy", "policies"), ("operator policy", "operator-policies")):
             rows = self._get(f"{path}/{self._virtual_host}")
             if not isinstance(rows, list) or not all(policy.keys() >= _POLICY for policy in rows):
-                raise ApiError(f"the management API at {self.shown} knows no {path}")
+                raise ApiError(f"the management API at {self.url} has no {path}")
             policies[kind] = rows
         return policies
 
@@ -145,14 +145,14 @@ class Management:
 
         try:
             context: ssl.SSLContext | bool = False  # of no effect without TLS
-            if self.shown.startswith("https:"):
+            if self.url.startswith("https:"):
                 context = self._address.ssl_context() or ssl.create_default_context()
             # Without proxy and netrc of the environment: the password is for one host only.
             with (
                 httpx.Client(verify=context, timeout=ANSWER_TIMEOUT, trust_env=False) as client,
                 client.stream(
                     "GET",
-                    f"{self.shown}/api/{path}",
+                    f"{self.url}/api/{path}",
                     auth=(self._address.login, self._address.password),
                     headers={"Accept": "application/json"},
                 ) as response,
@@ -161,27 +161,27 @@ class Management:
                     return None
                 if response.status_code in (401, 403):
                     raise ApiError(
-                        f"the management API at {self.shown} refuses user {self._address.login!r},"
+                        f"the management API at {self.url} refuses user {self._address.login!r},"
                         " who needs the tag 'management'"
                     )
                 if response.status_code != 200:
                     raise ApiError(
-                        f"the management API at {self.shown} answers with status"
+                        f"the management API at {self.url} answers with status"
                         f" {response.status_code}"
                     )
                 body = b""
                 for part in response.iter_bytes():
                     body += part
                     if len(body) > _MAX_ANSWER_BYTES:
-                        raise ApiError(f"the answer of {self.shown} is too long")
+                        raise ApiError(f"the answer of {self.url} is too long")
             return json.loads(body)
         except ConnectionMissing as error:
             raise ApiError(str(error)) from None
         except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-            why = str(error) or type(error).__name__
-            raise ApiError(f"the management API at {self.shown} cannot be reached: {why}") from None
+            text = str(error) or type(error).__name__
+            raise ApiError(f"the management API at {self.url} cannot be reached: {text}") from None
         except ValueError:
-            raise ApiError(f"what answers at {self.shown} is no management API") from None
+            raise ApiError(f"the server at {self.url} is not a management API") from None
 
 
 def delivery_limit(address: Address, queue: str, version: str) -> int | None:
@@ -227,7 +227,7 @@ def check(options: RabbitMQOptions, env: ProducerEnv) -> list[Finding]:
         if exists or options.declare is not None:
             return findings + check_queues(connection, options, exists=exists)
     text = (
-        f"RabbitMQ at {address.shown} has no queue {options.queue!r} in the virtual host"
+        f"RabbitMQ at {address.netloc} has no queue {options.queue!r} in the virtual host"
         f" {address.virtual_host!r}: create it, or correct the name"
     )
     return [*findings, Finding("error", text)]
@@ -486,7 +486,7 @@ def losses(address: Address, options: RabbitMQOptions) -> dict[str, str]:
         log.debug("Policies could not be checked: %s", error)
         return {}
     return {
-        role.queue: f"RabbitMQ would lose what is in {finding.text}"
+        role.queue: f"RabbitMQ would lose messages of {finding.text}"
         for role in roles
         for finding in judge(
             role, "quorum", effective(policies, role.queue, "quorum", role.arguments or {})
@@ -501,7 +501,7 @@ def check_version(connection: ConnectionThread) -> list[Finding]:
     if not () < _numbers(version) < _NEEDED:
         return []
     text = (
-        f"RabbitMQ at {connection.address.shown} is {version}: its quorum queues lose retries that"
+        f"RabbitMQ at {connection.address.netloc} is {version}: its quorum queues lose retries that"
         " wait, which 3.10 and later do not; upgrade it"
     )
     return [Finding("error", text)]
@@ -535,9 +535,9 @@ def check_queues(
     return findings
 
 
-def _unchecked_finding(why: str) -> Finding:
+def _unchecked_finding(reason: str) -> Finding:
     return Finding(
-        "warning", f"whether policies make this run lose messages could not be checked: {why}"
+        "warning", f"whether policies make this run lose messages could not be checked: {reason}"
     )
 
 
@@ -556,7 +556,7 @@ def _check_roles(
                 known = declare
                 if known is None:
                     yield _unchecked_finding(
-                        f"the management API at {management.shown} knows no queue {role.queue!r},"
+                        f"the management API at {management.url} knows no queue {role.queue!r},"
                         " so it is another broker's; set the connection's extra 'management_url'"
                     )
                     return

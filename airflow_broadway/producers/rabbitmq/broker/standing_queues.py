@@ -157,14 +157,14 @@ class StandingQueues:
 
     def _check_exchange(self, connection: ConnectionThread, name: str) -> None:
         if name not in self._exchanges:
-            why, what = "", f"the exchange {name!r} of dead letters"
+            reason, what = "", f"the exchange {name!r} of dead letters"
             try:
                 connection.call(what, "exchange_declare", exchange=name, passive=True)
             except ProducerUnavailable:
                 raise
             except ProducerError as error:
-                why = str(error)
-            self._exchanges[name] = why
+                reason = str(error)
+            self._exchanges[name] = reason
         if self._exchanges[name]:
             raise ProducerError(self._exchanges[name])
 

@@ -364,7 +364,7 @@ class Subscription:
             return
         if not self._slow:
             self._slow = True
-            log.info("Callbacks take their time: messages are received as they are asked for.")
+            log.info("Callbacks are slow: from now on messages are received on demand.")
         demands = self._demands
         self.cancel(lambda _: self._requeue_backlog() if demands == self._demands else None)
 

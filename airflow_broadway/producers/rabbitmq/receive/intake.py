@@ -133,7 +133,7 @@ class Buffer:
         return self.under_way >= self.credit
 
     def add(self, loads: Iterable[list[Held] | Quarantined | None]) -> None:
-        """Adds what was secured: the messages of bundles, or dead-lettered messages."""
+        """Adds secured messages: those of bundles, and dead-lettered ones."""
         with self.changed:
             for load in loads:
                 if isinstance(load, Quarantined):

@@ -173,7 +173,7 @@ class RabbitSource:
         self._slow = False
         #: The number of ended channels that may have left unsecured bundles in the holding queue.
         self._uncertain_bundles = 0
-        self._returned = 0
+        self._received = 0
         self._stopped = False
         self._closed = False
         self._connect_in_time()
@@ -196,7 +196,7 @@ class RabbitSource:
                 "holding_queue": intake.holding_queue,
                 "virtual_host": self._address.virtual_host,
                 "bundles": buffer.bundles,
-                "messages": self._returned,
+                "messages": self._received,
                 # Possible bundles that are not counted, and messages never returned to the run.
                 "extra": self._uncertain_bundles + buffer.under_way,
             }
@@ -275,8 +275,8 @@ class RabbitSource:
                 return
             if error.code == MISSING and f"exchange '{EXCHANGE}'" in error.text:
                 raise LeaseLapsed(
-                    f"the exchange {EXCHANGE!r} was deleted while this run received: what is not"
-                    " secured stays in its queue; clear the task, which declares it again"
+                    f"the exchange {EXCHANGE!r} was deleted while this run received: unsecured"
+                    " messages stay in their queue; clear the task, which declares it again"
                 ) from None
             raise explained(error, f"the queue {self._options.queue!r}") from None
         if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
@@ -314,7 +314,7 @@ class RabbitSource:
 
         With a shorter one, the queue would count as quiet.
         """
-        if self._returned:
+        if self._received:
             return _NEXT_TIMEOUT
         return _FIRST_TIMEOUT if self._had_messages else 0.0
 
@@ -378,7 +378,7 @@ class RabbitSource:
         :raises ProducerError: If the queue is a stream.
         """
         now = self._clock.now().timestamp()
-        if not self._returned and not self._intake.journal.seen_type(now):
+        if not self._received and not self._intake.journal.seen_type(now):
             with self._suppress_if_lost():
                 refuse_stream(self._connection, self._options.queue)
                 self._intake.journal.note_type(now)
@@ -406,7 +406,7 @@ class RabbitSource:
 
     def _to_messages(self, bundled: list[Held]) -> list[Message]:
         messages = self._make(bundled)
-        self._returned += len(messages)
+        self._received += len(messages)
         return messages
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -445,7 +445,7 @@ class RabbitSource:
             return left
         if self._connection.blocked:  # the connection itself limits the time
             return 1.0
-        raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
+        raise ProducerUnavailable("RabbitMQ does not confirm publications in time")
 
     def _await_confirms(self) -> None:
         """Waits until all packed deliveries are secured, or cannot be any more."""

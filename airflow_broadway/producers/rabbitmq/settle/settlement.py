@@ -203,12 +203,12 @@ class LeaseSettlement:
             return self._lapsed_report()
         expects = self._lease.state.get("bundles") and noted is None
         owner = queue.owner(COUNT_TIMEOUT if expects else 0.0)
-        own = owner is not None and owner.generation == generation
+        is_own = owner is not None and owner.generation == generation
         if noted is not None:
-            if own:  # an earlier settlement was killed before the queue was emptied
+            if is_own:  # an earlier settlement was killed before the queue was emptied
                 empty(queue, self._journal, generation, noted, None)
             return noted.report
-        if own:
+        if is_own:
             return self._settle(queue)
         if now >= self._lease.deadline:
             return self._lapsed_report()
@@ -261,10 +261,10 @@ class LeaseSettlement:
         if not self._lease.state.get("bundles"):  # the lease is from before the first message
             return SettleReport()
         count = int(self._lease.state.get("messages", 0)) - len(self._now)
-        held = many(count, "message") if count > 0 else "all of it"
+        lost = many(count, "message") if count > 0 else "all of it"
         error = (
             f"the holding queue {name!r} was emptied or deleted by hand before this run had"
-            f" published its manifest: what it held is lost ({held}); holding queues are emptied"
+            f" published its manifest: what it held is lost ({lost}); holding queues are emptied"
             " by this package alone"
         )
         log.error("%s", error, extra={"code": "holding_queue_emptied"})
@@ -489,7 +489,7 @@ def empty(
         if purged != expected:
             error = (
                 f"the holding queue {queue.name!r} held {many(purged, 'bundle')} when it was"
-                f" purged, and {expected} were to be there: another program published to it"
+                f" purged, and {expected} were expected: another program published to it"
             )
             log.error("%s", error, extra={"code": "holding_queue_count"})
             report += SettleReport(errors=(error,))

@@ -33,7 +33,7 @@ def test_a_password_is_in_no_text_about_an_address() -> None:
 
     assert address.password == "s3cret"
     assert (address.login, address.virtual_host, address.port) == ("me", "flights", 5672)
-    assert "s3cret" not in f"{address!r} {producer!r} {address.shown}"
+    assert "s3cret" not in f"{address!r} {producer!r} {address.netloc}"
 
 
 def test_tls_is_by_extra_or_by_amqps() -> None:
