@@ -116,7 +116,7 @@ class RabbitDeadLetters:
     def _open_walk(self, place: _Place, moved: Choice | None) -> Iterator[_Walk]:
         """Opens a walk, and requeues its unacknowledged dead letters at the end.
 
-        :param moved: The dead letters that are moved instead of requeued; ``None``: none are.
+        :param moved: The dead letters that are moved, not returned; ``None``: all are returned.
         :raises ProducerError: If the queue's delivery limit is used up or unknown.
         """
         with closing(ConnectionThread.to(place.address)) as connection:

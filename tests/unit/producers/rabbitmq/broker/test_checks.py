@@ -219,7 +219,7 @@ def test_a_dead_letter_queue_of_the_users_own_has_warnings_only() -> None:
 class Api:
     """A management API that knows one source queue."""
 
-    shown = "http://broker:15672"
+    url = "http://broker:15672"
     policy_list: tuple[dict[str, Any], ...] = ()
     queues: dict[str, dict[str, Any]] = {}
     flags: dict[str, str] | None = None
