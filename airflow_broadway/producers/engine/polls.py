@@ -55,6 +55,8 @@ class Polls:
         self._quiet_until = 0.0
         self._quiet = False
         self._error: Exception | None = None
+        #: The number of failed receives; a failure makes all receives submitted before it obsolete.
+        self._failures = 0
         self._closed = False
         #: Whether :meth:`close` has stopped collecting answers.
         self._gone = False
@@ -75,7 +77,9 @@ class Polls:
                 missing = 0 if self._quiet else missing - count
                 self._flying += 1
                 self._requested += count
-                self._pool.submit(keep_ids(self._poll), count, scout=self._quiet)
+                self._pool.submit(
+                    keep_ids(self._poll), count, scout=self._quiet, failures=self._failures
+                )
 
     def take(self, timeout: float) -> Answer | None:
         """Returns the next answer, waiting up to ``timeout`` seconds while receives are in flight.
@@ -141,13 +145,15 @@ class Polls:
             self._pool = None
         return answers
 
-    def _poll(self, count: int, *, scout: bool) -> None:
+    def _poll(self, count: int, *, scout: bool, failures: int) -> None:
         """Makes one receive, unless it has become obsolete.
 
         :param scout: Whether it is the single receive of a quiet queue.
+        :param failures: The number of failed receives when it was submitted.
         """
         with self._changed:
-            obsolete = self._closed or self._error is not None or (self._quiet and not scout)
+            failed = failures != self._failures
+            obsolete = self._closed or failed or (self._quiet and not scout)
             early = not obsolete and not self._quiet
             self._early += early
         answer = Answer(0.0, ())
@@ -164,6 +170,7 @@ class Polls:
             closed = self._gone
             if error is not None:
                 self._error = self._error or error
+                self._failures += 1
             elif answer.messages:
                 self._quiet, self._quiet_until = False, 0.0
                 if not closed:

@@ -51,10 +51,13 @@ _SILENCE_TIMEOUT: Final = 20.0
 #: Seconds between two attempts of a request while a partition has no leader or a group no
 #: coordinator.
 _RETRY_INTERVAL: Final = 0.2
-#: Errors of a broker or coordinator that is moving, which the client reports as not retriable.
+#: Errors of a leader or coordinator that is moving: retriable by Kafka's protocol, but not reported
+#: so by the client.
 _PASSING: Final = (
     *("_TRANSPORT", "_DESTROY_BROKER", "NOT_COORDINATOR"),
     *("COORDINATOR_NOT_AVAILABLE", "COORDINATOR_LOAD_IN_PROGRESS"),
+    *("LEADER_NOT_AVAILABLE", "NOT_LEADER_FOR_PARTITION", "OFFSET_NOT_AVAILABLE"),
+    *("FENCED_LEADER_EPOCH", "UNKNOWN_LEADER_EPOCH", "KAFKA_STORAGE_ERROR"),
 )
 
 

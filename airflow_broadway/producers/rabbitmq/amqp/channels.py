@@ -13,6 +13,7 @@ secured.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -256,7 +257,7 @@ class ConfirmWindow:
         return refused
 
 
-class _ConfirmedChannel:
+class _ConfirmedChannel(ABC):
     """A channel whose publications are mandatory and confirmed.
 
     :param key_of: See :data:`KeyOf`.
@@ -284,9 +285,9 @@ class _ConfirmedChannel:
         self.window.confirmed(method.delivery_tag, method.multiple, refused=refused)
         self._confirmed()
 
+    @abstractmethod
     def _confirmed(self) -> None:
         """Handles a change of the window."""
-        raise NotImplementedError
 
 
 class ConfirmChannel(_ConfirmedChannel):
