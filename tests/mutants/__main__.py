@@ -93,6 +93,8 @@ def main() -> int:
             began = time.monotonic()
             found = not passes(target.tests, mutant)
             (killed.add if found else lived.append)(mutant.id)
+            if options.record:
+                KILLED.write_text("".join(f"{name}\n" for name in sorted(before | killed)))
             verdict = "killed" if found else "LIVES"
             print(f"{verdict} {time.monotonic() - began:4.0f} s  {mutant.id}", flush=True)
     if options.list:
@@ -101,8 +103,6 @@ def main() -> int:
     print(f"{len(killed)} of {len(killed) + len(lived)} killed; {len(again)} of these were before")
     for name in again:
         print(f"  was killed: {name}")
-    if options.record:
-        KILLED.write_text("".join(f"{name}\n" for name in sorted(before | killed)))
     return int(bool(again))
 
 
