@@ -65,7 +65,7 @@ def emit_outlet_events(
     An outlet of batchers without a successful message gets no event: it was not updated.  An outlet
     of the task that no batcher declares counts all of the task's batches.
     """
-    from airflow_broadway.runs.outlets import Produced, produced
+    from airflow_broadway.runs.outcomes import event_extra, successful_outcomes
 
     heads = list(heads)
     declared: dict[str, set[str]] = {}  # outlet → the batchers of this task that declare it
@@ -82,18 +82,20 @@ def emit_outlet_events(
         )
     if not operator.outlets:
         return
-    by_batcher = produced(run, heads)
+    by_batcher = successful_outcomes(run, heads)
     others = {name for batcher in pipeline.batchers.values() for name in batcher.outlets}
     updated = []
     for outlet in operator.outlets:
         if not isinstance(outlet, Asset):  # an alias, whose events are the user's own
             updated.append(outlet)
             continue
-        total = Produced()
-        for batcher, counts in by_batcher.items():
-            if outlet.name not in others or batcher in declared.get(outlet.name, ()):
-                total.add(counts)
-        if total.successful:
+        outcomes = [
+            outcome
+            for batcher, of_batcher in by_batcher.items()
+            if outlet.name not in others or batcher in declared.get(outlet.name, ())
+            for outcome in of_batcher
+        ]
+        if outcomes:
             updated.append(outlet)
-            context["outlet_events"][outlet].extra.update(total.extra(pipeline.name))
+            context["outlet_events"][outlet].extra.update(event_extra(pipeline.name, outcomes))
     operator.outlets = updated

@@ -49,7 +49,7 @@ class BroadwayProcessorOperator(PullOperator):
         from airflow_broadway.runs.tasks import ProcessTask
 
         self._task = ProcessTask(**work)
-        reference, timed_out, trouble = self._task.run()
+        reference, trouble, timed_out = self._task.run()
         if timed_out:
             # A retry would void the published messages: later tasks get the reference all the same.
             host.ti.xcom_push(key="return_value", value=reference)

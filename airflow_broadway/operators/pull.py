@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.core.stages.receiving import Budget
-    from airflow_broadway.runs.tasks import ProcessTask
-    from airflow_broadway.runs.unstaged import UnstagedTask
+    from airflow_broadway.runs.tasks import ProcessTask, UnstagedTask
     from airflow_broadway.staging.run_folder import StagedRun
 
     PullTask = ProcessTask | UnstagedTask
@@ -182,7 +181,7 @@ class PullOperator(BaseOperator):
         source = source_of_run(self, host, pipeline)
         self._check_source(source)
         work: dict[str, Any] = {
-            "run": run,
+            "staged": run,
             "pipeline": pipeline,
             "task": host.task,
             "ports": host.ports,

@@ -81,10 +81,10 @@ class BroadwayRunOperator(PullOperator):
             )
 
     def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:
-        from airflow_broadway.runs.unstaged import UnstagedTask
+        from airflow_broadway.runs.tasks import UnstagedTask
 
         self._task = UnstagedTask(**work, fail_when=self.fail_when)
-        reference, trouble = self._task.run()
+        reference, trouble, _ = self._task.run()
         if trouble:  # all is settled: a retry would only receive more
             raise AirflowFailException(
                 f"All messages are settled or released, but {trouble}.  {reference['summary']}"

@@ -143,7 +143,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # Without a hook nothing was started, and the parent would look up its connection.
         if self._hook is not None:
             if self._running is not None:
-                self._running.stopped()
+                self._running.isolation.stopped()
             super().on_kill()
 
     #: The batches in process.
@@ -159,14 +159,14 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         """
         error = None
         # An application on a cluster may still be running, and is tracked again.
-        remaining = batches.choose(over=not self._is_tracked())
+        remaining = batches.isolation.choose(over=not self._is_tracked())
         while remaining:
             error = self._submit(context, run, batches)
-            if not batches.goes_on():
+            if not batches.isolation.goes_on():
                 break
             if error is not None:
                 self.log.warning("An application died; another one continues: %s", error)
-            remaining = batches.choose()
+            remaining = batches.isolation.choose()
         return error
 
     def _is_tracked(self) -> bool:
@@ -177,7 +177,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _submit(self, context: Context, run: StagedRun, batches: SparkBatches) -> Exception | None:
         """Runs the application; returns its error, if any."""
         # A cluster's job id outlives the clearing of its task: it must not match other work.
-        self.external_id_key = f"spark_job_id_{batches.key()}"
+        self.external_id_key = f"spark_job_id_{batches.plans.key(batches.isolation.step)}"
         self._plans = batches.plans
         host = Host(context)
         work = host.task.file_name, make_ref(self.pipeline), host.run_info

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of
@@ -40,10 +41,10 @@ def keep_report(
     run: StagedRun,
     records: Sequence[GenerationRecord],
     *,
-    batchers: Mapping[str, Any],
-    reasons: Sequence[Mapping[str, Any]],
-    failed_tasks: Sequence[str],
     at: datetime,
+    batchers: Mapping[str, Any] = MappingProxyType({}),
+    reasons: Sequence[Mapping[str, Any]] = (),
+    failed_tasks: Sequence[str] = (),
     isolation: Mapping[str, Any] | None = None,
     look: Mapping[str, Any] | None = None,
     missing: str = "",

@@ -1,7 +1,7 @@
 """The files that a sensor writes to a run's folder while it watches the run: heartbeat and holds.
 
 Tasks of the run read the heartbeat.  If it is stale, no sensor is active, and the tasks renew and
-settle in its place (:mod:`airflow_broadway.runs.stand_in`).
+settle in its place (:mod:`airflow_broadway.runs.watch`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logs the outcomes of staged batches when a task has nothing to do."""
+"""The outcomes of a task's batches: for its log, and for the asset events of its outlets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import itertools
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: Maximum number of batches whose outcomes are logged one by one.
 MAX_LOGGED: Final = 100
+#: Maximum number of batch ids in an asset event, since events are stored in Airflow's database.
+MAX_IDS: Final = 1_000
 
 
 def run_again_command(dag_id: str, run_id: str) -> str:
@@ -74,3 +77,28 @@ def _describe_settlement(run: StagedRun, generation: str) -> str:
     counts = asdict(journal.report + journal.settled_now)
     summary = ", ".join(f"{name} {n}" for name, n in counts.items() if isinstance(n, int) and n)
     return f"settled at {journal.at} by {journal.by}: {summary or 'it held no message'}"
+
+
+def successful_outcomes(run: StagedRun, heads: Iterable[BatchPlan]) -> dict[str, list[Outcome]]:
+    """Reads the outcomes of plans in which at least one message succeeded, per batcher.
+
+    :raises StagingError: If outcomes cannot be read.
+    """
+    recorded = Recorded(run)
+    by_batcher: dict[str, list[Outcome]] = {}
+    for head in heads:
+        outcomes = by_batcher.setdefault(head.batcher, [])
+        outcomes += [o for _, o in recorded.outcomes(head) if o is not None and o.successful]
+    return by_batcher
+
+
+def event_extra(pipeline: str, outcomes: Sequence[Outcome]) -> Mapping[str, Any]:
+    """Returns the ``extra`` of an outlet's asset event, with at most :data:`MAX_IDS` batch ids."""
+    return {
+        "pipeline": pipeline,
+        "batches": len(outcomes),
+        "successful": sum(outcome.successful for outcome in outcomes),
+        "failed": sum(outcome.failed for outcome in outcomes),
+        "batch_ids": [outcome.batch_id for outcome in outcomes[:MAX_IDS]],
+        "batch_ids_left_out": max(0, len(outcomes) - MAX_IDS),
+    }

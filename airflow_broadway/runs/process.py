@@ -7,31 +7,38 @@ before that, the messages are redelivered once their lease lapses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from datetime import datetime
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
 from airflow_broadway.core.collector import look_after, rare_collections
-from airflow_broadway.core.custody.acknowledger import RunAcknowledger
-from airflow_broadway.core.custody.in_process import settle_at_once
+from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
+from airflow_broadway.core.custody.in_process import (
+    check_settled,
+    done_of,
+    entry_of,
+    settle_at_once,
+)
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Custodian, Entry, Lease, Settlement, Source
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import (
     dropped_line,
     settled_line,
     settling_trouble,
 )
-from airflow_broadway.core.custody.verdicts import RELEASE
-from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Verdict
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError, StagingError
 from airflow_broadway.core.formats.live import LiveCounts, LiveSign
 from airflow_broadway.core.formats.manifest import Manifest, Staged
-from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_messages_or_raise, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, LIVE
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.failure_log import Reasons, forget_trace
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
@@ -39,7 +46,6 @@ from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of,
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.chunk_stager import ChunkStager
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle
@@ -52,48 +58,36 @@ from airflow_broadway.staging.writer import ProcessWriter
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Process:
     """One execution of a process task.
 
-    :param run: The run's staging folder.
+    :param staged: The run's staging folder.
     :param env: The environment of the producer; names the generation.
     :param isolates: Whether messages that may have crashed an earlier process run in a child.
     """
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        *,
-        env: ProducerEnv,
-        budget: Budget,
-        rate_state: RateState | None = None,
-        ports: Ports | None = None,
-        isolates: bool = True,
-    ) -> None:
-        ports = ports or Ports()
-        self._suspects = suspects_of(run, pipeline, env) if isolates else None
-        self._child = ports.child
-        self._run = run
-        self._pipeline = pipeline
-        self._env = env
-        self._budget = budget
-        self._clock = env.clock
-        self._rate_state = rate_state
+    staged: StagedRun
+    pipeline: Pipeline
+    _: KW_ONLY
+    env: ProducerEnv
+    budget: Budget
+    rate_state: RateState | None = None
+    ports: Ports = field(default_factory=Ports)
+    isolates: bool = True
+
+    def __post_init__(self) -> None:
         #: Whether an interrupt of the host ended it; results until then are published.
         self.timed_out = False
-        self._interrupts = ports.interrupts
-        self._stop = Stop(
-            env.clock,
-            min(pipeline.shutdown, ports.max_shutdown),
-            interrupts=ports.interrupts,
-        )
-        self._custodian: Custodian | None = None
         #: A problem of the settlement here that needs attention; empty if there is none.
         self.trouble = ""
+        self._stop = Stop(
+            self.env.clock,
+            min(self.pipeline.shutdown, self.ports.max_shutdown),
+            interrupts=self.ports.interrupts,
+        )
         self._receiving: Receiving | None = None
         self._renewed: Lease | None = None
-        self._archive: ArchiveWriter | NoArchive = NoArchive()
 
     def stop(self, reason: str) -> None:
         """Stops receiving.  Messages in progress are finished within the pipeline's ``shutdown``;
@@ -112,103 +106,103 @@ class Process:
 
         :raises BroadwayError: If the broker or staging fails; all received messages were released.
         """
-        started, self._tick = self._clock.now(), self._clock.monotonic()
-        stop = self._stop
-        source = self._source = self._pipeline.producer.source(
-            replace(self._env, stopping=lambda: bool(stop.reason()))
-        )
-        try:
-            owner = self._env.owner
-            self._run.open_generation(
-                lease=source.lease,
-                task_id=owner["task_id"],
-                map_index=owner["map_index"],
-                try_number=owner["try_number"],
-                source=self._pipeline.run.source.to_json(),
-            )
-            try:
-                with (
-                    self._renewer(source) as renewer,
-                    ProcessWriter(self._run, self._env.generation, self._pipeline) as writer,
-                    self._archive_writer() as self._archive,
-                ):
-                    if not self._pipeline.batchers:
-                        prepare_sink(self._run, self._pipeline, self._env)
-                    stager = ChunkStager(self._pipeline, writer, self._settle_now)
-                    receiving = self._handle_messages(source, stager)
-                    renewer.check()
-                    lease = self._lease_now(source)
-                    written = writer.close()
-                    if self._pipeline.batchers:
-                        prepare_sink(self._run, self._pipeline, self._env)
-                    manifest = self._publish(lease, written, stager, receiving, started)
-            except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
-                # Nothing of this execution counts: release the messages now, instead of when the
-                # lease lapses.
+        env, producer = self.env, self.pipeline.producer
+        self._started, self._tick = env.clock.now(), env.clock.monotonic()
+        with closing(producer.custodian(env)) as self._custodian:  # connects on first use
+            source = replace(env, stopping=lambda: bool(self._stop.reason()))
+            with closing(producer.source(source)) as self._source:
+                self.staged.open_generation(
+                    lease=self._source.lease,
+                    task_id=env.owner["task_id"],
+                    map_index=env.owner["map_index"],
+                    try_number=env.owner["try_number"],
+                    source=self.pipeline.run.source.to_json(),
+                )
                 try:
-                    source.stop()
-                except BroadwayError as error:  # the first error is the one to raise
-                    log.warning("The source could not be stopped: %s", error)
-                self._release_all(source.lease)
-                raise
-        finally:
-            source.close()
-        self._finish(manifest)
-        return self._reference(manifest)
+                    manifest = self._pull()
+                except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
+                    # Nothing of this execution counts: release the messages now, instead of when
+                    # the lease lapses.
+                    try:
+                        self._source.stop()
+                    except BroadwayError as error:  # the first error is the one to raise
+                        log.warning("The source could not be stopped: %s", error)
+                    self._release_all()
+                    raise
+            # No other task settles a pipeline without batchers or an empty run.
+            if not (manifest.received and self.pipeline.batchers):
+                self._settle(manifest)
+        # Messages that the source dead-lettered before any callback are not counted as received.
+        dead_lettered = sum(manifest.lease["state"].get("set_aside", {}).values())
+        return {**({"set_aside": dead_lettered} if dead_lettered else {}), **manifest.reference()}
+
+    def _pull(self) -> Manifest:
+        """Receives, handles and stages messages, and publishes the manifest."""
+        with (
+            self._renewer() as renewer,
+            ProcessWriter(self.staged, self.env.generation, self.pipeline) as writer,
+            self._archive_writer() as archive,
+        ):
+            if not self.pipeline.batchers:
+                prepare_sink(self.staged, self.pipeline, self.env)
+            stager = ChunkStager(self.pipeline, writer, self._settle_now)
+            receiving = self._handle_messages(stager, archive)
+            renewer.check()
+            lease = self._lease_now()
+            written = writer.close()
+            if self.pipeline.batchers:
+                prepare_sink(self.staged, self.pipeline, self.env)
+            return self._publish(lease, written, stager, receiving, archive)
 
     def _archive_writer(self) -> ArchiveWriter | NoArchive:
         """Returns the archive of received messages, if the source is the live queue."""
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         if pipeline.archive is None or pipeline.run.source.kind not in (LIVE, DEAD_LETTERS):
             return NoArchive()
-        stem = f"{self._env.generation}/archive"
-        return ArchiveWriter(self._run.files, stem, pipeline.producer, pipeline.archive)
+        stem = f"{self.env.generation}/archive"
+        return ArchiveWriter(self.staged.files, stem, pipeline.producer, pipeline.archive)
 
-    def _renewer(self, source: Source) -> LeaseRenewer:
-        producer = self._pipeline.producer
+    def _renewer(self) -> LeaseRenewer:
+        producer, source = self.pipeline.producer, self._source
 
         def held() -> list[Lease]:
             receiving = self._receiving
             holds = receiving is not None and bool(receiving.received)
             return [source.lease] if producer.renews and holds else []
 
+        def note_renewed(lease: Lease) -> None:
+            self._renewed = lease
+
         return LeaseRenewer(
-            lambda: producer.custodian(self._env),
-            source.lease.seconds,
-            held,
-            renewed=self._note_renewed,
+            lambda: producer.custodian(self.env), source.lease.seconds, held, renewed=note_renewed
         )
 
-    def _note_renewed(self, lease: Lease) -> None:
-        self._renewed = lease
-
-    def _lease_now(self, source: Source) -> Lease:
+    def _lease_now(self) -> Lease:
         """Returns the lease as last extended, by a receipt or later by the renewer."""
-        lease, renewed = source.lease, self._renewed
-        return (
-            lease
-            if renewed is None or renewed.deadline <= lease.deadline
-            else replace(lease, deadline=renewed.deadline)
-        )
+        lease, renewed = self._source.lease, self._renewed
+        if renewed is None or renewed.deadline <= lease.deadline:
+            return lease
+        return replace(lease, deadline=renewed.deadline)
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _handle_messages(self, source: Source, stager: ChunkStager) -> Receiving:
-        acknowledger = RunAcknowledger(self._pipeline.producer, stager)
+    def _handle_messages(
+        self, stager: ChunkStager, archive: ArchiveWriter | NoArchive
+    ) -> Receiving:
         # Verdicts are recorded when a result is staged; a result that is dropped has none.
         pool = ProcessorPool(
-            self._pipeline,
-            ack=_ack_nothing,
+            self.pipeline,
+            ack=lambda successful, failed: None,
             convert=RowConverter,
             stop=self._stop,
             traces=False,
-            transformer=self._pipeline.producer.transformer,
-            suspects=self._suspects,
-            host=self._child,
+            transformer=self.pipeline.producer.transformer,
+            suspects=suspects_of(self.staged, self.pipeline, self.env) if self.isolates else None,
+            host=self.ports.child,
         )
-        receiving = self._receiving = self._open_receiving(source, acknowledger)
-        sign = LiveSign(self._run.files, self._env.generation, self._clock)
-        self._stop.bound(self._budget.max_seconds)
+        receiving = self._receiving = self._open_receiving(stager, archive)
+        sign = LiveSign(self.staged.files, self.env.generation, self.env.clock)
+        self._stop.bound(self.budget.max_seconds)
         looked = 0
         try:
             for chunk, result in self._iter_results(pool, receiving):
@@ -217,7 +211,7 @@ class Process:
                 elif self._stop.over():
                     break
                 looked = look_after(receiving.received_bytes, looked)
-                sign.leave(lambda: self._live_counts(source, receiving, stager))
+                sign.leave(lambda: self._live_counts(receiving, stager))
         finally:
             done, unhandled = pool.left()
             stager.close()
@@ -227,7 +221,7 @@ class Process:
         stager.release([*unhandled, *receiving.stop()])
         if receiving.error is not None:
             raise receiving.error
-        run_source = self._pipeline.run.source
+        run_source = self.pipeline.run.source
         if not run_source.asks_broker and receiving.ended != "empty":
             raise PipelineError(
                 f"the source {run_source.kind!r} was not read to its end (stopped by"
@@ -238,14 +232,14 @@ class Process:
         self.timed_out = self._stop.reason() == "interrupted"
         return receiving
 
-    def _live_counts(self, source: Source, receiving: Receiving, stager: ChunkStager) -> LiveCounts:
+    def _live_counts(self, receiving: Receiving, stager: ChunkStager) -> LiveCounts:
         return LiveCounts(
-            at=self._clock.now(),
+            at=self.env.clock.now(),
             received=receiving.received,
             received_bytes=receiving.received_bytes,
             failed=stager.failed,
             batchers=stager.staged,
-            deadline=self._lease_now(source).deadline,
+            deadline=self._lease_now().deadline,
         )
 
     def _iter_results(
@@ -254,40 +248,40 @@ class Process:
         """Yields each chunk with its result; a time-out during callbacks ends the loop."""
         try:
             yield from pool.map(receiving, wait=lambda: STOP_CHECK_INTERVAL)
-        except self._interrupts:
+        except self.ports.interrupts:
             if receiving.under_way:  # the messages of the interrupted receive are unknown
                 raise
             self._stop.request("interrupted", at_once=True)
             # Other processors end with their current message.
             yield from pool.map([], wait=lambda: STOP_CHECK_INTERVAL)
 
-    def _open_receiving(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
-        producer, archive = self._pipeline.producer, self._archive
+    def _open_receiving(self, stager: ChunkStager, archive: ArchiveWriter | NoArchive) -> Receiving:
+        producer = self.pipeline.producer
+        acknowledger = RunAcknowledger(producer, stager)
 
         def accept(messages: Sequence[Message]) -> list[Message]:
             archive.add(messages)
             return [
                 message.with_acknowledger(
-                    AckRef(acknowledger, self._env.generation, message.acknowledger.data)
+                    AckRef(acknowledger, self.env.generation, message.acknowledger.data)
                 )
                 for message in messages
             ]
 
         return Receiving(
-            source,
-            self._budget,
-            clock=self._clock,
-            limiter=RateLimiter(producer.rate_limiting, self._clock, self._rate_state),
-            demand=demand_of(self._pipeline),
+            self._source,
+            self.budget,
+            clock=self.env.clock,
+            limiter=RateLimiter(producer.rate_limiting, self.env.clock, self.rate_state),
+            demand=demand_of(self.pipeline),
             most=producer.most_at_once,
             accept=accept,
             stop=self._stop.reason,
-            enqueued_at=enqueued_of(self._pipeline),
+            enqueued_at=enqueued_of(self.pipeline),
         )
 
     def _settle_now(self, entries: list[Entry]) -> tuple[SettleReport, list[Entry], list[Entry]]:
-        lease = self._lease_now(self._source)
-        return settle_at_once(self._open_custodian(), lease, entries)
+        return settle_at_once(self._custodian, self._lease_now(), entries)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -297,7 +291,7 @@ class Process:
         written: Staged,
         stager: ChunkStager,
         receiving: Receiving,
-        started: datetime,
+        archive: ArchiveWriter | NoArchive,
     ) -> Manifest:
         if written.count != receiving.received:
             raise StagingError(
@@ -305,8 +299,8 @@ class Process:
                 " them are released; this is a bug in airflow-broadway, please report it"
             )
         manifest = Manifest(
-            generation=self._env.generation,
-            root_id=self._run.store.root_id(),
+            generation=self.env.generation,
+            root_id=self.staged.store.root_id(),
             host=host_name(),
             lease=lease.to_json(),
             received=receiving.received,
@@ -314,18 +308,18 @@ class Process:
             failed=stager.failed,
             settled_now=stager.settled_now.to_json(),
             **asdict(written),
-            archived=self._archive.close().to_json(),
+            archived=archive.close().to_json(),
             stopped=receiving.ended or self._stop.reason(),
-            started_at=started.isoformat(),
-            ended_at=self._clock.now().isoformat(),
+            started_at=self._started.isoformat(),
+            ended_at=self.env.clock.now().isoformat(),
             seconds={
                 "receive": round(receiving.seconds, 3),
-                "total": round(self._clock.monotonic() - self._tick, 3),
+                "total": round(self.env.clock.monotonic() - self._tick, 3),
                 **receiving.lag,
             },
         )
-        self._run.put_lease(lease)
-        self._run.publish(manifest)
+        self.staged.put_lease(lease)
+        self.staged.publish(manifest)
         log.info(
             "Received %s (%d bytes) in generation %s; %d failed; to batchers: %s; stopped by %s.",
             many(manifest.received, "message"),
@@ -340,40 +334,35 @@ class Process:
             log.warning("%s", dropped_line(manifest.dropped))
         return manifest
 
-    def _finish(self, manifest: Manifest) -> None:
-        """Settles a pipeline without batchers or an empty run, since no other task will."""
-        if manifest.received and self._pipeline.batchers:
-            return
-        record = self._run.generation(manifest.generation)
-        settled = settle(self._run, record, self._pipeline, self._open_custodian, batchers=())
+    def _settle(self, manifest: Manifest) -> None:
+        record = self.staged.generation(manifest.generation)
+        settled = settle(self.staged, record, self.pipeline, lambda: self._custodian, batchers=())
         report = settled.report
         log.info("%s", settled_line(report))
         for error in report.errors:
             log.error("%s", error)
         self.trouble = settling_trouble(report.lapsed, report.failed, halted=report.halted)
-        self._close_custodian()
 
-    def _release_all(self, lease: Lease) -> None:
+    def _release_all(self) -> None:
         """Releases all messages of this execution."""
         try:
-            report = self._release(lease)
+            report = self._release(self._source.lease)
             log.warning("Released %s of this execution.", many(report.released, "message"))
             for error in report.errors:
                 log.error("%s", error)
         except (BroadwayError, OSError) as error:
             # The lease lapses by itself; the first error is the one to raise.
             log.error("Could not release messages; their lease will lapse: %s", error)
-        self._close_custodian()
 
     def _release(self, lease: Lease) -> SettleReport:
         try:
-            record = self._run.generation(lease.generation)
-            self._run.put_lease(lease)  # unlike the opened lease, it counts its messages
+            record = self.staged.generation(lease.generation)
+            self.staged.put_lease(lease)  # unlike the opened lease, it counts its messages
             settled = settle(
-                self._run,
+                self.staged,
                 record,
-                self._pipeline,
-                self._open_custodian,
+                self.pipeline,
+                lambda: self._custodian,
                 void=True,
                 own=True,
                 batchers=(),
@@ -382,28 +371,119 @@ class Process:
         except (StagingError, OSError) as error:
             # On a full disk there is no journal: the next sweep records the settlement.
             log.warning("Could not record that messages are released: %s", error)
-            settlement = Settlement(rest=RELEASE, settled_now=SettleReport())
-            return self._open_custodian().settle(lease, settlement)
-
-    def _open_custodian(self) -> Custodian:
-        if self._custodian is None:
-            self._custodian = self._pipeline.producer.custodian(self._env)
-        return self._custodian
-
-    def _close_custodian(self) -> None:
-        if self._custodian is not None:
-            self._custodian.close()
-            self._custodian = None
-
-    @staticmethod
-    def _reference(manifest: Manifest) -> dict[str, Any]:
-        # Messages that the source dead-lettered before any callback are not counted as received.
-        dead_lettered = sum(manifest.lease["state"].get("set_aside", {}).values())
-        return {
-            **({"set_aside": dead_lettered} if dead_lettered else {}),
-            **manifest.reference(),
-        }
+            return self._custodian.settle(
+                lease, Settlement(rest=RELEASE, settled_now=SettleReport())
+            )
 
 
-def _ack_nothing(successful: list[Message], failed: list[Message]) -> None:
-    """Does nothing: no message is settled in a processor's thread."""
+#: Executes verdicts at the broker; returns the report, the entries done and those not done; see
+#: :func:`airflow_broadway.core.custody.in_process.settle_at_once`.
+SettleAtOnce = Callable[[list[Entry]], tuple[SettleReport, list[Entry], list[Entry]]]
+
+
+class ChunkStager:
+    """Stages chunks from one thread; the sink of the run's acknowledger.
+
+    :param settle_at_once: Executes ``ack_immediately``; called from any callback's thread.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, writer: ProcessWriter, settle_at_once: SettleAtOnce
+    ) -> None:
+        self._pipeline = pipeline
+        self._writer = writer
+        self._settle_now = settle_at_once
+        #: Verdicts settled immediately by callbacks, by message id, until the chunk is staged.
+        self._now: dict[str, Verdict] = {}
+        #: Held during an immediate settlement and during close, after which there is none.
+        self._lock = threading.Lock()
+        self._closed = False
+        #: The number of messages that failed, and the reasons.
+        self.failed = 0
+        self.reasons = Reasons()
+        #: The report of immediate settlements.
+        self.settled_now = SettleReport()
+
+    @property
+    def staged(self) -> Mapping[str, int]:
+        """Number of messages staged so far, per batcher."""
+        return self._writer.counts
+
+    def stage(self, chunk: Sequence[Message], result: ChunkResult) -> None:
+        """Stages the result of each message of a chunk.
+
+        :raises StagingError: If a file cannot be written.
+        """
+        successful, failed = self._marked(result.successful), self._marked(result.failed)
+        self.failed += len(failed)
+        self.reasons.add(failed)
+        # Without batchers successes end here like failures: `record` receives their verdicts.
+        ended = [] if self._pipeline.batchers else successful
+        ack_messages_or_raise(ended, failed)
+        if self._pipeline.batchers:
+            self._writer.messages(successful)
+        done = [message for message in (*ended, *failed) if is_settled(message)]
+        settled = [entry_of(message, self._now.get(message.message_id, ACK)) for message in done]
+        self._writer.entries(settled, settled=True)
+        if self._now:
+            for message in (*successful, *failed):
+                self._now.pop(message.message_id, None)
+        self.release(_without_result(chunk, successful, failed))
+        if self._pipeline.defines("handle_failed"):  # otherwise no code needed the traces
+            for message in failed:
+                forget_trace(message.status.reason)
+
+    def release(self, messages: Iterable[Message]) -> None:
+        """Releases messages without an outcome, unless a callback settled them immediately."""
+        for message in messages:
+            verdict = self._now.pop(message.message_id, None)
+            entry = entry_of(message, verdict or RELEASE)
+            self._writer.entries([entry], settled=verdict is not None)
+
+    def close(self) -> None:
+        """Ends immediate settlement: messages that are not staged will be released."""
+        with self._lock:
+            self._closed = True
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Stages verdicts; see :class:`~airflow_broadway.core.custody.acknowledger.AckSink`."""
+        self._writer.entries(entry_of(*judged) for judged in (*successful, *failed))
+
+    def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Executes verdicts at the broker, for ``ack_immediately``.
+
+        :raises LeaseLapsed: If the run has ended, or no longer holds some of them.
+        :raises ProducerError: If the broker refuses.
+        """
+        with self._lock:
+            if self._closed:
+                raise LeaseLapsed("the run has ended and released this message")
+            judged = (*successful, *failed)
+            entries = [entry_of(*pair) for pair in judged if pair[0].message_id not in self._now]
+            report, done, _ = self._settle_now(entries)
+            # Executed verdicts count, even if an error is raised to the callback.
+            self.settled_now += done_of(report)
+            self._now.update((entry.message_id, entry.verdict) for entry in done)
+        check_settled(report)
+
+    def _marked(self, messages: list[Message]) -> list[Message]:
+        """Marks messages settled by a call that raised because the broker refused others.
+
+        The callback does not know that these are settled.
+        """
+        if not self._now:
+            return messages
+        return [
+            message.with_acknowledger(NO_ACK) if message.message_id in self._now else message
+            for message in messages
+        ]
+
+
+def _without_result(
+    chunk: Sequence[Message], successful: Sequence[Message], failed: Sequence[Message]
+) -> list[Message]:
+    """Returns the messages of a chunk without a result, which must not count as successes."""
+    if len(chunk) == len(successful) + len(failed):
+        return []  # a stage returns each message at most once
+    seen = {message.message_id for message in (*successful, *failed)}
+    return [message for message in chunk if message.message_id not in seen]

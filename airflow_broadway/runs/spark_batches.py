@@ -7,8 +7,8 @@ The host starts the application: see
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -78,7 +78,8 @@ class SparkBatches:
             self.plans = OpenPlans(run, planned_by)
         except FileNotFoundError:
             raise StagingError(self._missing_plans(planned_by)) from None
-        self._isolation = Isolation(
+        #: Chooses the batches of each application.
+        self.isolation = Isolation(
             run, pipeline, self.plans, name, folder=WORK, most=most, cleared=cleared
         )
         #: Open batches that cannot get an outcome, as of the last check: id → reason.
@@ -120,40 +121,14 @@ class SparkBatches:
             log_settled(self._run, plans.heads)
         return ending
 
-    def _all_settled(self) -> bool:
-        return all(is_settled(self._run, generation) for generation in self.plans.open_generations)
-
-    def choose(self, *, over: bool = True) -> bool:
-        """Chooses the batches of the next application; see :meth:`Isolation.choose`."""
-        return self._isolation.choose(over=over)
-
-    def goes_on(self) -> bool:
-        """Whether another application must follow; see :meth:`Isolation.goes_on`."""
-        return self._isolation.goes_on()
-
-    def stopped(self) -> None:
-        """Records that the application ends because its task is stopped, not because of a batch."""
-        self._isolation.stopped()
-
-    def key(self) -> str:
-        """Returns a short hash of the work of the next application."""
-        return self.plans.key(self._isolation.step)
-
-    @contextmanager
-    def leases_kept(self) -> Iterator[None]:
+    def leases_kept(self) -> AbstractContextManager[None]:
         """Renews leases while the application runs, and settles at the end, if no sensor does.
 
         A paused Dag's sensor is not rescheduled, and Spark may run for hours.
         """
-        from airflow_broadway.runs.stand_in import StandIn  # loads pyarrow
+        from airflow_broadway.runs.watch import standing_in  # loads pyarrow
 
-        generations = self.plans.generations
-        stand_in = StandIn(self._run, self._pipeline, generations, ports=self._ports)
-        stand_in.start()
-        try:
-            yield
-        finally:
-            stand_in.finish()
+        return standing_in(self._run, self._pipeline, self.plans.generations, self._ports)
 
     def write_work(self, name: str, ref: Mapping[str, Any], info: RunInfo) -> tuple[str, Work]:
         """Writes the work of the application just before its start; returns path and content.
@@ -163,7 +138,7 @@ class SparkBatches:
         :param info: The info of this run; its source is replaced by that of the batches.
         """
         source = source_of(self._run, self.plans.generations)
-        isolation = self._isolation
+        isolation = self.isolation
         return self.plans.write_work(
             name, ref, replace(info, source=source), isolation.step, isolation.parent
         )

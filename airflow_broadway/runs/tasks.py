@@ -1,65 +1,77 @@
-"""The process and batch tasks of a run, from the first step to the last.
+"""The tasks of a run, from the first step to the last, except the sensor.
 
 An operator only passes run, pipeline and task, and converts the result for its host.  For the
-sensor see :mod:`airflow_broadway.runs.watch`, for a run without staging
-:mod:`airflow_broadway.runs.unstaged`.
+sensor see :mod:`airflow_broadway.runs.watch`.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.protocol import QueueDepth
-from airflow_broadway.core.custody.run_summary import empty_line
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.custody.protocol import Lease, QueueDepth
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.run_summary import empty_line, lines_of, summary_line
+from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.deaths import TRIES
-from airflow_broadway.core.formats.isolation import MOST_PROCESSES, Step
+from airflow_broadway.core.formats.isolation import Step
+from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.local.report import RunReport
+from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.runs.account import keep_report
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.poison.isolation import Isolation
+from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.sources.dead_letters import move_letters
 from airflow_broadway.runs.sources.past_run import PastRun
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
-from airflow_broadway.runs.stand_in import StandIn
+from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
+from airflow_broadway.runs.watch import standing_in
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.settling.journal import Progress, record_settled
+from airflow_broadway.staging.store import host_name
 
 log = logging.getLogger(__name__)
 
 
-class Processed(NamedTuple):
-    """The result of a process task.
+class Pulled(NamedTuple):
+    """The result of a task that receives.
 
     :param reference: The reference for later tasks; no payload.
+    :param trouble: A problem of the settlement here that needs attention; empty if there is none.
     :param timed_out: Whether an interrupt of the host ended it during callbacks; results until then
         are published.
-    :param trouble: A problem of the settlement here that needs attention; empty if there is none.
     """
 
     reference: dict[str, Any]
-    timed_out: bool
     trouble: str
+    timed_out: bool = False
 
 
-class ProcessTask:
-    """Sweeps dead executions, receives within a budget, handles messages and stages the results.
+@dataclass
+class PullTask:
+    """A task that receives messages from a source.
 
     :param pipeline: The pipeline as loaded, with its own producer.
     :param index: Index of the pipeline's producer, from 0; ``None`` if it is the only one.
@@ -67,75 +79,76 @@ class ProcessTask:
     :raises RequestRefused: If no producer serves the source.
     """
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        task: Task,
-        ports: Ports,
-        *,
-        index: int | None = None,
-        budget: Budget,
-        source: RunSource | None = None,
-    ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._task = task
-        self._ports = ports
-        self._source = source or RunSource()
+    staged: StagedRun
+    pipeline: Pipeline
+    task: Task
+    ports: Ports
+    _: KW_ONLY
+    budget: Budget
+    index: int | None = None
+    source: RunSource = field(default_factory=RunSource)
+
+    def __post_init__(self) -> None:
         #: The pipeline with the producer that serves the source.
-        self._served = with_source(pipeline, self._source)
-        self._env = producer_env(
-            self._served,
-            ports,
+        self.served = with_source(self.pipeline, self.source)
+        self.env = producer_env(
+            self.served,
+            self.ports,
             generation=uuid.uuid4().hex,
-            owner=task.owner(),
-            index=index,
-            store=run.store,
-            clock=run.clock,
+            owner=self.task.owner(),
+            index=self.index,
+            store=self.staged.store,
+            clock=self.staged.clock,
         )
-        self._process = self._make_process(budget)
-
-    def _make_process(self, budget: Budget) -> Process | PastRun:
-        if self._source.kind == RUN:
-            return PastRun(self._run, self._served, self._env)
-        return Process(
-            self._run,
-            self._served,
-            env=self._env,
-            budget=budget,
-            rate_state=StagedRateState(self._run),
-            ports=self._ports,
-            isolates=self._task.forks,
+        self.metrics = Metrics(
+            self.ports.metrics, pipeline=self.pipeline.name, dag_id=self.staged.dag_id
         )
 
-    def run(self) -> Processed:
+
+class ProcessTask(PullTask):
+    """Sweeps dead executions, receives within a budget, handles messages and stages the results."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._process: Process | PastRun
+        if self.source.kind == RUN:
+            self._process = PastRun(self.staged, self.served, self.env)
+        else:
+            self._process = Process(
+                self.staged,
+                self.served,
+                env=self.env,
+                budget=self.budget,
+                rate_state=StagedRateState(self.staged),
+                ports=self.ports,
+                isolates=self.task.forks,
+            )
+
+    def run(self) -> Pulled:
         """Runs the task.
 
         :raises BroadwayError: If the broker or staging fails; all received messages were released.
         """
-        sweep(self._run, self._pipeline, self._task, self._ports, self._source)
-        remove_old_runs(self._run, self._pipeline)
-        move_letters(self._served, self._env)
-        with log_ids(generation=self._env.generation):
-            reference = self._process.run()
-        metrics = Metrics(
-            self._ports.metrics, pipeline=self._pipeline.name, dag_id=self._run.dag_id
-        )
-        metrics.count(Metric.RECEIVED, reference["received"])
-        metrics.count(Metric.FAILED, reference["failed"])
-        metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
+        sweep(self.staged, self.pipeline, self.task, self.ports, self.source)
+        remove_old_runs(self.staged, self.pipeline)
+        move_letters(self.served, self.env)
+        process = self._process
+        with log_ids(generation=self.env.generation):
+            reference = process.run()
+        self.metrics.count(Metric.RECEIVED, reference["received"])
+        self.metrics.count(Metric.FAILED, reference["failed"])
+        self.metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
         depth = None
-        if not self._process.timed_out:
-            depth = send_depth(self._served, self._ports, metrics, self._run)
-        if not reference["received"] and self._source.asks_broker:
+        if not process.timed_out:
+            depth = send_depth(self.served, self.ports, self.metrics, self.staged)
+        if not reference["received"] and self.source.asks_broker:
             reference |= {
-                "receives": self._process.receives,
+                "receives": process.receives,
                 "depth": None if depth is None else depth._asdict(),
             }
-            unusual = not self._process.receives or (depth is not None and depth.ready)
+            unusual = not process.receives or (depth is not None and depth.ready)
             log.log(logging.WARNING if unusual else logging.INFO, "%s", empty_line(reference))
-        return Processed(reference, self._process.timed_out, self._process.trouble)
+        return Pulled(reference, process.trouble, process.timed_out)
 
     def stop(self) -> None:
         """Stops receiving and ends soon.  Called from a signal handler."""
@@ -166,22 +179,148 @@ def send_depth(
     return depth
 
 
+@dataclass
+class UnstagedTask(PullTask):
+    """Receives, handles, batches and settles, all in this task; only results are staged.
+
+    For pipelines whose batchers are all Python: messages are settled at their broker as soon as
+    they have an outcome.
+
+    :param fail_when: See :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
+    """
+
+    _: KW_ONLY
+    fail_when: Any = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shutdown = min(self.pipeline.shutdown, self.ports.max_shutdown)
+        self._stop = Stop(self.staged.clock, shutdown)
+
+    def stop(self) -> None:
+        """Stops receiving and ends soon.  Called from a signal handler."""
+        self._stop.request("signal")
+
+    def run(self) -> Pulled:
+        """Runs the task.
+
+        :raises BroadwayError: If the broker or staging fails; messages without an outcome were
+            released.
+        """
+        staged, served, env = self.staged, self.served, self.env
+        sweep(staged, self.pipeline, self.task, self.ports, self.source)
+        move_letters(served, env)
+        local = LocalRun(
+            served,
+            env,
+            # The rate limit spans runs, since each may last only seconds.
+            limiter=RateLimiter(served.producer.rate_limiting, state=StagedRateState(staged)),
+            stop=self._stop,
+            suspects=suspects_of(staged, served, env) if self.task.forks else None,
+            host=self.ports.child,
+        )
+        prepare_sink(staged, served, env)
+        started = staged.clock.now()
+        try:
+            report = local.pull(self.budget, on_lease=self._open)
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
+            if local.report is not None:  # messages were settled before the error
+                try:
+                    self._record(local.report, started, failed=True)
+                except BroadwayError as error:  # the first error is the one to raise
+                    log.warning("The result of the run could not be recorded: %s", error)
+            raise
+        trouble = report.trouble(self.fail_when)
+        self._record(report, started, failed=bool(trouble))
+        send_depth(served, self.ports, self.metrics, staged)
+        remove_old_runs(staged, self.pipeline)
+        totals = report.totals()
+        return Pulled({"summary": summary_line(totals), **totals}, trouble)
+
+    def _open(self, lease: Lease) -> None:
+        self.staged.open_generation(
+            lease=lease,
+            task_id=self.task.task_id,
+            map_index=self.task.map_index,
+            try_number=self.task.try_number,
+            source=self.source.to_json(),
+        )
+
+    def _record(self, report: RunReport, started: datetime, *, failed: bool) -> None:
+        """Records, logs and counts the result of the run, also after an error."""
+        run = self.staged
+        record = run.generation(report.generation)
+        record_settled(run, record, report.settled, progress=Progress(received=report.received))
+        self.metrics.count(Metric.RECEIVED, report.received)
+        self.metrics.count(Metric.FAILED, report.failed)
+        self.metrics.settled(report.settled)
+        for batcher, triggers in report.batches.items():
+            for trigger, count in triggers.items():
+                self.metrics.count(Metric.BATCHES, count, batcher=batcher, trigger=trigger)
+        summary = {
+            "totals": report.totals(),
+            "balanced": report.balanced,
+            "reasons": report.reasons,
+            "errors": report.settled.errors,
+        }
+        for line in lines_of(summary):
+            log.info("%s", line)
+        if not report.received and self.task.try_number == 1:
+            # With @continuous there are thousands of runs a day, most of them empty.  A later try
+            # may have files of earlier tries, which are removed with the run.
+            try:
+                run.forget(report.generation)
+            except StagingError as error:
+                log.warning("Could not remove the files of an empty run: %s", error)
+            return
+        now = run.clock.now()
+        run.publish(
+            Manifest(
+                generation=report.generation,
+                root_id=run.store.root_id(),
+                host=host_name(),
+                lease=record.lease,
+                received=report.received,
+                received_bytes=report.received_bytes,
+                failed=report.failed,
+                settled_now=SettleReport().to_json(),
+                batchers={},
+                files={},
+                entries=[],
+                configured=False,
+                dropped={},
+                stopped=report.ended,
+                started_at=started.isoformat(),
+                ended_at=now.isoformat(),
+                seconds=dict(report.seconds),
+            )
+        )
+        keep_report(
+            run,
+            run.generations(),
+            reasons=report.reasons,
+            failed_tasks=[self.task.task_id] if failed else [],
+            at=now,
+        )
+
+
+@dataclass
 class BatchTask:
     """Groups the messages staged for one batcher into batches, and runs those of Python."""
 
-    def __init__(
-        self, run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports, *, batcher: str
-    ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._task = task
-        self._ports = ports
-        self._batcher = batcher
+    staged: StagedRun
+    pipeline: Pipeline
+    task: Task
+    ports: Ports
+    _: KW_ONLY
+    batcher: str
+
+    def __post_init__(self) -> None:
         self._batches: PythonBatches | None = None
         self._child: ChildProcess | None = None
         self._stopped = False
         #: The pipeline with the producer that delivered the planned messages.
-        self._served = pipeline
+        self._served = self.pipeline
 
     def plan(self, processed: Iterable[Mapping[str, Any]], *, label: str) -> BatchPlan | None:
         """Returns the plan of batches, new or of an earlier try; ``None`` if nothing was staged.
@@ -194,14 +333,12 @@ class BatchTask:
             read, or the plan cannot be written.
         """
         references = list(processed)
-        self._run.store.check_roots(references)
-        generations = [
-            row["generation"] for row in references if row["batchers"].get(self._batcher)
-        ]
+        self.staged.store.check_roots(references)
+        generations = [row["generation"] for row in references if row["batchers"].get(self.batcher)]
         if not generations:
             return None
-        self._served = with_source(self._pipeline, source_of(self._run, generations))
-        return plan_batches(self._run, self._served, self._batcher, generations, try_label=label)
+        self._served = with_source(self.pipeline, source_of(self.staged, generations))
+        return plan_batches(self.staged, self._served, self.batcher, generations, try_label=label)
 
     def handle(self, plan: BatchPlan) -> dict[str, int] | None:
         """Runs ``handle_batch`` on each batch without an outcome; ``None`` if the engine is Spark.
@@ -210,21 +347,18 @@ class BatchTask:
             messages the run no longer holds or which were stopped.
         :raises BroadwayError: If the work of a child process raised.
         """
-        if self._pipeline.batchers[self._batcher].engine != "python":
+        if self.pipeline.batchers[self.batcher].engine != "python":
             return None
-        plans = OpenPlans(self._run, [plan.path])
-        name = self._task.file_name
         isolation = Isolation(
-            self._run,
-            self._pipeline,
-            plans,
-            name,
+            self.staged,
+            self.pipeline,
+            OpenPlans(self.staged, [plan.path]),
+            self.task.file_name,
             folder=TRIES,
-            most=MOST_PROCESSES,
-            cleared=self._task.cleared,
+            cleared=self.task.cleared,
         )
         # A fork that cannot call the host would wait forever.
-        forks, forked = self._task.forks, False
+        forks, forked = self.task.forks, False
         while not self._stopped and isolation.choose() and forks and isolation.careful:
             forked = True
             raised = self._handle_in_child(plan, isolation)
@@ -235,7 +369,7 @@ class BatchTask:
         self._batches = self._python_batches(plan)
         if self._stopped:  # stopped before the batches existed
             self._batches.stop()
-        with self._stand_in(plan):
+        with standing_in(self.staged, self.pipeline, plan.generations, self.ports):
             if forked or (forks and isolation.careful):
                 return self._batches.count()
             return self._batches.run()
@@ -246,7 +380,7 @@ class BatchTask:
 
         def work() -> None:
             # In the child: two processes cannot share one connection to the host.
-            with self._stand_in(plan):
+            with standing_in(self.staged, self.pipeline, plan.generations, self.ports):
                 batches.run()
 
         # At this point no other thread of this process is active.
@@ -265,34 +399,25 @@ class BatchTask:
         self, plan: BatchPlan, step: Step | None = None, parent: str = ""
     ) -> PythonBatches:
         return PythonBatches(
-            self._run,
+            self.staged,
             self._served,
             plan,
-            name=self._task.file_name,
-            try_number=self._task.try_number,
-            ports=self._ports,
+            name=self.task.file_name,
+            try_number=self.task.try_number,
+            ports=self.ports,
             step=step,
             parent=parent,
         )
 
-    @contextmanager
-    def _stand_in(self, plan: BatchPlan) -> Iterator[None]:
-        stand_in = StandIn(self._run, self._pipeline, plan.generations, ports=self._ports)
-        stand_in.start()
-        try:
-            yield
-        finally:
-            stand_in.finish()
-
     def reference(self, plan: BatchPlan | None) -> dict[str, Any]:
         """Returns the reference of a plan for later tasks; no payload."""
         if plan is None or not plan.messages:
-            return {"plan": None, "batcher": self._batcher, "messages": 0, "batches": 0}
+            return {"plan": None, "batcher": self.batcher, "messages": 0, "batches": 0}
         return {
             "plan": plan.path,
             "root_id": plan.root_id,
             "host": plan.host,
-            "batcher": self._batcher,
+            "batcher": self.batcher,
             "messages": plan.messages,
             "batches": plan.batches,
             "triggers": plan.triggers,

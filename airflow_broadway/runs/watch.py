@@ -1,17 +1,18 @@
 """Watches a run: renews its leases, settles it once all outcomes are known, and accounts for it.
 
-Used by the ack sensor at each poke, and by tasks that stand in for the sensor.
+Used by the ack sensor at each poke, and by tasks that stand in for an inactive sensor: see
+:func:`standing_in`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
@@ -40,6 +41,9 @@ from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
 
 log = logging.getLogger(__name__)
+
+#: Lease duration in seconds that a stand-in assumes if there is no lease to renew.
+_NO_LEASE: Final = 3600.0
 
 
 class RunWatcher:
@@ -199,7 +203,7 @@ class RunWatcher:
 
         Reading ten thousand outcomes takes a while, and so may a broker.
         """
-        renewing = _Renewing(self.custodians, records)
+        renewing = _Renewing(self.custodians(), records)
         leases: list[Lease] = []
         for record in records:
             if record.published and self._renews(record):
@@ -216,19 +220,15 @@ class RunWatcher:
             yield renewing
             return
         with LeaseRenewer(
-            renewing.opened,
+            lambda: renewing,
             min(lease.seconds for lease in leases),
             lambda: [lease for lease in leases if lease.generation not in renewing.left],
             renewed=self._run.put_lease,
         ):
             yield renewing
 
-    def renewing(self) -> _RenewingCustodian:
-        """Opens a custodian that renews this run's leases; called in the thread that uses it."""
-        return _Renewing(self.custodians, self._generations()).opened()
-
     def custodians(self) -> Custodians:
-        """Opens custodians of this run's messages."""
+        """Returns custodians of this run's messages, for one thread."""
         owner = {"dag_id": self._run.dag_id, "run_id": self._run.run_id}
         return Custodians(self._pipeline, self._ports, self._run, owner=owner, clock=self._clock)
 
@@ -299,45 +299,73 @@ class RunWatcher:
 
 
 class _Renewing:
-    """Opens custodians for a renewal thread, which skips generations that are being settled."""
+    """Renews leases in a thread, except those of generations that are being settled.
 
-    def __init__(
-        self, custodians: Callable[[], Custodians], records: Sequence[GenerationRecord]
-    ) -> None:
-        self._open = custodians
+    :param custodians: Those of the renewing thread, which alone uses them.
+    """
+
+    def __init__(self, custodians: Custodians, records: Sequence[GenerationRecord]) -> None:
+        self._custodians = custodians
         self._records = {record.generation: record for record in records}
         self._lock = threading.Lock()
         #: Generations settled or being settled.
         self.left: set[str] = set()
-
-    def opened(self) -> _RenewingCustodian:
-        """Opens the custodian; called in the thread that uses it."""
-        return _RenewingCustodian(self._open(), self._records, self._lock, self.left)
 
     def leave(self, generation: str) -> None:
         """Excludes a generation from renewal; returns when no renewal is in progress."""
         with self._lock:
             self.left.add(generation)
 
-
-class _RenewingCustodian:
-    def __init__(
-        self,
-        custodians: Custodians,
-        records: Mapping[str, GenerationRecord],
-        lock: threading.Lock,
-        left: set[str],
-    ) -> None:
-        self._custodians = custodians
-        self._records = records
-        self._lock = lock
-        self._left = left
-
     def renew(self, lease: Lease) -> Lease | None:
         with self._lock:
-            if lease.generation in self._left:
+            if lease.generation in self.left:
                 return lease
             return self._custodians.of(self._records[lease.generation]).renew(lease)
 
     def close(self) -> None:
         self._custodians.close()
+
+
+@contextmanager
+def standing_in(
+    run: StagedRun, pipeline: Pipeline, generations: Collection[str], ports: Ports | None = None
+) -> Iterator[None]:
+    """Renews leases while no sensor is active; at the end, settles complete generations.
+
+    A sensor in reschedule mode is not scheduled while its Dag is paused, and its state may have
+    been set by hand.  Running tasks continue nevertheless, and the task that records outcomes may
+    settle them.
+
+    :param generations: The generations whose batches the task runs; a run may hold others.
+    """
+    watcher = RunWatcher(run, pipeline, generations=generations, ports=ports)
+    records = [run.generation(generation) for generation in generations]
+    leases = [
+        run.lease(record)
+        for record in records
+        if record.published and pipeline_of(pipeline, record).producer.renews
+    ]
+    try:
+        with LeaseRenewer(
+            lambda: _Renewing(watcher.custodians(), records),
+            min((lease.seconds for lease in leases), default=_NO_LEASE),
+            lambda: [] if watcher.heartbeat.is_fresh() else leases,
+            renewed=run.put_lease,
+            at_once=True,
+        ):
+            yield
+    finally:
+        settle_unwatched(watcher)
+
+
+def settle_unwatched(watcher: RunWatcher) -> None:
+    """Settles complete generations unless there is an active sensor."""
+    try:
+        if not watcher.heartbeat.is_fresh():
+            log.info("No ack sensor has looked after this run lately: settling here.")
+            watcher.settle(final=False)
+    except (BroadwayError, OSError) as error:
+        # The outcomes are recorded; the sensor or the next run's sweep settles by them.
+        log.error("Could not settle here: %s", error)
+    finally:
+        watcher.close()

@@ -52,8 +52,8 @@ def a_message_is_acknowledged_when_it_is_received() -> None:
 
     def publish(process: Any, *given: Any) -> Any:
         manifest = kept(process, *given)
-        custodian = process._pipeline.producer.custodian(process._env)
-        lease = process._run.lease(manifest.generation)
+        custodian = process.pipeline.producer.custodian(process.env)
+        lease = process.staged.lease(manifest.generation)
         custodian.settle(lease, Settlement(rest=ACK, expected=manifest.received))
         return manifest
 

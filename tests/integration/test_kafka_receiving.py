@@ -18,8 +18,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.ports import Ports, Task
-from airflow_broadway.runs.tasks import ProcessTask
-from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.runs.tasks import ProcessTask, UnstagedTask
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from tests.kafka_fixtures import on_apache_kafka

@@ -121,12 +121,12 @@ class Task:
         )
         assert batches.begin() is Ending.OPEN
         codes = []
-        there = batches.choose()
+        there = batches.isolation.choose()
         while there:
             path, work = batches.write_work(name, REF, RunInfo())
             words = [sys.executable, "-c", DRIVER, *arguments_of(self.run.spark_uri(), path, work)]
             codes.append(subprocess.run(words, check=False, capture_output=True).returncode)
-            there = batches.goes_on() and batches.choose()
+            there = batches.isolation.goes_on() and batches.isolation.choose()
         assert batches.end() is Ending.DONE
         return codes
 
@@ -227,7 +227,7 @@ def test_applications_that_are_killed_from_outside_release_their_messages_and_bl
             run.staged, run.pipeline, [{"plan": plan.path}], run.ports, name=name, most=3
         )
         assert batches.begin() is Ending.OPEN
-        there = batches.choose()
+        there = batches.isolation.choose()
         while there:
             path, work = batches.write_work(name, ref, about)
             arguments = arguments_of(run.staged.spark_uri(), path, work)
@@ -238,7 +238,7 @@ def test_applications_that_are_killed_from_outside_release_their_messages_and_bl
                 if kills:
                     driver.kill()
                     kills -= 1
-            there = batches.goes_on() and batches.choose()
+            there = batches.isolation.goes_on() and batches.isolation.choose()
         ending = batches.end()
         assert run.ack()["balanced"]
         return ending

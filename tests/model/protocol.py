@@ -9,7 +9,7 @@ order of the code::
               publish: is there an intent? · create the manifest
               without batchers: settling of its own
     batch     plan_batches · begin_try · for each batch: begin: own it? · handle_batch
-              check: own it still? · record: create the outcome · StandIn.finish
+              check: own it still? · record: create the outcome · settle_unwatched
     ack       RunWatcher.settle: which are unsettled? · settling of each · keep_report
     settling  build_settlement: what is recorded now? · settle_generation: create the intent
               the custodian: settle (by the custody) · record_settled: create the report
@@ -49,7 +49,7 @@ CODE: Final = {
     "handle": "core.pipeline.Pipeline.handle_batch",
     "check": "core.formats.ownership.Ownership.check",
     "record": "core.formats.record_batch.BatchRecorder.record",
-    "stand in": "runs.stand_in.StandIn.finish",
+    "stand in": "runs.watch.settle_unwatched",
     "ack": "runs.watch.RunWatcher.settle",
     "report": "runs.account.keep_report",
     "decide": "staging.settling.settlement.build_settlement",

@@ -14,8 +14,7 @@ from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.ports import Ports, Task
-from airflow_broadway.runs.tasks import BatchTask, ProcessTask
-from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.runs.tasks import BatchTask, ProcessTask, UnstagedTask
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
@@ -99,6 +98,7 @@ def execute(
     budget = Budget(max_seconds=60.0)
     context = run, pipeline, task, ports
     if attempt.task_id == "process":
+        source = source or RunSource()
         process = ProcessTask(*context, index=attempt.index, budget=budget, source=source)
         return process.run().reference
     if attempt.task_id == "run":

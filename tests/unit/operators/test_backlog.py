@@ -32,7 +32,7 @@ from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers import RabbitMQProducer, SqliteProducer, SqliteQueue
 from airflow_broadway.runs.backlog.crossings import Runs
-from airflow_broadway.runs.outlets import Produced
+from airflow_broadway.runs.outcomes import event_extra
 from airflow_broadway.sensors.backlog import BroadwayBacklogSensor
 from airflow_broadway.triggers.backlog import (
     BroadwayBacklogReachedTrigger,
@@ -489,11 +489,10 @@ def test_an_outlet_of_several_batchers_has_one_event_of_what_is_its_own(
 
 
 def test_an_event_has_no_more_ids_than_a_database_likes() -> None:
-    total = Produced()
-    for name in ("a", "b"):
-        ids = [f"{name}{number}" for number in range(600)]
-        total.add(Produced(batches=600, successful=600, batch_ids=ids))
-    extra = total.extra("p")
+    outcomes: Any = [
+        SimpleNamespace(batch_id=f"b{number}", successful=1, failed=0) for number in range(1_200)
+    ]
+    extra = event_extra("p", outcomes)
     assert (extra["batches"], len(extra["batch_ids"]), extra["batch_ids_left_out"]) == (
         1_200,
         1_000,

@@ -933,7 +933,7 @@ def test_a_settlement_killed_while_it_archives_is_gone_on_with(
             raise KeyboardInterrupt
 
         patch.setattr(point, dies)
-        patch.setattr("airflow_broadway.runs.stand_in.StandIn.finish", lambda self: None)
+        patch.setattr("airflow_broadway.runs.watch.settle_unwatched", lambda watcher: None)
         run.batch()
         with pytest.raises(KeyboardInterrupt):
             run.ack()
@@ -970,7 +970,7 @@ def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(
     for run_id in ("live", "live2"):
         world.run(run_id).all()
     run = world.run("again", of_minutes(0, 60))
-    monkeypatch.setattr("airflow_broadway.runs.stand_in.StandIn.finish", lambda self: None)
+    monkeypatch.setattr("airflow_broadway.runs.watch.settle_unwatched", lambda watcher: None)
 
     def all_tasks() -> dict[str, Any]:
         run.references.clear()

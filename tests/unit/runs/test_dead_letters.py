@@ -12,8 +12,7 @@ from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.sources.choice import SourceRequest, choose_source
-from airflow_broadway.runs.tasks import ProcessTask
-from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.runs.tasks import ProcessTask, UnstagedTask
 from tests.unit.runs.steps import PlainSums, Run
 
 SOURCE = RunSource(kind=DEAD_LETTERS)

@@ -25,8 +25,7 @@ from airflow_broadway.runs.backlog.reports import (
     read_reports,
     report_backlog,
 )
-from airflow_broadway.runs.tasks import ProcessTask
-from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.runs.tasks import ProcessTask, UnstagedTask
 from airflow_broadway.staging.store import Store
 from tests.unit.runs.steps import PlainSums, Run
 from tests.unit.runs.test_backlog import Addressed

@@ -167,7 +167,7 @@ def test_however_a_run_ends_it_hides_what_it_holds_and_nothing_else(
         assert manifest.lease["state"]["messages"] == manifest.received == received == len(held)
         assert staged_ids(staged, manifest) <= held
         lease = staged.lease(staged.generation("g"))
-        custodian = made._pipeline.producer.custodian(made._env)
+        custodian = made.pipeline.producer.custodian(made.env)
         everything = Settlement(
             rest=ACK,
             everything=lambda: (Entry(each, "", ACK) for each in held),

@@ -26,7 +26,7 @@ from airflow_broadway.runs.reading.batches import page_of_batches
 from airflow_broadway.runs.reading.message import ids_with_text
 from airflow_broadway.runs.reading.overview import overview_of
 from airflow_broadway.runs.reading.payload import MOST_BYTES, payload_of
-from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.runs.tasks import UnstagedTask
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.testing.clock import ManualClock
