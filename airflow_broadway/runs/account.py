@@ -161,22 +161,16 @@ def _published(run: StagedRun, generation: str) -> int:
     return 0 if manifest is None else manifest.received
 
 
-def kept_report(run: StagedRun) -> dict[str, Any] | None:
-    """Reads the report; ``None`` if there is none or it is unreadable."""
+def kept_report(run: StagedRun, name: str = REPORT) -> dict[str, Any] | None:
+    """Reads the report; ``None`` if there is none or it is unreadable.
+
+    :param name: :data:`LOOK` for the result of a dry run that has no report yet.
+    """
     try:
-        report: dict[str, Any] = json.loads(run.files.read(REPORT))
+        report: dict[str, Any] = json.loads(run.files.read(name))
     except (FileNotFoundError, ValueError):
         return None
     return report
-
-
-def kept_look(run: StagedRun) -> dict[str, Any] | None:
-    """Reads the result of a dry run that has no report yet."""
-    try:
-        look: dict[str, Any] = json.loads(run.files.read(LOOK))
-    except FileNotFoundError:
-        return None
-    return look
 
 
 def summarize_trouble(report: Mapping[str, Any]) -> str:

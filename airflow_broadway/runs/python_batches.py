@@ -8,6 +8,9 @@ import os
 import socket
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
@@ -48,44 +51,36 @@ from airflow_broadway.staging.run_folder import StagedRun
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class PythonBatches:
     """Runs ``handle_batch`` on each batch of ``plan`` that has no outcome yet.
 
     Runs ``concurrency`` batches at a time; those of one partition or key sequentially, in order.
 
-    :param step: The batches and their isolation: see
-        :mod:`airflow_broadway.core.formats.isolation`.
-    :param parent: The execution of the task whose child runs them; empty if there is no child.
     :param name: The task's name in the staging folder.  It fences off an earlier execution of the
         task, which the host may have lost while it still runs: that one can record nothing more.
         Without a name there is no fencing.
+    :param step: The batches and their isolation: see
+        :mod:`airflow_broadway.core.formats.isolation`.
+    :param parent: The execution of the task whose child runs them; empty if there is no child.
     """
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        plan: BatchPlan,
-        *,
-        name: str = "",
-        try_number: int = 1,
-        ports: Ports | None = None,
-        clock: Clock | None = None,
-        step: Step | None = None,
-        parent: str = "",
-    ) -> None:
-        self.run_folder = run
-        self._step = step or Step()
-        self._parent = parent
+    staged: StagedRun
+    pipeline: Pipeline
+    plan: BatchPlan
+    _: KW_ONLY
+    name: str = ""
+    try_number: int = 1
+    ports: Ports = field(default_factory=Ports)
+    clock: Clock | None = None
+    step: Step = field(default_factory=Step)
+    parent: str = ""
+
+    def __post_init__(self) -> None:
         self._number = 0
-        self.pipeline = pipeline
-        self.plan = plan
-        self._name = name
-        self._try_number = try_number
         self._reasons = Reasons()
-        self._ports = ports = ports or Ports()
-        self._clock = clock or run.clock
-        self._stop = Stop(self._clock, min(pipeline.shutdown, ports.max_shutdown))
+        self._clock = self.clock or self.staged.clock
+        self._stop = Stop(self._clock, min(self.pipeline.shutdown, self.ports.max_shutdown))
 
     def stop(self) -> None:
         """Starts no further batch; waits up to the pipeline's ``shutdown`` for active ones.
@@ -104,13 +99,13 @@ class PythonBatches:
         try:
             self._run(recorder, counts)
         finally:  # an exception is no death of the process
-            if self._name:
-                say_ended(self.run_folder.files, self._name, self._number, TRIES)
+            if self.name:
+                say_ended(self.staged.files, self.name, self._number, TRIES)
         return counts
 
     def count(self) -> dict[str, int]:
         """Returns the same counts from recorded outcomes, without running anything."""
-        counts, recorded = _zero_counts(), Recorded(self.run_folder)
+        counts, recorded = _zero_counts(), Recorded(self.staged)
         outcomes = recorded.recorded(self.plan)
         _count(counts, outcomes.values())
         without = len(recorded.batches(self.plan)) - len(outcomes)
@@ -121,15 +116,17 @@ class PythonBatches:
     def _run(self, recorder: BatchRecorder, counts: dict[str, int]) -> None:
         options = self.pipeline.batchers[self.plan.batcher]
         # Read after fencing: from now on, an earlier execution records nothing that counts.
-        outcome_reader = Recorded(self.run_folder)
+        outcome_reader = Recorded(self.staged)
         recorded = outcome_reader.recorded(self.plan)
         batches = self._chosen(outcome_reader)
-        reader = BatchReader(self.run_folder, self.plan)
+        reader = BatchReader(self.staged, self.plan)
         # Sequentially, so that a death identifies its batch.
-        concurrency = 1 if self._step.alone else options.concurrency
-        stages = [_Stage(self, index, reader, recorder) for index in range(concurrency)]
+        concurrency = 1 if self.step.alone else options.concurrency
+        sinks = [_BatchSink(self, index, reader, recorder) for index in range(concurrency)]
         pool: WorkerPool[PlannedBatch, Outcome | None] = WorkerPool(
-            [stage.handle for stage in stages], name=f"batch-{self.plan.batcher}", ordered=False
+            [partial(self._handle, sink) for sink in sinks],
+            name=f"batch-{self.plan.batcher}",
+            ordered=False,
         )
         try:
             self._feed(pool, batches, recorded, counts)
@@ -148,9 +145,9 @@ class PythonBatches:
     def _chosen(self, recorded: Recorded) -> list[PlannedBatch]:
         """Returns the batches of this step, with and without an outcome."""
         batches = recorded.batches(self.plan)
-        if self._step.run is None:
+        if self.step.run is None:
             return batches
-        place = {batch_id: number for number, batch_id in enumerate(self._step.run)}
+        place = {batch_id: number for number, batch_id in enumerate(self.step.run)}
         chosen = [batch for batch in batches if batch.batch_id in place]
         return sorted(chosen, key=lambda batch: place[batch.batch_id])
 
@@ -183,132 +180,115 @@ class PythonBatches:
         options = self.pipeline.batchers[self.plan.batcher]
         if planned.partition is None:
             return None, sorted(chains(planned, merged=options.merge_keys))
-        if self._step.alone:
+        if self.step.alone:
             return 0, ()
         # The plan is fixed, but the options may have changed since.
         return planned.partition % options.concurrency, ()
 
     def _begin(self) -> BatchRecorder:
         """Takes ownership from earlier executions of this task."""
-        files = self.run_folder.files
+        files = self.staged.files
         # Unique, since host and process id repeat: in containers the process id is always 1.
         unique = uuid.uuid4().hex[:8]
-        writer = f"{self._try_number}-{socket.gethostname()}-{os.getpid()}-{unique}"
-        number = 0
-        if self._name:
+        writer = f"{self.try_number}-{socket.gethostname()}-{os.getpid()}-{unique}"
+        if self.name:
             fields = {"version": VERSION, "by": writer, "plans": [self.plan.path]}
-            fields |= {"marked": self._step.marked, "only": self._step.run, "parent": self._parent}
+            fields |= {"marked": self.step.marked, "only": self.step.run, "parent": self.parent}
             text = json.dumps(fields)
-            number, _ = begin_try(files, self._name, lambda _: text, TRIES)
-            self._number = number
+            self._number, _ = begin_try(files, self.name, lambda _: text, TRIES)
         return BatchRecorder(
             files,
             self.plan,
-            Ownership(files, self._name, number, folder=TRIES, clock=self._clock),
+            Ownership(files, self.name, self._number, folder=TRIES, clock=self._clock),
             writer=writer,
-            try_number=self._try_number,
+            try_number=self.try_number,
             clock=self._clock,
         )
 
     # -- one batch -----------------------------------------------------------------------------
 
-    def handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome | None:
+    def _handle(self, sink: _BatchSink, planned: PlannedBatch) -> Outcome | None:
         """Runs one batch, unless the run no longer holds its messages."""
         if self._stop.reason():
             return None
         with log_ids(batcher=self.plan.batcher, batch_id=planned.batch_id):
             try:
-                return self._handle(stage, planned)
+                outcome, result = sink.handle(planned)
             except OwnershipLost:
                 raise
             except LeaseLapsed as error:
                 log.error("Batch %s: %s.", planned.batch_id, error)
                 return None
-
-    def _handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome:
-        batch = stage.recorder.begin(planned, load_key(planned.batch_key))
-        if self._step.marked:
-            files = self.run_folder.files
-            mark_begun(files, self._name, self._number, TRIES, planned.batch_id)
-        stage.sink.begin()
-        messages = stage.reader.read(planned, stage.ack_ref_of)
-        if len(messages) != planned.size:  # an unread message would count as a success
-            raise StagingError(
-                f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
-                f" {len(messages)} were read from {self.plan.path}: its files are damaged; clear"
-                " the process task"
-            )
-        result = stage.processor.handle(messages, batch.info, planned.refused)
-        stage.sink.release(messages, result)
         self._reasons.add(result.failed)
-        return batch.record(
-            successful=len(result.successful),
-            failed=len({message.message_id for message in result.failed}),
-            missing=len(result.missing),
-            exceptions=batch.keep(stage.sink.lines),
-            error=_single_error(result, planned.size),
-            settled_now=stage.sink.settled_now.to_json(),
-        )
+        return outcome
+
+    def mark(self, planned: PlannedBatch) -> None:
+        """Marks a batch as begun, if its process is one that marks batches."""
+        if self.step.marked:
+            mark_begun(self.staged.files, self.name, self._number, TRIES, planned.batch_id)
 
     def settle_now(
         self, generation: str, entries: list[Entry]
     ) -> tuple[SettleReport, list[Entry], list[Entry]]:
         """Executes verdicts at the broker, for ``ack_immediately``; see :func:`settle_at_once`."""
-        record = self.run_folder.generation(generation)
-        custodian = self.pipeline.producer.custodian(
-            producer_env(
-                self.pipeline,
-                self._ports,
-                generation=generation,
-                owner=record.lease["owner"],
-                store=self.run_folder.store,
-                clock=self._clock,
-            )
+        record = self.staged.generation(generation)
+        env = producer_env(
+            self.pipeline,
+            self.ports,
+            generation=generation,
+            owner=record.lease["owner"],
+            store=self.staged.store,
+            clock=self._clock,
         )
-        try:
-            return settle_at_once(custodian, self.run_folder.lease(generation), entries)
-        finally:
-            custodian.close()
+        with closing(self.pipeline.producer.custodian(env)) as custodian:
+            return settle_at_once(custodian, self.staged.lease(generation), entries)
 
 
-class _Stage:
-    """The state of one batch processor's thread."""
+class _BatchSink:
+    """Runs batches in one thread and collects the verdicts of each as lines of its entries file."""
 
     def __init__(
         self, batches: PythonBatches, index: int, reader: BatchReader, recorder: BatchRecorder
     ) -> None:
         plan, pipeline = batches.plan, batches.pipeline
         self._batches = batches
-        self.processor = BatchProcessorStage(
+        self._reader = reader
+        self._recorder = recorder
+        self._processor = BatchProcessorStage(
             pipeline, plan.batcher, index=index, ack=ack_messages_or_raise
         )
-        self.sink = _BatchSink(batches)
-        self.reader = reader
-        self.recorder = recorder
-        self._acknowledger = RunAcknowledger(pipeline.producer, self.sink)
+        self._acknowledger = RunAcknowledger(pipeline.producer, self)
         self._generations = plan.generations
 
-    def ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
+    def handle(self, planned: PlannedBatch) -> tuple[Outcome, BatchResult]:
+        """Runs one batch and records its outcome."""
+        batch = self._recorder.begin(planned, load_key(planned.batch_key))
+        self._batches.mark(planned)
+        self._lines: list[str] = []
+        self._settled_now = SettleReport()
+        self._now: set[str] = set()
+        messages = self._reader.read(planned, self._ack_ref_of)
+        if len(messages) != planned.size:  # an unread message would count as a success
+            raise StagingError(
+                f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
+                f" {len(messages)} were read from {self._batches.plan.path}: its files are damaged;"
+                " clear the process task"
+            )
+        result = self._processor.handle(messages, batch.info, planned.refused)
+        self._release(messages, result)
+        outcome = batch.record(
+            successful=len(result.successful),
+            failed=len({message.message_id for message in result.failed}),
+            missing=len(result.missing),
+            exceptions=batch.keep(self._lines),
+            error=_single_error(result, planned.size),
+            settled_now=self._settled_now.to_json(),
+        )
+        return outcome, result
+
+    def _ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
         """Returns the acknowledger of a staged message; its reference is the generation."""
         return AckRef(self._acknowledger, self._generations[receipt.source], receipt.delivery)
-
-    def handle(self, planned: PlannedBatch) -> Outcome | None:
-        return self._batches.handle(self, planned)
-
-
-class _BatchSink:
-    """Collects the verdicts of one batch as lines of its entries file."""
-
-    def __init__(self, batches: PythonBatches) -> None:
-        self._batches = batches
-        self._sources = {name: index for index, name in enumerate(batches.plan.generations)}
-        self.begin()
-
-    def begin(self) -> None:
-        """Begins another batch."""
-        self.lines: list[str] = []
-        self.settled_now = SettleReport()
-        self._now: set[str] = set()
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         # A plain success needs no line: it gets the default verdict of the settlement.
@@ -319,8 +299,8 @@ class _BatchSink:
                 self._keep(message.acknowledger.ref, entry_of(message, verdict))
 
     def _keep(self, generation: str, entry: Entry, *, settled: bool = False) -> None:
-        source = self._sources[generation]
-        self.lines.append(dump_entry(entry, source=source, settled=settled))
+        source = self._generations.index(generation)
+        self._lines.append(dump_entry(entry, source=source, settled=settled))
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         by_generation: dict[str, list[Entry]] = {}
@@ -331,20 +311,18 @@ class _BatchSink:
         for generation, entries in by_generation.items():
             report, done, _ = self._batches.settle_now(generation, entries)
             # Executed verdicts count, even if an error is raised to the callback.
-            self.settled_now += done_of(report)
+            self._settled_now += done_of(report)
             for entry in done:
                 self._keep(generation, entry, settled=True)
             self._now.update(entry.message_id for entry in done)
             check_settled(report)
 
-    def release(self, messages: Sequence[Message], result: BatchResult) -> None:
+    def _release(self, messages: Sequence[Message], result: BatchResult) -> None:
         """Releases messages that the callbacks did not return; they must not count as successes."""
-        lost = {message.message_id for message in result.missing}
-        if lost:
-            for message in messages:
-                key = message.message_id
-                if key in lost and key not in self._now and not is_settled(message):
-                    self._keep(message.acknowledger.ref, entry_of(message, RELEASE))
+        lost = {message.message_id for message in result.missing} - self._now
+        for message in messages if lost else ():
+            if message.message_id in lost and not is_settled(message):
+                self._keep(message.acknowledger.ref, entry_of(message, RELEASE))
 
 
 def _single_error(result: BatchResult, size: int) -> str:

@@ -18,7 +18,6 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import empty_line, lines_of, summary_line
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.deaths import TRIES
-from airflow_broadway.core.formats.isolation import Step
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.local.report import RunReport
@@ -376,7 +375,7 @@ class BatchTask:
 
     def _handle_in_child(self, plan: BatchPlan, isolation: Isolation) -> str:
         """Runs batches in a child process, which may crash; returns the exception of its work."""
-        batches = self._python_batches(plan, isolation.step, isolation.parent)
+        batches = self._python_batches(plan, step=isolation.step, parent=isolation.parent)
 
         def work() -> None:
             # In the child: two processes cannot share one connection to the host.
@@ -395,9 +394,7 @@ class BatchTask:
             log.warning("The child process with batches of %r ended: %s.", plan.batcher, ending)
         return child.raised
 
-    def _python_batches(
-        self, plan: BatchPlan, step: Step | None = None, parent: str = ""
-    ) -> PythonBatches:
+    def _python_batches(self, plan: BatchPlan, **child: Any) -> PythonBatches:
         return PythonBatches(
             self.staged,
             self._served,
@@ -405,8 +402,7 @@ class BatchTask:
             name=self.task.file_name,
             try_number=self.task.try_number,
             ports=self.ports,
-            step=step,
-            parent=parent,
+            **child,
         )
 
     def reference(self, plan: BatchPlan | None) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.account import (
+    LOOK,
     REPORT,
     batchers_of,
     isolation_of,
     keep_report,
-    kept_look,
     kept_report,
     unseen,
 )
@@ -258,7 +258,7 @@ class RunWatcher:
         # Outcomes recorded after the settlement do not count.
         recorded, run = self._recorded, self._run
         records = self._generations()
-        look = None if records else kept_look(run)
+        look = None if records else kept_report(run, LOOK)
         missing = unseen(run, processed, settles_itself=not self._pipeline.batchers)
         before = None if records or look or missing else kept_report(run)
         if before is not None:  # the report of an empty run, whose files are removed

@@ -5,17 +5,16 @@ Numbers of an active run are current.  Unknown values are ``None``, never 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.custody.run_summary import look_lines
-from airflow_broadway.core.formats.isolation import CRASHED
 from airflow_broadway.core.formats.live import LiveCounts, read_live
-from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.runs.account import account_of, isolation_of, kept_report, totals_of
 from airflow_broadway.runs.heartbeat import Heartbeat, name_of
@@ -86,13 +85,9 @@ class Flow:
     :param staged: Messages staged for it.
     :param planned: Messages in its batches; ``None`` before they are planned.
     :param done: Batches with an outcome, and ``handled`` the messages in them.
-    :param failed_batches: Batches that failed as a whole.
     :param successful: Messages that succeeded; ``failed`` and ``missing`` count those that did not.
         All are ``None`` while there is no report and there are too many outcomes to read.
     :param rate: Messages handled per second, from the first batch's start to the last one's end.
-    :param triggers: Trigger → number of batches that it closed.
-    :param split: Batches split after a crash.
-    :param crashed: Messages dead-lettered because a process crashed on them.
     :param applications: Ids of the Spark applications that handled batches.
     """
 
@@ -105,13 +100,8 @@ class Flow:
     successful: int | None = None
     failed: int | None = None
     missing: int | None = None
-    failed_batches: int | None = None
     rate: float | None = None
-    triggers: Mapping[str, int] = field(default_factory=dict)
-    split: int = 0
-    crashed: int = 0
     applications: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +113,6 @@ class Overview:
     :param balanced: Whether the classes add up; ``None`` while an execution is unsettled.
     :param settled: Whether every execution is settled.
     :param watched: Whether an ack sensor has poked the run within the last minute.
-    :param report_at: Time of the report; empty without one.
     :param look: Findings of a dry run, as sentences; empty for any other run.
     """
 
@@ -139,9 +128,7 @@ class Overview:
     watched: bool
     reasons: Reasons
     isolation: Mapping[str, Any]
-    failed_tasks: Sequence[str]
     errors: Sequence[str]
-    report_at: str
     look: Sequence[str] = ()
 
     @property
@@ -177,35 +164,33 @@ def overview_of(
     current = report if report is not None and _is_current(report, records) else None
     flows = _flows(recorded, receipts, current)
     settled = bool(report or records) and all(record.state == SETTLED for record in records)
+    accounts = [receipt.account for receipt in receipts if receipt.account is not None]
     if records:
-        accounts = [receipt.account for receipt in receipts if receipt.account is not None]
         failed = {flow.batcher: {"failed": flow.failed or 0} for flow in flows}
         totals = totals_of(accounts, failed)
         balanced = all(account["balanced"] for account in accounts) if settled else None
     else:  # the report is the only file of an empty run
         totals = report["totals"] if report else dict.fromkeys(("received", *CLASSES), 0)
         balanced = report["balanced"] if report else None
-    report_fields = current or {}
+    batchers = [flow.batcher for flow in flows]
     look = (report or {}).get("look")
     return Overview(
         summary=summary_of(run),
         path=f"{run.store.uri}/{run.path}",
         source=next((record.source for record in reversed(records) if record.source), {})
         or (report or {}).get("source", {}),
-        notes=report_fields.get("notes", ()),
+        notes=(current or {}).get("notes", ()),
         receipts=receipts,
         flows=flows,
         totals=totals,
         balanced=balanced,
         settled=settled,
         watched=Heartbeat(run, clock).is_fresh(),
-        reasons=reasons_in(recorded, records, [flow.batcher for flow in flows], current),
-        isolation=isolation_of(recorded, [flow.batcher for flow in flows])
+        reasons=reasons_in(recorded, records, batchers, current),
+        isolation=isolation_of(recorded, batchers)
         if run.files.list("deaths") or run.files.list("interruptions")
         else {},
-        failed_tasks=report_fields.get("failed_tasks", ()),
-        errors=_errors(receipts),
-        report_at=(report or {}).get("at", ""),
+        errors=sorted({error for account in accounts for error in account["errors"]}),
         look=() if look is None else look_lines(look),
     )
 
@@ -216,65 +201,37 @@ def _is_current(report: Mapping[str, Any], records: Sequence[GenerationRecord]) 
     return all(record.generation in reported and record.state == SETTLED for record in records)
 
 
-def _errors(receipts: Sequence[Receipt]) -> list[str]:
-    return sorted(
-        {error for receipt in receipts if receipt.account for error in receipt.account["errors"]}
-    )
-
-
 # -- executions ------------------------------------------------------------------------------------
 
 
 def _receipt(run: StagedRun, record: GenerationRecord, clock: Clock) -> Receipt:
-    manifest = run.manifest(record.generation) if record.state != OPENED else None
-    live = read_live(run.files, record.generation) if record.state == OPENED else None
-    fields: dict[str, Any] = {
-        "generation": record.generation,
-        "task": name_of(record),
-        "task_id": record.task_id,
-        "map_index": record.map_index,
-        "try_number": record.try_number,
-        "state": record.state,
-        "opened_at": record.opened_at,
-        "broker": str(record.lease.get("kind", "")),
-        "live": record.state == OPENED,
-        "lease": None if record.state == SETTLED else _lease(run, record, live, clock),
-        "account": None if record.state == OPENED else account_of(run, record),
-    }
-    if manifest is not None:
-        return Receipt(**fields, **_fields_from_manifest(manifest))
-    return Receipt(**fields, **_fields_from_live(live, record))
-
-
-def _fields_from_manifest(manifest: Manifest) -> dict[str, Any]:
-    seconds = manifest.seconds.get("total", 0.0)
-    return {
-        "received": manifest.received,
-        "received_bytes": manifest.received_bytes,
-        "failed": manifest.failed,
-        "rate": manifest.received / seconds if seconds else None,
-        "batchers": manifest.batchers,
-        "stopped": manifest.stopped,
-    }
-
-
-def _fields_from_live(live: LiveCounts | None, record: GenerationRecord) -> dict[str, Any]:
-    if live is None:
-        return {
-            **dict.fromkeys(("received", "received_bytes", "failed", "rate")),
-            "batchers": {},
-            "stopped": "",
-        }
-    opened = datetime.fromisoformat(record.opened_at)
-    seconds = (live.at - opened).total_seconds()
-    return {
-        "received": live.received,
-        "received_bytes": live.received_bytes,
-        "failed": live.failed,
-        "rate": live.received / seconds if seconds > 0 else None,
-        "batchers": live.batchers,
-        "stopped": "",
-    }
+    opened = record.state == OPENED
+    live = read_live(run.files, record.generation) if opened else None
+    manifest = None if opened else run.manifest(record.generation)
+    counts, seconds = live or manifest, 0.0
+    if live is not None:
+        seconds = (live.at - datetime.fromisoformat(record.opened_at)).total_seconds()
+    elif manifest is not None:
+        seconds = manifest.seconds.get("total", 0.0)
+    return Receipt(
+        generation=record.generation,
+        task=name_of(record),
+        task_id=record.task_id,
+        map_index=record.map_index,
+        try_number=record.try_number,
+        state=record.state,
+        opened_at=record.opened_at,
+        broker=str(record.lease.get("kind", "")),
+        received=None if counts is None else counts.received,
+        received_bytes=None if counts is None else counts.received_bytes,
+        failed=None if counts is None else counts.failed,
+        rate=counts.received / seconds if counts is not None and seconds > 0 else None,
+        batchers={} if counts is None else counts.batchers,
+        stopped="" if manifest is None else manifest.stopped,
+        live=opened,
+        lease=None if record.state == SETTLED else _lease(run, record, live, clock),
+        account=None if opened else account_of(run, record),
+    )
 
 
 def _lease(
@@ -295,69 +252,40 @@ def _lease(
 def _flows(
     recorded: Recorded, receipts: Sequence[Receipt], report: Mapping[str, Any] | None
 ) -> list[Flow]:
-    staged: dict[str, int] = {}
+    staged = Counter[str]()
     for receipt in receipts:
-        for batcher, count in receipt.batchers.items():
-            staged[batcher] = staged.get(batcher, 0) + count
-    there = recorded.run.files.list("batches")
+        staged.update(receipt.batchers)
     reported = (report or {}).get("batchers", {})
-    names = sorted({*staged, *there, *reported})
-    return [_flow(recorded, name, staged.get(name, 0), reported.get(name)) for name in names]
-
-
-#: The fields of a batcher without plans.
-_NOTHING: Final[dict[str, Any]] = {"planned": None, "batches": 0, "done": 0, "handled": 0}
+    names = sorted({*staged, *recorded.run.files.list("batches"), *reported})
+    return [_flow(recorded, name, staged[name], reported.get(name)) for name in names]
 
 
 def _flow(recorded: Recorded, batcher: str, staged: int, row: Mapping[str, Any] | None) -> Flow:
     plans = recorded.counted(batcher)
-    if not plans:
-        return Flow(batcher=batcher, staged=staged, **_NOTHING)
-    done = [
-        batch
-        for plan in plans
-        for batch in recorded.batches(plan)
-        if batch.batch_id in recorded.ids(plan)
-    ]
-    triggers: dict[str, int] = {}
-    for plan in plans:
-        for trigger, count in plan.triggers.items():
-            triggers[trigger] = triggers.get(trigger, 0) + count
-    fields: dict[str, Any] = {
-        "batcher": batcher,
-        "staged": staged,
-        "planned": sum(plan.messages for plan in plans),
-        "batches": sum(len(recorded.batches(plan)) for plan in plans),
-        "done": len(done),
-        "handled": sum(batch.size for batch in done),
-        "triggers": triggers,
-        "split": sum(recorded.split(plan) for plan in plans),
-        "notes": [note for plan in plans for note in plan.notes],
-    }
-    if reads_ahead(recorded, plans):
-        outcomes = [
-            outcome
-            for plan in plans
-            for _, outcome in recorded.outcomes(plan)
-            if outcome is not None
-        ]
-        return Flow(**fields, **_fields_from_outcomes(outcomes))
-    if row:
-        counts = {name: row[name] for name in ("successful", "failed", "failed_batches")}
-        return Flow(**fields, **counts)
-    return Flow(**fields)
-
-
-def _fields_from_outcomes(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    return {
-        "successful": sum(outcome.successful for outcome in outcomes),
-        "failed": sum(outcome.failed for outcome in outcomes),
-        "missing": sum(outcome.missing for outcome in outcomes),
-        "failed_batches": sum(bool(outcome.error) for outcome in outcomes),
-        "crashed": sum(outcome.error.startswith(CRASHED) for outcome in outcomes),
-        "rate": _rate(outcomes),
-        "applications": sorted({outcome.application_id for outcome in outcomes} - {""}),
-    }
+    batches = [(plan, batch) for plan in plans for batch in recorded.batches(plan)]
+    done = [batch for plan, batch in batches if batch.batch_id in recorded.ids(plan)]
+    flow = Flow(
+        batcher=batcher,
+        staged=staged,
+        planned=sum(plan.messages for plan in plans) if plans else None,
+        batches=len(batches),
+        done=len(done),
+        handled=sum(batch.size for batch in done),
+    )
+    if plans and reads_ahead(recorded, plans):
+        every = (outcome for plan in plans for _, outcome in recorded.outcomes(plan))
+        outcomes = [outcome for outcome in every if outcome is not None]
+        return replace(
+            flow,
+            successful=sum(outcome.successful for outcome in outcomes),
+            failed=sum(outcome.failed for outcome in outcomes),
+            missing=sum(outcome.missing for outcome in outcomes),
+            rate=_rate(outcomes),
+            applications=sorted({outcome.application_id for outcome in outcomes} - {""}),
+        )
+    if plans and row:
+        return replace(flow, successful=row["successful"], failed=row["failed"])
+    return flow
 
 
 def _rate(outcomes: Sequence[Outcome]) -> float | None:

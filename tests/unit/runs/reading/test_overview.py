@@ -141,7 +141,8 @@ def test_batches_that_were_split_show_their_parts_and_who_was_set_aside(run: Run
     rows = page_of_batches(run.staged).rows
 
     [flow] = overview.flows
-    assert (flow.split, flow.crashed, flow.done) == (1, 1, flow.batches - 1)
+    [isolated] = overview.isolation["batches"]
+    assert (isolated["split"], isolated["crashed"], flow.done) == (1, 1, flow.batches - 1)
     assert (overview.isolation["deaths"], overview.isolation["interruptions"]) == (1, 0)
     assert [(row.part, row.outcome) for row in rows[:2]] == [(True, "crashed"), (True, "")]
     assert len(rows) == flow.batches

@@ -121,4 +121,3 @@ def test_a_report_that_is_older_than_an_execution_tells_nothing_of_it(tmp_path: 
     [flow] = overview.flows
     assert (before.successful, flow.successful) == (11_988, None)
     assert not overview.reasons.known
-    assert overview.report_at
