@@ -15,16 +15,16 @@ from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import table
 from airflow_broadway.runs.account import kept_report
+from airflow_broadway.runs.reading.batches import StagedBatch, staged_batches
 from airflow_broadway.runs.reading.overview import Receipt, overview_of
 from airflow_broadway.runs.reading.runs import (
     RunSummary,
-    StagedBatch,
     check_pipeline,
     find_run,
     list_runs,
-    staged_batches,
 )
 from airflow_broadway.runs.sweep import remove_settled_run
+from airflow_broadway.staging.plan_choice import Recorded
 
 #: Batches in a table; JSON has all.
 SHOWN = 50
@@ -101,7 +101,8 @@ def show(args: argparse.Namespace) -> int:
     """Prints one run: its generations, its batches and its report."""
     store = open_existing_store(args.staging)
     run = find_run(store, args.dag_id, args.run_id, args.pipeline_name)
-    overview, batches, report = overview_of(run), list(staged_batches(run)), kept_report(run)
+    recorded, report = Recorded(run), kept_report(run)
+    overview, batches = overview_of(run, recorded=recorded), list(staged_batches(recorded))
     summary = overview.summary
     if args.json:
         print_json(

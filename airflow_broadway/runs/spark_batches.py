@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -47,6 +47,7 @@ class Ending(Enum):
     OPEN = "open"
 
 
+@dataclass
 class SparkBatches:
     """The batches of plans in one execution of the task that submits them to Spark.
 
@@ -57,30 +58,32 @@ class SparkBatches:
         not exist.
     """
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        planned: Iterable[Mapping[str, Any]],
-        ports: Ports,
-        *,
-        name: str = "",
-        most: int = MOST_PROCESSES,
-        cleared: int = 0,
-    ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._ports = ports
+    staged: StagedRun
+    pipeline: Pipeline
+    planned: InitVar[Iterable[Mapping[str, Any]]]
+    ports: Ports
+    _: KW_ONLY
+    name: str = ""
+    most: int = MOST_PROCESSES
+    cleared: int = 0
+
+    def __post_init__(self, planned: Iterable[Mapping[str, Any]]) -> None:
         references = list(planned)
-        run.store.check_roots(references)
+        self.staged.store.check_roots(references)
         planned_by = {str(row["plan"]): row for row in references if row.get("plan")}
         try:
-            self.plans = OpenPlans(run, planned_by)
+            self.plans = OpenPlans(self.staged, planned_by)
         except FileNotFoundError:
             raise StagingError(self._missing_plans(planned_by)) from None
         #: Chooses the batches of each application.
         self.isolation = Isolation(
-            run, pipeline, self.plans, name, folder=WORK, most=most, cleared=cleared
+            self.staged,
+            self.pipeline,
+            self.plans,
+            self.name,
+            folder=WORK,
+            most=self.most,
+            cleared=self.cleared,
         )
         #: Open batches that cannot get an outcome, as of the last check: id → reason.
         self.void: dict[str, str] = {}
@@ -90,13 +93,13 @@ class SparkBatches:
 
         :param planned_by: Path of a plan → the reference of its batch task.
         """
-        files = self._run.files
+        files = self.staged.files
         missing = [path for path in planned_by if not files.exists(f"{path}/plan.jsonl")]
         hosts = sorted({repr(planned_by[path]["host"]) for path in missing})
         return (
             f"{many(len(missing), 'plan')} of batches that host {', '.join(hosts)} wrote are not in"
-            f" {self._run.store.uri}/{self._run.path} as host {host_name()!r} sees it, though the"
-            f" root has the same id: set {SETTING} to a folder that all hosts share if one root is"
+            f" {self.staged.store.uri}/{self.staged.path} as host {host_name()!r} sees it, though"
+            f" the root has the same id: set {SETTING} to a folder that all hosts share if one root is"
             " a copy of another, or clear the batch tasks if the files were removed"
         )
 
@@ -109,7 +112,7 @@ class SparkBatches:
         elif ending is Ending.OPEN:
             log.info("%s yet.", without_outcome(plans.left - len(self.void), plans.total))
         elif ending is Ending.VOID and all(
-            is_settled(self._run, g) for g in plans.open_generations
+            is_settled(self.staged, g) for g in plans.open_generations
         ):
             log.info(
                 "%s without an outcome; the messages were released: the run was settled before they"
@@ -118,7 +121,7 @@ class SparkBatches:
             )
             ending = Ending.GIVEN_BACK
         if ending in (Ending.DONE, Ending.GIVEN_BACK):
-            log_settled(self._run, plans.heads)
+            log_settled(self.staged, plans.heads)
         return ending
 
     def leases_kept(self) -> AbstractContextManager[None]:
@@ -128,7 +131,7 @@ class SparkBatches:
         """
         from airflow_broadway.runs.watch import standing_in  # loads pyarrow
 
-        return standing_in(self._run, self._pipeline, self.plans.generations, self._ports)
+        return standing_in(self.staged, self.pipeline, self.plans.generations, self.ports)
 
     def write_work(self, name: str, ref: Mapping[str, Any], info: RunInfo) -> tuple[str, Work]:
         """Writes the work of the application just before its start; returns path and content.
@@ -137,7 +140,7 @@ class SparkBatches:
         :param ref: The pipeline's reference.
         :param info: The info of this run; its source is replaced by that of the batches.
         """
-        source = source_of(self._run, self.plans.generations)
+        source = source_of(self.staged, self.plans.generations)
         isolation = self.isolation
         return self.plans.write_work(
             name, ref, replace(info, source=source), isolation.step, isolation.parent

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _NO_LEASE: Final = 3600.0
 
 
+@dataclass
 class RunWatcher:
     """Renews, settles and accounts for the generations of a run; used from one thread.
 
@@ -53,27 +54,23 @@ class RunWatcher:
     :param generations: The generations among these that are included; ``None`` for all.
     """
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        *,
-        task_ids: Sequence[str] | None = None,
-        generations: Collection[str] | None = None,
-        ports: Ports | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._task_ids = task_ids
-        self._only = generations
-        self._ports = ports or Ports()
-        self._clock = clock or run.clock
-        self.heartbeat = Heartbeat(run, self._clock)
-        self._hold = Hold(run, ",".join(sorted(task_ids or ())), self._clock)
+    staged: StagedRun
+    pipeline: Pipeline
+    _: KW_ONLY
+    task_ids: Sequence[str] | None = None
+    generations: Collection[str] | None = None
+    ports: Ports = field(default_factory=Ports)
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        self._clock = self.clock or self.staged.clock
+        self.heartbeat = Heartbeat(self.staged, self._clock)
+        self._hold = Hold(self.staged, ",".join(sorted(self.task_ids or ())), self._clock)
         self._custodians = self.custodians()
-        self._recorded = Recorded(run)
-        self._metrics = Metrics(self._ports.metrics, pipeline=pipeline.name, dag_id=run.dag_id)
+        self._recorded = Recorded(self.staged)
+        self._metrics = Metrics(
+            self.ports.metrics, pipeline=self.pipeline.name, dag_id=self.staged.dag_id
+        )
 
     def close(self) -> None:
         """Releases connections; idempotent."""
@@ -123,34 +120,29 @@ class RunWatcher:
             return
         for record in records:
             # Until it publishes its manifest, a process task renews its own lease.
-            if record.published and self._renews(record):
-                try:
-                    self._renew(record)
-                except BroadwayError as error:
-                    # A lease outlasts several pokes; failing would use up the sensor's retries.
-                    log.warning(
-                        "Could not renew the lease of generation %s yet: %s",
+            if not record.published or not self._renews(record):
+                continue
+            try:
+                lease = self._custodians.of(record).renew(self.staged.lease(record.generation))
+                if lease is None:
+                    log.error(
+                        "The lease of generation %s has lapsed: its broker redelivers these"
+                        " messages to the next run.",
                         record.generation,
-                        error,
                     )
+                    continue
+                self.staged.put_lease(lease)
+                left = (lease.deadline - self._clock.now()).total_seconds()
+                self._metrics.gauge(Metric.LEASE_REMAINING, left)
+            except BroadwayError as error:
+                # A lease outlasts several pokes; failing would use up the sensor's retries.
+                log.warning(
+                    "Could not renew the lease of generation %s yet: %s", record.generation, error
+                )
 
     def _renews(self, record: GenerationRecord) -> bool:
-        renews: bool = pipeline_of(self._pipeline, record).producer.renews
+        renews: bool = pipeline_of(self.pipeline, record).producer.renews
         return renews
-
-    def _renew(self, record: GenerationRecord) -> None:
-        generation = record.generation
-        lease = self._custodians.of(record).renew(self._run.lease(generation))
-        if lease is None:
-            log.error(
-                "The lease of generation %s has lapsed: its broker redelivers these messages to the"
-                " next run.",
-                generation,
-            )
-            return
-        self._run.put_lease(lease)
-        left = (lease.deadline - self._clock.now()).total_seconds()
-        self._metrics.gauge(Metric.LEASE_REMAINING, left)
 
     def settle(self, *, final: bool, over: bool = False) -> None:
         """Settles each generation whose messages all have an outcome.
@@ -161,7 +153,7 @@ class RunWatcher:
             settled nevertheless.
         """
         first: BroadwayError | None = None
-        self._recorded = Recorded(self._run)
+        self._recorded = Recorded(self.staged)
         records = self._unsettled()
         with self._renewing(records) as renewing:
             for record in records:
@@ -187,7 +179,7 @@ class RunWatcher:
             return self._custodians.of(record)
 
         door = partial(settle, over=over) if final else settle_if_complete
-        settled = door(self._run, record, self._pipeline, custodian, recorded=self._recorded)
+        settled = door(self.staged, record, self.pipeline, custodian, recorded=self._recorded)
         if settled is not None:
             log.info(
                 "Settled generation %s of %s.  %s",
@@ -208,7 +200,7 @@ class RunWatcher:
         for record in records:
             if record.published and self._renews(record):
                 try:
-                    leases.append(self._run.lease(record))
+                    leases.append(self.staged.lease(record))
                 except StagingError as error:
                     log.warning(
                         "The lease of %s of %s is not renewed: %s",
@@ -223,26 +215,26 @@ class RunWatcher:
             lambda: renewing,
             min(lease.seconds for lease in leases),
             lambda: [lease for lease in leases if lease.generation not in renewing.left],
-            renewed=self._run.put_lease,
+            renewed=self.staged.put_lease,
         ):
             yield renewing
 
     def custodians(self) -> Custodians:
         """Returns custodians of this run's messages, for one thread."""
-        owner = {"dag_id": self._run.dag_id, "run_id": self._run.run_id}
-        return Custodians(self._pipeline, self._ports, self._run, owner=owner, clock=self._clock)
+        owner = {"dag_id": self.staged.dag_id, "run_id": self.staged.run_id}
+        return Custodians(self.pipeline, self.ports, self.staged, owner=owner, clock=self._clock)
 
     def _unsettled(self) -> list[GenerationRecord]:
         return [record for record in self._generations() if record.state != SETTLED]
 
     def _generations(self) -> list[GenerationRecord]:
-        records = self._run.generations(self._task_ids)
+        records = self.staged.generations(self.task_ids)
         return [
             record
             for record in records
-            if (self._only is None or record.generation in self._only)
+            if (self.generations is None or record.generation in self.generations)
             # Another Airflow settles its own generations: its tasks may be running.
-            and (record.state == SETTLED or not self._run.is_foreign(record))
+            and (record.state == SETTLED or not self.staged.is_foreign(record))
         ]
 
     # -- accounting ----------------------------------------------------------------------------
@@ -256,10 +248,10 @@ class RunWatcher:
             folder lacks are ``unseen`` in the report, which then does not balance.
         """
         # Outcomes recorded after the settlement do not count.
-        recorded, run = self._recorded, self._run
+        recorded, run = self._recorded, self.staged
         records = self._generations()
         look = None if records else kept_report(run, LOOK)
-        missing = unseen(run, processed, settles_itself=not self._pipeline.batchers)
+        missing = unseen(run, processed, settles_itself=not self.pipeline.batchers)
         before = None if records or look or missing else kept_report(run)
         if before is not None:  # the report of an empty run, whose files are removed
             if before["balanced"]:
@@ -270,11 +262,11 @@ class RunWatcher:
         return keep_report(
             run,
             records,
-            isolation=isolation_of(recorded, self._pipeline.batchers),
-            batchers=batchers_of(recorded, self._pipeline.batchers),
+            isolation=isolation_of(recorded, self.pipeline.batchers),
+            batchers=batchers_of(recorded, self.pipeline.batchers),
             reasons=[
                 asdict(reason)
-                for reason in count_reasons(recorded, records, self._pipeline.batchers)
+                for reason in count_reasons(recorded, records, self.pipeline.batchers)
             ],
             failed_tasks=failed_tasks,
             at=self._clock.now(),
@@ -285,7 +277,7 @@ class RunWatcher:
 
     def _count_batches(self, recorded: Recorded) -> None:
         """Sends the metrics of the run's batches."""
-        for batcher in self._pipeline.batchers:
+        for batcher in self.pipeline.batchers:
             for plan in recorded.counted(batcher):
                 for planned, outcome in recorded.outcomes(plan):
                     if outcome is not None:
@@ -328,7 +320,7 @@ class _Renewing:
 
 @contextmanager
 def standing_in(
-    run: StagedRun, pipeline: Pipeline, generations: Collection[str], ports: Ports | None = None
+    run: StagedRun, pipeline: Pipeline, generations: Collection[str], ports: Ports
 ) -> Iterator[None]:
     """Renews leases while no sensor is active; at the end, settles complete generations.
 

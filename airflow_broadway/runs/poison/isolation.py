@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
@@ -30,6 +31,7 @@ from airflow_broadway.staging.store import host_name
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Isolation:
     """The processes that one execution of a task starts in one run.
 
@@ -42,35 +44,26 @@ class Isolation:
     :param cleared: Number of times that the task was cleared; each clear renews the budget.
     """
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        plans: OpenPlans,
-        name: str,
-        *,
-        folder: str,
-        most: int = MOST_PROCESSES,
-        cleared: int = 0,
-    ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._plans = plans
-        self._name = name
-        self._folder = folder
-        self._most = most
-        self._cleared = cleared
-        self._before: int | None = None
+    staged: StagedRun
+    pipeline: Pipeline
+    plans: OpenPlans
+    name: str
+    _: KW_ONLY
+    folder: str
+    most: int = MOST_PROCESSES
+    cleared: int = 0
+
+    def __post_init__(self) -> None:
         #: The id of this execution in the files of the tries that it starts.
         self.parent = uuid.uuid4().hex
+        #: The batches of the next process.
+        self.step = Step()
         #: The last try of earlier executions.
         self._earlier: int | None = None
         #: Processes that had begun when the last step was chosen.
         self._begun = 0
-        self._deaths = Deaths(run.files, name, folder)
+        self._deaths = Deaths(self.staged.files, self.name, self.folder)
         self._on_record: dict[str, OnRecord] = {}
-        #: The batches of the next process.
-        self.step = Step()
 
     def choose(self, *, over: bool = True) -> bool:
         """Chooses the batches of the next process; returns ``False`` if there is none to start.
@@ -78,16 +71,16 @@ class Isolation:
         :param over: Whether no process is running any more, so that every unfinished one has died.
         """
         if self._earlier is None:
-            self._earlier = highest_try(self._run.files, self._name, self._folder)
+            self._earlier = highest_try(self.staged.files, self.name, self.folder)
             if not self._earlier and not self._suspects:
-                return self._plans.left > 0
+                return self.plans.left > 0
         while True:
             open_batches = self._read_open_batches(over=over)
             if not open_batches:
                 return False
             deaths = self._deaths
-            begun = deaths.tries - deaths.interruptions - self._before_clear()
-            if deaths.count and begun >= self._most:
+            begun = deaths.tries - deaths.interruptions - self._before_clear
+            if deaths.count and begun >= self.most:
                 log.error(
                     "%s of this task have begun in this run, and %d of them died: no more is begun;"
                     " messages without an outcome are released, and a later run receives them.",
@@ -99,8 +92,8 @@ class Isolation:
             self.step = step = next_step(
                 [batch for _, batch in open_batches],
                 deaths,
-                max_crashes=self._pipeline.producer.max_crashes,
-                proven=len(open_batches) < self._plans.total,
+                max_crashes=self.pipeline.producer.max_crashes,
+                proven=len(open_batches) < self.plans.total,
                 suspects=self._suspects,
                 on_record=self._on_record,
             )
@@ -112,23 +105,18 @@ class Isolation:
             if not self._split_and_dead_letter(heads, step):
                 return False
 
+    @cached_property
     def _before_clear(self) -> int:
-        """Returns the processes begun before the last clear, which the budget excludes."""
-        if self._before is None:
-            files = self._run.files
-            path = paths.budget(self._name, self._cleared, self._folder)
-            earlier = [
-                name
-                for name in files.list(paths.budgets(self._folder))
-                if name.startswith(f"{self._name}-")
-            ]
-            # Before the first clear all processes count.
-            begun = self._deaths.tries - self._deaths.interruptions if earlier else 0
-            if files.create(path, json.dumps({"version": VERSION, "before": begun})):
-                self._before = begun
-            else:
-                self._before = int(read_json(files.read(path), path)["before"])
-        return self._before
+        """The processes begun before the last clear, which the budget excludes."""
+        files = self.staged.files
+        path = paths.budget(self.name, self.cleared, self.folder)
+        names = files.list(paths.budgets(self.folder))
+        # Before the first clear all processes count.
+        cleared = any(name.startswith(f"{self.name}-") for name in names)
+        begun = self._deaths.tries - self._deaths.interruptions if cleared else 0
+        if files.create(path, json.dumps({"version": VERSION, "before": begun})):
+            return begun
+        return int(read_json(files.read(path), path)["before"])
 
     def goes_on(self) -> bool:
         """Whether another process must follow the finished one."""
@@ -144,14 +132,14 @@ class Isolation:
         chosen = self.step.run
         # It ended normally: it could not handle the batches that it left open.
         return chosen is not None and not {
-            batch.batch_id for _, batch in self._plans.open_batches()
+            batch.batch_id for _, batch in self.plans.open_batches()
         }.intersection(chosen)
 
     def stopped(self) -> None:
         """Records that the task stops its running process; called before that is killed."""
-        number = highest_try(self._run.files, self._name, self._folder)
+        number = highest_try(self.staged.files, self.name, self.folder)
         try:
-            say_ended(self._run.files, self._name, number, self._folder)
+            say_ended(self.staged.files, self.name, number, self.folder)
         except (BroadwayError, OSError) as error:
             log.warning("Could not record that a process was stopped: %s", error)
 
@@ -170,12 +158,12 @@ class Isolation:
     @cached_property
     def _suspects(self) -> bool:
         """Whether messages are redelivered and the pipeline has crashes on record."""
-        came_again = any(batch.redelivered for _, batch in self._plans.open_batches())
+        came_again = any(batch.redelivered for _, batch in self.plans.open_batches())
         return came_again and self._history.crashes > 0
 
     @cached_property
     def _history(self) -> CrashHistory:
-        run = self._run
+        run = self.staged
         return load_crash_history(run.store, run.pipeline, run.clock.now())
 
     def _read_records(self, open_batches: list[tuple[BatchPlan, PlannedBatch]]) -> None:
@@ -184,20 +172,20 @@ class Isolation:
             return
         from airflow_broadway.staging.isolation import on_record  # loads pyarrow
 
-        for plan in self._plans.heads:
+        for plan in self.plans.heads:
             batches = [
                 batch
                 for head, batch in open_batches
                 if head is plan and batch.redelivered and batch.batch_id not in self._on_record
             ]
             if batches:
-                self._on_record |= on_record(self._run, plan, batches, self._history)
+                self._on_record |= on_record(self.staged, plan, batches, self._history)
 
     def _read_open_batches(self, *, over: bool) -> list[tuple[BatchPlan, PlannedBatch]]:
         """Returns the open batches whose messages the run still holds."""
-        self._plans.look()
-        void = self._plans.void()
-        batches = [batch for batch in self._plans.open_batches() if batch[1].batch_id not in void]
+        self.plans.look()
+        void = self.plans.void()
+        batches = [batch for batch in self.plans.open_batches() if batch[1].batch_id not in void]
         if batches:
             earlier = self._earlier or 0
             # The last one may still run on a cluster.
@@ -217,22 +205,22 @@ class Isolation:
         """Splits and dead-letters batches; returns ``False`` if the lease has lapsed."""
         from airflow_broadway.staging.isolation import dead_letter, split  # loads pyarrow
 
-        by = f"{self._name} on {host_name()}"
+        by = f"{self.name} on {host_name()}"
         ownership = Ownership(
-            self._run.files,
-            self._name,
+            self.staged.files,
+            self.name,
             self._deaths.tries,
-            folder=self._folder,
-            clock=self._run.clock,
+            folder=self.folder,
+            clock=self.staged.clock,
         )
-        source = source_of(self._run, self._plans.generations)
-        producer = with_source(self._pipeline, source).producer
+        source = source_of(self.staged, self.plans.generations)
+        producer = with_source(self.pipeline, source).producer
         try:
             for batch, parts in step.split:
-                split(self._run, heads[batch.batch_id], batch, parts, by=by)
+                split(self.staged, heads[batch.batch_id], batch, parts, by=by)
             for batch in step.aside:
                 dead_letter(
-                    self._run,
+                    self.staged,
                     heads[batch.batch_id],
                     batch,
                     producer,
@@ -249,7 +237,7 @@ class Isolation:
     def _crash_reason(self, batch: PlannedBatch) -> str:
         """Returns the reason for dead-lettering a message, as text."""
         alone = self._deaths.alone(batch)
-        if alone >= self._pipeline.producer.max_crashes:
+        if alone >= self.pipeline.producer.max_crashes:
             return f"it ended {many(alone, 'process')} that handled nothing else"
         record = self._on_record.get(batch.batch_id, OnRecord())
         died = self._deaths.interrupted_alone(batch) + record.alone

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from airflow_broadway.core.custody.producer import ProducerEnv
@@ -34,18 +35,18 @@ def suspects_of(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> StagedS
     return StagedSuspects(run, pipeline, env) if pipeline.run.source.asks_broker else None
 
 
+@dataclass
 class StagedSuspects:
     """The suspects among the messages that one generation receives."""
 
-    def __init__(self, run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._env = env
+    staged: StagedRun
+    pipeline: Pipeline
+    env: ProducerEnv
 
     @cached_property
     def _history(self) -> CrashHistory:
         """The crashes on record; read at the first redelivered message."""
-        history = load_crash_history(self._run.store, self._run.pipeline, self._env.clock.now())
+        history = load_crash_history(self.staged.store, self.staged.pipeline, self.env.clock.now())
         if not history.crashes:
             return history
         log.info(
@@ -68,11 +69,11 @@ class StagedSuspects:
         """
         key = message.message_id
         deaths = self._history.alone.get(key, 0)
-        if deaths <= self._pipeline.producer.max_crashes:
+        if deaths <= self.pipeline.producer.max_crashes:
             return ""
-        name = f"{self._env.generation}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        run = self._run
-        forget_crashes(run.store, run.pipeline, name, [key], self._env.clock.now())
+        name = f"{self.env.generation}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        run = self.staged
+        forget_crashes(run.store, run.pipeline, name, [key], self.env.clock.now())
         return f"it was the only message in hand when {deaths} tasks died"
 
     def portions(self, messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -97,4 +98,4 @@ class StagedSuspects:
         """
         ids = [message.message_id for message in messages]
         text = json.dumps({"version": VERSION, "ids": ids})
-        self._run.files.note(paths.in_hand(self._env.generation), text)
+        self.staged.files.note(paths.in_hand(self.env.generation), text)

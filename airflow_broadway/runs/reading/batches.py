@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -44,37 +44,52 @@ SORTS: Final = ("plan", *_BY_PLAN, *_BY_OUTCOME)
 STATES: Final = ("all", "open", "failed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRow:
-    """A batch in the table.
+class StagedBatch(NamedTuple):
+    """A batch of a run; without an outcome its handling has not started or not finished."""
 
-    :param key: The key, as JSON unless it is text; empty for a merged batch.
-    :param keys: Number of keys in it.
-    :param part: Whether it is a part of a batch that was split after a crash.
-    :param outcome: ``succeeded``, ``failed``, ``some failed``, ``crashed`` (dead-lettered after a
-        crash), or ``""`` without a recorded outcome.
-    :param attempt: The try number of the task that handled it.
-    :param reason: The error that failed the whole batch.
+    plan: BatchPlan
+    planned: PlannedBatch
+    outcome: Outcome | None = None
+
+    @property
+    def key(self) -> str:
+        """The key, as JSON unless it is text; empty for a merged batch."""
+        key = self.planned.batch_key if self.planned.keys <= 1 else ""
+        return key if isinstance(key, str) else json.dumps(key, ensure_ascii=False)
+
+    @property
+    def result(self) -> str:
+        """``succeeded``, ``failed``, ``some failed``, ``crashed`` (dead-lettered after a crash), or
+        ``""`` without an outcome.
+        """
+        outcome = self.outcome
+        if outcome is None:
+            return ""
+        if outcome.error.startswith(CRASHED):
+            return "crashed"
+        if outcome.error or not outcome.successful:
+            return "failed"
+        return "some failed" if outcome.failed or outcome.missing else "succeeded"
+
+
+def staged_batches(
+    recorded: Recorded, plans: Iterable[BatchPlan] | None = None, *, outcomes: bool = True
+) -> Iterator[StagedBatch]:
+    """Yields the batches of a run by batcher, in the order of their plans.
+
+    :param plans: The standing plans to read; default: all of the run.
+    :param outcomes: Whether to read their outcomes as well.
     """
-
-    batcher: str
-    batch_id: str
-    key: str
-    keys: int
-    messages: int
-    trigger: str
-    redelivered: int
-    part: bool
-    outcome: str
-    successful: int | None = None
-    failed: int | None = None
-    missing: int | None = None
-    attempt: int | None = None
-    seconds: float | None = None
-    started_at: str = ""
-    reason: str = ""
-    writer: str = ""
-    application_id: str = ""
+    if plans is None:
+        batchers = recorded.run.files.list("batches")
+        plans = (plan for name in batchers for plan in recorded.standing(name))
+    seen: set[tuple[str, str]] = set()
+    for plan in plans:
+        none = ((planned, None) for planned in recorded.batches(plan))
+        for planned, outcome in recorded.outcomes(plan) if outcomes else none:
+            if (plan.batcher, planned.batch_id) not in seen:
+                seen.add((plan.batcher, planned.batch_id))
+                yield StagedBatch(plan, planned, outcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +102,7 @@ class BatchPage:
     :param too_many: Whether there are too many outcomes to sort or filter by them.
     """
 
-    rows: Sequence[BatchRow]
+    rows: Sequence[StagedBatch]
     total: int
     page: int
     pages: int
@@ -104,11 +119,6 @@ def reads_ahead(recorded: Recorded, plans: Sequence[BatchPlan], most: int = MOST
     if sum(len(recorded.ids(plan)) for plan in plans) > most:
         return False
     return all(recorded.read_ahead(plan, MOST_FILES) for plan in plans)
-
-
-class _Place(NamedTuple):
-    plan: BatchPlan
-    batch: PlannedBatch
 
 
 def page_of_batches(
@@ -133,20 +143,22 @@ def page_of_batches(
     batchers = run.files.list("batches")
     chosen = [name for name in batchers if batcher in ("", name)]
     plans = [plan for name in chosen for plan in recorded.standing(name)]
-    places = list(_iter_distinct(recorded, plans))
-    wants_outcomes = sort in _BY_OUTCOME or state == "failed"
-    too_many = wants_outcomes and not reads_ahead(recorded, plans, MOST_SORTED)
+    by_outcome = sort in _BY_OUTCOME or state == "failed"
+    too_many = by_outcome and not reads_ahead(recorded, plans, MOST_SORTED)
     if too_many:
         sort = "plan" if sort in _BY_OUTCOME else sort
         state = "all" if state == "failed" else state
-    places = [place for place in places if _is_in(recorded, place, state)]
-    places = _sort_places(recorded, places, sort, descending=descending)
-    pages = max(1, -(-len(places) // PAGE))
+    batches = list(staged_batches(recorded, plans, outcomes=by_outcome and not too_many))
+    if state == "open":
+        batches = [row for row in batches if row.planned.batch_id not in recorded.ids(row.plan)]
+    elif state == "failed":
+        batches = [row for row in batches if row.outcome is not None and row.outcome.failed]
+    batches = _sort_batches(batches, sort, descending=descending)
+    pages = max(1, -(-len(batches) // PAGE))
     page = min(max(1, page), pages)
-    visible = places[(page - 1) * PAGE : page * PAGE]
     return BatchPage(
-        rows=_rows(recorded, visible),
-        total=len(places),
+        rows=_with_outcomes(recorded, plans, batches[(page - 1) * PAGE : page * PAGE]),
+        total=len(batches),
         page=page,
         pages=pages,
         sort=sort,
@@ -158,96 +170,26 @@ def page_of_batches(
     )
 
 
-def _iter_distinct(recorded: Recorded, plans: Iterable[BatchPlan]) -> Iterable[_Place]:
-    """Yields the batches of plans in order, without the duplicates of later plans."""
-    seen: set[tuple[str, str]] = set()
-    for plan in plans:
-        for batch in recorded.batches(plan):
-            if (plan.batcher, batch.batch_id) not in seen:
-                seen.add((plan.batcher, batch.batch_id))
-                yield _Place(plan, batch)
-
-
-def _is_in(recorded: Recorded, place: _Place, state: str) -> bool:
-    has_one = place.batch.batch_id in recorded.ids(place.plan)
-    if state == "open":
-        return not has_one
-    if state == "failed":
-        return has_one and bool(_outcome_of(recorded, place).failed)
-    return True
-
-
-def _outcome_of(recorded: Recorded, place: _Place) -> Outcome:
-    return recorded.outcomes_of(place.plan, [place.batch])[place.batch.batch_id]
-
-
-def _sort_places(
-    recorded: Recorded, places: list[_Place], sort: str, *, descending: bool
-) -> list[_Place]:
+def _sort_batches(batches: list[StagedBatch], sort: str, *, descending: bool) -> list[StagedBatch]:
     if sort in _BY_PLAN:
         by_plan = _BY_PLAN[sort]
-        return sorted(places, key=lambda place: by_plan(place.batch), reverse=descending)
+        return sorted(batches, key=lambda row: by_plan(row.planned), reverse=descending)
     if sort in _BY_OUTCOME:
         by_outcome = _BY_OUTCOME[sort]
-        with_one = [place for place in places if place.batch.batch_id in recorded.ids(place.plan)]
-        last = [place for place in places if place.batch.batch_id not in recorded.ids(place.plan)]
-        with_one.sort(
-            key=lambda place: by_outcome(_outcome_of(recorded, place)), reverse=descending
-        )
-        return with_one + last
-    return places[::-1] if descending else places
+        handled = [(row.outcome, row) for row in batches if row.outcome is not None]
+        handled.sort(key=lambda pair: by_outcome(pair[0]), reverse=descending)
+        return [*(row for _, row in handled), *(row for row in batches if row.outcome is None)]
+    return batches[::-1] if descending else batches
 
 
-def _rows(recorded: Recorded, visible: Sequence[_Place]) -> list[BatchRow]:
-    by_plan: dict[str, list[_Place]] = {}
-    for place in visible:
-        by_plan.setdefault(place.plan.path, []).append(place)
-    results: dict[tuple[str, str], Outcome] = {}
-    for path, places in by_plan.items():
-        outcomes = recorded.outcomes_of(places[0].plan, [place.batch for place in places])
-        results |= {(path, batch_id): outcome for batch_id, outcome in outcomes.items()}
-    return [_row(place, results.get((place.plan.path, place.batch.batch_id))) for place in visible]
-
-
-def _row(place: _Place, outcome: Outcome | None) -> BatchRow:
-    batch = place.batch
-    fields: dict[str, Any] = {
-        "batcher": place.plan.batcher,
-        "batch_id": batch.batch_id,
-        "key": _format_key(batch),
-        "keys": batch.keys,
-        "messages": batch.size,
-        "trigger": batch.trigger,
-        "redelivered": batch.redelivered,
-        "part": batch.part is not None,
-    }
-    if outcome is None:
-        return BatchRow(**fields, outcome="")
-    return BatchRow(
-        **fields,
-        outcome=_describe_outcome(outcome),
-        successful=outcome.successful,
-        failed=outcome.failed,
-        missing=outcome.missing,
-        attempt=outcome.try_number,
-        seconds=outcome.seconds,
-        started_at=outcome.started_at,
-        reason=outcome.error,
-        writer=outcome.writer,
-        application_id=outcome.application_id,
-    )
-
-
-def _format_key(batch: PlannedBatch) -> str:
-    if batch.keys > 1:
-        return ""
-    key = batch.batch_key
-    return key if isinstance(key, str) else json.dumps(key, ensure_ascii=False)
-
-
-def _describe_outcome(outcome: Outcome) -> str:
-    if outcome.error.startswith(CRASHED):
-        return "crashed"
-    if outcome.error or not outcome.successful:
-        return "failed"
-    return "some failed" if outcome.failed or outcome.missing else "succeeded"
+def _with_outcomes(
+    recorded: Recorded, plans: Iterable[BatchPlan], visible: Sequence[StagedBatch]
+) -> list[StagedBatch]:
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    for plan in plans:
+        planned = [row.planned for row in visible if row.plan is plan]
+        for batch_id, outcome in recorded.outcomes_of(plan, planned).items():
+            outcomes[plan.path, batch_id] = outcome
+    return [
+        row._replace(outcome=outcomes.get((row.plan.path, row.planned.batch_id))) for row in visible
+    ]

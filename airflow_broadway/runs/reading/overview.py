@@ -19,7 +19,7 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.runs.account import account_of, isolation_of, kept_report, totals_of
 from airflow_broadway.runs.heartbeat import Heartbeat, name_of
 from airflow_broadway.runs.reading.batches import reads_ahead
-from airflow_broadway.runs.reading.reasons import Reasons, reasons_in
+from airflow_broadway.runs.reading.reasons import Reason, reasons_in
 from airflow_broadway.runs.reading.runs import RunSummary, summary_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import (
@@ -113,6 +113,7 @@ class Overview:
     :param balanced: Whether the classes add up; ``None`` while an execution is unsettled.
     :param settled: Whether every execution is settled.
     :param watched: Whether an ack sensor has poked the run within the last minute.
+    :param reasons: The failure reasons, most frequent first; ``None`` if they are not known.
     :param look: Findings of a dry run, as sentences; empty for any other run.
     """
 
@@ -126,7 +127,7 @@ class Overview:
     balanced: bool | None
     settled: bool
     watched: bool
-    reasons: Reasons
+    reasons: Sequence[Reason] | None
     isolation: Mapping[str, Any]
     errors: Sequence[str]
     look: Sequence[str] = ()

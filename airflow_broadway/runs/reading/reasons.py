@@ -34,36 +34,24 @@ class Reason:
     classes: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reasons:
-    """Failure reasons, most frequent first.
-
-    :param known: Whether the reasons could be read: an active run may have too many verdicts.
-    """
-
-    rows: Sequence[Reason]
-    known: bool
-
-
 def reasons_in(
     recorded: Recorded,
     records: Sequence[GenerationRecord],
     batchers: Sequence[str],
     report: Mapping[str, Any] | None,
-) -> Reasons:
+) -> list[Reason] | None:
     """Counts the reasons in the recorded verdicts if these are small, else reads the report.
 
     :param report: The run's report, if it covers all generations.
+    :returns: The reasons, most frequent first; ``None`` if an active run has too many verdicts.
     """
     plans = [recorded.counted(batcher) for batcher in batchers]
     if all(reads_ahead(recorded, of_batcher) for of_batcher in plans):
         files = _files(recorded, records, batchers)
         size = sum(total["bytes"] for total in files.values() if total)
         if size <= MOST_BYTES and (files or not (report or {}).get("reasons")):
-            return Reasons(rows=_count(recorded, files), known=True)
-    if report is None:
-        return Reasons(rows=(), known=False)
-    return Reasons(rows=[Reason(**row) for row in report["reasons"]], known=True)
+            return _count(recorded, files)
+    return None if report is None else [Reason(**row) for row in report["reasons"]]
 
 
 def count_reasons(

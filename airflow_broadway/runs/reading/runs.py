@@ -6,16 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from airflow_broadway.core.errors import RequestRefused, StagingDamaged
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.outcome import Outcome
-from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.runs.account import REPORT, kept_report, summarize_trouble
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.names import encode_name, readable_name
-from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import KEEP
 from airflow_broadway.staging.run_folder import (
     OPENED,
@@ -60,14 +57,6 @@ class RunSummary:
     trouble: str = ""
     state: str
     opened_at: str
-
-
-class StagedBatch(NamedTuple):
-    """A batch of a run; without an outcome its handling has not started or not finished."""
-
-    plan: BatchPlan
-    planned: PlannedBatch
-    outcome: Outcome | None
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -197,15 +186,3 @@ def summary_of(run: StagedRun) -> RunSummary:
         state=state,
         opened_at=opened_at,
     )
-
-
-def staged_batches(run: StagedRun) -> Iterator[StagedBatch]:
-    """Yields the batches of a run by batcher, in the order of their plans."""
-    recorded = Recorded(run)
-    for batcher in run.files.list("batches"):
-        seen: set[str] = set()
-        for plan in recorded.standing(batcher):
-            for planned, outcome in recorded.outcomes(plan):
-                if planned.batch_id not in seen:
-                    seen.add(planned.batch_id)
-                    yield StagedBatch(plan, planned, outcome)

@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Final, cast
 
 import pyarrow as pa
@@ -37,6 +38,7 @@ from airflow_broadway.core.model.run_source import (
     ARCHIVE,
     DEAD_LETTERS,
     LIVE,
+    RUN,
     Interval,
     RunSource,
 )
@@ -56,7 +58,7 @@ log = logging.getLogger(__name__)
 #: The deadline of a lease that never lapses.
 NEVER_LAPSES: Final = datetime(9999, 1, 1, tzinfo=UTC)
 #: Duration in seconds recorded for the lease, which needs no renewal.
-_LEASE_SECONDS: Final = 86_400.0
+LEASE_SECONDS: Final = 86_400.0
 #: Rows converted to messages at a time.
 _ROWS: Final = 4096
 
@@ -67,15 +69,15 @@ class PastProducer:
     Other attributes, such as the transformer, are those of the pipeline's producer.
     """
 
-    keeps_payload = False
     keeps_order = False
     renews = False
     backfills = True
 
     def __init__(self, pipeline: Pipeline, source: RunSource) -> None:
         self.live: Producer = pipeline.producer
-        self.run_source = source
         self.kind = source.kind
+        #: Whether staged files have payloads: those of a past run may.
+        self.keeps_payload = source.kind == RUN and self.live.keeps_payload
         self._archive: Archive | None = pipeline.archive
 
     def __getattr__(self, name: str) -> Any:
@@ -105,11 +107,6 @@ class PastProducer:
         return PastCustodian(env)
 
 
-def of_archive(pipeline: Pipeline, source: RunSource) -> Producer:
-    """Returns the producer that serves an interval of the archive."""
-    return cast("Producer", PastProducer(pipeline, source))
-
-
 class ArchiveSource:
     """The messages of an interval, in order; the first of several producers reads them all.
 
@@ -127,7 +124,7 @@ class ArchiveSource:
         self.lease = Lease(
             kind=ARCHIVE,
             generation=env.generation,
-            seconds=_LEASE_SECONDS,
+            seconds=LEASE_SECONDS,
             deadline=NEVER_LAPSES,
             owner=dict(env.owner),
             state={
@@ -139,14 +136,7 @@ class ArchiveSource:
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         """Returns the next messages; none at the end."""
-        if self._stopped:
-            return []
-        messages: list[Message] = []
-        for message in self._rows:
-            messages.append(message)
-            if len(messages) >= demand:
-                break
-        return messages
+        return [] if self._stopped else list(islice(self._rows, demand))
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Returns all messages: no other consumer can take them."""
@@ -248,35 +238,32 @@ class PastCustodian:
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         """Counts each message and stores those that failed; idempotent."""
-        counts: Counter[str] = Counter()
-        failed = list(_iter_failed(settlement.entries(), counts))
-        if failed:
-            put_failed(folder_of(self._env), lease, failed, self._env.clock.now())
+        counts = self._count(lease, settlement.entries())
         if settlement.expected is not None:
-            left = settlement.expected - sum(counts.values())
+            left = settlement.expected - counts.total()
             counts[_outcome_class(settlement.rest)] += max(0, left)
         return SettleReport.from_json(dict(counts))
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         """Settles some messages before the rest."""
-        counts: Counter[str] = Counter()
-        failed = list(_iter_failed(entries, counts))
+        name = f"{lease.generation}-{uuid.uuid4().hex[:8]}"
+        return SettleReport.from_json(dict(self._count(lease, entries, name)))
+
+    def _count(self, lease: Lease, entries: Iterable[Entry], name: str = "") -> Counter[str]:
+        """Counts entries by outcome class; stores those that failed in the archive."""
+        counts = Counter[str]()
+        failed = []
+        for entry in entries:
+            outcome = _outcome_class(entry.verdict)
+            counts[outcome] += 1
+            if outcome == CLASS_OF[Action.DEAD_LETTER]:
+                failed.append(entry)
         if failed:
-            name = f"{lease.generation}-{uuid.uuid4().hex[:8]}"
             put_failed(folder_of(self._env), lease, failed, self._env.clock.now(), name=name)
-        return SettleReport.from_json(dict(counts))
+        return counts
 
     def close(self) -> None:
         """Does nothing: no connection is open."""
-
-
-def _iter_failed(entries: Iterable[Entry], counts: Counter[str]) -> Iterator[Entry]:
-    """Counts entries by outcome class; yields those that failed."""
-    for entry in entries:
-        name = _outcome_class(entry.verdict)
-        counts[name] += 1
-        if name == CLASS_OF[Action.DEAD_LETTER]:
-            yield entry
 
 
 def _outcome_class(verdict: Verdict) -> str:

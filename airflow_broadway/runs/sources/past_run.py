@@ -6,15 +6,15 @@ run these plans.  Nothing is settled at a broker.  The outcomes of the past run 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any, Final, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
 
 import pyarrow as pa
 
-from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.manifest import Manifest
@@ -23,10 +23,12 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.reading.runs import StagedBatch, find_run, staged_batches
-from airflow_broadway.runs.sources.archived import NEVER_LAPSES, PastProducer
+from airflow_broadway.runs.reading.batches import StagedBatch, staged_batches
+from airflow_broadway.runs.reading.runs import find_run
+from airflow_broadway.runs.sources.archived import LEASE_SECONDS, NEVER_LAPSES
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import folder_of, new_name
 from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.store import host_name
@@ -34,24 +36,8 @@ from airflow_broadway.staging.tables import ParquetFile, TableFiles
 
 log = logging.getLogger(__name__)
 
-#: Duration in seconds recorded for the lease, which needs no renewal.
-_LEASE_SECONDS: Final = 86_400.0
 #: Distance between the positions of merged generations; larger than any generation.
 _POSITION_STRIDE: Final = 2**40
-
-
-class _RunProducer(PastProducer):
-    """The pipeline's producer, with the messages of a past run's batches."""
-
-    @property
-    def keeps_payload(self) -> bool:  # type: ignore[override]
-        """Whether the files of the past run have payloads."""
-        return self.live.keeps_payload
-
-
-def of_run(pipeline: Pipeline, source: RunSource) -> Producer:
-    """Returns the producer that serves a past run."""
-    return cast("Producer", _RunProducer(pipeline, source))
 
 
 def chosen_batches(run: StagedRun, pipeline: Pipeline) -> tuple[StagedRun, list[StagedBatch]]:
@@ -75,7 +61,7 @@ def _choose(run: StagedRun, batch_ids: Collection[str]) -> list[StagedBatch]:
 
     :raises RequestRefused: If no batch is left, or a named batch does not exist.
     """
-    batches = list(staged_batches(run))
+    batches = list(staged_batches(Recorded(run)))
     if not batches:
         raise RequestRefused(
             f"run {run.run_id!r} has no staged batches: none of its batcher tasks has finished"
@@ -173,17 +159,16 @@ def _check_data(run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch]
             )
 
 
+@dataclass
 class PastRun:
     """The process task of a run whose source is a past run; see :class:`.runs.process.Process`."""
 
-    timed_out = False
-    trouble = ""
-    receives = 0
-
-    def __init__(self, run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._env = env
+    staged: StagedRun
+    pipeline: Pipeline
+    env: ProducerEnv
+    timed_out: ClassVar = False
+    trouble: ClassVar = ""
+    receives: ClassVar = 0
 
     def stop(self, reason: str) -> None:
         """Does nothing: the task ends within the stop timeout anyway."""
@@ -194,43 +179,31 @@ class PastRun:
         :raises RequestRefused: If there is no such run, or its batches cannot be replayed.
         :raises StagingError: If staging fails.
         """
-        started = self._env.clock.now()
-        chosen = [] if self._env.index else self._choose_batches()
+        started, owner = self.env.clock.now(), self.env.owner
+        chosen: list[StagedBatch] = []
+        if not self.env.index:
+            self._past, chosen = chosen_batches(self.staged, self.pipeline)
         lease = Lease(
             kind=RUN,
-            generation=self._env.generation,
-            seconds=_LEASE_SECONDS,
+            generation=self.env.generation,
+            seconds=LEASE_SECONDS,
             deadline=NEVER_LAPSES,
-            owner=dict(self._env.owner),
+            owner=dict(owner),
         )
-        owner = self._env.owner
-        self._run.open_generation(
+        self.staged.open_generation(
             lease=lease,
             task_id=owner["task_id"],
             map_index=owner["map_index"],
             try_number=owner["try_number"],
-            source=self._pipeline.run.source.to_json(),
+            source=self.pipeline.run.source.to_json(),
         )
-        counts: dict[str, int] = {}
-        for batcher, batches in _group_by_batcher(chosen).items():
-            counts[batcher] = self._plan(batcher, batches).messages
-        manifest = self._manifest(lease, counts, chosen, started.isoformat())
-        self._run.put_lease(lease)
-        self._run.publish(manifest)
-        past = self._pipeline.run.source.run_id
-        log.info("%s of run %s will be replayed.", many(len(chosen), "batch"), past)
-        return manifest.reference()
-
-    def _choose_batches(self) -> list[StagedBatch]:
-        self._past, chosen = chosen_batches(self._run, self._pipeline)
-        return chosen
-
-    def _manifest(
-        self, lease: Lease, counts: dict[str, int], chosen: Sequence[StagedBatch], started: str
-    ) -> Manifest:
-        return Manifest(
-            generation=self._env.generation,
-            root_id=self._run.store.root_id(),
+        by_batcher: dict[str, list[StagedBatch]] = {}
+        for batch in chosen:
+            by_batcher.setdefault(batch.plan.batcher, []).append(batch)
+        counts = {name: self._plan(name, rows).messages for name, rows in by_batcher.items()}
+        manifest = Manifest(
+            generation=self.env.generation,
+            root_id=self.staged.store.root_id(),
             host=host_name(),
             lease=lease.to_json(),
             received=sum(counts.values()),
@@ -243,15 +216,20 @@ class PastRun:
             configured=False,
             dropped={},
             stopped="empty",
-            started_at=started,
-            ended_at=self._env.clock.now().isoformat(),
+            started_at=started.isoformat(),
+            ended_at=self.env.clock.now().isoformat(),
         )
+        self.staged.put_lease(lease)
+        self.staged.publish(manifest)
+        past = self.pipeline.run.source.run_id
+        log.info("%s of run %s will be replayed.", many(len(chosen), "batch"), past)
+        return manifest.reference()
 
     # -- plans ---------------------------------------------------------------------------------
 
     def _plan(self, batcher: str, chosen: Sequence[StagedBatch]) -> BatchPlan:
         """Writes the plan of one batcher, with the same batches under this generation."""
-        run, generation = self._run, self._env.generation
+        run, generation = self.staged, self.env.generation
         path = f"{folder_of(batcher, [generation])}/{new_name(run, 'run')}"
         plans: dict[str, tuple[BatchPlan, list[PlannedBatch]]] = {}
         for plan, planned, _ in chosen:
@@ -271,19 +249,19 @@ class PastRun:
         return self._write(first, path, data, replayed)
 
     def _batch(self, batch: PlannedBatch, files: int, offset: int) -> PlannedBatch:
-        return dataclasses.replace(
+        return replace(
             batch,
             files=[files + index for index in batch.files],
             rows=[[low + offset, high + offset] for low, high in batch.rows],
             redelivered=batch.size,
-            sources={self._env.generation: batch.size},
+            sources={self.env.generation: batch.size},
             part=batch.part and [[0, source * _POSITION_STRIDE + at] for source, at in batch.part],
             error="",  # the splitter may have been fixed since
         )
 
     def _link(self, plan: BatchPlan, path: str) -> list[str]:
         for name in plan.data:
-            self._past.files.copy(f"{plan.path}/{name}", self._run.files, f"{path}/{name}")
+            self._past.files.copy(f"{plan.path}/{name}", self.staged.files, f"{path}/{name}")
         return list(plan.data)
 
     def _rewrite(self, plan: BatchPlan, path: str, offset: int, number: int) -> list[str]:
@@ -296,7 +274,7 @@ class PastRun:
                     table = _renumber(file.read(group), offset)
                     if target is None:
                         stem = f"{path}/again-{index:05d}"
-                        target = TableFiles(self._run.files, stem, table.schema, whole=True)
+                        target = TableFiles(self.staged.files, stem, table.schema, whole=True)
                     target.write([table])
                 if target is not None:
                     target.close()
@@ -310,10 +288,10 @@ class PastRun:
         summing = Summing()
         for _ in summing.through(lines):
             pass
-        new_plan = dataclasses.replace(
+        new_plan = replace(
             plan,
             path=path,
-            generations=[self._env.generation],
+            generations=[self.env.generation],
             data=data,
             messages=sum(batch.size for batch in batches),
             batches=len(batches),
@@ -321,15 +299,8 @@ class PastRun:
             notes=[],
             lines=summing.to_json(),
         )
-        self._run.files.write_lines(f"{path}/plan.jsonl", [new_plan.dumps(), *lines])
+        self.staged.files.write_lines(f"{path}/plan.jsonl", [new_plan.dumps(), *lines])
         return new_plan
-
-
-def _group_by_batcher(chosen: Sequence[StagedBatch]) -> dict[str, list[StagedBatch]]:
-    groups: dict[str, list[StagedBatch]] = {}
-    for batch in chosen:
-        groups.setdefault(batch.plan.batcher, []).append(batch)
-    return groups
 
 
 def _renumber(table: pa.Table, offset: int) -> pa.Table:

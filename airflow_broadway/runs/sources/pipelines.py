@@ -8,46 +8,19 @@ settled at their own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.model.run_source import ARCHIVE, DEAD_LETTERS, LIVE, LOG, RUN, RunSource
+from airflow_broadway.core.model.run_source import KINDS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
-
-
-def _own_producer(pipeline: Pipeline, source: RunSource) -> Producer:
-    own: Producer = pipeline.producer
-    return own
-
-
-def _archive_producer(pipeline: Pipeline, source: RunSource) -> Producer:
-    from airflow_broadway.runs.sources.archived import of_archive
-
-    return of_archive(pipeline, source)
-
-
-def _past_run_producer(pipeline: Pipeline, source: RunSource) -> Producer:
-    from airflow_broadway.runs.sources.past_run import of_run
-
-    return of_run(pipeline, source)
-
-
-#: Builds the producer that serves a source, from the pipeline as loaded.
-_PRODUCERS: Final[Mapping[str, Callable[[Pipeline, RunSource], Producer]]] = {
-    ARCHIVE: _archive_producer,
-    DEAD_LETTERS: _own_producer,  # they are requeued first: see .dead_letters
-    LIVE: _own_producer,
-    LOG: _own_producer,
-    RUN: _past_run_producer,
-}
 
 
 def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
@@ -58,14 +31,16 @@ def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
     """
     if pipeline.run.source == source:
         return pipeline
-    serve = _PRODUCERS.get(source.kind)
-    if serve is None:
+    if source.kind not in KINDS:
         raise RequestRefused(
             f"nothing serves the source {source.kind!r} of the producer {pipeline.producer.kind!r}"
         )
     copied = copy.copy(pipeline)
     copied.__dict__.pop("_context", None)  # the result of ``setup`` may depend on the source
-    copied.producer = serve(pipeline, source)
+    if not source.asks_broker:
+        from airflow_broadway.runs.sources.archived import PastProducer  # loads pyarrow
+
+        copied.producer = cast("Producer", PastProducer(pipeline, source))
     copied.run = replace(pipeline.run, source=source)
     return copied
 
@@ -83,26 +58,20 @@ def pipeline_of(pipeline: Pipeline, record: GenerationRecord) -> Pipeline:
     return with_source(pipeline, RunSource.from_json(record.source))
 
 
+@dataclass
 class Custodians:
     """Opens one custodian per source of generations; for use by one thread.
 
     :param owner: The owner that settles; default: the owner of the generation's lease.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        ports: Ports,
-        run: StagedRun,
-        *,
-        owner: Mapping[str, Any] | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._pipeline = pipeline
-        self._ports = ports
-        self._run = run
-        self._owner = owner
-        self._clock = clock or run.clock
+    pipeline: Pipeline
+    ports: Ports
+    staged: StagedRun
+    owner: Mapping[str, Any] | None = None
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
         self._opened: list[tuple[dict[str, Any], Custodian]] = []
 
     def of(self, record: GenerationRecord) -> Custodian:
@@ -110,15 +79,15 @@ class Custodians:
         for source, custodian in self._opened:
             if source == record.source:
                 return custodian
-        pipeline = pipeline_of(self._pipeline, record)
+        pipeline = pipeline_of(self.pipeline, record)
         opened: Custodian = pipeline.producer.custodian(
             producer_env(
                 pipeline,
-                self._ports,
+                self.ports,
                 generation=record.generation,
-                owner=self._owner or record.lease["owner"],
-                store=self._run.store,
-                clock=self._clock,
+                owner=self.owner or record.lease["owner"],
+                store=self.staged.store,
+                clock=self.clock or self.staged.clock,
             )
         )
         self._opened.append((record.source, opened))

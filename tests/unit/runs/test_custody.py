@@ -199,7 +199,7 @@ def test_a_stand_in_looks_after_the_generations_of_its_own_batches_alone(tmp_pat
     run.batch(own)
 
     # When the one's batches end and no sensor looks
-    with standing_in(run.staged, run.pipeline, [own["generation"]]):
+    with standing_in(run.staged, run.pipeline, [own["generation"]], run.ports):
         pass
 
     # Then it settles its own, and does not begin with the other's
