@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 from airflow.providers.common.compat.sdk import Stats
 
+from airflow_broadway.runs.metrics import MetricSink
 
-class AirflowMetrics:
+
+class AirflowMetrics(MetricSink):
     """Sends metrics to Airflow's own backend: StatsD, OpenTelemetry, or none."""
 
     def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:

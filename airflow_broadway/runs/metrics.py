@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
@@ -40,33 +39,17 @@ class Metric(StrEnum):
     LEASE_REMAINING = "broadway.lease.remaining"
 
 
-class MetricSink(Protocol):
-    """The host's metrics backend; called from one thread."""
+class MetricSink:
+    """The host's metrics backend, called from one thread; this one discards metrics."""
 
     def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
         """Adds to a counter."""
-        ...
 
     def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
         """Sets a gauge."""
-        ...
 
     def seconds(self, name: str, seconds: float, tags: Mapping[str, str]) -> None:
         """Records a duration."""
-        ...
-
-
-class NoMetrics:
-    """Discards metrics; the default outside Airflow."""
-
-    def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
-        pass
-
-    def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
-        pass
-
-    def seconds(self, name: str, seconds: float, tags: Mapping[str, str]) -> None:
-        pass
 
 
 class Metrics:

@@ -17,14 +17,10 @@ from airflow_broadway.core.custody.producer import Connections, NoConnections, P
 from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.child_host import ChildHost
-from airflow_broadway.runs.metrics import MetricSink, NoMetrics
+from airflow_broadway.runs.metrics import MetricSink
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.store import Store
-
-
-def _never_over(run_id: str) -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +38,8 @@ class Ports:
     """
 
     connections: Connections = field(default_factory=NoConnections)
-    metrics: MetricSink = field(default_factory=NoMetrics)
-    is_over: Callable[[str], bool] = _never_over
+    metrics: MetricSink = field(default_factory=MetricSink)
+    is_over: Callable[[str], bool] = lambda run_id: False
     interrupts: tuple[type[BaseException], ...] = ()
     child: ChildHost | None = None
     max_shutdown: float = math.inf

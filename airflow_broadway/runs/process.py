@@ -23,7 +23,7 @@ from airflow_broadway.core.custody.in_process import (
 )
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.protocol import Custodian, Entry, Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import (
     dropped_line,
@@ -86,6 +86,8 @@ class Process:
             min(self.pipeline.shutdown, self.ports.max_shutdown),
             interrupts=self.ports.interrupts,
         )
+        self._source: Source
+        self._custodian: Custodian
         self._receiving: Receiving | None = None
         self._renewed: Lease | None = None
 

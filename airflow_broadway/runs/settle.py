@@ -7,7 +7,7 @@ message is decided in :mod:`airflow_broadway.staging.settling.settlement`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
@@ -15,6 +15,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.layout import paths, read_json
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.archive.publication import publish
@@ -71,11 +72,16 @@ def settle(
     :raises BroadwayError: If staging or the broker fails; the generation remains unsettled.
     """
     recorded = recorded or Recorded(run)
-    names = pipeline.batchers if batchers is None else batchers
+    served = pipeline_of(pipeline, record)
     try:
-        settlement, complete, progress = _decide(record, pipeline, names, recorded, final=not void)
+        plans = recorded.deciding(
+            pipeline.batchers if batchers is None else batchers, record.generation
+        )
+        settlement, complete, progress = build_settlement(
+            run, record.generation, served, plans, final=not void, recorded=recorded
+        )
         if over and not complete:
-            _record_interruption(run, record, names, recorded)
+            _record_interruption(run, record, plans, recorded)
     except StagingDamaged as error:
         if not release_damaged:
             raise
@@ -127,42 +133,27 @@ def settle_if_complete(
     A settlement that has begun is completed in any case, since no outcome can follow.
     """
     recorded = recorded or Recorded(run)
-    settlement, complete, progress = _decide(
-        record, pipeline, pipeline.batchers, recorded, final=False
+    plans = recorded.deciding(pipeline.batchers, record.generation)
+    settlement, complete, progress = build_settlement(
+        run,
+        record.generation,
+        pipeline_of(pipeline, record),
+        plans,
+        final=False,
+        recorded=recorded,
     )
     if not complete and record.state != SETTLING:
         return None
     return _carry_out(run, record, custodian, settlement, progress)
 
 
-def _decide(
-    record: GenerationRecord,
-    pipeline: Pipeline,
-    batchers: Collection[str],
-    recorded: Recorded,
-    *,
-    final: bool,
-) -> tuple[Settlement, bool, Progress]:
-    plans = recorded.deciding(batchers, record.generation)
-    pipeline = pipeline_of(pipeline, record)
-    return build_settlement(
-        recorded.run,
-        record.generation,
-        pipeline,
-        plans,
-        final=final,
-        recorded=recorded,
-    )
-
-
 def _record_interruption(
-    run: StagedRun, record: GenerationRecord, batchers: Collection[str], recorded: Recorded
+    run: StagedRun, record: GenerationRecord, plans: Sequence[BatchPlan], recorded: Recorded
 ) -> None:
     """Records a crash if a whole task died at batches of a generation that have no outcome.
 
     Called before the settlement, after which the messages may be redelivered.
     """
-    plans = recorded.deciding(batchers, record.generation)
     try:
         hand = in_hand_at_interruptions(recorded, record.generation, plans)
         if hand is not None:

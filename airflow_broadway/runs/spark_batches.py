@@ -99,8 +99,8 @@ class SparkBatches:
         return (
             f"{many(len(missing), 'plan')} of batches that host {', '.join(hosts)} wrote are not in"
             f" {self.staged.store.uri}/{self.staged.path} as host {host_name()!r} sees it, though"
-            f" the root has the same id: set {SETTING} to a folder that all hosts share if one root is"
-            " a copy of another, or clear the batch tasks if the files were removed"
+            f" the root has the same id: set {SETTING} to a folder that all hosts share if one root"
+            " is a copy of another, or clear the batch tasks if the files were removed"
         )
 
     def begin(self) -> Ending:

@@ -113,26 +113,20 @@ def past_runs(store: Store, keys: Iterable[RunKey]) -> dict[RunKey, PastRun]:
     files = {f"{StagedRun(store, **key._asdict()).path}/{REPORT}": key for key in keys}
     runs: dict[RunKey, PastRun] = {}
     for path, text in store.folder("").read_all(list(files)):
-        run = None if text is None else _parse_past_run(files[path].run_id, text)
-        if run is not None:
-            runs[files[path]] = run
+        try:
+            runs[files[path]] = _parse_report(files[path].run_id, json.loads(text or ""))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            continue  # without a report; the run's own page explains a damaged one
     return runs
-
-
-def _parse_past_run(run_id: str, text: str) -> PastRun | None:
-    """Parses a run's report; ``None`` if it is unreadable, which the run's own page explains."""
-    try:
-        report = json.loads(text)
-        return _parse_report(run_id, report)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
 
 
 def _parse_report(run_id: str, report: Mapping[str, Any]) -> PastRun:
     totals, generations = report["totals"], report["generations"]
-    starts = [_parse_timestamp(entry["started_at"]) for entry in generations if entry["started_at"]]
+    starts = [
+        datetime.fromisoformat(entry["started_at"]) for entry in generations if entry["started_at"]
+    ]
     waits = [entry["waited"] for entry in generations if entry.get("waited") is not None]
-    started, ended = min(starts, default=None), _parse_timestamp(report["at"])
+    started, ended = min(starts, default=None), datetime.fromisoformat(report["at"])
     seconds = None if started is None else max(0.0, (ended - started).total_seconds())
     handled = handled_of(totals)
     return PastRun(
@@ -152,10 +146,6 @@ def _parse_report(run_id: str, report: Mapping[str, Any]) -> PastRun:
         source=str((report.get("source") or {}).get("kind", "")),
         dry=bool(report.get("look")),
     )
-
-
-def _parse_timestamp(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 # -- held messages ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.formats.entries import EntryLine, load_line
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
@@ -57,15 +58,15 @@ class MessagePlace:
     task: str
     received_at: str
     attempt: int | None
-    redelivered: bool | None
-    batcher: str | None
-    batch_id: str | None
-    handled_at: str | None
-    outcome: str | None
-    verdict: str | None
-    reason: str | None
+    redelivered: bool | None = None
+    batcher: str | None = None
+    batch_id: str | None = None
+    handled_at: str | None = None
+    outcome: str | None = None
+    verdict: str | None = None
+    reason: str | None = None
     settlement: str
-    settled_at: str | None
+    settled_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,12 @@ def _find_stories(
         batcher, row = _find_staged_row(run, files, message_id)
     if line is not None:
         # A callback settled it immediately; a row, if there is one, holds only its data.
-        fields = _fields_without_batch(manifest, line)
+        fields = {
+            "received_at": manifest.started_at,
+            "attempt": line.entry.attempt,
+            "outcome": "failed before any batch" if line.entry.verdict.reason else None,
+            **_verdict_fields(line),
+        }
     elif row is not None and batcher is not None:
         fields = {
             "received_at": row["received_at"].isoformat(),
@@ -173,23 +179,11 @@ def _find_stories(
     yield Story(place=place, steps=list(_steps(place)), payload=payload)
 
 
-def _fields_without_batch(manifest: Manifest, line: EntryLine) -> dict[str, Any]:
-    verdict = line.entry.verdict
-    return {
-        **dict.fromkeys(("redelivered", "batcher", "batch_id", "handled_at")),
-        "received_at": manifest.started_at,
-        "attempt": line.entry.attempt,
-        "outcome": "failed before any batch" if verdict.reason else None,
-        "verdict": _verdict(line),
-        "reason": verdict.reason or None,
-    }
-
-
 def _settlement(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
     """Describes the settlement state of a generation."""
     journal = settled_journal(run, record.generation)
     if journal is None:
-        return {"settlement": record.state, "settled_at": None}
+        return {"settlement": record.state}
     lapsed = journal.report.lapsed
     more = f" ({many(lapsed, 'message')} of its generation had lapsed)" if lapsed else ""
     return {"settlement": f"settled{more}", "settled_at": journal.at}
@@ -197,39 +191,30 @@ def _settlement(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
 
 def _batch_fields(run: StagedRun, batcher: str, generation: str, message_id: str) -> dict[str, Any]:
     """Reads the outcome of a message from its batch."""
-    fields: dict[str, Any] = dict.fromkeys(
-        ("batch_id", "handled_at", "outcome", "verdict", "reason")
-    )
     batch = _find_batch(run, batcher, generation, message_id)
     if batch is None:
-        return fields
+        return {}
     plan, planned, outcome = batch
-    fields["batch_id"] = planned.batch_id
     if outcome is None:
-        return fields
-    fields["handled_at"] = outcome.started_at or None
+        return {"batch_id": planned.batch_id}
+    fields = {"batch_id": planned.batch_id, "handled_at": outcome.started_at or None}
     source = plan.generations.index(generation)
     line = _line(run, [outcome.exceptions] if outcome.exceptions else [], message_id, source)
     if line is None:
         return {**fields, "outcome": "succeeded"}
-    verdict = line.entry.verdict
-    without_reason = _WITHOUT_REASON.get(verdict.action.value, "succeeded")
-    return {
-        **fields,
-        "outcome": "failed" if verdict.reason else without_reason,
-        "verdict": _verdict(line),
-        "reason": verdict.reason or None,
-    }
+    verdict, result = line.entry.verdict, "succeeded"
+    if verdict.reason:
+        result = "failed"
+    elif verdict.action is Action.RELEASE:
+        result = "none: handle_batch left it out"
+    return {**fields, "outcome": result, **_verdict_fields(line)}
 
 
-#: Meaning of a verdict without a reason: handle_batch returned no result for the message.
-_WITHOUT_REASON: Final = {"release": "none: handle_batch left it out"}
-
-
-def _verdict(line: EntryLine) -> str:
-    action, delay, _, _ = line.entry.verdict
+def _verdict_fields(line: EntryLine) -> dict[str, str | None]:
+    action, delay, reason, _ = line.entry.verdict
     text = f"{action.value} in {delay:g} s" if delay else action.value
-    return f"{text} (immediately)" if line.settled else text
+    verdict = f"{text} (immediately)" if line.settled else text
+    return {"verdict": verdict, "reason": reason or None}
 
 
 def _find_batch(
@@ -333,12 +318,16 @@ def _steps(place: MessagePlace) -> Iterator[Step]:
         status = f"not settled yet: its generation is {place.settlement}"
         yield Step(what=status, tone="busy")
         return
-    yield Step(
-        what=_describe_settlement(place),
-        detail=place.settlement.removeprefix("settled").strip(" ()"),
-        at=place.settled_at,
-        tone=_tone(place),
-    )
+    verdict = place.verdict or "ack"
+    what, tone = f"settled: {verdict}", "warn"
+    if place.batcher is not None and place.outcome is None:
+        what = "released: its batch had no outcome"
+    elif verdict.startswith("ack"):
+        tone = "good"
+    elif verdict.startswith("dead_letter"):
+        tone = "bad"
+    detail = place.settlement.removeprefix("settled").strip(" ()")
+    yield Step(what=what, detail=detail, at=place.settled_at, tone=tone)
 
 
 def _batch_step(place: MessagePlace) -> Step:
@@ -352,22 +341,6 @@ def _batch_step(place: MessagePlace) -> Step:
         at=place.handled_at or "",
         tone="good" if place.outcome == "succeeded" else "bad",
     )
-
-
-def _describe_settlement(place: MessagePlace) -> str:
-    """Describes the action at the broker."""
-    if place.batcher is not None and place.outcome is None:
-        return "released: its batch had no outcome"
-    return f"settled: {place.verdict or 'ack'}"
-
-
-def _tone(place: MessagePlace) -> str:
-    if place.batcher is not None and place.outcome is None:
-        return "warn"
-    verdict = place.verdict or "ack"
-    if verdict.startswith("ack"):
-        return "good"
-    return "bad" if verdict.startswith("dead_letter") else "warn"
 
 
 # -- search by text --------------------------------------------------------------------------------

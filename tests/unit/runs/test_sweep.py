@@ -15,7 +15,7 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import ProducerUnavailable, StagingError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
-from airflow_broadway.runs.metrics import Metric, NoMetrics
+from airflow_broadway.runs.metrics import Metric, MetricSink
 from airflow_broadway.testing import ManualClock
 from tests.unit.runs.steps import AS_AIRFLOW, Run, Sums
 
@@ -194,7 +194,7 @@ def _away(*_: object, **__: object) -> None:
     raise ProducerUnavailable("no answer") from sqlite3.OperationalError("locked")
 
 
-class Counts(NoMetrics):
+class Counts(MetricSink):
     """Keeps the counters."""
 
     def __init__(self) -> None:
