@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.isolation import Step
@@ -16,12 +16,8 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from airflow_broadway.core.formats.outcome import Outcome
-    from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import StagedRun
 
 
 class OpenPlans:
@@ -70,7 +66,7 @@ class OpenPlans:
     @property
     def open_generations(self) -> set[str]:
         """Generations whose messages are in open batches."""
-        return {name for batch in self._open_batches() for name in batch.sources}
+        return {name for _, batch in self.open_batches() for name in batch.sources}
 
     @property
     def open_heads(self) -> list[BatchPlan]:
@@ -81,7 +77,7 @@ class OpenPlans:
         """Returns the open batches whose messages this run no longer holds: id → reason."""
         ownership = Ownership(self._run.files, clock=self._run.clock, fresh_for=float("inf"))
         void: dict[str, str] = {}
-        for batch in self._open_batches():
+        for _, batch in self.open_batches():
             try:
                 ownership.check(batch.sources)
             except LeaseLapsed as error:
@@ -119,8 +115,8 @@ class OpenPlans:
         """
         step = step or Step()
         only = None if step.run is None else list(step.run)
-        heads = [
-            head
+        plans = [
+            head.path
             for head in self.open_heads
             if only is None or any(batch.batch_id in only for batch in self._open[head.path])
         ]
@@ -131,7 +127,7 @@ class OpenPlans:
                 try_number=number,
                 pipeline=dict(pipeline),
                 run=run_info.to_json(),
-                plans=[head.path for head in heads],
+                plans=plans,
                 only=only,
                 alone=step.alone,
                 marked=step.marked,
@@ -145,21 +141,11 @@ class OpenPlans:
     def reference(self) -> dict[str, Any]:
         """Returns the counts of batches and messages with outcomes, and the plans, for XCom."""
         counts = {"batches": 0, "failed": 0, "messages": 0, "failed_messages": 0}
-        for outcome in self._outcomes():
-            counts["batches"] += 1
-            counts["failed"] += bool(outcome.error)
-            counts["messages"] += outcome.successful + outcome.failed + outcome.missing
-            counts["failed_messages"] += outcome.failed
+        recorded = Recorded(self._run)
+        for outcome in (row[1] for head in self.heads for row in recorded.outcomes(head)):
+            if outcome is not None:
+                counts["batches"] += 1
+                counts["failed"] += bool(outcome.error)
+                counts["messages"] += outcome.successful + outcome.failed + outcome.missing
+                counts["failed_messages"] += outcome.failed
         return {**counts, "plans": [head.path for head in self.heads]}
-
-    def _open_batches(self) -> Iterator[PlannedBatch]:
-        for batches in self._open.values():
-            yield from batches
-
-    def _outcomes(self) -> Iterator[Outcome]:
-        from airflow_broadway.staging.plan_choice import Recorded  # loads pyarrow
-
-        for head in self.heads:
-            for _, outcome in Recorded(self._run).outcomes(head):
-                if outcome is not None:
-                    yield outcome

@@ -65,13 +65,8 @@ class Task:
 
     def owner(self) -> dict[str, Any]:
         """Returns the owner of a lease, for display and for sweeps."""
-        return {
-            "dag_id": self.dag_id,
-            "run_id": self.run_id,
-            "task_id": self.task_id,
-            "map_index": self.map_index,
-            "try_number": self.try_number,
-        }
+        names = ("dag_id", "run_id", "task_id", "map_index", "try_number")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def file_name(self) -> str:

@@ -25,11 +25,7 @@ from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, Entry, Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.run_summary import (
-    dropped_line,
-    settled_line,
-    settling_trouble,
-)
+from airflow_broadway.core.custody.run_summary import dropped_line, settled_line, settling_trouble
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError, StagingError
 from airflow_broadway.core.formats.live import LiveCounts, LiveSign

@@ -135,12 +135,7 @@ def settle_if_complete(
     recorded = recorded or Recorded(run)
     plans = recorded.deciding(pipeline.batchers, record.generation)
     settlement, complete, progress = build_settlement(
-        run,
-        record.generation,
-        pipeline_of(pipeline, record),
-        plans,
-        final=False,
-        recorded=recorded,
+        run, record.generation, pipeline_of(pipeline, record), plans, final=False, recorded=recorded
     )
     if not complete and record.state != SETTLING:
         return None

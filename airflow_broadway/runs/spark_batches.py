@@ -129,9 +129,11 @@ class SparkBatches:
 
         A paused Dag's sensor is not rescheduled, and Spark may run for hours.
         """
-        from airflow_broadway.runs.watch import standing_in  # loads pyarrow
+        from airflow_broadway.runs.watch import RunWatcher  # loads pyarrow
 
-        return standing_in(self.staged, self.pipeline, self.plans.generations, self.ports)
+        generations = self.plans.generations
+        watcher = RunWatcher(self.staged, self.pipeline, generations=generations, ports=self.ports)
+        return watcher.standing_in()
 
     def write_work(self, name: str, ref: Mapping[str, Any], info: RunInfo) -> tuple[str, Work]:
         """Writes the work of the application just before its start; returns path and content.

@@ -32,11 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def sweep(
-    run: StagedRun,
-    pipeline: Pipeline,
-    task: Task,
-    ports: Ports,
-    source: RunSource | None = None,
+    run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports, source: RunSource | None = None
 ) -> None:
     """Settles the messages of earlier executions of this task and of runs that are over.
 

@@ -44,7 +44,7 @@ from airflow_broadway.runs.sources.past_run import PastRun
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
 from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
-from airflow_broadway.runs.watch import standing_in
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
@@ -368,7 +368,7 @@ class BatchTask:
         self._batches = self._python_batches(plan)
         if self._stopped:  # stopped before the batches existed
             self._batches.stop()
-        with standing_in(self.staged, self.pipeline, plan.generations, self.ports):
+        with self._watcher(plan).standing_in():
             if forked or (forks and isolation.careful):
                 return self._batches.count()
             return self._batches.run()
@@ -379,7 +379,7 @@ class BatchTask:
 
         def work() -> None:
             # In the child: two processes cannot share one connection to the host.
-            with standing_in(self.staged, self.pipeline, plan.generations, self.ports):
+            with self._watcher(plan).standing_in():
                 batches.run()
 
         # At this point no other thread of this process is active.
@@ -393,6 +393,11 @@ class BatchTask:
         if ending:
             log.warning("The child process with batches of %r ended: %s.", plan.batcher, ending)
         return child.raised
+
+    def _watcher(self, plan: BatchPlan) -> RunWatcher:
+        return RunWatcher(
+            self.staged, self.pipeline, generations=plan.generations, ports=self.ports
+        )
 
     def _python_batches(self, plan: BatchPlan, **child: Any) -> PythonBatches:
         return PythonBatches(

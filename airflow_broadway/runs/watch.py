@@ -1,18 +1,18 @@
 """Watches a run: renews its leases, settles it once all outcomes are known, and accounts for it.
 
 Used by the ack sensor at each poke, and by tasks that stand in for an inactive sensor: see
-:func:`standing_in`.
+:meth:`RunWatcher.standing_in`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
@@ -41,9 +41,6 @@ from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
 
 log = logging.getLogger(__name__)
-
-#: Lease duration in seconds that a stand-in assumes if there is no lease to renew.
-_NO_LEASE: Final = 3600.0
 
 
 @dataclass
@@ -190,10 +187,45 @@ class RunWatcher:
             self._metrics.settled(settled.report + settled.settled_now)
 
     @contextmanager
-    def _renewing(self, records: Sequence[GenerationRecord]) -> Iterator[_Renewing]:
+    def standing_in(self) -> Iterator[None]:
+        """Renews leases while no sensor is active; at the end, settles complete generations.
+
+        A sensor in reschedule mode is not scheduled while its Dag is paused, and its state may have
+        been set by hand.  Running tasks continue nevertheless, and the task that records outcomes
+        may settle them.
+        """
+        try:
+            with self._renewing(self._unsettled(), at_once=True, unless=self.heartbeat.is_fresh):
+                yield
+        finally:
+            self.settle_unwatched()
+
+    def settle_unwatched(self) -> None:
+        """Settles complete generations unless there is an active sensor; closes the watcher."""
+        try:
+            if not self.heartbeat.is_fresh():
+                log.info("No ack sensor has looked after this run lately: settling here.")
+                self.settle(final=False)
+        except (BroadwayError, OSError) as error:
+            # The outcomes are recorded; the sensor or the next run's sweep settles by them.
+            log.error("Could not settle here: %s", error)
+        finally:
+            self.close()
+
+    @contextmanager
+    def _renewing(
+        self,
+        records: Sequence[GenerationRecord],
+        *,
+        at_once: bool = False,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> Iterator[_Renewing]:
         """Renews the leases of generations that are not settled yet, in the background.
 
         Reading ten thousand outcomes takes a while, and so may a broker.
+
+        :param at_once: Whether to renew immediately.
+        :param unless: Returns whether a sensor renews them.
         """
         renewing = _Renewing(self.custodians(), records)
         leases: list[Lease] = []
@@ -211,11 +243,16 @@ class RunWatcher:
         if not leases:
             yield renewing
             return
+
+        def held() -> list[Lease]:
+            return [lease for lease in leases if lease.generation not in renewing.left]
+
         with LeaseRenewer(
             lambda: renewing,
             min(lease.seconds for lease in leases),
-            lambda: [lease for lease in leases if lease.generation not in renewing.left],
+            lambda: [] if unless() else held(),
             renewed=self.staged.put_lease,
+            at_once=at_once,
         ):
             yield renewing
 
@@ -316,48 +353,3 @@ class _Renewing:
 
     def close(self) -> None:
         self._custodians.close()
-
-
-@contextmanager
-def standing_in(
-    run: StagedRun, pipeline: Pipeline, generations: Collection[str], ports: Ports
-) -> Iterator[None]:
-    """Renews leases while no sensor is active; at the end, settles complete generations.
-
-    A sensor in reschedule mode is not scheduled while its Dag is paused, and its state may have
-    been set by hand.  Running tasks continue nevertheless, and the task that records outcomes may
-    settle them.
-
-    :param generations: The generations whose batches the task runs; a run may hold others.
-    """
-    watcher = RunWatcher(run, pipeline, generations=generations, ports=ports)
-    records = [run.generation(generation) for generation in generations]
-    leases = [
-        run.lease(record)
-        for record in records
-        if record.published and pipeline_of(pipeline, record).producer.renews
-    ]
-    try:
-        with LeaseRenewer(
-            lambda: _Renewing(watcher.custodians(), records),
-            min((lease.seconds for lease in leases), default=_NO_LEASE),
-            lambda: [] if watcher.heartbeat.is_fresh() else leases,
-            renewed=run.put_lease,
-            at_once=True,
-        ):
-            yield
-    finally:
-        settle_unwatched(watcher)
-
-
-def settle_unwatched(watcher: RunWatcher) -> None:
-    """Settles complete generations unless there is an active sensor."""
-    try:
-        if not watcher.heartbeat.is_fresh():
-            log.info("No ack sensor has looked after this run lately: settling here.")
-            watcher.settle(final=False)
-    except (BroadwayError, OSError) as error:
-        # The outcomes are recorded; the sensor or the next run's sweep settles by them.
-        log.error("Could not settle here: %s", error)
-    finally:
-        watcher.close()

@@ -49,7 +49,7 @@ CODE: Final = {
     "handle": "core.pipeline.Pipeline.handle_batch",
     "check": "core.formats.ownership.Ownership.check",
     "record": "core.formats.record_batch.BatchRecorder.record",
-    "stand in": "runs.watch.settle_unwatched",
+    "stand in": "runs.watch.RunWatcher.settle_unwatched",
     "ack": "runs.watch.RunWatcher.settle",
     "report": "runs.account.keep_report",
     "decide": "staging.settling.settlement.build_settlement",

@@ -196,11 +196,7 @@ class BacklogWatch:
         self._held_since = None if runs.open < self.max_runs else self.clock.monotonic()
         return {
             "reason": " and ".join(why),
-            "ready": depth.ready,
-            "delayed": depth.delayed,
-            "leased": depth.leased,
-            "dead": depth.dead,
-            "oldest_age": depth.oldest_age,
+            **depth._asdict(),
             "at": at.isoformat(),
             "crossing": report.first.isoformat(),
             "told": report.times,

@@ -96,14 +96,13 @@ class WatchedQueues:
             return None
         waiting = [depth.oldest_age for depth in depths if depth.ready]
         ages = [age for age in waiting if age is not None]
-        return QueueDepth(
-            ready=sum(depth.ready for depth in depths),
-            delayed=sum(depth.delayed for depth in depths),
-            leased=sum(depth.leased for depth in depths),
-            dead=sum(depth.dead for depth in depths),
-            # A message of unknown age may be the oldest.
-            oldest_age=max(ages) if ages and len(ages) == len(waiting) else None,
-        )
+        counts = {
+            name: sum(getattr(depth, name) for depth in depths)
+            for name in ("ready", "delayed", "leased", "dead")
+        }
+        # A message of unknown age may be the oldest.
+        known = ages and len(ages) == len(waiting)
+        return QueueDepth(**counts, oldest_age=max(ages) if known else None)
 
 
 def _options(options: Options, path: str) -> Iterator[tuple[str, Any]]:

@@ -146,6 +146,7 @@ def _find_stories(
     line = _line(run, manifest.entries, message_id)
     files = [(batcher, path) for batcher, paths in manifest.files.items() for path in paths]
     batcher, row = None, None
+    fields: dict[str, Any]
     if line is None or with_payload:
         batcher, row = _find_staged_row(run, files, message_id)
     if line is not None:

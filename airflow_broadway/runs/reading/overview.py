@@ -22,12 +22,7 @@ from airflow_broadway.runs.reading.batches import reads_ahead
 from airflow_broadway.runs.reading.reasons import Reason, reasons_in
 from airflow_broadway.runs.reading.runs import RunSummary, summary_of
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.run_folder import (
-    OPENED,
-    SETTLED,
-    GenerationRecord,
-    StagedRun,
-)
+from airflow_broadway.staging.run_folder import OPENED, SETTLED, GenerationRecord, StagedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from airflow_broadway.runs.sources.archived import PastProducer
 from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import hour_of
 from airflow_broadway.staging.archive.reader import hours_of, look, tables
@@ -933,7 +934,7 @@ def test_a_settlement_killed_while_it_archives_is_gone_on_with(
             raise KeyboardInterrupt
 
         patch.setattr(point, dies)
-        patch.setattr("airflow_broadway.runs.watch.settle_unwatched", lambda watcher: None)
+        patch.setattr(RunWatcher, "settle_unwatched", lambda self: None)
         run.batch()
         with pytest.raises(KeyboardInterrupt):
             run.ack()
@@ -970,7 +971,9 @@ def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(
     for run_id in ("live", "live2"):
         world.run(run_id).all()
     run = world.run("again", of_minutes(0, 60))
-    monkeypatch.setattr("airflow_broadway.runs.watch.settle_unwatched", lambda watcher: None)
+    monkeypatch.setattr(
+        "airflow_broadway.runs.watch.RunWatcher.settle_unwatched", lambda self: None
+    )
 
     def all_tasks() -> dict[str, Any]:
         run.references.clear()

@@ -28,7 +28,7 @@ from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.sweep import remove_old_runs
 from airflow_broadway.runs.tasks import send_depth
-from airflow_broadway.runs.watch import RunWatcher, standing_in
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
@@ -199,7 +199,8 @@ def test_a_stand_in_looks_after_the_generations_of_its_own_batches_alone(tmp_pat
     run.batch(own)
 
     # When the one's batches end and no sensor looks
-    with standing_in(run.staged, run.pipeline, [own["generation"]], run.ports):
+    watcher = RunWatcher(run.staged, run.pipeline, generations=[own["generation"]])
+    with watcher.standing_in():
         pass
 
     # Then it settles its own, and does not begin with the other's
