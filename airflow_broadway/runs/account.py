@@ -255,20 +255,20 @@ def batchers_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
     """Counts batches by trigger and outcome, per batcher."""
     by_batcher: dict[str, Any] = {}
     for name in batchers:
-        counts = Counter[str](messages=0, batches=0, successful=0, failed=0, failed_batches=0)
+        plans = recorded.counted(name)
+        outcomes = list(recorded.handled(plans))
         triggers = Counter[str]()
-        seconds = 0.0
-        for plan in recorded.counted(name):
-            counts["messages"] += plan.messages
-            counts["batches"] += plan.batches
+        for plan in plans:
             triggers.update(plan.triggers)
-            for _, outcome in recorded.outcomes(plan):
-                if outcome is not None:
-                    counts["successful"] += outcome.successful
-                    counts["failed"] += outcome.failed
-                    counts["failed_batches"] += bool(outcome.error)
-                    seconds += outcome.seconds
-        by_batcher[name] = {**counts, "triggers": dict(triggers), "seconds": round(seconds, 3)}
+        by_batcher[name] = {
+            "messages": sum(plan.messages for plan in plans),
+            "batches": sum(plan.batches for plan in plans),
+            "successful": sum(outcome.successful for outcome in outcomes),
+            "failed": sum(outcome.failed for outcome in outcomes),
+            "failed_batches": sum(bool(outcome.error) for outcome in outcomes),
+            "triggers": dict(triggers),
+            "seconds": round(sum(outcome.seconds for outcome in outcomes), 3),
+        }
     return by_batcher
 
 
@@ -285,11 +285,9 @@ def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
     )
     batches = []
     for name in batchers:
-        split = crashed = 0
-        for plan in recorded.counted(name):
-            split += recorded.split(plan)
-            outcomes = (outcome for _, outcome in recorded.outcomes(plan) if outcome)
-            crashed += sum(outcome.error.startswith(CRASHED) for outcome in outcomes)
+        plans = recorded.counted(name)
+        split = sum(map(recorded.split, plans))
+        crashed = sum(outcome.error.startswith(CRASHED) for outcome in recorded.handled(plans))
         if split or crashed:
             batches.append({"batcher": name, "split": split, "crashed": crashed})
     if not (deaths or interruptions or batches):

@@ -47,9 +47,7 @@ def log_settled(run: StagedRun, heads: Sequence[BatchPlan]) -> None:
     settled = {name: _describe_settlement(run, name) for name in generations}
     if not any(settled.values()):
         return
-    recorded = Recorded(run)
-    outcomes = (outcome for head in heads for _, outcome in recorded.outcomes(head) if outcome)
-    for outcome in itertools.islice(outcomes, MAX_LOGGED):
+    for outcome in itertools.islice(Recorded(run).handled(heads), MAX_LOGGED):
         log.info(
             "%s %s: %d succeeded, %d failed%s, recorded by %s at %s.",
             outcome.batcher,
@@ -88,7 +86,7 @@ def successful_outcomes(run: StagedRun, heads: Iterable[BatchPlan]) -> dict[str,
     by_batcher: dict[str, list[Outcome]] = {}
     for head in heads:
         outcomes = by_batcher.setdefault(head.batcher, [])
-        outcomes += [o for _, o in recorded.outcomes(head) if o is not None and o.successful]
+        outcomes += [outcome for outcome in recorded.handled([head]) if outcome.successful]
     return by_batcher
 
 

@@ -141,11 +141,9 @@ class OpenPlans:
     def reference(self) -> dict[str, Any]:
         """Returns the counts of batches and messages with outcomes, and the plans, for XCom."""
         counts = {"batches": 0, "failed": 0, "messages": 0, "failed_messages": 0}
-        recorded = Recorded(self._run)
-        for outcome in (row[1] for head in self.heads for row in recorded.outcomes(head)):
-            if outcome is not None:
-                counts["batches"] += 1
-                counts["failed"] += bool(outcome.error)
-                counts["messages"] += outcome.successful + outcome.failed + outcome.missing
-                counts["failed_messages"] += outcome.failed
+        for outcome in Recorded(self._run).handled(self.heads):
+            counts["batches"] += 1
+            counts["failed"] += bool(outcome.error)
+            counts["messages"] += outcome.successful + outcome.failed + outcome.missing
+            counts["failed_messages"] += outcome.failed
         return {**counts, "plans": [head.path for head in self.heads]}

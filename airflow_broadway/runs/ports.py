@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.producer import Connections, NoConnections, ProducerEnv
+from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.runs.metrics import MetricSink
 
 if TYPE_CHECKING:
+    from airflow_broadway.staging.run_folder import StagedRun
     from airflow_broadway.staging.store import Store
 
 
@@ -107,4 +109,19 @@ def producer_env(
         store=store,
         staging=None if store is None else f"{store.uri.rstrip('/')}/{pipeline.name}",
         shared=None if store is None else f"{store.uri.rstrip('/')}/{SHARED}",
+    )
+
+
+def open_generation(run: StagedRun, pipeline: Pipeline, lease: Lease) -> None:
+    """Records durably, before the first receive, that the owner of a lease is about to receive.
+
+    :raises StagingError: As :meth:`airflow_broadway.staging.run_folder.StagedRun.open_generation`.
+    """
+    owner = lease.owner
+    run.open_generation(
+        lease=lease,
+        task_id=owner["task_id"],
+        map_index=owner["map_index"],
+        try_number=owner["try_number"],
+        source=pipeline.run.source.to_json(),
     )

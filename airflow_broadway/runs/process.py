@@ -43,7 +43,7 @@ from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.poison.suspects import suspects_of
-from airflow_broadway.runs.ports import Ports
+from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
@@ -109,13 +109,7 @@ class Process:
         with closing(producer.custodian(env)) as self._custodian:  # connects on first use
             source = replace(env, stopping=lambda: bool(self._stop.reason()))
             with closing(producer.source(source)) as self._source:
-                self.staged.open_generation(
-                    lease=self._source.lease,
-                    task_id=env.owner["task_id"],
-                    map_index=env.owner["map_index"],
-                    try_number=env.owner["try_number"],
-                    source=self.pipeline.run.source.to_json(),
-                )
+                open_generation(self.staged, self.pipeline, self._source.lease)
                 try:
                     manifest = self._pull()
                 except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised

@@ -11,9 +11,10 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.protocol import Lease, QueueDepth
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import empty_line, lines_of, summary_line
 from airflow_broadway.core.errors import BroadwayError, StagingError
@@ -36,7 +37,7 @@ from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.poison.suspects import suspects_of
-from airflow_broadway.runs.ports import Ports, Task, producer_env
+from airflow_broadway.runs.ports import Ports, Task, open_generation, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.sources.dead_letters import move_letters
@@ -221,7 +222,7 @@ class UnstagedTask(PullTask):
         prepare_sink(staged, served, env)
         started = staged.clock.now()
         try:
-            report = local.pull(self.budget, on_lease=self._open)
+            report = local.pull(self.budget, on_lease=partial(open_generation, staged, served))
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             if local.report is not None:  # messages were settled before the error
                 try:
@@ -235,15 +236,6 @@ class UnstagedTask(PullTask):
         remove_old_runs(staged, self.pipeline)
         totals = report.totals()
         return Pulled({"summary": summary_line(totals), **totals}, trouble)
-
-    def _open(self, lease: Lease) -> None:
-        self.staged.open_generation(
-            lease=lease,
-            task_id=self.task.task_id,
-            map_index=self.task.map_index,
-            try_number=self.task.try_number,
-            source=self.source.to_json(),
-        )
 
     def _record(self, report: RunReport, started: datetime, *, failed: bool) -> None:
         """Records, logs and counts the result of the run, also after an error."""

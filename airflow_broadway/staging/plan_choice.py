@@ -153,6 +153,11 @@ class Recorded:
             path = outcome_paths.get(batch.batch_id)
             yield batch, None if path is None else self._outcomes[path]
 
+    def handled(self, plans: Iterable[BatchPlan]) -> Iterator[Outcome]:
+        """Yields the recorded outcomes of plans, in order."""
+        for plan in plans:
+            yield from (outcome for _, outcome in self.outcomes(plan) if outcome is not None)
+
     def outcomes_of(self, plan: BatchPlan, batches: Iterable[PlannedBatch]) -> dict[str, Outcome]:
         """Reads the outcomes of some of a plan's batches, by batch id."""
         outcome_paths = self._outcome_paths(plan, batches)

@@ -269,8 +269,7 @@ def _flow(recorded: Recorded, batcher: str, staged: int, row: Mapping[str, Any] 
         handled=sum(batch.size for batch in done),
     )
     if plans and reads_ahead(recorded, plans):
-        every = (outcome for plan in plans for _, outcome in recorded.outcomes(plan))
-        outcomes = [outcome for outcome in every if outcome is not None]
+        outcomes = list(recorded.handled(plans))
         return replace(
             flow,
             successful=sum(outcome.successful for outcome in outcomes),

@@ -71,10 +71,9 @@ def _files(
         if manifest is not None:
             files |= {path: manifest.sums.get(path) for path in manifest.entries}
     for batcher in batchers:
-        for plan in recorded.counted(batcher):
-            for _, outcome in recorded.outcomes(plan):
-                if outcome is not None and outcome.exceptions is not None:
-                    files[outcome.exceptions] = outcome.entries_sum
+        for outcome in recorded.handled(recorded.counted(batcher)):
+            if outcome.exceptions is not None:
+                files[outcome.exceptions] = outcome.entries_sum
     return files
 
 

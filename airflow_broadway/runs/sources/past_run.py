@@ -23,6 +23,7 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
+from airflow_broadway.runs.ports import open_generation
 from airflow_broadway.runs.reading.batches import StagedBatch, staged_batches
 from airflow_broadway.runs.reading.runs import find_run
 from airflow_broadway.runs.sources.archived import LEASE_SECONDS, NEVER_LAPSES
@@ -179,7 +180,7 @@ class PastRun:
         :raises RequestRefused: If there is no such run, or its batches cannot be replayed.
         :raises StagingError: If staging fails.
         """
-        started, owner = self.env.clock.now(), self.env.owner
+        started = self.env.clock.now()
         chosen: list[StagedBatch] = []
         if not self.env.index:
             self._past, chosen = chosen_batches(self.staged, self.pipeline)
@@ -188,15 +189,9 @@ class PastRun:
             generation=self.env.generation,
             seconds=LEASE_SECONDS,
             deadline=NEVER_LAPSES,
-            owner=dict(owner),
+            owner=dict(self.env.owner),
         )
-        self.staged.open_generation(
-            lease=lease,
-            task_id=owner["task_id"],
-            map_index=owner["map_index"],
-            try_number=owner["try_number"],
-            source=self.pipeline.run.source.to_json(),
-        )
+        open_generation(self.staged, self.pipeline, lease)
         by_batcher: dict[str, list[StagedBatch]] = {}
         for batch in chosen:
             by_batcher.setdefault(batch.plan.batcher, []).append(batch)
