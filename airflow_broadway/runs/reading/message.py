@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import pyarrow as pa
@@ -13,7 +14,6 @@ import pyarrow.compute as pc
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.formats.entries import EntryLine, load_line
-from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
@@ -369,13 +369,17 @@ def ids_with_text(
 
 def _scan_run(run: StagedRun, text: str) -> Iterator[tuple[int, list[str]]]:
     """Searches part by part; yields the number of messages and the matching ids of each part."""
+    needle = text.casefold().encode()
     for record in run.generations():
         manifest = run.manifest(record.generation)
-        if manifest is not None:
-            for files in manifest.files.values():
-                for path in files:
-                    yield from _scan_file(run, path, text)
-            yield from _scan_entries(run, manifest, text)
+        if manifest is None:
+            continue
+        for path in chain.from_iterable(manifest.files.values()):
+            yield from _scan_file(run, path, text)
+        for path in manifest.entries:
+            for line in entry_lines(run.files, path):
+                entry = load_line(line).entry
+                yield 1, [entry.message_id] if needle in (entry.payload or b"").lower() else []
 
 
 def _scan_file(run: StagedRun, path: str, text: str) -> Iterator[tuple[int, list[str]]]:
@@ -383,40 +387,23 @@ def _scan_file(run: StagedRun, path: str, text: str) -> Iterator[tuple[int, list
         data = [name for name in file.columns if name in _SEARCHED]
         for group in range(file.groups):
             table = file.read(group, ["message_id", *data])
-            mask = _matches([table.column(name) for name in data], text)
-            ids = [] if mask is None else table.column("message_id").filter(mask).to_pylist()
-            yield table.num_rows, [str(message_id) for message_id in ids]
+            ids = table.column("message_id").filter(_matches(table.select(data), text))
+            yield table.num_rows, [str(message_id) for message_id in ids.to_pylist()]
 
 
-def _scan_entries(run: StagedRun, manifest: Manifest, text: str) -> Iterator[tuple[int, list[str]]]:
-    needle = text.casefold().encode()
-    for path in manifest.entries:
-        for line in entry_lines(run.files, path):
-            entry = load_line(line).entry
-            body = (entry.payload or b"").lower()
-            yield 1, [entry.message_id] if needle in body else []
-
-
-def _matches(columns: Iterable[Any], text: str) -> Any:
-    """Returns the mask of rows with the text in one of these columns or of their fields."""
-    mask = None
-    for column in columns:
-        for leaf in _leaves(column.combine_chunks()):
-            leaf_mask = pc.fill_null(pc.match_substring(leaf, text, ignore_case=True), False)
-            mask = leaf_mask if mask is None else pc.or_(mask, leaf_mask)
+def _matches(table: pa.Table, text: str) -> Any:
+    """Returns the mask of rows with the text in a column or a field of a struct."""
+    mask = pa.repeat(False, table.num_rows)
+    while any(pa.types.is_struct(column.type) for column in table.columns):
+        table = table.flatten()
+    for column in table.columns:
+        kind = column.type
+        if pa.types.is_nested(kind):  # lists and maps become JSON
+            values = column.to_pylist()
+            texts = [json.dumps(value, default=str, ensure_ascii=False) for value in values]
+            column = pa.chunked_array([pa.array(texts, pa.string())])
+        elif not (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+            column = column.cast(pa.string())
+        matches = pc.match_substring(column, text, ignore_case=True)
+        mask = pc.or_(mask, pc.fill_null(matches, False))
     return mask
-
-
-def _leaves(array: Any) -> Iterator[Any]:
-    """Yields a column as text arrays, one per struct field; casts numbers and timestamps."""
-    kind = array.type
-    if pa.types.is_struct(kind):
-        for index in range(kind.num_fields):
-            yield from _leaves(pc.struct_field(array, index))
-    elif pa.types.is_string(kind) or pa.types.is_binary(kind):
-        yield array
-    elif pa.types.is_nested(kind):  # lists and maps become JSON
-        values = [json.dumps(value, default=str, ensure_ascii=False) for value in array.to_pylist()]
-        yield pa.array(values, pa.string())
-    else:
-        yield array.cast(pa.string())
