@@ -107,10 +107,7 @@ class PythonBatches:
         """Returns the same counts from recorded outcomes, without running anything."""
         counts, recorded = _zero_counts(), Recorded(self.staged)
         outcomes = recorded.recorded(self.plan)
-        _count(counts, outcomes.values())
-        without = len(recorded.batches(self.plan)) - len(outcomes)
-        counts["batches"] += without
-        counts["without_outcome"] += without
+        _count(counts, (outcomes.get(batch.batch_id) for batch in recorded.batches(self.plan)))
         return counts
 
     def _run(self, recorder: BatchRecorder, counts: dict[str, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from datetime import timedelta
 
 from airflow_broadway.core.custody.protocol import Custodian
@@ -124,16 +125,14 @@ def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> bool:
 
     :returns: Whether the report was written.
     """
-    watcher = RunWatcher(run, pipeline, ports=ports)
     try:
-        if any(record.state != SETTLED for record in run.generations()):
-            return False
-        watcher.report(failed_tasks=())
+        with closing(RunWatcher(run, pipeline, ports=ports)) as watcher:
+            if any(record.state != SETTLED for record in run.generations()):
+                return False
+            watcher.report(failed_tasks=())
     except BroadwayError as error:
         log.warning("Could not account for run %s: %s", run.run_id, error)
         return False
-    finally:
-        watcher.close()
     return True
 
 

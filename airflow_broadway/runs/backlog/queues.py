@@ -26,6 +26,7 @@ _OWN = "airflow_broadway.producers."
 _SETTLING = frozenset({"on_success", "on_failure", "rate_limiting", "retry", "transformer"})
 
 
+@dataclasses.dataclass
 class WatchedQueues:
     """The queues that a pipeline's producers consume.
 
@@ -33,9 +34,8 @@ class WatchedQueues:
     :param producers: One for each queue.
     """
 
-    def __init__(self, pipeline: str, producers: Sequence[Producer]) -> None:
-        self.pipeline = pipeline
-        self.producers = producers
+    pipeline: str
+    producers: Sequence[Producer]
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> WatchedQueues:
@@ -80,9 +80,13 @@ class WatchedQueues:
             build(_import(queue["producer"], own=own), queue["options"], "producer", rendered=True)
             for queue in value["queues"]
         ]
-        if own:
-            for producer in producers:
-                _refuse_unsafe(producer)
+        unsafe = [name for producer in producers for name in producer.unsafe_options()]
+        if own and unsafe:
+            raise PipelineError(
+                f"the producer's options {', '.join(dict.fromkeys(unsafe))} can have its client"
+                " read a file, load a library or run a command, which is not done here: put them"
+                " into the connection, or use `airflow-broadway` where a worker runs"
+            )
         return cls(value["pipeline"], producers)
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
@@ -136,16 +140,6 @@ def _class_path(cls: type[Producer]) -> str:
             f"{cls.__module__}:{cls.__qualname__}",
         )
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _refuse_unsafe(producer: Producer) -> None:
-    names = producer.unsafe_options()
-    if names:
-        raise PipelineError(
-            f"the producer's options {', '.join(names)} can have its client read a file, load a"
-            " library or run a command, which is not done here: put them into the connection, or"
-            " use `airflow-broadway` where a worker runs"
-        )
 
 
 def _import(path: str, *, own: bool) -> type[Producer]:

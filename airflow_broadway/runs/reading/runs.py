@@ -1,4 +1,4 @@
-"""Finds staged runs and their batches.  Read-only, prints nothing."""
+"""Finds staged runs.  Read-only, prints nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from airflow_broadway.core.errors import RequestRefused, StagingDamaged
 from airflow_broadway.core.formats.layout import paths
@@ -163,26 +163,25 @@ def list_runs(
 
 def summary_of(run: StagedRun) -> RunSummary:
     """Summarizes a run in one row."""
-    ids: dict[str, Any] = {"dag_id": run.dag_id, "run_id": run.run_id, "pipeline": run.pipeline}
     records = run.generations()
     report = kept_report(run)
     # The report is the only file of an empty run.
     nothing = (SETTLED, report["at"]) if report is not None else (OPENED, "")
-    state = min((record.state for record in records), key=_STATES.index, default=nothing[0])
-    opened_at = min((record.opened_at for record in records), default=nothing[1])
+    totals = {} if report is None else report["totals"]
+    received = totals.get("received")
     if report is None:
         manifests = (run.manifest(record.generation) for record in records)
         received = sum(manifest.received for manifest in manifests if manifest is not None)
-        return RunSummary(**ids, received=received, state=state, opened_at=opened_at)
-    totals = report["totals"]
     return RunSummary(
-        **ids,
-        received=totals.get("received"),
+        dag_id=run.dag_id,
+        run_id=run.run_id,
+        pipeline=run.pipeline,
+        received=received,
         acked=totals.get("acked"),
         dead_lettered=totals.get("dead_lettered"),
         failed=totals.get("failed"),
-        balanced=report["balanced"],
-        trouble=summarize_trouble(report),
-        state=state,
-        opened_at=opened_at,
+        balanced=None if report is None else report["balanced"],
+        trouble="" if report is None else summarize_trouble(report),
+        state=min((record.state for record in records), key=_STATES.index, default=nothing[0]),
+        opened_at=min((record.opened_at for record in records), default=nothing[1]),
     )
