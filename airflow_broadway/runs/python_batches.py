@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import (
     check_settled,
@@ -72,15 +71,13 @@ class PythonBatches:
     name: str = ""
     try_number: int = 1
     ports: Ports = field(default_factory=Ports)
-    clock: Clock | None = None
     step: Step = field(default_factory=Step)
     parent: str = ""
 
     def __post_init__(self) -> None:
         self._number = 0
         self._reasons = Reasons()
-        self._clock = self.clock or self.staged.clock
-        self._stop = Stop(self._clock, min(self.pipeline.shutdown, self.ports.max_shutdown))
+        self._stop = Stop(self.staged.clock, min(self.pipeline.shutdown, self.ports.max_shutdown))
 
     def stop(self) -> None:
         """Starts no further batch; waits up to the pipeline's ``shutdown`` for active ones.
@@ -196,10 +193,10 @@ class PythonBatches:
         return BatchRecorder(
             files,
             self.plan,
-            Ownership(files, self.name, self._number, folder=TRIES, clock=self._clock),
+            Ownership(files, self.name, self._number, folder=TRIES, clock=self.staged.clock),
             writer=writer,
             try_number=self.try_number,
-            clock=self._clock,
+            clock=self.staged.clock,
         )
 
     # -- one batch -----------------------------------------------------------------------------
@@ -235,7 +232,7 @@ class PythonBatches:
             generation=generation,
             owner=record.lease["owner"],
             store=self.staged.store,
-            clock=self._clock,
+            clock=self.staged.clock,
         )
         with closing(self.pipeline.producer.custodian(env)) as custodian:
             return settle_at_once(custodian, self.staged.lease(generation), entries)

@@ -14,7 +14,6 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Custodian, Lease
 from airflow_broadway.core.custody.run_summary import settled_line
@@ -57,12 +56,11 @@ class RunWatcher:
     task_ids: Sequence[str] | None = None
     generations: Collection[str] | None = None
     ports: Ports = field(default_factory=Ports)
-    clock: Clock | None = None
 
     def __post_init__(self) -> None:
-        self._clock = self.clock or self.staged.clock
-        self.heartbeat = Heartbeat(self.staged, self._clock)
-        self._hold = Hold(self.staged, ",".join(sorted(self.task_ids or ())), self._clock)
+        clock = self.staged.clock
+        self.heartbeat = Heartbeat(self.staged, clock)
+        self._hold = Hold(self.staged, ",".join(sorted(self.task_ids or ())), clock)
         self._custodians = self.custodians()
         self._recorded = Recorded(self.staged)
         self._metrics = Metrics(
@@ -129,7 +127,7 @@ class RunWatcher:
                     )
                     continue
                 self.staged.put_lease(lease)
-                left = (lease.deadline - self._clock.now()).total_seconds()
+                left = (lease.deadline - self.staged.clock.now()).total_seconds()
                 self._metrics.gauge(Metric.LEASE_REMAINING, left)
             except BroadwayError as error:
                 # A lease outlasts several pokes; failing would use up the sensor's retries.
@@ -259,7 +257,7 @@ class RunWatcher:
     def custodians(self) -> Custodians:
         """Returns custodians of this run's messages, for one thread."""
         owner = {"dag_id": self.staged.dag_id, "run_id": self.staged.run_id}
-        return Custodians(self.pipeline, self.ports, self.staged, owner=owner, clock=self._clock)
+        return Custodians(self.pipeline, self.ports, self.staged, owner)
 
     def _unsettled(self) -> list[GenerationRecord]:
         return [record for record in self._generations() if record.state != SETTLED]
@@ -306,7 +304,7 @@ class RunWatcher:
                 for reason in count_reasons(recorded, records, self.pipeline.batchers)
             ],
             failed_tasks=failed_tasks,
-            at=self._clock.now(),
+            at=self.staged.clock.now(),
             look=look,
             missing=missing,
             empty={row["generation"]: row for row in processed if "receives" in row},

@@ -134,12 +134,12 @@ class Run:
             plan = plan_batches(
                 self._staged, self._pipeline, "default", [self._env.generation], try_label="1"
             )
-            PythonBatches(self._staged, self._pipeline, plan, clock=self._clock).run()
+            PythonBatches(self._staged, self._pipeline, plan).run()
         return self.settle()
 
     def settle(self) -> dict[str, Any]:
         """Settle it with what outcomes there are; returns the sensor's report."""
-        settler = RunWatcher(self._staged, self._pipeline, clock=self._clock)
+        settler = RunWatcher(self._staged, self._pipeline)
         try:
             settler.settle(final=True)
             report = settler.report(failed_tasks=[])

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import RequestRefused
@@ -69,7 +68,6 @@ class Custodians:
     ports: Ports
     staged: StagedRun
     owner: Mapping[str, Any] | None = None
-    clock: Clock | None = None
 
     def __post_init__(self) -> None:
         self._opened: list[tuple[dict[str, Any], Custodian]] = []
@@ -87,7 +85,7 @@ class Custodians:
                 generation=record.generation,
                 owner=self.owner or record.lease["owner"],
                 store=self.staged.store,
-                clock=self.clock or self.staged.clock,
+                clock=self.staged.clock,
             )
         )
         self._opened.append((record.source, opened))

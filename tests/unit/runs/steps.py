@@ -13,6 +13,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -205,13 +206,14 @@ class Run:
         plan = plan_batches(
             self.staged, self.pipeline, "default", generations, try_label=str(try_number)
         )
+        staged = copy(self.staged)
+        staged.clock = self.clock or staged.clock
         made = PythonBatches(
-            self.staged,
+            staged,
             self.pipeline,
             plan,
             name="batch.default",
             try_number=try_number,
-            clock=self.clock,
             ports=self.ports,
         )
         return made.run()

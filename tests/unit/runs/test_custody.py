@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -278,7 +279,9 @@ def test_the_time_of_holding_begins_with_each_failure_anew(tmp_path: Path) -> No
     run = filled(Run(tmp_path))
     run.process()
     clock = ManualClock()
-    watcher = RunWatcher(run.staged, run.pipeline, clock=clock)
+    staged = copy(run.staged)
+    staged.clock = clock
+    watcher = RunWatcher(staged, run.pipeline)
 
     def look(*failed: str) -> Any:
         return watcher.look(over=bool(failed), failed=failed, hold_failed=3600.0)

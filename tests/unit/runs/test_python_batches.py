@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_broadway import Batcher, BatchInfo, Message
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
@@ -26,10 +28,12 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
-def planned(run: Run, **options: Any) -> PythonBatches:
+def planned(run: Run, clock: Clock | None = None, **options: Any) -> PythonBatches:
     generation = run.process()["generation"]
     plan = plan_batches(run.staged, run.pipeline, "default", [generation], try_label="1")
-    return PythonBatches(run.staged, run.pipeline, plan, **options)
+    staged = copy(run.staged)
+    staged.clock = clock or staged.clock
+    return PythonBatches(staged, run.pipeline, plan, **options)
 
 
 def recorded(batches: PythonBatches, run: Run) -> list[Outcome | None]:
