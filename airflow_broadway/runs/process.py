@@ -45,7 +45,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.settle import settle
-from airflow_broadway.runs.sources.prepare import prepare_sink
+from airflow_broadway.runs.sources.pipelines import prepare_sink
 from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name

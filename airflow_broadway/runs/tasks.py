@@ -42,8 +42,7 @@ from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.sources.dead_letters import move_letters
 from airflow_broadway.runs.sources.past_run import PastRun
-from airflow_broadway.runs.sources.pipelines import source_of, with_source
-from airflow_broadway.runs.sources.prepare import prepare_sink
+from airflow_broadway.runs.sources.pipelines import prepare_sink, source_of, with_source
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.planner import plan_batches

@@ -2,24 +2,28 @@
 
 A process task chooses the source (:mod:`.choice`) and records it in each of its generations.  Every
 later task reads that record.  So all tasks use the same source, and messages of another source are
-settled at their own.
+settled at their own.  Before a past interval is handled again, the sink is prepared.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian
-from airflow_broadway.core.errors import RequestRefused
+from airflow_broadway.core.errors import LeaseLapsed, PipelineError, RequestRefused
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.model.run_source import KINDS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
+
+log = logging.getLogger(__name__)
 
 
 def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
@@ -55,6 +59,45 @@ def source_of(run: StagedRun, generations: Collection[str]) -> RunSource:
 def pipeline_of(pipeline: Pipeline, record: GenerationRecord) -> Pipeline:
     """Returns the pipeline with the producer that delivered a generation."""
     return with_source(pipeline, RunSource.from_json(record.source))
+
+
+def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
+    """Calls ``prepare_backfill`` in a backfill; only the first of its producers does so.
+
+    The process task calls it once per run, immediately before it publishes its manifest: before any
+    batch of the run, on every engine, and also if the interval has no messages.
+
+    :raises LeaseLapsed: If a newer execution of the task has begun.
+    :raises PipelineError: If batches of the run, which the callback would undo, were handled.
+    :raises Exception: Any exception of the callback.
+    """
+    source = pipeline.run.source
+    interval = source.interval
+    if interval is None or env.index or not pipeline.defines("prepare_backfill"):
+        return
+    if run.files.exists(paths.intent(env.generation)):
+        raise LeaseLapsed(
+            f"generation {env.generation} was abandoned before its sink was prepared: a newer"
+            " execution of its task prepares it"
+        )
+    # Results of executions with another source are replaced like any earlier results.
+    before = [
+        (record.map_index == env.owner.get("map_index"), manifest)
+        for record in run.generations()
+        if record.generation != env.generation and record.source == source.to_json()
+        if (manifest := run.manifest(record.generation)) is not None
+    ]
+    if source.goes_on and any(own for own, _ in before):
+        log.info("The sink was prepared for the interval from %s; this run continues.", interval)
+        return
+    handled = any(manifest.received for own, manifest in before if not own)
+    if handled and run.files.list("outcomes"):
+        raise PipelineError(
+            "batches of other producers of this run were handled already, and prepare_backfill"
+            " would undo them: clear all process tasks of the run together"
+        )
+    log.info("Preparing the sink for the interval from %s.", interval)
+    pipeline.prepare_backfill(interval, context_of(pipeline))
 
 
 @dataclass

@@ -28,8 +28,7 @@ from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.sources.archived import PastProducer
-from airflow_broadway.runs.sources.pipelines import with_source
-from airflow_broadway.runs.sources.prepare import prepare_sink
+from airflow_broadway.runs.sources.pipelines import prepare_sink, with_source
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.archive.failed import failures
