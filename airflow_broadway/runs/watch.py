@@ -173,8 +173,8 @@ class RunWatcher:
             renewing.leave(record.generation)
             return self._custodians.of(record)
 
-        door = partial(settle, over=over) if final else settle_if_complete
-        settled = door(self.staged, record, self.pipeline, custodian, recorded=self._recorded)
+        operation = partial(settle, over=over) if final else settle_if_complete
+        settled = operation(self.staged, record, self.pipeline, custodian, recorded=self._recorded)
         if settled is not None:
             log.info(
                 "Settled generation %s of %s.  %s",
