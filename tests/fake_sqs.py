@@ -37,17 +37,7 @@ def client_error(code: str, text: str = "", *, status: int = 400, action: str = 
 
 
 class _Held:
-    __slots__ = (
-        "body",
-        "count",
-        "group",
-        "key",
-        "more",
-        "place",
-        "receipt",
-        "received",
-        "visible",
-    )
+    __slots__ = ("body", "count", "group", "key", "more", "place", "receipt", "received", "visible")
 
     def __init__(self, place: int, body: str, group: str, more: dict[str, Any]) -> None:
         self.place = place

@@ -50,13 +50,13 @@ def skip_without_apache_kafka() -> None:
 
 
 @pytest.fixture
-def kafka() -> KafkaServer:
+def kafka():
     """The nearest to Apache Kafka that there is."""
     return session_kafka(nearest_kafka())
 
 
 @pytest.fixture
-def apache_kafka() -> ApacheKafka:
+def apache_kafka():
     """Apache Kafka itself."""
     skip_without_apache_kafka()
     server = session_kafka(ApacheKafka)
@@ -65,7 +65,7 @@ def apache_kafka() -> ApacheKafka:
 
 
 @pytest.fixture
-def kafka_mock() -> MockKafka:
+def kafka_mock():
     """librdkafka's mock cluster: in memory, and told to fail."""
     server = session_kafka(MockKafka)
     assert isinstance(server, MockKafka)

@@ -68,10 +68,7 @@ class Mock:
         """The next requests of one kind are answered with these errors."""
         array = (ctypes.c_int * len(codes))(*codes)
         self._call(
-            "push_request_errors_array",
-            ctypes.c_int16(api),
-            ctypes.c_size_t(len(codes)),
-            array,
+            "push_request_errors_array", ctypes.c_int16(api), ctypes.c_size_t(len(codes)), array
         )
 
     def clear_request_errors(self, api: int) -> None:

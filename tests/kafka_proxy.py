@@ -95,10 +95,7 @@ class KafkaProxy:
             await asyncio.gather(*ways, return_exceptions=True)
 
     async def _requests(
-        self,
-        client: asyncio.StreamReader,
-        to_broker: asyncio.StreamWriter,
-        asked: dict[int, int],
+        self, client: asyncio.StreamReader, to_broker: asyncio.StreamWriter, asked: dict[int, int]
     ) -> None:
         while True:
             frame = await _frame(client)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.pubsub_server import Emulator, PubSubServer, StubServer, find_emulator
+from tests.pubsub_server import Emulator, StubServer, find_emulator
 
 __all__ = ["pubsub", "pubsub_emulator", "pubsub_stub", "session_emulator", "wanted_emulator"]
 
@@ -42,7 +41,7 @@ def wanted_emulator() -> Emulator:
 
 
 @pytest.fixture(params=[Emulator.kind, StubServer.kind])
-def pubsub(request: pytest.FixtureRequest) -> Iterator[PubSubServer]:
+def pubsub(request):
     """Each peer, one after another."""
     if request.param == Emulator.kind:
         yield wanted_emulator()
@@ -52,13 +51,13 @@ def pubsub(request: pytest.FixtureRequest) -> Iterator[PubSubServer]:
 
 
 @pytest.fixture
-def pubsub_emulator() -> Emulator:
+def pubsub_emulator():
     """Google's emulator."""
     return wanted_emulator()
 
 
 @pytest.fixture
-def pubsub_stub() -> Iterator[StubServer]:
+def pubsub_stub():
     """A server of a test's own, which does as the test says."""
     with StubServer() as server:
         yield server

@@ -81,9 +81,7 @@ class Place:
     def env(self, generation: str = "g1", **connection: Any) -> ProducerEnv:
         given = {"host": self.host, "port": self.port, **connection}
         return ProducerEnv(
-            generation=generation,
-            connections=Connections(**given),
-            staging=f"file://{self.folder}",
+            generation=generation, connections=Connections(**given), staging=f"file://{self.folder}"
         )
 
     @contextmanager
@@ -108,10 +106,7 @@ class Place:
             return messages, source.lease
 
     def settle(
-        self,
-        generation: str,
-        verdicts: Mapping[int, Verdict] | None = None,
-        **options: Any,
+        self, generation: str, verdicts: Mapping[int, Verdict] | None = None, **options: Any
     ) -> tuple[list[Message], SettleReport]:
         """Take everything, and settle it by its place."""
         messages, lease = self.hold(generation, **options)

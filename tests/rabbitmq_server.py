@@ -30,12 +30,7 @@ import pika
 
 __all__ = ["RabbitServer", "find_server", "given_url"]
 
-_PLACES = (
-    "/usr/lib/rabbitmq/bin",
-    "/opt/homebrew/sbin",
-    "/usr/local/sbin",
-    "/usr/sbin",
-)
+_PLACES = ("/usr/lib/rabbitmq/bin", "/opt/homebrew/sbin", "/usr/local/sbin", "/usr/sbin")
 
 
 def given_url() -> str | None:

@@ -19,12 +19,7 @@ class RabbitHarness(Harness):
     marks_unseen = True
 
     def __init__(
-        self,
-        url: str,
-        queue: str,
-        staging: str,
-        kind: str = "classic",
-        lease: float = 6.0,
+        self, url: str, queue: str, staging: str, kind: str = "classic", lease: float = 6.0
     ) -> None:
         super().__init__(url, queue, staging, kind, lease)
         self.lease = lease

@@ -7,7 +7,7 @@ import pytest
 
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.kafka_harness import KafkaHarness
-from tests.kafka_server import KafkaServer, MockKafka
+from tests.kafka_server import KafkaServer
 
 pytestmark = pytest.mark.broker
 
@@ -26,7 +26,7 @@ class TestUnordered(CustodyContract):
     shares: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+    def harness(self, kafka, tmp_path):
         return harness_of(kafka, tmp_path, "none")
 
 
@@ -35,7 +35,7 @@ class TestOnTheMock(TestUnordered):
     """On librdkafka's mock cluster, which stands in for Apache Kafka where Maven is missing."""
 
     @pytest.fixture
-    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
+    def harness(self, kafka_mock, tmp_path):
         return harness_of(kafka_mock, tmp_path, "none")
 
 
@@ -45,7 +45,7 @@ class TestByKey(CustodyContract):
     shares: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+    def harness(self, kafka, tmp_path):
         return harness_of(kafka, tmp_path, "key")
 
 
@@ -56,7 +56,7 @@ class TestInOrder(CustodyContract):
     independent: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+    def harness(self, kafka, tmp_path):
         return harness_of(kafka, tmp_path, "partition")
 
 
@@ -66,5 +66,5 @@ class TestDeadLetters(DeadLettersContract):
     keeps_id: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+    def harness(self, kafka, tmp_path):
         return harness_of(kafka, tmp_path, "none")

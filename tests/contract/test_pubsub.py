@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,7 +48,7 @@ class OnStub(PubSubContract):
     late_acks: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> Iterator[PubSubHarness]:
+    def harness(self, tmp_path):
         clock = str(tmp_path / "clock")
         with StubServer(SharedClock(clock), late_acks=self.late_acks) as server:
             yield harness_of(server, tmp_path, clock, keyed=self.keyed, **self.settings)
@@ -65,7 +64,7 @@ class TestDeadLetters(DeadLettersContract):
     hidden_seconds: ClassVar[float] = EngineDeadLetters.hidden_seconds + 1.0
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> Iterator[PubSubHarness]:
+    def harness(self, tmp_path):
         clock = str(tmp_path / "clock")
         with StubServer(SharedClock(clock)) as server:
             yield harness_of(server, tmp_path, clock)
@@ -80,9 +79,7 @@ class TestDeadLetters(DeadLettersContract):
         "test_only_selected_dead_letters_are_requeued",
     ],
 )
-def test_the_emulator_passes_the_heart_of_the_dead_letters_contract(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_emulator_passes_the_heart_of_the_dead_letters_contract(name, tmp_path):
     harness: Harness = harness_of(wanted_emulator(), tmp_path, lease=10.0)
     getattr(TestDeadLetters(), name)(harness)
 
@@ -115,7 +112,7 @@ class TestEmulator(PubSubContract):
     """At Google's emulator, whose clock is the real one."""
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> PubSubHarness:
+    def harness(self, tmp_path):
         return harness_of(wanted_emulator(), tmp_path, lease=10.0)
 
 
@@ -131,9 +128,7 @@ class TestEmulator(PubSubContract):
 @pytest.mark.parametrize(
     "suite", [TestExactlyOnce, TestLateAcknowledgements, TestOrderedExactlyOnce]
 )
-def test_other_subscriptions_pass_the_heart_of_the_contract(
-    suite: type[OnStub], name: str, tmp_path: Path
-) -> None:
+def test_other_subscriptions_pass_the_heart_of_the_contract(suite, name, tmp_path):
     """The whole of it is slow."""
     clock = str(tmp_path / "clock")
     with StubServer(SharedClock(clock), late_acks=suite.late_acks) as server:
@@ -149,7 +144,7 @@ def test_other_subscriptions_pass_the_heart_of_the_contract(
         "test_a_message_arrives_as_it_was_sent",
     ],
 )
-def test_the_emulator_passes_the_heart_of_the_contract(name: str, tmp_path: Path) -> None:
+def test_the_emulator_passes_the_heart_of_the_contract(name, tmp_path):
     """The whole of it is slow."""
     harness: Harness = harness_of(wanted_emulator(), tmp_path, lease=10.0)
     getattr(TestEmulator(), name)(harness)
@@ -159,7 +154,7 @@ class TestOrderedRedelivery(Redelivery):
     keeps_order: ClassVar[bool] = False  # each message has an ordering key of its own
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> Iterator[PubSubHarness]:
+    def harness(self, tmp_path):
         clock = str(tmp_path / "clock")
         with StubServer(SharedClock(clock)) as server:
             yield harness_of(server, tmp_path, clock, keyed=True)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.broker
 
 
 @pytest.fixture(autouse=True)
-def young_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+def young_queues(monkeypatch):
     """Nobody kills this broker: its queues may be used at once."""
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
 
@@ -31,7 +31,7 @@ def harness_of(request: pytest.FixtureRequest, folder: Path, kind: str) -> Rabbi
 
 class TestRabbitMQ(CustodyContract):
     @pytest.fixture
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
+    def harness(self, request, tmp_path):
         return harness_of(request, tmp_path, "classic")
 
 
@@ -39,12 +39,12 @@ class TestDeadLetters(DeadLettersContract):
     letters_killed: ClassVar[int] = 150
 
     @pytest.fixture
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
+    def harness(self, request, tmp_path):
         return harness_of(request, tmp_path, "classic")
 
 
 @pytest.mark.slow
 class TestRabbitMQQuorum(CustodyContract):
     @pytest.fixture
-    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
+    def harness(self, request, tmp_path):
         return harness_of(request, tmp_path, "quorum")

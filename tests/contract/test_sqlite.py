@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
@@ -10,11 +8,11 @@ from tests.contract.sqlite_harness import SqliteHarness
 
 class TestSqlite(CustodyContract):
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqliteHarness:
+    def harness(self, tmp_path):
         return SqliteHarness(str(tmp_path / "queue.db"))
 
 
 class TestDeadLetters(DeadLettersContract):
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqliteHarness:
+    def harness(self, tmp_path):
         return SqliteHarness(str(tmp_path / "queue.db"))

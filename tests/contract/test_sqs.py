@@ -16,7 +16,7 @@ from airflow_broadway.core.model.options import override
 from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from airflow_broadway.testing.contract.redelivery import Redelivery
-from airflow_broadway.testing.harness import Harness, bodies, settlement_of
+from airflow_broadway.testing.harness import bodies, settlement_of
 from tests.contract.sqs_harness import SqsHarness, moved_server
 from tests.rabbitmq_fixtures import in_ci
 from tests.sqs_server import REGION
@@ -46,20 +46,20 @@ class TestSqs(SqsContract):
     many: ClassVar[int] = 300
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqsHarness:
+    def harness(self, tmp_path):
         return harness_of(tmp_path)
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_a_kill_during_a_settlement_loses_nothing(self, harness: Harness, seed: int) -> None:
+    def test_a_kill_during_a_settlement_loses_nothing(self, harness, seed):
         super().test_a_kill_during_a_settlement_loses_nothing(harness, seed)
 
     @pytest.mark.slow
-    def test_two_concurrent_processes_never_share_a_message(self, harness: Harness) -> None:
+    def test_two_concurrent_processes_never_share_a_message(self, harness):
         super().test_two_concurrent_processes_never_share_a_message(harness)
 
 
 @pytest.fixture
-def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def answers_at_once(monkeypatch):
     """moto asks all of its servers at once."""
     monkeypatch.setattr(dead_letters, "_WAIT_SECONDS", 0)
 
@@ -72,7 +72,7 @@ class TestDeadLetters(DeadLettersContract):
     hidden_seconds: ClassVar[float] = 301.0
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqsHarness:
+    def harness(self, tmp_path):
         return harness_of(tmp_path)
 
 
@@ -80,19 +80,19 @@ class _Many(SqsContract):
     many: ClassVar[int] = 20_000
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqsHarness:
+    def harness(self, tmp_path):
         return harness_of(tmp_path)
 
 
 @pytest.mark.slow
-def test_twenty_thousand_are_settled_though_the_settler_is_killed(tmp_path: Path) -> None:
+def test_twenty_thousand_are_settled_though_the_settler_is_killed(tmp_path):
     _Many().test_a_kill_during_a_settlement_loses_nothing(harness_of(tmp_path), 0)
 
 
 @pytest.mark.slow
 class TestSqsFifo(SqsContract):
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqsHarness:
+    def harness(self, tmp_path):
         return harness_of(tmp_path, ".fifo")
 
 
@@ -105,7 +105,7 @@ class TestSqsFifo(SqsContract):
         "test_messages_of_a_lapsed_lease_are_redelivered_and_marked",
     ],
 )
-def test_a_fifo_queue_passes_the_heart_of_the_contract(name: str, tmp_path: Path) -> None:
+def test_a_fifo_queue_passes_the_heart_of_the_contract(name, tmp_path):
     """The whole of it is slow."""
     getattr(TestSqsFifo(), name)(harness_of(tmp_path, ".fifo"))
 
@@ -114,7 +114,7 @@ class TestFifoRedelivery(Redelivery):
     keeps_order: ClassVar[bool] = False  # each message has a group of its own
 
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> SqsHarness:
+    def harness(self, tmp_path):
         return harness_of(tmp_path, ".fifo")
 
 
@@ -127,7 +127,7 @@ class Counting(SqsHarness):
         return changed
 
 
-def test_a_generation_that_dies_uses_one_receive_of_a_redrive_policy(tmp_path: Path) -> None:
+def test_a_generation_that_dies_uses_one_receive_of_a_redrive_policy(tmp_path):
     server, clock = moved_server()
     dead = server.queue()
     policy = {

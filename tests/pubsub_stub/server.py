@@ -32,11 +32,7 @@ class Stub:
     """
 
     def __init__(
-        self,
-        clock: Clock | None = None,
-        *,
-        late_acks: bool = False,
-        patience: float = _PULL_WAITS,
+        self, clock: Clock | None = None, *, late_acks: bool = False, patience: float = _PULL_WAITS
     ) -> None:
         self.broker = Broker(clock, late_acks=late_acks)
         self._patience = patience

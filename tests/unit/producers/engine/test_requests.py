@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -40,7 +40,7 @@ class Broker:
 
 
 @pytest.fixture
-def send() -> Iterator[Callable[[Broker, Iterable[str]], dict[str, Refusal]]]:
+def send():
     with closing(BatchRequests(EmptyBroker(ProducerEnv(clock=ManualClock())))) as requests:
         yield lambda broker, keys: requests.send(broker, [(key, key) for key in keys])
 
@@ -48,30 +48,28 @@ def send() -> Iterator[Callable[[Broker, Iterable[str]], dict[str, Refusal]]]:
 Send = Callable[[Broker, Iterable[str]], dict[str, Refusal]]
 
 
-def test_an_entry_that_may_succeed_is_sent_again_alone(send: Send) -> None:
+def test_an_entry_that_may_succeed_is_sent_again_alone(send):
     broker = Broker({"b": LATER}, {"b": LATER})
 
     assert send(broker, FOUR) == {}
     assert broker.asked == ["abcd", "b", "b"]
 
 
-def test_an_entry_is_sent_six_times_at_most(send: Send) -> None:
+def test_an_entry_is_sent_six_times_at_most(send):
     broker = Broker(*[{"b": LATER}] * 7)
 
     assert send(broker, FOUR) == {"b": LATER}
     assert broker.asked == ["abcd"] + ["b"] * 5
 
 
-def test_a_request_that_is_refused_as_a_whole_is_halved_until_one_entry_is_left(
-    send: Send,
-) -> None:
+def test_a_request_that_is_refused_as_a_whole_is_halved_until_one_entry_is_left(send):
     broker = Broker(Refused("bad"), {}, Refused("bad"), Refused("bad"))
 
     assert send(broker, FOUR) == {"c": Refusal("Refused", "bad")}
     assert broker.asked == ["abcd", "ab", "cd", "c", "d"]
 
 
-def test_what_was_answered_before_is_not_sent_again_in_the_halves(send: Send) -> None:
+def test_what_was_answered_before_is_not_sent_again_in_the_halves(send):
     broker = Broker({"b": GONE, "c": LATER, "d": LATER}, Refused("bad"), {}, Refused("bad"))
 
     assert send(broker, FOUR) == {"b": GONE, "d": Refusal("Refused", "bad")}
@@ -79,7 +77,7 @@ def test_what_was_answered_before_is_not_sent_again_in_the_halves(send: Send) ->
 
 
 @pytest.mark.parametrize("lost", ["c", "d"])
-def test_the_halves_remember_which_answer_was_lost(send: Send, lost: str) -> None:
+def test_the_halves_remember_which_answer_was_lost(send, lost):
     said = {"c": LATER, "d": LATER, lost: PERHAPS}
     broker = Broker(said, Refused("bad"), {"c": GONE}, {"d": GONE})
 
@@ -87,9 +85,7 @@ def test_the_halves_remember_which_answer_was_lost(send: Send, lost: str) -> Non
     assert broker.asked == ["abcd", "cd", "c", "d"]
 
 
-def test_an_error_that_is_of_no_entry_refuses_what_is_left_and_all_that_would_follow(
-    send: Send,
-) -> None:
+def test_an_error_that_is_of_no_entry_refuses_what_is_left_and_all_that_would_follow(send):
     broker = Broker({"b": GONE, "c": LATER}, ProducerError("no permission"))
 
     why = Refusal("ProducerError", "no permission")
@@ -97,7 +93,7 @@ def test_an_error_that_is_of_no_entry_refuses_what_is_left_and_all_that_would_fo
     assert broker.asked == ["abcd", "c"]
 
 
-def test_ten_that_are_refused_alone_end_it_unless_one_was_taken(send: Send) -> None:
+def test_ten_that_are_refused_alone_end_it_unless_one_was_taken(send):
     keys = [chr(code) for code in range(ord("a"), ord("a") + 16)]
     hopeless = Broker(*[Refused("bad")] * 100)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
@@ -36,7 +34,7 @@ from airflow_broadway.producers.kafka.errors import Denied, Truncated, translate
         (KafkaError.INVALID_COMMIT_OFFSET_SIZE, ProducerError, "INVALID_COMMIT_OFFSET_SIZE"),
     ],
 )
-def test_each_error_says_what_to_do(code: int, kind: type[ProducerError], text: str) -> None:
+def test_each_error_says_what_to_do(code, kind, text):
     found = translated(KafkaException(KafkaError(code)), "it cannot be done", "on there:9092")
 
     assert type(found) is kind
@@ -44,7 +42,7 @@ def test_each_error_says_what_to_do(code: int, kind: type[ProducerError], text: 
     assert text in str(found)
 
 
-def test_the_cause_is_what_the_client_said_of_its_connections() -> None:
+def test_the_cause_is_what_the_client_said_of_its_connections():
     nobody = KafkaError(KafkaError._TRANSPORT)
     seen = [KafkaError(KafkaError._AUTHENTICATION), KafkaError(KafkaError._ALL_BROKERS_DOWN)]
 
@@ -52,7 +50,7 @@ def test_the_cause_is_what_the_client_said_of_its_connections() -> None:
     assert "TLS fails" in str(translated(nobody, "a", "b", [KafkaError(KafkaError._SSL)]))
 
 
-def test_what_is_no_error_of_the_client_is_named() -> None:
+def test_what_is_no_error_of_the_client_is_named():
     assert str(translated(ValueError("odd"), "a", "b")) == "a b: ValueError: odd"
 
 
@@ -70,9 +68,7 @@ def test_what_is_no_error_of_the_client_is_named() -> None:
         ),
     ],
 )
-def test_a_setting_that_librdkafka_refuses_is_one_sentence(
-    settings: dict[str, Any], text: str
-) -> None:
+def test_a_setting_that_librdkafka_refuses_is_one_sentence(settings, text):
     producer = KafkaProducer(
         group_id="g", topics=["t"], hosts="127.0.0.1:1", conn_id=None, settings=settings
     )
@@ -84,7 +80,7 @@ def test_a_setting_that_librdkafka_refuses_is_one_sentence(
     assert str(refused.value).endswith("correct the option settings or the extra of the connection")
 
 
-def test_milliseconds_are_read_as_librdkafka_reads_them() -> None:
+def test_milliseconds_are_read_as_librdkafka_reads_them():
     settings = {"fetch.wait.max.ms": "0x10", "socket.timeout.ms": "20000"}
     producer = KafkaProducer(
         group_id="g", topics=["t"], hosts="127.0.0.1:1", conn_id=None, settings=settings

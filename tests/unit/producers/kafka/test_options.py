@@ -53,21 +53,21 @@ def producer(**options: Any) -> KafkaProducer:
         ({"concurency": 2}, "did you mean 'concurrency'?"),
     ],
 )
-def test_what_is_wrong_is_told_with_the_rule(options: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_is_told_with_the_rule(options, message):
     with pytest.raises(OptionsError, match=re.escape(message)) as raised:
         producer(**options)
 
     assert "hunter2" not in str(raised.value)
 
 
-def test_a_timestamp_is_read_with_its_zone() -> None:
+def test_a_timestamp_is_read_with_its_zone():
     noon = datetime(2026, 1, 31, 12, tzinfo=UTC)
     for text in ("2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00", noon):
         assert reset_timestamp(producer(offset_reset_policy=text).offset_reset_policy) == noon
     assert reset_timestamp("latest") is None
 
 
-def test_topics_of_a_template_are_read_when_it_is_rendered() -> None:
+def test_topics_of_a_template_are_read_when_it_is_rendered():
     class Flights(Broadway):
         producer = KafkaProducer(group_id="g", topics=["flights"])
 
@@ -77,9 +77,7 @@ def test_topics_of_a_template_are_read_when_it_is_rendered() -> None:
     assert rendered.producer.topics == ["a", "b"]
 
 
-def test_without_the_client_one_sentence_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_client_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
 
     with pytest.raises(ConnectionMissing) as raised:
@@ -95,7 +93,7 @@ def message(number: int, key: str | None) -> Message:
     return Message(b"", message_id=f"a-b-3-{number}", metadata={"key": key})
 
 
-def test_what_stays_in_order_goes_to_one_processor() -> None:
+def test_what_stays_in_order_goes_to_one_processor():
     one, same, other = message(1, "a"), message(2, "a"), message(3, "b")
 
     [partition] = producer().prepare_for_start(_plain()).values()
@@ -107,9 +105,7 @@ def test_what_stays_in_order_goes_to_one_processor() -> None:
 
 @pytest.mark.parametrize("order", ["partition", "key", "none"])
 @pytest.mark.parametrize(("processors", "batches"), [(1, 1), (2, 1), (1, 2)])
-def test_where_nothing_runs_side_by_side_nothing_is_parted(
-    order: str, processors: int, batches: int
-) -> None:
+def test_where_nothing_runs_side_by_side_nothing_is_parted(order, processors, batches):
     kind = type(
         "Flights",
         (Broadway,),
@@ -125,7 +121,7 @@ def test_where_nothing_runs_side_by_side_nothing_is_parted(
     assert (kind().partition_by is not None) is parted
 
 
-def test_groups_of_order_are_partitions_or_keys() -> None:
+def test_groups_of_order_are_partitions_or_keys():
     keyed, without = message(1, "a"), message(2, None)
 
     assert producer().group_of(keyed) == producer().group_of(without) == "a-b-3"
@@ -139,7 +135,7 @@ def test_groups_of_order_are_partitions_or_keys() -> None:
     ]
 
 
-def test_an_id_says_where_a_message_is() -> None:
+def test_an_id_says_where_a_message_is():
     assert place_of("a-b-3-17") == ("a-b", 3, 17)
     for text in ("17", "-3-17", "a-b", ""):
         with pytest.raises(ValueError, match=r"unpack|literal|^-3-17$"):

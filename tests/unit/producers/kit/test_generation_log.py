@@ -1,29 +1,27 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled, forget_ended
-from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files
+from airflow_broadway.producers.kit.state_files import Damaged, digest, state_files
 
 REPORT = SettleReport(acked=2, errors=("one",))
 
 
 @pytest.fixture(params=["disk", "memory"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> StateFiles:
+def files(request, tmp_path):
     return state_files(f"file://{tmp_path}" if request.param == "disk" else None, "some/queue")
 
 
 @pytest.fixture
-def log(files: StateFiles) -> GenerationLog:
+def log(files):
     return GenerationLog(files, "g1")
 
 
-def test_what_was_done_is_known_to_whoever_goes_on(files: StateFiles, log: GenerationLog) -> None:
+def test_what_was_done_is_known_to_whoever_goes_on(files, log):
     log.note_now({"a": Action.ACK})
     log.note_now({"b": Action.DEAD_LETTER})
     log.note_done({"c": Action.RETRY})
@@ -35,12 +33,12 @@ def test_what_was_done_is_known_to_whoever_goes_on(files: StateFiles, log: Gener
     assert GenerationLog(files, "g2").now() == {}
 
 
-def test_the_plan_of_whoever_began_first_stands(files: StateFiles, log: GenerationLog) -> None:
+def test_the_plan_of_whoever_began_first_stands(files, log):
     assert log.begin({"a": "ack"}) == {"a": "ack"}
     assert GenerationLog(files, "g1").begin({"a": "release"}) == {"a": "ack"}
 
 
-def test_the_first_report_stands_unless_it_is_replaced(log: GenerationLog) -> None:
+def test_the_first_report_stands_unless_it_is_replaced(log):
     assert (log.settled(), log.is_settled()) == (None, False)
 
     assert log.end(REPORT, bundles=["x"]) == Settled(REPORT, {"bundles": ["x"]})
@@ -51,7 +49,7 @@ def test_the_first_report_stands_unless_it_is_replaced(log: GenerationLog) -> No
     assert log.settled() == Settled(SettleReport(failed=2), {})
 
 
-def test_a_report_is_kept_until_its_day_is_long_past(files: StateFiles, log: GenerationLog) -> None:
+def test_a_report_is_kept_until_its_day_is_long_past(files, log):
     log.note_now({"a": Action.ACK})
     log.begin()
     log.end(REPORT)
@@ -66,12 +64,12 @@ def test_a_report_is_kept_until_its_day_is_long_past(files: StateFiles, log: Gen
     assert files.names("ended") == []
 
 
-def test_a_file_that_goes_while_it_is_read_says_that_another_settled(log: GenerationLog) -> None:
+def test_a_file_that_goes_while_it_is_read_says_that_another_settled(log):
     with pytest.raises(StagingError, match=r"now-1\.json .* is gone: another process has settled"):
         log.now(["now-1.json"])
 
 
-def test_what_a_stranger_wrote_is_not_taken_for_a_note(tmp_path: Path) -> None:
+def test_what_a_stranger_wrote_is_not_taken_for_a_note(tmp_path):
     log = GenerationLog(state_files(f"file://{tmp_path}", "q"), "g1")
     log.note_now({"a": Action.ACK})
     (tmp_path / "q" / digest("g1") / "now-2.json").write_text("{")

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from airflow_broadway.core.errors import StagingError
@@ -11,11 +7,11 @@ from airflow_broadway.producers.kit.state_files import StateFiles, state_files
 
 
 @pytest.fixture(params=["disk", "memory"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> StateFiles:
+def files(request, tmp_path):
     return state_files(f"file://{tmp_path}" if request.param == "disk" else None, "some/queue")
 
 
-def test_what_was_written_is_read_listed_and_removed(files: StateFiles) -> None:
+def test_what_was_written_is_read_listed_and_removed(files):
     files.write("a/1.json", [1])
     files.write("a/2.json", {"two": 2})
     files.write("b.json", "three")
@@ -30,7 +26,7 @@ def test_what_was_written_is_read_listed_and_removed(files: StateFiles) -> None:
     assert files.names() == []
 
 
-def test_of_two_that_create_a_file_one_does(files: StateFiles) -> None:
+def test_of_two_that_create_a_file_one_does(files):
     assert files.create("once.json", "one")
     assert not files.create("once.json", "two")
     assert files.read("once.json") == "one"
@@ -49,9 +45,7 @@ def test_of_two_that_create_a_file_one_does(files: StateFiles) -> None:
         lambda files: files.discard(["a"]),
     ],
 )
-def test_a_bucket_that_is_out_of_reach_is_one_error(
-    use: Callable[[StateFiles], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_is_out_of_reach_is_one_error(use, monkeypatch):
     """botocore's EndpointConnectionError is no OSError."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")

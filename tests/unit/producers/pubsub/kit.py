@@ -135,9 +135,7 @@ def service_account(name: str = "a") -> dict[str, str]:
     from cryptography.hazmat.primitives.asymmetric import rsa
 
     made = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return {
         "type": "service_account",

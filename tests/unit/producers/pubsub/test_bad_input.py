@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,6 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import (
-    BroadwayError,
     ConnectionMissing,
     OptionsError,
     ProducerError,
@@ -45,16 +43,14 @@ SECRET = "swordfish-4711"
         ({}, {"on_failure": "retry"}, "there is no topic for dead letters"),
     ],
 )
-def test_a_subscription_that_no_run_can_pull_is_refused_at_once(
-    settings: dict[str, Any], options: dict[str, Any], words: str
-) -> None:
+def test_a_subscription_that_no_run_can_pull_is_refused_at_once(settings, options, words):
     with place(**settings) as at:
         with pytest.raises(ProducerError, match=words):
             at.begin(**options)
         assert at.broker.requests["Pull"] == 0
 
 
-def test_a_detached_subscription_is_refused() -> None:
+def test_a_detached_subscription_is_refused():
     with place() as at:
         at.server.publisher.detach_subscription(request={"subscription": at.name})
         with pytest.raises(ProducerError, match="is detached from its topic"):
@@ -62,16 +58,14 @@ def test_a_detached_subscription_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "projects/other-project/subscriptions/none"])
-def test_a_subscription_that_is_not_there_is_named_in_full(name: str) -> None:
+def test_a_subscription_that_is_not_there_is_named_in_full(name):
     with place() as at:
         full = name if "/" in name else f"projects/{PROJECT}/subscriptions/{name}"
         with pytest.raises(ProducerError, match=f"there is no subscription '{full}'"):
             at.begin(subscription=name, project_id=PROJECT)
 
 
-def test_a_subscription_that_is_deleted_while_a_run_is_at_work_ends_it_with_one_sentence(
-    tmp_path: Path,
-) -> None:
+def test_a_subscription_that_is_deleted_while_a_run_is_at_work_ends_it_with_one_sentence(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -86,9 +80,7 @@ def test_a_subscription_that_is_deleted_while_a_run_is_at_work_ends_it_with_one_
         assert f"there is no subscription '{at.name}'" in report.errors[0]
 
 
-def test_a_deleted_topic_is_warned_of_and_what_is_left_is_drained(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_deleted_topic_is_warned_of_and_what_is_left_is_drained(caplog):
     with place() as at:
         at.put("a")
         at.server.publisher.delete_topic(topic=at.topic)
@@ -106,8 +98,8 @@ def test_a_deleted_topic_is_warned_of_and_what_is_left_is_drained(
     ],
 )
 def test_a_dead_letter_policy_that_comes_before_our_attempts_is_warned_of(
-    most: int, options: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    most, options, words, caplog
+):
     from airflow_broadway import RetryPolicy
 
     if "retry" in options:
@@ -120,7 +112,7 @@ def test_a_dead_letter_policy_that_comes_before_our_attempts_is_warned_of(
     assert any(each.levelno >= logging.WARNING for each in caplog.records) is bool(words)
 
 
-def test_a_retry_policy_that_puts_off_longer_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retry_policy_that_puts_off_longer_is_warned_of(caplog):
     with place() as at:
         name = at.server.subscription(
             at.topic,
@@ -133,7 +125,7 @@ def test_a_retry_policy_that_puts_off_longer_is_warned_of(caplog: pytest.LogCapt
 # ---------------------------------------------------------------------------------- permissions
 
 
-def test_who_may_publish_dead_letters_need_not_be_allowed_to_look_at_their_topic() -> None:
+def test_who_may_publish_dead_letters_need_not_be_allowed_to_look_at_their_topic():
     with place() as at:
         denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
         at.broker.answer = lambda asked, _: denied if asked == "GetTopic" else None
@@ -142,16 +134,16 @@ def test_who_may_publish_dead_letters_need_not_be_allowed_to_look_at_their_topic
 
 
 @pytest.mark.parametrize("call", ["Pull", "ModifyAckDeadline", "Acknowledge", "Publish"])
-def test_a_permission_that_is_lacking_is_named(call: str, tmp_path: Path) -> None:
+def test_a_permission_that_is_lacking_is_named(call, tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b")
         denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
         run = at.begin(dead_letter=at.topic, on_failure="dead_letter")
         found = run.take() if call not in ("Pull", "ModifyAckDeadline") else []
         at.broker.answer = lambda asked, _: denied if asked == call else None
-        permission = {
-            "Publish": "pubsub.topics.publish on this topic",
-        }.get(call, "pubsub.subscriptions.consume on this subscription")
+        permission = {"Publish": "pubsub.topics.publish on this topic"}.get(
+            call, "pubsub.subscriptions.consume on this subscription"
+        )
 
         if not found:
             with pytest.raises(Denied, match=f"denies {call} on .*: allow {permission}"):
@@ -168,7 +160,7 @@ def test_a_permission_that_is_lacking_is_named(call: str, tmp_path: Path) -> Non
         assert at.left() >= 1  # what could not be done is still there
 
 
-def test_a_permission_that_a_check_lacks_is_named(tmp_path: Path) -> None:
+def test_a_permission_that_a_check_lacks_is_named(tmp_path):
     denied = Refused("PERMISSION_DENIED", f"User is not authorized, {SECRET}.")
     with place(tmp_path) as at:
         at.put("a")
@@ -180,7 +172,7 @@ def test_a_permission_that_a_check_lacks_is_named(tmp_path: Path) -> None:
         assert at.left() == 1
 
 
-def test_who_may_not_look_at_the_subscription_may_pull_all_the_same(tmp_path: Path) -> None:
+def test_who_may_not_look_at_the_subscription_may_pull_all_the_same(tmp_path):
     with place(tmp_path, ack_deadline_seconds=600) as at:
         at.put("a")
         denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
@@ -191,9 +183,7 @@ def test_who_may_not_look_at_the_subscription_may_pull_all_the_same(tmp_path: Pa
         assert at.broker.requests["ModifyAckDeadline"] == 1
 
 
-def test_who_has_no_dead_letter_topic_hears_of_it_and_the_message_comes_again(
-    tmp_path: Path,
-) -> None:
+def test_who_has_no_dead_letter_topic_hears_of_it_and_the_message_comes_again(tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b")
         options = {"dead_letter": "gone-topic", "on_failure": "dead_letter"}
@@ -218,9 +208,7 @@ def test_who_has_no_dead_letter_topic_hears_of_it_and_the_message_comes_again(
         ("FAILED_PRECONDITION", ProducerError, "as it is now: per minute"),
     ],
 )
-def test_what_google_says_while_pulling_is_one_sentence(
-    code: str, expected: type[BroadwayError], words: str
-) -> None:
+def test_what_google_says_while_pulling_is_one_sentence(code, expected, words):
     with place() as at:
         run = at.begin()
         at.broker.answer = lambda asked, _: Refused(code, "per minute")
@@ -229,9 +217,7 @@ def test_what_google_says_while_pulling_is_one_sentence(
         assert "\n" not in str(caught.value)
 
 
-def test_who_may_not_look_at_the_subscription_needs_the_option_for_dead_letters(
-    tmp_path: Path,
-) -> None:
+def test_who_may_not_look_at_the_subscription_needs_the_option_for_dead_letters(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
@@ -248,9 +234,7 @@ def test_who_may_not_look_at_the_subscription_needs_the_option_for_dead_letters(
     ("endpoint", "warned"),
     [("http://pubsub.internal:8085", True), ("http://127.0.0.1:8085", False)],
 )
-def test_an_endpoint_that_is_not_encrypted_is_told(
-    endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_endpoint_that_is_not_encrypted_is_told(endpoint, warned, caplog):
     checks.warn_of_plain_http.cache_clear()
     producer = PubSubProducer(subscription="orders", project_id=PROJECT, endpoint=endpoint)
     for _ in range(2):
@@ -270,7 +254,7 @@ def env_of(conn_type: str = "google_cloud_platform", **extra: Any) -> ProducerEn
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def nowhere(monkeypatch, tmp_path):
     """A machine without any credentials of Google's."""
     for name in ("PUBSUB_EMULATOR_HOST", "GOOGLE_CLOUD_PROJECT", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
@@ -297,9 +281,7 @@ KEY = json.dumps({"type": "service_account", "private_key": SECRET, "project_id"
         ({"key_secret_name": "s"}, "needs apache-airflow-providers-google"),
     ],
 )
-def test_credentials_that_cannot_be_used_are_said_without_a_secret(
-    extra: dict[str, Any], words: str
-) -> None:
+def test_credentials_that_cannot_be_used_are_said_without_a_secret(extra, words):
     producer = PubSubProducer(subscription="projects/p-12345/subscriptions/orders", conn_id="gcp")
     with pytest.raises(ConnectionMissing, match=words) as caught:
         producer.source(env_of(**extra))
@@ -308,14 +290,14 @@ def test_credentials_that_cannot_be_used_are_said_without_a_secret(
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_connection_of_another_type_is_refused() -> None:
+def test_a_connection_of_another_type_is_refused():
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     with pytest.raises(ConnectionMissing, match="is of type 'aws'; Pub/Sub needs one of type"):
         producer.source(env_of("aws"))
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_key_of_the_connection_is_used_and_names_the_project(tmp_path: Path) -> None:
+def test_a_key_of_the_connection_is_used_and_names_the_project(tmp_path):
     from airflow_broadway.producers.pubsub.client import open_client
 
     file = tmp_path / "key.json"
@@ -339,8 +321,8 @@ def test_a_key_of_the_connection_is_used_and_names_the_project(tmp_path: Path) -
 
 @pytest.mark.usefixtures("nowhere")
 def test_application_default_credentials_are_used_where_there_is_no_connection(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     file = tmp_path / "key.json"
     file.write_text(json.dumps(service_account()))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
@@ -357,7 +339,7 @@ def test_application_default_credentials_are_used_where_there_is_no_connection(
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_chain_of_impersonation_ends_at_its_last() -> None:
+def test_a_chain_of_impersonation_ends_at_its_last():
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     chain = "a@p.iam.gserviceaccount.com, b@p.iam.gserviceaccount.com"
     env = env_of(keyfile_dict=service_account(), impersonation_chain=chain)
@@ -367,9 +349,7 @@ def test_a_chain_of_impersonation_ends_at_its_last() -> None:
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_what_the_google_provider_has_impersonated_is_not_impersonated_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_google_provider_has_impersonated_is_not_impersonated_again(monkeypatch):
     """Its hook reads the connection's chain, and whom it ends at may not impersonate itself."""
     made = object()
 
@@ -390,7 +370,7 @@ def test_what_the_google_provider_has_impersonated_is_not_impersonated_again(
     assert credentials_of(producer, env)[0] is made
 
 
-def test_without_a_project_a_short_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_project_a_short_name_is_refused(monkeypatch):
     monkeypatch.delenv("GOOGLE_CLOUD_PROJECT", raising=False)
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", "127.0.0.1:1")
     with pytest.raises(ConnectionMissing, match="in which project the subscription 'orders' is"):
@@ -410,9 +390,7 @@ WRONG_CLOCK = "Invalid JWT: check your iat and exp values"
         (True, REVOKED, ProducerUnavailable, "there is no token for ListTimeSeries"),
     ],
 )
-def test_a_token_that_is_not_given_is_said_without_the_servers_text(
-    by_grpc: bool, text: str, expected: type[BroadwayError], words: str
-) -> None:
+def test_a_token_that_is_not_given_is_said_without_the_servers_text(by_grpc, text, expected, words):
     """Asked for by the client itself, and by gRPC in a thread of its own."""
     from google.api_core.exceptions import ServiceUnavailable
     from google.auth.exceptions import RefreshError
@@ -462,9 +440,7 @@ def buried(at: Place, message: dict[str, Any]) -> Any:
     ],
     ids=["small", "100 attributes", "97 attributes", "10 MB", "no body"],
 )
-def test_a_dead_letter_keeps_the_message_and_as_much_of_the_reason_as_fits(
-    message: dict[str, Any], ours: int, tmp_path: Path
-) -> None:
+def test_a_dead_letter_keeps_the_message_and_as_much_of_the_reason_as_fits(message, ours, tmp_path):
     with place(tmp_path) as at:
         letter = buried(at, message)
         assert letter.data == message["data"]
@@ -476,9 +452,7 @@ def test_a_dead_letter_keeps_the_message_and_as_much_of_the_reason_as_fits(
             assert len(letter.attributes["broadway_reason"].encode()) == 1024
 
 
-def test_dead_letters_that_are_too_large_for_one_request_are_sent_in_several(
-    tmp_path: Path,
-) -> None:
+def test_dead_letters_that_are_too_large_for_one_request_are_sent_in_several(tmp_path):
     with place(tmp_path) as at:
         dead = at.server.topic()
         for _ in range(2):
@@ -525,12 +499,12 @@ def test_dead_letters_that_are_too_large_for_one_request_are_sent_in_several(
         ({"subscription": "orders", "token": "x"}, "token"),
     ],
 )
-def test_an_option_that_cannot_be_is_named(options: dict[str, Any], words: str) -> None:
+def test_an_option_that_cannot_be_is_named(options, words):
     with pytest.raises(OptionsError, match=words):
         PubSubProducer(**options)
 
 
-def test_actions_are_text_wherever_they_are_kept() -> None:
+def test_actions_are_text_wherever_they_are_kept():
     given = ["ack", "noop", "nack", ("nack", 100), ["nack", 0], "nack(7)", "nack(0)"]
     made = [PubSubProducer(subscription="orders", on_failure=each).on_failure for each in given]
     assert made == ["ack", "noop", "nack", "nack(100)", "nack", "nack(7)", "nack"]
@@ -539,7 +513,7 @@ def test_actions_are_text_wherever_they_are_kept() -> None:
 @pytest.mark.parametrize(
     ("action", "service"), [("Pull", "pubsub"), ("ListTimeSeries", "monitoring")]
 )
-def test_an_api_that_is_not_enabled_is_named(action: str, service: str) -> None:
+def test_an_api_that_is_not_enabled_is_named(action, service):
     from google.api_core.exceptions import PermissionDenied
     from google.rpc.error_details_pb2 import ErrorInfo
 

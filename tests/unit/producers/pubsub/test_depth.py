@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway.producers.pubsub import adapter
@@ -14,16 +11,14 @@ from tests.unit.producers.pubsub.kit import place
 
 
 @pytest.fixture
-def monitoring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitoring]:
+def monitoring(monkeypatch):
     with Monitoring(ManualClock()) as made:
         # An emulator has no Cloud Monitoring beside it; this one has.
         monkeypatch.setattr(adapter, "open_metrics", made.client)
         yield made
 
 
-def test_what_waits_is_what_is_not_acknowledged_and_not_held_by_runs(
-    monitoring: Monitoring, tmp_path: Path
-) -> None:
+def test_what_waits_is_what_is_not_acknowledged_and_not_held_by_runs(monitoring, tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b", "c")
         run = at.begin()
@@ -49,9 +44,7 @@ def test_what_waits_is_what_is_not_acknowledged_and_not_held_by_runs(
 
 
 @pytest.mark.parametrize("why", ["denied", "no value", "half of it", "an emulator"])
-def test_what_is_not_known_is_not_0(
-    why: str, monitoring: Monitoring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_not_known_is_not_0(why, monitoring, monkeypatch, tmp_path):
     with place(tmp_path) as at:
         run = at.begin()
         monitoring.refuses = why == "denied"

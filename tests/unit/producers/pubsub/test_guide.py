@@ -53,9 +53,7 @@ def requests_of(folder: Path, *, held: int = 0, deadline: int = 10, **options: A
         ("`max_number_of_messages=10`", {"max_number_of_messages": 10}),
     ],
 )
-def test_the_guides_requests_are_those_that_are_sent(
-    row: str, given: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_guides_requests_are_those_that_are_sent(row, given, tmp_path):
     [table] = re.findall(r"<!-- START requests -->(.*?)<!-- END requests -->", GUIDE, re.DOTALL)
     [said] = re.findall(rf"\| {re.escape(row)} \| ([\d.]+) \|", table)
 
@@ -63,12 +61,12 @@ def test_the_guides_requests_are_those_that_are_sent(
     assert requests_of(tmp_path, **given) == pytest.approx(float(said), abs=0.004)
 
 
-def test_every_permission_that_is_asked_for_is_in_the_guide() -> None:
+def test_every_permission_that_is_asked_for_is_in_the_guide():
     for permission in PERMISSIONS.values():
         assert f"`{permission}`" in GUIDE, permission
 
 
-def test_the_guides_numbers_are_the_codes() -> None:
+def test_the_guides_numbers_are_the_codes():
     producer = PubSubProducer(subscription="orders")
     most, wait = producer.max_number_of_messages, producer.receive_timeout
     assert f"| `max_number_of_messages` | 10 | {most}, four pulls at a time |" in FLAT

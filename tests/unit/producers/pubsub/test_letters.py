@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ GOOGLE = "CloudPubSubDeadLetterSource"
 
 
 @pytest.fixture
-def at() -> Iterator[Place]:
+def at():
     with place() as made:
         made.server.subscription(made.server.topic("dead"), "dead")
         yield made
@@ -75,7 +73,7 @@ def deny(at: Place, call: str) -> None:
     at.broker.answer = lambda asked, _: denied if asked == call else None
 
 
-def test_a_message_keeps_attributes_and_key_and_says_that_it_was_a_letter(at: Place) -> None:
+def test_a_message_keeps_attributes_and_key_and_says_that_it_was_a_letter(at):
     # Given a message that died
     at.put("order", attributes={"colour": "red"}, ordering_key="k")
     run = at.begin(dead_letter="dead")
@@ -102,7 +100,7 @@ def test_a_message_keeps_attributes_and_key_and_says_that_it_was_a_letter(at: Pl
     assert listed(at) == []
 
 
-def test_what_died_again_bears_no_mark_of_its_first_death(at: Place) -> None:
+def test_what_died_again_bears_no_mark_of_its_first_death(at):
     at.put("order")
     for _ in range(2):
         run = at.begin(dead_letter="dead")
@@ -114,7 +112,7 @@ def test_what_died_again_bears_no_mark_of_its_first_death(at: Place) -> None:
         assert requeued(at).count == 1
 
 
-def test_what_pubsubs_own_policy_set_aside_goes_back_where_it_came_from(at: Place) -> None:
+def test_what_pubsubs_own_policy_set_aside_goes_back_where_it_came_from(at):
     key = google_sets_aside(at, b"late", colour="red")
 
     [letter] = listed(at)
@@ -129,9 +127,7 @@ def test_what_pubsubs_own_policy_set_aside_goes_back_where_it_came_from(at: Plac
     assert again.metadata["attributes"] == {"colour": "red", "broadway_requeued": key}
 
 
-def test_a_message_of_another_program_has_no_instant_and_goes_to_the_pipelines_topic(
-    at: Place,
-) -> None:
+def test_a_message_of_another_program_has_no_instant_and_goes_to_the_pipelines_topic(at):
     at.server.publish(f"projects/{PROJECT}/topics/dead", [b"odd"], attributes={f"{GOOGLE}X": ""})
     [letter] = listed(at)
     assert (letter.died_at, letter.enqueued_at, letter.origin) == (None, None, at.name)
@@ -139,7 +135,7 @@ def test_a_message_of_another_program_has_no_instant_and_goes_to_the_pipelines_t
     assert [message.data for message in at.begin().take()] == [b"odd"]
 
 
-def test_what_cannot_go_back_stays_and_says_why(at: Place) -> None:
+def test_what_cannot_go_back_stays_and_says_why(at):
     # Given one without room for the mark, one of a subscription that is gone, and one that can
     google_sets_aside(at, b"full", **{f"a{number}": "" for number in range(96)})
     at.server.publish(
@@ -156,7 +152,7 @@ def test_what_cannot_go_back_stays_and_says_why(at: Place) -> None:
     assert sorted(letter.body for letter in listed(at)) == [b"full", b"lost"]
 
 
-def test_a_forged_letter_names_neither_its_destination_nor_another_ones_id(at: Place) -> None:
+def test_a_forged_letter_names_neither_its_destination_nor_another_ones_id(at):
     # Given another team's subscription, and letters that a foreign sender publishes
     victim = at.server.subscription(at.server.topic("victim"), "victim")
     dead = f"projects/{PROJECT}/topics/dead"
@@ -184,7 +180,7 @@ def test_a_forged_letter_names_neither_its_destination_nor_another_ones_id(at: P
     assert sorted(message.data for message in at.begin().take()) == [b"real", b"twin"]
 
 
-def test_who_is_refused_publishing_keeps_his_letters(at: Place) -> None:
+def test_who_is_refused_publishing_keeps_his_letters(at):
     google_sets_aside(at, b"one")
     deny(at, "Publish")
     moved = requeued(at)
@@ -197,7 +193,7 @@ def test_who_is_refused_publishing_keeps_his_letters(at: Place) -> None:
 # -- where they lie --------------------------------------------------------------------------------
 
 
-def test_a_subscription_that_is_called_otherwise_is_named(at: Place) -> None:
+def test_a_subscription_that_is_called_otherwise_is_named(at):
     other = at.server.subscription(f"projects/{PROJECT}/topics/dead", "mine")
     google_sets_aside(at, b"one")
     for given in ({"dead_letter_subscription": "mine"}, {"name": "mine"}, {"name": other}):
@@ -205,7 +201,7 @@ def test_a_subscription_that_is_called_otherwise_is_named(at: Place) -> None:
         assert letter.body == b"one"
 
 
-def test_the_topic_of_the_subscriptions_own_policy_is_looked_at() -> None:
+def test_the_topic_of_the_subscriptions_own_policy_is_looked_at():
     with place() as made:
         dead = made.server.topic("graves")
         made.server.subscription(dead, "graves")
@@ -215,7 +211,7 @@ def test_the_topic_of_the_subscriptions_own_policy_is_looked_at() -> None:
             assert letters.place == f"subscription 'projects/{PROJECT}/subscriptions/graves'"
 
 
-def test_without_permission_to_look_letters_are_read_all_the_same(at: Place) -> None:
+def test_without_permission_to_look_letters_are_read_all_the_same(at):
     google_sets_aside(at, b"one")
     deny(at, "GetSubscription")
     assert [letter.body for letter in listed(at)] == [b"one"]
@@ -233,9 +229,7 @@ def test_without_permission_to_look_letters_are_read_all_the_same(at: Place) -> 
         ({"dead_letter_subscription": "detached"}, "is a detached subscription, from which"),
     ],
 )
-def test_where_nothing_can_be_read_one_sentence_says_so(
-    at: Place, given: dict[str, Any], said: str
-) -> None:
+def test_where_nothing_can_be_read_one_sentence_says_so(at, given, said):
     topic = f"projects/{PROJECT}/topics/dead"
     at.server.subscription(topic, "pushed", push_config={"push_endpoint": "https://example.com"})
     at.server.subscription(topic, "detached")
@@ -245,7 +239,7 @@ def test_where_nothing_can_be_read_one_sentence_says_so(
         pass
 
 
-def test_the_pipelines_own_subscription_is_no_place_for_dead_letters(at: Place) -> None:
+def test_the_pipelines_own_subscription_is_no_place_for_dead_letters(at):
     with pytest.raises(ProducerError, match="is what the pipeline drains"), opened(at, at.name):
         pass
 
@@ -253,7 +247,7 @@ def test_the_pipelines_own_subscription_is_no_place_for_dead_letters(at: Place) 
 # -- a run of them ---------------------------------------------------------------------------------
 
 
-def test_a_run_whose_source_they_are_sends_all_of_them_back_and_receives_them(at: Place) -> None:
+def test_a_run_whose_source_they_are_sends_all_of_them_back_and_receives_them(at):
     for body in (b"one", b"two"):
         google_sets_aside(at, body)
     run = at.begin(dead_letter="dead")
@@ -269,7 +263,7 @@ def test_a_run_whose_source_they_are_sends_all_of_them_back_and_receives_them(at
     assert listed(at) == []
 
 
-def test_looks_never_have_a_policy_of_the_subscription_move_the_letters(tmp_path: Path) -> None:
+def test_looks_never_have_a_policy_of_the_subscription_move_the_letters(tmp_path):
     with place() as at:
         last, dead, limit = at.server.topic("last"), at.server.topic("dead"), 5
         policy = {"dead_letter_topic": last, "max_delivery_attempts": limit}

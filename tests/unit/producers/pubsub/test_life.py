@@ -3,7 +3,6 @@
 import logging
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,9 +45,7 @@ def redelivery(found: list) -> dict[str, tuple[int, bool]]:  # type: ignore[type
 # ---------------------------------------------------------------------------------- the lease
 
 
-def test_what_is_pulled_is_held_for_the_lease_and_not_for_the_subscriptions_deadline(
-    tmp_path: Path,
-) -> None:
+def test_what_is_pulled_is_held_for_the_lease_and_not_for_the_subscriptions_deadline(tmp_path):
     with place(tmp_path, ack_deadline_seconds=10) as at:
         at.put("a", "b")
         run = at.begin()
@@ -61,9 +58,7 @@ def test_what_is_pulled_is_held_for_the_lease_and_not_for_the_subscriptions_dead
         assert at.left() == 0
 
 
-def test_a_subscription_whose_own_deadline_is_the_lease_costs_no_request_to_hold(
-    tmp_path: Path,
-) -> None:
+def test_a_subscription_whose_own_deadline_is_the_lease_costs_no_request_to_hold(tmp_path):
     with place(tmp_path, ack_deadline_seconds=600) as at:
         at.put("a")
         run = at.begin()
@@ -74,8 +69,8 @@ def test_a_subscription_whose_own_deadline_is_the_lease_costs_no_request_to_hold
 
 
 def test_a_deadline_that_is_lowered_while_a_run_is_at_work_costs_a_delivery_and_no_message(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """It is read when a run begins: the guide says to lower it between runs only."""
     with place(tmp_path, ack_deadline_seconds=600) as at:
         run = at.begin()
@@ -94,7 +89,7 @@ def test_a_deadline_that_is_lowered_while_a_run_is_at_work_costs_a_delivery_and_
         assert at.left() == 0
 
 
-def test_a_lease_is_renewed_in_bulk_from_another_process(tmp_path: Path) -> None:
+def test_a_lease_is_renewed_in_bulk_from_another_process(tmp_path):
     with place(tmp_path) as at:
         at.put(*map(str, range(3000)))
         run = at.begin()
@@ -117,7 +112,7 @@ def test_a_lease_is_renewed_in_bulk_from_another_process(tmp_path: Path) -> None
         other.close()
 
 
-def test_no_request_is_made_for_a_lease_that_has_lapsed(tmp_path: Path) -> None:
+def test_no_request_is_made_for_a_lease_that_has_lapsed(tmp_path):
     """The server would take it: nothing but our own clock tells of a lapse."""
     with place(tmp_path) as at:
         at.put("a", "b")
@@ -133,7 +128,7 @@ def test_no_request_is_made_for_a_lease_that_has_lapsed(tmp_path: Path) -> None:
         assert sorted(at.waiting()) == ["a", "b"]
 
 
-def test_a_settlement_that_is_held_up_beyond_its_lease_asks_nothing_more(tmp_path: Path) -> None:
+def test_a_settlement_that_is_held_up_beyond_its_lease_asks_nothing_more(tmp_path):
     with place(tmp_path) as at:
         at.put(*map(str, range(5000)))
         run = at.begin()
@@ -150,9 +145,7 @@ def test_a_settlement_that_is_held_up_beyond_its_lease_asks_nothing_more(tmp_pat
         assert at.broker.requests["Acknowledge"] == 1
 
 
-def test_what_an_outage_held_up_beyond_its_lease_is_not_acknowledged_any_more(
-    tmp_path: Path,
-) -> None:
+def test_what_an_outage_held_up_beyond_its_lease_is_not_acknowledged_any_more(tmp_path):
     """Pub/Sub would take the old id, and end a message that another run has by then."""
     with place(tmp_path) as at:
         at.put("a")
@@ -169,7 +162,7 @@ def test_what_an_outage_held_up_beyond_its_lease_is_not_acknowledged_any_more(
         assert at.left() == 1
 
 
-def test_what_an_outage_kept_from_being_held_in_time_is_not_handed_out(tmp_path: Path) -> None:
+def test_what_an_outage_kept_from_being_held_in_time_is_not_handed_out(tmp_path):
     """Pub/Sub has handed it to others by then, and takes the old id without a word."""
     with place(tmp_path, ack_deadline_seconds=10) as at:
         at.put("a")
@@ -180,7 +173,7 @@ def test_what_an_outage_kept_from_being_held_in_time_is_not_handed_out(tmp_path:
         assert at.waiting() == ["a"]
 
 
-def test_a_renewal_that_an_outage_held_up_beyond_the_lease_renews_nothing(tmp_path: Path) -> None:
+def test_a_renewal_that_an_outage_held_up_beyond_the_lease_renews_nothing(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -196,9 +189,7 @@ def test_a_renewal_that_an_outage_held_up_beyond_the_lease_renews_nothing(tmp_pa
 # ---------------------------------------------------------------------------------- attempts
 
 
-def test_attempts_count_recorded_failures_and_marks_tell_of_what_came_before(
-    tmp_path: Path,
-) -> None:
+def test_attempts_count_recorded_failures_and_marks_tell_of_what_came_before(tmp_path):
     with place(tmp_path) as at:
         at.put("ack", "retry", "release", "noop")
         first = at.begin()
@@ -210,17 +201,13 @@ def test_attempts_count_recorded_failures_and_marks_tell_of_what_came_before(
         second = at.begin()
         again = second.take()
 
-        assert redelivery(again) == {
-            "retry": (2, True),
-            "release": (1, True),
-            "noop": (1, True),
-        }
+        assert redelivery(again) == {"retry": (2, True), "release": (1, True), "noop": (1, True)}
         second.settle(again, {"retry": RETRY}, RELEASE)
         third = redelivery(at.begin().take())
         assert third == {"retry": (3, True), "release": (1, True), "noop": (1, True)}
 
 
-def test_what_a_dead_generation_held_is_marked_before_anybody_settles_it(tmp_path: Path) -> None:
+def test_what_a_dead_generation_held_is_marked_before_anybody_settles_it(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         dead = at.begin()
@@ -234,9 +221,7 @@ def test_what_a_dead_generation_held_is_marked_before_anybody_settles_it(tmp_pat
         assert redelivery(running.take_more()) == {"a": (1, True)}
 
 
-def test_a_lapse_that_is_settled_while_a_run_receives_is_marked_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lapse_that_is_settled_while_a_run_receives_is_marked_all_the_same(tmp_path, monkeypatch):
     with place(tmp_path) as at:
         at.put("a")
         dead = at.begin()
@@ -255,7 +240,7 @@ def test_a_lapse_that_is_settled_while_a_run_receives_is_marked_all_the_same(
         assert redelivery(running.take()) == {"a": (1, True)}
 
 
-def test_a_renewal_says_nothing_of_what_was_secured_after_it(tmp_path: Path) -> None:
+def test_a_renewal_says_nothing_of_what_was_secured_after_it(tmp_path):
     """What waited in the process is held from its pull on, and so for less than what is renewed."""
     with place(tmp_path) as at:
         at.put("early")
@@ -273,9 +258,7 @@ def test_a_renewal_says_nothing_of_what_was_secured_after_it(tmp_path: Path) -> 
         assert redelivery(at.begin().take()) == {"late": (1, True)}
 
 
-def test_what_a_run_settled_at_once_and_pubsub_delivers_again_is_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_settled_at_once_and_pubsub_delivers_again_is_marked(tmp_path, monkeypatch):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -292,7 +275,7 @@ def test_what_a_run_settled_at_once_and_pubsub_delivers_again_is_marked(
         assert redelivery(at.begin().take()) == {"a": (1, True)}
 
 
-def test_a_late_answer_does_not_give_back_what_the_run_holds(tmp_path: Path) -> None:
+def test_a_late_answer_does_not_give_back_what_the_run_holds(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -306,7 +289,7 @@ def test_a_late_answer_does_not_give_back_what_the_run_holds(tmp_path: Path) -> 
         assert at.waiting() == []
 
 
-def test_a_late_answer_of_long_ids_is_given_back_whole(tmp_path: Path) -> None:
+def test_a_late_answer_of_long_ids_is_given_back_whole(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -316,9 +299,7 @@ def test_a_late_answer_of_long_ids_is_given_back_whole(tmp_path: Path) -> None:
         assert at.waiting() == ["a"]
 
 
-def test_nothing_is_secured_while_a_newer_execution_gives_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_secured_while_a_newer_execution_gives_it_back(tmp_path, monkeypatch):
     """Whoever was thought dead wakes between two lines: its callbacks must not see the message."""
     with place(tmp_path) as at:
         at.put("a", "b")
@@ -339,9 +320,7 @@ def test_nothing_is_secured_while_a_newer_execution_gives_it_back(
         assert redelivery(at.begin().take()) == {"a": (1, True), "b": (1, False)}
 
 
-def test_what_is_secured_before_settling_is_noted_is_settled_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_secured_before_settling_is_noted_is_settled_too(tmp_path, monkeypatch):
     """Its callbacks may have seen it: who gets it next must know."""
     with place(tmp_path) as at:
         at.put("a", "b")
@@ -366,7 +345,7 @@ def test_what_is_secured_before_settling_is_noted_is_settled_too(
         assert redelivery(at.begin().take()) == {"a": (1, True), "b": (1, True)}
 
 
-def test_what_others_hold_as_they_should_marks_nothing(tmp_path: Path) -> None:
+def test_what_others_hold_as_they_should_marks_nothing(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         at.begin().take()
@@ -378,7 +357,7 @@ def test_what_others_hold_as_they_should_marks_nothing(tmp_path: Path) -> None:
         assert redelivery(other.take_more()) == {"c": (1, False)}
 
 
-def test_without_a_staging_folder_the_process_counts_failures() -> None:
+def test_without_a_staging_folder_the_process_counts_failures():
     with place() as at:
         at.put("a")
         for attempt in (1, 2, 3):
@@ -388,7 +367,7 @@ def test_without_a_staging_folder_the_process_counts_failures() -> None:
             run.settle([found], {"a": RETRY})
 
 
-def test_a_dead_letter_policys_count_marks_too(tmp_path: Path) -> None:
+def test_a_dead_letter_policys_count_marks_too(tmp_path):
     with place(tmp_path) as at:
         policy = {"dead_letter_topic": at.topic, "max_delivery_attempts": 50}
         name = at.server.subscription(at.topic, dead_letter_policy=policy)
@@ -407,7 +386,7 @@ def test_a_dead_letter_policys_count_marks_too(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------- settling
 
 
-def test_a_retry_comes_again_after_its_delay(tmp_path: Path) -> None:
+def test_a_retry_comes_again_after_its_delay(tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b", "c")
         run = at.begin()
@@ -418,7 +397,7 @@ def test_a_retry_comes_again_after_its_delay(tmp_path: Path) -> None:
             assert at.waiting() == found
 
 
-def test_a_retry_that_is_settled_at_once_keeps_its_delay(tmp_path: Path) -> None:
+def test_a_retry_that_is_settled_at_once_keeps_its_delay(tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b")
         run = at.begin()
@@ -435,9 +414,7 @@ def test_a_retry_that_is_settled_at_once_keeps_its_delay(tmp_path: Path) -> None
         assert at.waiting() == ["a"]
 
 
-def test_dead_letters_go_to_the_topic_of_the_policy_where_the_producer_names_none(
-    tmp_path: Path,
-) -> None:
+def test_dead_letters_go_to_the_topic_of_the_policy_where_the_producer_names_none(tmp_path):
     with place(tmp_path) as at:
         dead = at.server.topic()
         grave = at.server.subscription(dead)
@@ -452,7 +429,7 @@ def test_dead_letters_go_to_the_topic_of_the_policy_where_the_producer_names_non
         assert (letter.data, letter.attributes["broadway_reason"]) == (b"a", "bad")
 
 
-def test_a_delay_that_is_too_long_is_cut_and_said(tmp_path: Path) -> None:
+def test_a_delay_that_is_too_long_is_cut_and_said(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -467,7 +444,7 @@ def test_a_delay_that_is_too_long_is_cut_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("action", "delay"), [("nack", 0.0), (("nack", 45), 45.0), (["nack", 0], 0.0)]
 )
-def test_a_nack_is_by_its_own_delay_however_often(action: object, delay: float) -> None:
+def test_a_nack_is_by_its_own_delay_however_often(action, delay):
     with place() as at:
         at.put("a")
         run = at.begin(on_failure=action)
@@ -479,7 +456,7 @@ def test_a_nack_is_by_its_own_delay_however_often(action: object, delay: float) 
         assert run.producer.verdict(failed, failed=True, stage="process").delay == delay
 
 
-def test_what_is_in_no_manifest_is_given_back_at_once(tmp_path: Path) -> None:
+def test_what_is_in_no_manifest_is_given_back_at_once(tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b")
         run = at.begin()
@@ -489,7 +466,7 @@ def test_what_is_in_no_manifest_is_given_back_at_once(tmp_path: Path) -> None:
         assert sorted(at.waiting()) == ["a", "b"]
 
 
-def test_settling_again_reports_the_same_and_asks_nothing(tmp_path: Path) -> None:
+def test_settling_again_reports_the_same_and_asks_nothing(tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b")
         run = at.begin()
@@ -500,7 +477,7 @@ def test_settling_again_reports_the_same_and_asks_nothing(tmp_path: Path) -> Non
         assert dict(at.broker.requests) == asked
 
 
-def test_messages_settled_at_once_are_not_received_again_by_their_run(tmp_path: Path) -> None:
+def test_messages_settled_at_once_are_not_received_again_by_their_run(tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b")
         run = at.begin()
@@ -518,7 +495,7 @@ def test_messages_settled_at_once_are_not_received_again_by_their_run(tmp_path: 
         assert at.waiting() == ["a"]
 
 
-def test_what_is_left_over_goes_back_when_the_run_ends(tmp_path: Path) -> None:
+def test_what_is_left_over_goes_back_when_the_run_ends(tmp_path):
     with place(tmp_path) as at:
         at.put(*"abcdef")
         run = at.begin()
@@ -527,9 +504,7 @@ def test_what_is_left_over_goes_back_when_the_run_ends(tmp_path: Path) -> None:
         assert sorted(at.waiting()) == list("abcdef")[:6]
 
 
-def test_what_cannot_be_read_and_comes_again_goes_back_by_its_newest_receipt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_and_comes_again_goes_back_by_its_newest_receipt(tmp_path, monkeypatch):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -548,7 +523,7 @@ def test_what_cannot_be_read_and_comes_again_goes_back_by_its_newest_receipt(
         assert at.waiting() == ["a"]
 
 
-def test_without_its_files_a_run_settles_nothing_and_all_of_it_comes_again(tmp_path: Path) -> None:
+def test_without_its_files_a_run_settles_nothing_and_all_of_it_comes_again(tmp_path):
     with place(tmp_path) as at:
         at.put("a", "b")
         run = at.begin()
@@ -562,7 +537,7 @@ def test_without_its_files_a_run_settles_nothing_and_all_of_it_comes_again(tmp_p
         assert sorted(at.waiting()) == ["a", "b"]
 
 
-def test_what_a_seek_delivers_again_begins_with_the_failures_on_record(tmp_path: Path) -> None:
+def test_what_a_seek_delivers_again_begins_with_the_failures_on_record(tmp_path):
     with place(tmp_path, retain_acked_messages=True) as at:
         before = at.clock.now()
         at.put("a")
@@ -578,9 +553,7 @@ def test_what_a_seek_delivers_again_begins_with_the_failures_on_record(tmp_path:
 # ---------------------------------------------------------------------------------- exactly once
 
 
-def test_an_id_that_is_refused_for_good_is_lapsed_and_the_others_are_settled(
-    tmp_path: Path,
-) -> None:
+def test_an_id_that_is_refused_for_good_is_lapsed_and_the_others_are_settled(tmp_path):
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put(*map(str, range(10)))
         run = at.begin()
@@ -597,7 +570,7 @@ def test_an_id_that_is_refused_for_good_is_lapsed_and_the_others_are_settled(
         assert redelivery(at.begin().take()) == {found[3].data.decode(): (1, True)}
 
 
-def test_a_full_request_may_be_refused_for_each_of_its_ids(tmp_path: Path) -> None:
+def test_a_full_request_may_be_refused_for_each_of_its_ids(tmp_path):
     """What is said of them is far more than gRPC takes as metadata by itself."""
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put(*map(str, range(2500)))
@@ -609,7 +582,7 @@ def test_a_full_request_may_be_refused_for_each_of_its_ids(tmp_path: Path) -> No
         assert at.broker.requests["Acknowledge"] == 1
 
 
-def test_what_is_refused_for_now_is_sent_again_and_alone(tmp_path: Path) -> None:
+def test_what_is_refused_for_now_is_sent_again_and_alone(tmp_path):
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a", "b", "c")
         run = at.begin()
@@ -626,7 +599,7 @@ def test_what_is_refused_for_now_is_sent_again_and_alone(tmp_path: Path) -> None
         assert at.left() == 0
 
 
-def test_what_is_void_after_it_was_refused_for_now_has_lapsed(tmp_path: Path) -> None:
+def test_what_is_void_after_it_was_refused_for_now_has_lapsed(tmp_path):
     """Pub/Sub said of each time that it had not acknowledged it."""
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a", "b")
@@ -642,9 +615,7 @@ def test_what_is_void_after_it_was_refused_for_now_has_lapsed(tmp_path: Path) ->
         assert at.left() == 1
 
 
-def test_an_answer_that_was_lost_before_one_was_refused_for_now_makes_no_lapse(
-    tmp_path: Path,
-) -> None:
+def test_an_answer_that_was_lost_before_one_was_refused_for_now_makes_no_lapse(tmp_path):
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a")
         run = at.begin()
@@ -657,7 +628,7 @@ def test_an_answer_that_was_lost_before_one_was_refused_for_now_makes_no_lapse(
         assert run.settle(found) == SettleReport(acked=1)
 
 
-def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: Path) -> None:
+def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path):
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a", "b")
         run = at.begin()
@@ -674,8 +645,8 @@ def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: P
 
 
 def test_what_a_killed_settlement_had_acknowledged_is_no_lapse_and_what_it_never_asked_for_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """It was killed between its first request and the note of that."""
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put(*map(str, range(5000)))
@@ -706,9 +677,7 @@ def test_what_a_killed_settlement_had_acknowledged_is_no_lapse_and_what_it_never
         assert (report.acked, report.lapsed, report.failed) == (4999, 1, 0)
 
 
-def test_a_settlement_that_was_killed_between_waves_asks_for_the_rest_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_settlement_that_was_killed_between_waves_asks_for_the_rest_alone(tmp_path, monkeypatch):
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put(*map(str, range(5000)))
         run = at.begin()
@@ -736,7 +705,7 @@ def test_a_settlement_that_was_killed_between_waves_asks_for_the_rest_alone(
         assert at.left() == 0
 
 
-def test_an_acknowledgement_of_which_nobody_knows_marks_what_comes_again(tmp_path: Path) -> None:
+def test_an_acknowledgement_of_which_nobody_knows_marks_what_comes_again(tmp_path):
     """An id that is void at the second try was acknowledged by the first, or taken away."""
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a")
@@ -752,8 +721,8 @@ def test_an_acknowledgement_of_which_nobody_knows_marks_what_comes_again(tmp_pat
 
 
 def test_a_message_that_is_taken_away_while_a_lease_is_renewed_is_marked_elsewhere(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a", "b")
         run = at.begin()
@@ -780,7 +749,7 @@ def test_a_message_that_is_taken_away_while_a_lease_is_renewed_is_marked_elsewhe
 # ---------------------------------------------------------------------------------- trouble
 
 
-def test_a_short_outage_is_waited_out(tmp_path: Path) -> None:
+def test_a_short_outage_is_waited_out(tmp_path):
     with place(tmp_path) as at:
         at.put("a")
         run = at.begin()
@@ -801,8 +770,8 @@ def test_a_short_outage_is_waited_out(tmp_path: Path) -> None:
     ],
 )
 def test_an_outage_that_lasts_ends_a_settlement_which_goes_on_when_it_is_over(
-    code: str, words: str, tmp_path: Path
-) -> None:
+    code, words, tmp_path
+):
     with place(tmp_path) as at:
         at.put("a", "b")
         run = at.begin()
@@ -815,9 +784,7 @@ def test_an_outage_that_lasts_ends_a_settlement_which_goes_on_when_it_is_over(
 
 
 @pytest.mark.parametrize("code", ["DEADLINE_EXCEEDED", "UNAVAILABLE"])
-def test_what_a_lost_answer_brought_comes_again_by_the_subscriptions_own_deadline(
-    code: str, tmp_path: Path
-) -> None:
+def test_what_a_lost_answer_brought_comes_again_by_the_subscriptions_own_deadline(code, tmp_path):
     with place(tmp_path, ack_deadline_seconds=20) as at:
         at.put("a")
         lost = [Refused(code, "too late", done=True)]
@@ -832,7 +799,7 @@ def test_what_a_lost_answer_brought_comes_again_by_the_subscriptions_own_deadlin
         assert redelivery(at.begin().take()) == {"a": (1, False)}
 
 
-def test_one_id_that_pubsub_does_not_take_does_not_fail_the_others(tmp_path: Path) -> None:
+def test_one_id_that_pubsub_does_not_take_does_not_fail_the_others(tmp_path):
     with place(tmp_path) as at:
         at.put(*map(str, range(20)))
         run = at.begin()
@@ -843,7 +810,7 @@ def test_one_id_that_pubsub_does_not_take_does_not_fail_the_others(tmp_path: Pat
         assert at.left() == 1
 
 
-def test_each_pull_is_told_as_a_span(tmp_path: Path) -> None:
+def test_each_pull_is_told_as_a_span(tmp_path):
     seen: list[tuple[str, dict[str, Any]]] = []
     events = [f"pubsub.receive_messages.{end}" for end in ("start", "stop", "exception")]
     handler = telemetry.attach(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
@@ -17,7 +15,7 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransp
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.engine.port import Expired
 from airflow_broadway.producers.pubsub import PubSubProducer
 from tests.pubsub_server import StubServer
@@ -71,20 +69,20 @@ class Tokens:
 
 
 @pytest.fixture
-def tokens() -> Iterator[Tokens]:
+def tokens():
     made = Tokens()
     yield made
     made.stop()
 
 
 @pytest.fixture
-def stub() -> Iterator[StubServer]:
+def stub():
     with StubServer() as server:
         yield server
 
 
 @pytest.fixture
-def google(stub: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Witness]:
+def google(stub, tmp_path, monkeypatch):
     """The stub, met with TLS."""
     authority = Authority.make(tmp_path, "authority")
     trusted = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
@@ -118,9 +116,7 @@ def begin(google: Witness, stub: StubServer, token_uri: str, **extra: str) -> Ge
     return Generation(producer, ProducerEnv(connections=Connections()))
 
 
-def test_each_request_bears_a_token_of_the_connections_key_and_who_pays(
-    google: Witness, stub: StubServer, tokens: Tokens
-) -> None:
+def test_each_request_bears_a_token_of_the_connections_key_and_who_pays(google, stub, tokens):
     run = begin(google, stub, tokens.uri, quota_project_id="payer")
     found = run.take(1)
     assert run.settle(found) == SettleReport(acked=1)
@@ -142,14 +138,8 @@ def test_each_request_bears_a_token_of_the_connections_key_and_who_pays(
     ],
 )
 def test_a_token_that_is_refused_is_one_sentence_and_no_outage(
-    refusal: tuple[int, dict[str, str]],
-    expected: type[BroadwayError],
-    words: str,
-    google: Witness,
-    stub: StubServer,
-    tokens: Tokens,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    refusal, expected, words, google, stub, tokens, caplog
+):
     tokens.refusal = refusal
 
     with pytest.raises(expected, match=words) as told:
@@ -160,18 +150,14 @@ def test_a_token_that_is_refused_is_one_sentence_and_no_outage(
     assert google.asked == []
 
 
-def test_a_token_server_that_is_out_of_reach_is_an_outage(
-    google: Witness, stub: StubServer, tokens: Tokens
-) -> None:
+def test_a_token_server_that_is_out_of_reach_is_an_outage(google, stub, tokens):
     tokens.stop()
     with pytest.raises(ProducerUnavailable, match="token server cannot be reached") as told:
         begin(google, stub, tokens.uri)
     assert not isinstance(told.value, Expired)
 
 
-def test_a_token_that_expires_while_a_run_is_at_work_loses_nothing(
-    google: Witness, stub: StubServer, tokens: Tokens, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_that_expires_while_a_run_is_at_work_loses_nothing(google, stub, tokens, caplog):
     run = begin(google, stub, tokens.uri)
     found = run.take(1)
     tokens.refusal = (400, REFUSED)

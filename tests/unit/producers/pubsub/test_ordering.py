@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +34,7 @@ def lanes(found: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("exactly_once", [False, True])
 @pytest.mark.parametrize("verdict", [RETRY, RELEASE, RETRY._replace(delay=60.0), LEAVE])
-def test_what_comes_again_holds_back_the_later_ones_of_its_key(
-    verdict: Verdict, exactly_once: bool, tmp_path: Path
-) -> None:
+def test_what_comes_again_holds_back_the_later_ones_of_its_key(verdict, exactly_once, tmp_path):
     settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
     with place(tmp_path, **settings) as at:
         put(at)
@@ -57,9 +54,7 @@ def test_what_comes_again_holds_back_the_later_ones_of_its_key(
 
 @pytest.mark.parametrize("elsewhere", [True, False])
 @pytest.mark.parametrize("delay", [0.0, 300.0])
-def test_what_was_given_back_at_once_holds_back_the_later_ones_too(
-    delay: float, elsewhere: bool, tmp_path: Path
-) -> None:
+def test_what_was_given_back_at_once_holds_back_the_later_ones_too(delay, elsewhere, tmp_path):
     """The later ones, and not those before it, for as long as that one; also where whoever settles
     the rest is another process than the one in which it failed.
     """
@@ -95,7 +90,7 @@ def test_what_was_given_back_at_once_holds_back_the_later_ones_too(
 
 
 @pytest.mark.parametrize("exactly_once", [False, True])
-def test_what_is_done_with_holds_nothing_back(exactly_once: bool, tmp_path: Path) -> None:
+def test_what_is_done_with_holds_nothing_back(exactly_once, tmp_path):
     """Acknowledgements go out in order, those of dead letters among them."""
     settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
     with place(tmp_path, **settings) as at:
@@ -119,8 +114,8 @@ def test_what_is_done_with_holds_nothing_back(exactly_once: bool, tmp_path: Path
 
 @pytest.mark.parametrize("exactly_once", [False, True])
 def test_verdicts_that_are_carried_out_at_once_hold_back_too_whatever_their_order(
-    exactly_once: bool, tmp_path: Path
-) -> None:
+    exactly_once, tmp_path
+):
     """A stage names what succeeded before what failed."""
     settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
     with place(tmp_path, **settings) as at:
@@ -138,9 +133,7 @@ def test_verdicts_that_are_carried_out_at_once_hold_back_too_whatever_their_orde
 
 
 @pytest.mark.parametrize("exactly_once", [False, True])
-def test_an_acknowledgement_waits_for_those_before_it_in_its_key(
-    exactly_once: bool, tmp_path: Path
-) -> None:
+def test_an_acknowledgement_waits_for_those_before_it_in_its_key(exactly_once, tmp_path):
     """Pub/Sub would take it back, without a word, if one of those came again."""
     settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
     with place(tmp_path, **settings) as at:
@@ -161,9 +154,7 @@ def test_an_acknowledgement_waits_for_those_before_it_in_its_key(
 
 
 @refused_as
-def test_what_follows_one_that_was_taken_back_as_it_came_waits_for_it(
-    word: str, tmp_path: Path
-) -> None:
+def test_what_follows_one_that_was_taken_back_as_it_came_waits_for_it(word, tmp_path):
     with place(tmp_path, **STRICT) as at:
         put(at)
         lost: list[str] = []
@@ -192,9 +183,7 @@ def waiting(run: Generation, wait: float) -> dict[bytes, str]:
 
 
 @refused_as
-def test_what_follows_one_that_was_taken_back_while_it_waited_here_waits_for_it(
-    word: str, tmp_path: Path
-) -> None:
+def test_what_follows_one_that_was_taken_back_while_it_waited_here_waits_for_it(word, tmp_path):
     with place(tmp_path, **STRICT) as at:
         put(at)
         run = at.begin(message_ordering=True)
@@ -216,7 +205,7 @@ def test_what_follows_one_that_was_taken_back_while_it_waited_here_waits_for_it(
         assert at.waiting() == ["a2", "a3"]
 
 
-def test_what_a_run_holds_is_kept_though_one_of_its_key_was_taken_back(tmp_path: Path) -> None:
+def test_what_a_run_holds_is_kept_though_one_of_its_key_was_taken_back(tmp_path):
     """It is settled by its newest receipt, and not given back."""
     with place(tmp_path, **STRICT) as at:
         put(at)
@@ -241,7 +230,7 @@ def test_what_a_run_holds_is_kept_though_one_of_its_key_was_taken_back(tmp_path:
         assert {*run.source._spare.values()} == {again[b"a2"], again[b"a3"]}
 
 
-def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:
+def test_messages_without_a_key_go_alone(tmp_path):
     with place(tmp_path, enable_message_ordering=True) as at:
         at.put("x", "y", "z")
         run = at.begin(message_ordering=True)
@@ -250,7 +239,7 @@ def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:
         assert run.settle(found, {"x": RETRY}) == SettleReport(acked=2, requeued=1)
 
 
-def test_a_key_is_one_partition_of_the_processors(tmp_path: Path) -> None:
+def test_a_key_is_one_partition_of_the_processors(tmp_path):
     with place(tmp_path, enable_message_ordering=True) as at:
         put(at)
         run = at.begin(message_ordering=True)

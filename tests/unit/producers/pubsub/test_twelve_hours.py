@@ -7,7 +7,6 @@ request, the newest id only.
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -29,9 +28,7 @@ def fill(at: Place, count: int) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["at least once", "exactly once"])
 @pytest.mark.parametrize("count", SIZES)
-def test_messages_are_held_for_twelve_hours_and_settled(
-    tmp_path: Path, count: int, settings: dict[str, bool]
-) -> None:
+def test_messages_are_held_for_twelve_hours_and_settled(tmp_path, count, settings):
     with place(tmp_path, **settings) as at:
         fill(at, count)
         run = at.begin(receive_concurrency=4, max_number_of_messages=1_000)
@@ -82,7 +79,7 @@ def test_messages_are_held_for_twelve_hours_and_settled(
         assert len(at.waiting()) == tenth
 
 
-def test_what_nobody_renews_lapses_and_comes_back_marked(tmp_path: Path) -> None:
+def test_what_nobody_renews_lapses_and_comes_back_marked(tmp_path):
     with place(tmp_path) as at:
         fill(at, 50)
         run = at.begin()
@@ -100,9 +97,7 @@ def test_what_nobody_renews_lapses_and_comes_back_marked(tmp_path: Path) -> None
         report = custodian.settle(
             lease,
             Settlement(
-                rest=ACK,
-                everything=lambda: (Entry(each, "", ACK) for each in ids),
-                expected=50,
+                rest=ACK, everything=lambda: (Entry(each, "", ACK) for each in ids), expected=50
             ),
         )
         custodian.close()
@@ -114,9 +109,7 @@ def test_what_nobody_renews_lapses_and_comes_back_marked(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("runs", "each"), [(24, 100), pytest.param(72, 1_400, marks=pytest.mark.slow)]
 )
-def test_runs_of_twelve_hours_some_of_which_die_lose_nothing(
-    tmp_path: Path, runs: int, each: int
-) -> None:
+def test_runs_of_twelve_hours_some_of_which_die_lose_nothing(tmp_path, runs, each):
     """A run now and then, while messages come; every fifth dies and is never settled."""
     with place(tmp_path) as at:
         sent, acked, marked, seen = 0, set[str](), set[str](), set[str]()

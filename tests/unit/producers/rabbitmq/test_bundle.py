@@ -32,17 +32,12 @@ HELD = st.builds(
 
 def header(count: int) -> Header:
     return Header(
-        bundle="b1",
-        generation="g1",
-        queue="flights",
-        count=count,
-        until=9.5,
-        owner={"run_id": "r"},
+        bundle="b1", generation="g1", queue="flights", count=count, until=9.5, owner={"run_id": "r"}
     )
 
 
 @given(st.lists(HELD, max_size=20))
-def test_a_bundle_is_read_as_it_was_written(messages: list[Held]) -> None:
+def test_a_bundle_is_read_as_it_was_written(messages):
     read, found = unpack(pack(header(len(messages)), messages))
 
     assert found == messages
@@ -50,9 +45,7 @@ def test_a_bundle_is_read_as_it_was_written(messages: list[Held]) -> None:
 
 
 @given(st.lists(HELD, min_size=1, max_size=5), st.data())
-def test_a_bundle_that_is_cut_off_is_an_error_and_never_fewer_messages(
-    messages: list[Held], data: st.DataObject
-) -> None:
+def test_a_bundle_that_is_cut_off_is_an_error_and_never_fewer_messages(messages, data):
     body = pack(header(len(messages)), messages)
     cut = data.draw(st.integers(0, len(body) - 1))
 
@@ -61,19 +54,19 @@ def test_a_bundle_that_is_cut_off_is_an_error_and_never_fewer_messages(
 
 
 @given(st.binary(max_size=300))
-def test_what_is_no_bundle_is_an_error(data: bytes) -> None:
+def test_what_is_no_bundle_is_an_error(data):
     with pytest.raises(BundleError):
         unpack(data)
 
 
-def test_a_newer_version_is_refused_by_its_number() -> None:
+def test_a_newer_version_is_refused_by_its_number():
     body = pack(header(0), [])
 
     with pytest.raises(BundleError, match="format version 9, and this release reads 3"):
         read_header(body[:4] + b"\x09" + body[5:])
 
 
-def test_a_header_of_unknown_fields_is_refused() -> None:
+def test_a_header_of_unknown_fields_is_refused():
     head = b'{"bundle":"b","surprise":1}'
 
     with pytest.raises(BundleError, match="damaged"):
@@ -92,14 +85,14 @@ def test_a_header_of_unknown_fields_is_refused() -> None:
         {"until": float("inf")},
     ],
 )
-def test_a_header_that_anybody_may_have_written_is_refused(head: dict[str, object]) -> None:
+def test_a_header_that_anybody_may_have_written_is_refused(head):
     text = json.dumps({**dataclasses.asdict(header(0)), **head}).encode()
 
     with pytest.raises(BundleError, match=f"no proper {next(iter(head))}"):
         unpack(b"AFBW" + struct.pack(">BI", VERSION, len(text)) + text)
 
 
-def test_a_header_nested_beyond_reason_is_refused() -> None:
+def test_a_header_nested_beyond_reason_is_refused():
     head = b"[" * 500_000
 
     with pytest.raises(BundleError, match="damaged"):
@@ -107,6 +100,6 @@ def test_a_header_nested_beyond_reason_is_refused() -> None:
 
 
 @pytest.mark.parametrize("route", [b"", b"\x05abc", b"\x00", b"\x00\x02a", b"\x00\x00more"])
-def test_a_message_without_a_proper_route_is_refused(route: bytes) -> None:
+def test_a_message_without_a_proper_route_is_refused(route):
     with pytest.raises(BundleError, match="lacks its id, attempt or route"):
         unpack(pack(header(1), [Held("id", 1, False, route, b"", b"")]))

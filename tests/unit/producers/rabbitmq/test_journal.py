@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
@@ -15,9 +12,7 @@ from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 
 
-def test_of_two_who_settle_at_once_one_knows_of_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_who_settle_at_once_one_knows_of_the_other(tmp_path, monkeypatch):
     # Given a settlement that another overtakes just before it notes its turn
     one, other = (QueueJournal(f"file://{tmp_path}", "q") for _ in range(2))
     write, overtaken = one._files.write, []
@@ -36,7 +31,7 @@ def test_of_two_who_settle_at_once_one_knows_of_the_other(
     assert first[1] or second[1]
 
 
-def test_a_turn_that_settles_the_whole_knows_those_before(tmp_path: Path) -> None:
+def test_a_turn_that_settles_the_whole_knows_those_before(tmp_path):
     journal = QueueJournal(f"file://{tmp_path}", "q")
 
     assert journal.note_turn("g", whole=False)[1] is False
@@ -47,7 +42,7 @@ def test_a_turn_that_settles_the_whole_knows_those_before(tmp_path: Path) -> Non
     assert len(journal.turns("g")) == 4
 
 
-def test_a_generation_is_over_once_it_is_closed_swept_or_settled(tmp_path: Path) -> None:
+def test_a_generation_is_over_once_it_is_closed_swept_or_settled(tmp_path):
     journal = QueueJournal(f"file://{tmp_path}", "q")
     journal.note_opened("open", "broadway.held.q.0", NOW)
     journal.note_closed("closed", NOW)
@@ -64,7 +59,7 @@ def test_a_generation_is_over_once_it_is_closed_swept_or_settled(tmp_path: Path)
     ]
 
 
-def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path: Path) -> None:
+def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path):
     shared = f"file://{tmp_path}/shared"
     one, other = (QueueJournal(f"file://{tmp_path}/{n}", "q", shared) for n in "ab")
     one.log_of("g").note_now({"m1": Action.ACK})
@@ -74,7 +69,7 @@ def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path: Path) -> No
     assert not other.seen_type(1000.0)
 
 
-def test_a_log_outlives_its_lease_by_a_week(tmp_path: Path) -> None:
+def test_a_log_outlives_its_lease_by_a_week(tmp_path):
     journal = QueueJournal(f"file://{tmp_path}", "q")
     journal.note_opened("g", "broadway.held.q.0", NOW)
 

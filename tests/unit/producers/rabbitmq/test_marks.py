@@ -53,7 +53,7 @@ def with_headers(*entries: tuple[bytes, bytes]) -> bytes:
 
 
 @given(PROPERTIES)
-def test_fields_and_entries_are_split_and_joined_byte_for_byte(properties: dict[str, Any]) -> None:
+def test_fields_and_entries_are_split_and_joined_byte_for_byte(properties):
     raw = encode(**properties)
     fields = fields_of(raw)
 
@@ -62,7 +62,7 @@ def test_fields_and_entries_are_split_and_joined_byte_for_byte(properties: dict[
         assert join_entries(entries_of(fields["headers"])) == fields["headers"]
 
 
-def test_what_is_published_again_carries_its_mark() -> None:
+def test_what_is_published_again_carries_its_mark():
     sent = message({"headers": {"colour": "red"}, "message_id": "theirs"})
     made = republished(sent, MARKED)
 
@@ -76,7 +76,7 @@ def test_what_is_published_again_carries_its_mark() -> None:
 
 
 @given(PROPERTIES)
-def test_what_was_published_again_is_received_as_it_was(properties: dict[str, Any]) -> None:
+def test_what_was_published_again_is_received_as_it_was(properties):
     sent = message(properties)
     made = republished(sent, MARKED)
 
@@ -93,7 +93,7 @@ def test_what_was_published_again_is_received_as_it_was(properties: dict[str, An
 
 
 @given(st.binary(max_size=200))
-def test_properties_that_nobody_can_read_are_received_as_they_were(data: bytes) -> None:
+def test_properties_that_nobody_can_read_are_received_as_they_were(data):
     sent = message(b"\x20\x00\xff\xff\xff\xff" + data)
 
     route, back = restored(b"\x00\x01q", republished(sent, MARKED), trusted=True)
@@ -101,7 +101,7 @@ def test_properties_that_nobody_can_read_are_received_as_they_were(data: bytes) 
     assert (route, back) == (ROUTE, sent.properties)
 
 
-def test_unchanged_headers_keep_their_bytes() -> None:
+def test_unchanged_headers_keep_their_bytes():
     # Given 10,000 small integers, each in two bytes: written anew each would take nine
     small = b"A" + struct.pack(">I", 20_000) + b"b\x07" * 10_000
     sent = message(with_headers((b"numbers", small), (b"odd", b"S\x00\x00\x00\x02\xff\xfe")))
@@ -113,7 +113,7 @@ def test_unchanged_headers_keep_their_bytes() -> None:
     )
 
 
-def test_what_would_do_harm_moves_to_a_header_of_its_own() -> None:
+def test_what_would_do_harm_moves_to_a_header_of_its_own():
     death = [{"queue": "flights", "reason": "rejected", "count": 1}]
     headers = {"x-death": death, "CC": ["copies"], "BCC": ["more"], "x-first-death-queue": "q"}
     given_ = {"headers": headers, "user_id": "somebody", "expiration": "60000"}
@@ -133,7 +133,7 @@ def test_what_would_do_harm_moves_to_a_header_of_its_own() -> None:
     assert "expiration" not in made
 
 
-def test_our_own_ladder_leaves_no_trace_and_other_deaths_stay() -> None:
+def test_our_own_ladder_leaves_no_trace_and_other_deaths_stay():
     theirs = {"queue": "orders", "reason": "rejected", "count": 1}
     made = decode(republished(message({"headers": {"x-death": [theirs]}}), MARKED))
     later = {"queue": "parked", "reason": "expired", "count": 1}
@@ -144,14 +144,14 @@ def test_our_own_ladder_leaves_no_trace_and_other_deaths_stay() -> None:
     assert decode(back)["headers"] == {"x-death": [later, theirs]}
 
 
-def test_a_user_id_is_kept_only_if_it_was_us_who_moved_it() -> None:
+def test_a_user_id_is_kept_only_if_it_was_us_who_moved_it():
     made = republished(message({"user_id": "somebody"}), MARKED)
 
     assert decode(restored(ROUTE, made, trusted=True)[1])["user_id"] == "somebody"
     assert "user_id" not in decode(restored(ROUTE, made, trusted=False)[1])
 
 
-def test_publishing_again_and_again_does_not_grow() -> None:
+def test_publishing_again_and_again_does_not_grow():
     sent = message({"user_id": "somebody", "headers": {"x-death": [LADDER]}})
     made = republished(sent, MARKED)
     for attempt in range(4, 9):
@@ -162,7 +162,7 @@ def test_publishing_again_and_again_does_not_grow() -> None:
         assert len(made) <= len(before)
 
 
-def test_a_mark_is_bound_to_its_message() -> None:
+def test_a_mark_is_bound_to_its_message():
     made = republished(message({"correlation_id": "1", "headers": {"a": 1}}), MARKED)
     mark = mark_of(made)
     assert mark is not None
@@ -186,17 +186,17 @@ def test_a_mark_is_bound_to_its_message() -> None:
         {"id": "x" * 5000, "giver": "g", "attempt": 1},
     ],
 )
-def test_a_mark_that_is_none_of_ours_is_ignored(mark: Any) -> None:
+def test_a_mark_that_is_none_of_ours_is_ignored(mark):
     assert mark_of(encode(headers={MARK: mark})) is None
 
 
 @given(st.binary(max_size=200))
-def test_hostile_bytes_are_an_error_or_a_mark_and_nothing_else(data: bytes) -> None:
+def test_hostile_bytes_are_an_error_or_a_mark_and_nothing_else(data):
     assert mark_of(b"\x20\x00" + data + MARK.encode()) is None
     decode(republished(message(data), MARKED))
 
 
-def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
+def test_a_dead_letter_says_why_and_starts_with_fresh_attempts():
     made = dead(message({"headers": {"a": 1}}), "Bob \ud83d")
 
     headers = decode(made)["headers"]
@@ -210,7 +210,7 @@ def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
     assert len(decode(long)["headers"]["x-broadway-reason"].encode()) <= 2_048
 
 
-def test_what_leaves_little_room_is_published_with_less_and_at_last_bare() -> None:
+def test_what_leaves_little_room_is_published_with_less_and_at_last_bare():
     def headers_of(size: int) -> dict[str, Any]:
         sent = message({"headers": {"large": b"x" * size}, "delivery_mode": 2})
         made = dead(sent, "y" * 500, limit=10_000)
@@ -223,12 +223,12 @@ def test_what_leaves_little_room_is_published_with_less_and_at_last_bare() -> No
     assert headers_of(9_970) == {}
 
 
-def test_a_retry_needs_room_for_its_mark() -> None:
+def test_a_retry_needs_room_for_its_mark():
     sent = message({"headers": {"large": b"x" * 9_970}})
 
     with pytest.raises(TooLarge, match="one frame"):
         republished(sent, MARKED, limit=10_000)
 
 
-def test_a_route_is_read_as_text() -> None:
+def test_a_route_is_read_as_text():
     assert split_route(ROUTE) == ("shop", "orders.eu.created")

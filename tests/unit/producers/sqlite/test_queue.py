@@ -6,7 +6,6 @@ import os
 import sqlite3
 import threading
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,23 +22,21 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "too old", "process")
 
 
 @pytest.fixture
-def clock() -> ManualClock:
+def clock():
     return ManualClock()
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "queue.db"
 
 
 @pytest.fixture
-def flights(path: Path, clock: ManualClock) -> SqliteQueue:
+def flights(path, clock):
     return SqliteQueue(path, "flights", clock=clock)
 
 
-def test_a_missing_file_is_an_empty_queue_until_the_first_send(
-    flights: SqliteQueue, path: Path
-) -> None:
+def test_a_missing_file_is_an_empty_queue_until_the_first_send(flights, path):
     assert flights.receive("g", 10) == []
     assert flights.depth() == QueueDepth(0, 0, 0, 0, None)
     assert flights.leases() == []
@@ -57,9 +54,7 @@ def test_a_missing_file_is_an_empty_queue_until_the_first_send(
     assert path.exists()
 
 
-def test_what_was_sent_is_received_in_order_with_its_attributes(
-    flights: SqliteQueue, clock: ManualClock
-) -> None:
+def test_what_was_sent_is_received_in_order_with_its_attributes(flights, clock):
     bodies: list[Any] = [b"\xff", "żółw", (b"c", {"origin": "EWR", "tags": ["a", 1]})]
     keys = flights.send([*bodies, bytearray(b"d"), memoryview(b"e")])
     clock.advance(2.0)
@@ -70,14 +65,11 @@ def test_what_was_sent_is_received_in_order_with_its_attributes(
     assert [message.message_id for message in messages] == keys
     assert [message.position for message in messages] == [0, 1, 2, 3, 4]
     assert messages[0].received_at == clock.now()
-    assert messages[0].metadata == {
-        "queue": "flights",
-        "enqueued_at": "2026-01-01T00:00:00+00:00",
-    }
+    assert messages[0].metadata == {"queue": "flights", "enqueued_at": "2026-01-01T00:00:00+00:00"}
     assert messages[2].metadata["attributes"] == {"origin": "EWR", "tags": ["a", 1]}
 
 
-def test_ids_are_never_used_twice(flights: SqliteQueue) -> None:
+def test_ids_are_never_used_twice(flights):
     first = flights.send([b"a", b"b"])
     flights.receive("g", 10)
     flights.settle("g", Settlement(rest=ACK))
@@ -86,9 +78,7 @@ def test_ids_are_never_used_twice(flights: SqliteQueue) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_file_that_is_restored_from_a_backup_gives_no_id_again(
-    path: Path, clock: ManualClock, in_place: bool
-) -> None:
+def test_a_file_that_is_restored_from_a_backup_gives_no_id_again(path, clock, in_place):
     backup = path.with_name("backup.db")
     with closing(SqliteQueue(path, "flights", clock=clock)) as queue:
         before = queue.send([b"before"] * 50)
@@ -112,7 +102,7 @@ def test_a_file_that_is_restored_from_a_backup_gives_no_id_again(
         assert queue.depth().ready == 100
 
 
-def test_queues_of_one_file_do_not_mix(path: Path, clock: ManualClock) -> None:
+def test_queues_of_one_file_do_not_mix(path, clock):
     one, two = (SqliteQueue(path, name, clock=clock) for name in ("one", "two"))
     for number in range(6):
         (one, two)[number % 2].send([str(number)])
@@ -139,9 +129,7 @@ def test_queues_of_one_file_do_not_mix(path: Path, clock: ManualClock) -> None:
         (b"x" * 101, "its body has 101 bytes, and a row holds at most 100"),
     ],
 )
-def test_a_message_that_cannot_be_sent_stops_the_whole_call(
-    flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch, message: Any, text: str
-) -> None:
+def test_a_message_that_cannot_be_sent_stops_the_whole_call(flights, monkeypatch, message, text):
     monkeypatch.setattr(queue, "MAX_BODY", 100)
 
     flights.send([b"x" * 100])
@@ -153,12 +141,12 @@ def test_a_message_that_cannot_be_sent_stops_the_whole_call(
 
 
 @pytest.mark.parametrize("name", ["", None, 3])
-def test_a_queue_needs_a_name(path: Path, name: Any) -> None:
+def test_a_queue_needs_a_name(path, name):
     with pytest.raises(ProducerError, match="a queue's name is a non-empty string"):
         SqliteQueue(path, name)
 
 
-def test_receive_stops_at_its_bytes(flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receive_stops_at_its_bytes(flights, monkeypatch):
     monkeypatch.setattr(queue, "MAX_RECEIVE_BYTES", 100)
     flights.send([b"x" * 60] * 5)
 
@@ -167,9 +155,7 @@ def test_receive_stops_at_its_bytes(flights: SqliteQueue, monkeypatch: pytest.Mo
     assert len(flights.receive("g", 10)) == 1
 
 
-def test_a_dead_letter_keeps_what_is_needed_to_judge_it(
-    flights: SqliteQueue, clock: ManualClock
-) -> None:
+def test_a_dead_letter_keeps_what_is_needed_to_judge_it(flights, clock):
     [key] = flights.send([(b"\xfe", {"origin": "JFK"})])
     sent = clock.now()
     clock.advance(5.0)
@@ -189,9 +175,7 @@ def test_a_dead_letter_keeps_what_is_needed_to_judge_it(
     assert flights.depth().dead == 1
 
 
-def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(
-    flights: SqliteQueue, clock: ManualClock
-) -> None:
+def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(flights, clock):
     keys = flights.send([b"a", b"b", b"c"])
     flights.receive("g1", 3)
     flights.settle("g1", Settlement(rest=DEAD))
@@ -211,7 +195,7 @@ def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(
     assert flights.depth() == QueueDepth(1, 0, 1, 0, 0.0)
 
 
-def test_nothing_of_a_settled_message_stays_in_the_file(flights: SqliteQueue) -> None:
+def test_nothing_of_a_settled_message_stays_in_the_file(flights):
     flights.send([b"x"] * 10)
     flights.receive("g", 4)
     flights.settle("g", Settlement(rest=ACK))
@@ -227,7 +211,7 @@ def test_nothing_of_a_settled_message_stays_in_the_file(flights: SqliteQueue) ->
     db.close()
 
 
-def test_open_leases_are_listed_with_their_owners(flights: SqliteQueue, clock: ManualClock) -> None:
+def test_open_leases_are_listed_with_their_owners(flights, clock):
     flights.send([b"x"] * 5)
     flights.receive("g1", 2, seconds=60.0, owner={"dag_id": "d", "run_id": "r"})
     flights.receive("g2", 1, seconds=30.0)
@@ -244,7 +228,7 @@ def test_open_leases_are_listed_with_their_owners(flights: SqliteQueue, clock: M
     assert both[1].report == SettleReport(released=1)
 
 
-def test_early_verdicts_stand_and_are_no_part_of_the_report(flights: SqliteQueue) -> None:
+def test_early_verdicts_stand_and_are_no_part_of_the_report(flights):
     keys = flights.send([b"x"] * 5)
     flights.receive("g", 5)
     early = [Entry(keys[0], "", ACK), Entry(keys[1], "", DEAD)]
@@ -258,7 +242,7 @@ def test_early_verdicts_stand_and_are_no_part_of_the_report(flights: SqliteQueue
     assert flights.settle("g", Settlement(rest=ACK, expected=5)) == SettleReport(acked=3)
 
 
-def test_an_ended_lease_receives_no_more_even_if_it_never_did(flights: SqliteQueue) -> None:
+def test_an_ended_lease_receives_no_more_even_if_it_never_did(flights):
     flights.send([b"x"])
     assert flights.release("g") == SettleReport()
 
@@ -266,9 +250,7 @@ def test_an_ended_lease_receives_no_more_even_if_it_never_did(flights: SqliteQue
         flights.receive("g", 1)
 
 
-def test_messages_that_the_manifest_does_not_name_are_not_acknowledged(
-    flights: SqliteQueue,
-) -> None:
+def test_messages_that_the_manifest_does_not_name_are_not_acknowledged(flights):
     keys = flights.send([b"x"] * 3)
     flights.receive("g", 3)
 
@@ -280,7 +262,7 @@ def test_messages_that_the_manifest_does_not_name_are_not_acknowledged(
     assert report == SettleReport(acked=2, released=1)
 
 
-def test_a_verdict_on_a_foreign_id_settles_nothing(flights: SqliteQueue) -> None:
+def test_a_verdict_on_a_foreign_id_settles_nothing(flights):
     flights.send([b"x"] * 2)
     own = flights.receive("g", 2)[0].message_id.rpartition("-")[0]
     for foreign in ("", "x", "a-1", "0123456789abcdef-1", f"{own}-１", f"{own}-01"):
@@ -294,9 +276,7 @@ def test_a_verdict_on_a_foreign_id_settles_nothing(flights: SqliteQueue) -> None
     assert flights.depth().leased == 2
 
 
-def test_a_message_whose_id_was_changed_is_given_back_and_its_neighbours_are_settled(
-    flights: SqliteQueue,
-) -> None:
+def test_a_message_whose_id_was_changed_is_given_back_and_its_neighbours_are_settled(flights):
     # Given two messages, of which a transformer gave one another id: it failed under that
     keys = flights.send([b"x"] * 3)
     flights.receive("g", 3)
@@ -317,8 +297,8 @@ def test_a_message_whose_id_was_changed_is_given_back_and_its_neighbours_are_set
 
 
 def test_a_lease_past_its_deadline_may_be_renewed_and_settled_while_nobody_has_its_messages(
-    flights: SqliteQueue, clock: ManualClock
-) -> None:
+    flights, clock
+):
     flights.send([b"x"] * 2)
     flights.receive("g", 2, seconds=60.0)
     clock.advance(61.0)
@@ -334,7 +314,7 @@ def test_a_lease_past_its_deadline_may_be_renewed_and_settled_while_nobody_has_i
     assert flights.settle("g", Settlement(rest=ACK)) == SettleReport(acked=2)
 
 
-def test_reports_are_forgotten_after_their_retention(path: Path, clock: ManualClock) -> None:
+def test_reports_are_forgotten_after_their_retention(path, clock):
     with SqliteQueue(path, "q", clock=clock) as kept:
         keys = kept.send([b"x"] * 3)
         kept.receive("old", 1)
@@ -347,7 +327,7 @@ def test_reports_are_forgotten_after_their_retention(path: Path, clock: ManualCl
         assert [r.lease.generation for r in kept.leases(ended=True)] == ["new"]
 
 
-def test_threads_share_a_queue(path: Path) -> None:
+def test_threads_share_a_queue(path):
     shared = SqliteQueue(path, "q")
     found: list[str] = []
 
@@ -368,9 +348,7 @@ def test_threads_share_a_queue(path: Path) -> None:
     assert len(found) == len(set(found)) == 200
 
 
-def test_a_queue_that_another_makes_at_the_same_instant_is_no_strangers(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queue_that_another_makes_at_the_same_instant_is_no_strangers(path, monkeypatch):
     look = database._tables
     made: list[bool] = []
 
@@ -388,7 +366,7 @@ def test_a_queue_that_another_makes_at_the_same_instant_is_no_strangers(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_opens_the_file_for_itself(path: Path) -> None:
+def test_a_forked_process_opens_the_file_for_itself(path):
     parent = SqliteQueue(path, "q")
     parent.send([b"before"])
 
@@ -402,7 +380,7 @@ def test_a_forked_process_opens_the_file_for_itself(path: Path) -> None:
     parent.close()
 
 
-def test_a_file_that_was_replaced_is_opened_anew(flights: SqliteQueue, path: Path) -> None:
+def test_a_file_that_was_replaced_is_opened_anew(flights, path):
     flights.send([b"lost with its file"])
     for file in path.parent.iterdir():
         file.unlink()
@@ -414,7 +392,7 @@ def test_a_file_that_was_replaced_is_opened_anew(flights: SqliteQueue, path: Pat
         assert [message.data for message in other.receive("g", 5)] == [b"new"]
 
 
-def test_metadata_is_a_plain_dict_of_json_for_each_message(flights: SqliteQueue) -> None:
+def test_metadata_is_a_plain_dict_of_json_for_each_message(flights):
     flights.send([b"a", b"b"])
     one, two = flights.receive("g", 2)
 

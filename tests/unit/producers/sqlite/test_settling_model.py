@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock
@@ -57,9 +57,7 @@ def rows(path: str, table: str) -> set[int]:
     second=st.sampled_from(["", "the same", "a sweep", "late"]),
     at=st.integers(0, 8),
 )
-def test_the_report_says_what_is_true_in_the_file(
-    verdicts: list[Verdict], early: int, unstaged: int, lost: int, second: str, at: int
-) -> None:
+def test_the_report_says_what_is_true_in_the_file(verdicts, early, unstaged, lost, second, at):
     clock = ManualClock()
     with (
         tempfile.TemporaryDirectory() as folder,

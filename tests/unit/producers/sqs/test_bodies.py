@@ -51,7 +51,7 @@ class InPython(Orders):
 
 
 @pytest.fixture
-def fake() -> FakeSqs:
+def fake():
     made = FakeSqs(ManualClock())
     arn = "arn:aws:sqs:eu-west-1:123456789012:orders-dead"
     made.queue().attributes["RedrivePolicy"] = json.dumps(
@@ -82,16 +82,14 @@ def kept(staged: StagedRun) -> list[bytes]:
     return found
 
 
-def test_a_message_that_says_so_becomes_a_dead_letter_with_its_body(
-    fake: FakeSqs, tmp_path: Path
-) -> None:
+def test_a_message_that_says_so_becomes_a_dead_letter_with_its_body(fake, tmp_path):
     process(fake, Orders(), tmp_path)
 
     assert [each["MessageBody"] for each in fake.queue(DEAD).sent] == ["order 0", "order 3"]
     assert fake.left() == 0
 
 
-def test_so_it_does_in_a_run_of_one_process(fake: FakeSqs) -> None:
+def test_so_it_does_in_a_run_of_one_process(fake):
     with installed(fake):
         report = run_local(Orders(), max_messages=6, clock=fake.clock)
 
@@ -101,21 +99,17 @@ def test_so_it_does_in_a_run_of_one_process(fake: FakeSqs) -> None:
 
 @pytest.mark.parametrize(
     ("pipeline", "bodies"),
-    [
-        (Batched, ["order 0", "order 3"]),
-        (Watched, BODIES),
-        (InPython, BODIES),
-    ],
+    [(Batched, ["order 0", "order 3"]), (Watched, BODIES), (InPython, BODIES)],
 )
 def test_staged_messages_keep_the_bodies_of_which_a_letter_may_be_made(
-    fake: FakeSqs, tmp_path: Path, pipeline: type[Broadway], bodies: list[str]
-) -> None:
+    fake, tmp_path, pipeline, bodies
+):
     staged = process(fake, pipeline(), tmp_path)
 
     assert kept(staged) == [body.encode() for body in bodies]
 
 
-def test_other_verdicts_take_no_body_along(fake: FakeSqs, tmp_path: Path) -> None:
+def test_other_verdicts_take_no_body_along(fake, tmp_path):
     class Failing(Orders):
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
             return message.failed("later")
@@ -128,7 +122,7 @@ def test_other_verdicts_take_no_body_along(fake: FakeSqs, tmp_path: Path) -> Non
     assert fake.left() == 6
 
 
-def test_a_dead_letter_keeps_its_trace_header(fake: FakeSqs, tmp_path: Path) -> None:
+def test_a_dead_letter_keeps_its_trace_header(fake, tmp_path):
     def answer(action: str, arguments: dict[str, Any]) -> Any:
         if action != "ReceiveMessage":
             return None

@@ -40,7 +40,7 @@ def values(made: dict[str, Any]) -> dict[str, str]:
     return {name: value.get("StringValue", "") for name, value in made["MessageAttributes"].items()}
 
 
-def test_a_dead_letter_says_what_where_and_why() -> None:
+def test_a_dead_letter_says_what_where_and_why():
     made = letter(entry(), "orders", fifo=False)
 
     assert made["MessageBody"] == "body"
@@ -55,7 +55,7 @@ def test_a_dead_letter_says_what_where_and_why() -> None:
 
 
 @pytest.mark.parametrize("count", [5, 6, 9, 10])
-def test_a_dead_letter_never_has_more_than_ten_attributes_and_loses_none(count: int) -> None:
+def test_a_dead_letter_never_has_more_than_ten_attributes_and_loses_none(count):
     made = letter(entry(attributes=count), "orders", fifo=False)
 
     attributes = made["MessageAttributes"]
@@ -67,7 +67,7 @@ def test_a_dead_letter_never_has_more_than_ten_attributes_and_loses_none(count: 
     assert why == "too late"
 
 
-def test_a_dead_letter_that_was_one_before_says_only_why_it_is_one_now() -> None:
+def test_a_dead_letter_that_was_one_before_says_only_why_it_is_one_now():
     before = letter(entry(reason="too early", attributes=1), "orders", fifo=False)
     attributes = {
         name: {"data_type": value["DataType"], "string_value": value.get("StringValue", "")}
@@ -81,13 +81,13 @@ def test_a_dead_letter_that_was_one_before_says_only_why_it_is_one_now() -> None
     assert set(made) == {"a0", *values(letter(entry(), "orders", fifo=False))}
 
 
-def test_a_fifo_dead_letter_has_its_group_and_is_there_once() -> None:
+def test_a_fifo_dead_letter_has_its_group_and_is_there_once():
     made = letter(entry(), "orders.fifo", fifo=True)
 
     assert (made["MessageGroupId"], made["MessageDeduplicationId"]) == ("g", "id-1")
 
 
-def test_characters_that_sqs_refuses_are_replaced_in_a_reason() -> None:
+def test_characters_that_sqs_refuses_are_replaced_in_a_reason():
     made = letter(entry(reason="a\x00b\ud800c\uffffd"), "orders", fifo=False)
 
     assert values(made)["broadway_reason"] == "a�b�c�d"
@@ -95,7 +95,7 @@ def test_characters_that_sqs_refuses_are_replaced_in_a_reason() -> None:
     assert unsendable("a\x0b") == "U+000B"
 
 
-def test_a_long_reason_is_cut_so_that_the_message_fits() -> None:
+def test_a_long_reason_is_cut_so_that_the_message_fits():
     full = letter(entry(reason="r" * 5000), "orders", fifo=False)
     assert len(values(full)["broadway_reason"]) == 2048
 
@@ -108,7 +108,7 @@ def test_a_long_reason_is_cut_so_that_the_message_fits() -> None:
     assert "MessageAttributes" not in whole
 
 
-def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte() -> None:
+def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte():
     publisher = publisher_of(Queue(cast("Any", FakeSqs()), URL))
     small = {str(number): {"MessageBody": "x"} for number in range(25)}
     assert [len(each) for each in publisher.requests(small)] == [10, 10, 5]
@@ -122,7 +122,7 @@ def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 5, 9, 10])
-def test_what_is_sent_back_has_its_own_attributes(count: int) -> None:
+def test_what_is_sent_back_has_its_own_attributes(count):
     # Given a letter, whose message may have had as many attributes as there is room for
     sent = letter(entry(attributes=count), "orders", fifo=True)
     raw = {
@@ -149,7 +149,7 @@ def test_what_is_sent_back_has_its_own_attributes(count: int) -> None:
     }
 
 
-def test_an_attribute_of_somebody_elses_is_no_mark_of_ours() -> None:
+def test_an_attribute_of_somebody_elses_is_no_mark_of_ours():
     for text in ("no JSON", "[1]", '{"reason": "x"}', "[" * 100_000):
         foreign = {"broadway": {"DataType": "String", "StringValue": text}}
         assert received_again(foreign) is None

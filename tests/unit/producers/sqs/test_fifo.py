@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ class Prepared(Orders):
 
 
 @pytest.fixture
-def fake() -> FakeSqs:
+def fake():
     handled.clear()
     failing.clear()
     failing.add("x1")
@@ -61,7 +60,7 @@ def run(fake: FakeSqs, pipeline: type[Broadway] = Orders, **producer: Any) -> Ru
         return pipeline(producer=producer).run_local(clock=fake.clock, max_messages=6)
 
 
-def test_what_comes_again_holds_back_the_later_ones_of_its_group(fake: FakeSqs) -> None:
+def test_what_comes_again_holds_back_the_later_ones_of_its_group(fake):
     report = run(fake, on_failure="release")
 
     assert handled == ["x1", "y1", "y2", "y3"]
@@ -80,9 +79,7 @@ def test_what_comes_again_holds_back_the_later_ones_of_its_group(fake: FakeSqs) 
         ({"on_failure": "retry", "dead_letter": "dead.fifo"}, {"requeued": 1, "released": 2}),
     ],
 )
-def test_so_do_noop_and_retry(
-    fake: FakeSqs, options: dict[str, Any], counts: dict[str, int]
-) -> None:
+def test_so_do_noop_and_retry(fake, options, counts):
     report = run(fake, **options)
 
     assert handled == ["x1", "y1", "y2", "y3"]
@@ -90,7 +87,7 @@ def test_so_do_noop_and_retry(
 
 
 @pytest.mark.parametrize("action", ["ack", "dead_letter"])
-def test_what_does_not_come_again_holds_nothing_back(fake: FakeSqs, action: str) -> None:
+def test_what_does_not_come_again_holds_nothing_back(fake, action):
     report = run(fake, on_failure=action, dead_letter="dead.fifo")
 
     assert handled == ["x1", "y1", "x2", "y2", "x3", "y3"]
@@ -98,7 +95,7 @@ def test_what_does_not_come_again_holds_nothing_back(fake: FakeSqs, action: str)
     assert fake.left(FIFO) == 0
 
 
-def test_a_chunk_that_cannot_be_prepared_holds_back_its_groups(fake: FakeSqs) -> None:
+def test_a_chunk_that_cannot_be_prepared_holds_back_its_groups(fake):
     # Chunks of two: x1 and y1 fail together.
     report = run(fake, Prepared, on_failure="release")
 
@@ -107,7 +104,7 @@ def test_a_chunk_that_cannot_be_prepared_holds_back_its_groups(fake: FakeSqs) ->
     assert report.settled.released == 6
 
 
-def test_a_process_task_gives_back_what_is_held_back(fake: FakeSqs, tmp_path: Path) -> None:
+def test_a_process_task_gives_back_what_is_held_back(fake, tmp_path):
     pipeline = Orders(producer={"on_failure": "noop"})
     process, _ = process_of(fake, pipeline, tmp_path, Budget(max_messages=6))
     with installed(fake):
@@ -126,9 +123,7 @@ def test_a_process_task_gives_back_what_is_held_back(fake: FakeSqs, tmp_path: Pa
     assert handled == ["x1", "x2", "x3"]
 
 
-def test_what_was_given_back_behind_a_failed_one_is_archived_later_and_once(
-    fake: FakeSqs, tmp_path: Path
-) -> None:
+def test_what_was_given_back_behind_a_failed_one_is_archived_later_and_once(fake, tmp_path):
     # Given a run in which x1 fails, so that x2 and x3 wait behind it
     pipeline = Orders(producer={"on_failure": "noop"}, archive=Archive())
     budget = Budget(max_messages=6)

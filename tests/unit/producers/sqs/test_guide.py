@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ RETRY = Verdict(Action.RETRY, 0.0, "later", "process")
 # ---------------------------------------------------------------------------------- connection
 
 
-def test_the_connections_other_extras_count_too() -> None:
+def test_the_connections_other_extras_count_too():
     extra = {
         "region_name": "eu-north-1",
         "verify": "/etc/ours.pem",
@@ -38,9 +37,7 @@ def test_the_connections_other_extras_count_too() -> None:
     assert client.meta.config.retries["total_max_attempts"] == 2
 
 
-def test_the_endpoint_may_be_an_option_or_botos_own_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_endpoint_may_be_an_option_or_botos_own_variable(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:4566")
     given = env(extra={"region_name": "us-east-1"})
 
@@ -53,7 +50,7 @@ def test_the_endpoint_may_be_an_option_or_botos_own_variable(
     assert optional.meta.endpoint_url == "http://127.0.0.1:9324"
 
 
-def test_a_queue_by_its_name_is_looked_up_once() -> None:
+def test_a_queue_by_its_name_is_looked_up_once():
     with halves(queue_url=None, queue_name="orders") as run:
         run.fake.put(["a"])
 
@@ -67,7 +64,7 @@ def test_a_queue_by_its_name_is_looked_up_once() -> None:
 @pytest.mark.parametrize(
     "place", [DEAD, "arn:aws:sqs:eu-west-1:123456789012:orders-dead", "orders-dead"]
 )
-def test_the_place_of_dead_letters_is_a_url_an_arn_or_a_name(place: str) -> None:
+def test_the_place_of_dead_letters_is_a_url_an_arn_or_a_name(place):
     with halves(dead_letter=place) as run:
         dead(run)
 
@@ -75,7 +72,7 @@ def test_the_place_of_dead_letters_is_a_url_an_arn_or_a_name(place: str) -> None
         assert run.fake.left() == 0
 
 
-def test_the_option_is_preferred_to_the_redrive_policy() -> None:
+def test_the_option_is_preferred_to_the_redrive_policy():
     with halves(dead_letter=f"{URL}-ours") as run:
         policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:orders-dead"}
         run.fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
@@ -85,7 +82,7 @@ def test_the_option_is_preferred_to_the_redrive_policy() -> None:
         assert run.fake.queue(DEAD).sent == []
 
 
-def test_a_dead_letter_carries_the_bytes_of_a_binary_attribute() -> None:
+def test_a_dead_letter_carries_the_bytes_of_a_binary_attribute():
     with halves(dead_letter=DEAD) as run:
         own = {"picture": {"DataType": "Binary", "BinaryValue": b"\x00\xff"}}
         dead(run, MessageAttributes=own)
@@ -102,7 +99,7 @@ def dead(run: Halves, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(("delay", "seconds"), [(1.0, 1), (1.001, 2), (59.5, 60)])
-def test_a_delay_is_rounded_up_to_the_second(delay: float, seconds: int) -> None:
+def test_a_delay_is_rounded_up_to_the_second(delay, seconds):
     with halves() as run:
         messages = run.take_new(["a"])
         later = Verdict(Action.RETRY, delay, "later", "process")
@@ -117,7 +114,7 @@ def test_a_delay_is_rounded_up_to_the_second(delay: float, seconds: int) -> None
 # ------------------------------------------------------------------------------------ holding
 
 
-def test_a_message_is_renewed_when_six_tenths_of_its_lease_are_left() -> None:
+def test_a_message_is_renewed_when_six_tenths_of_its_lease_are_left():
     with halves(lease=1000.0) as run:
         run.fake.put(["a"])
         run.take()
@@ -133,8 +130,8 @@ def test_a_message_is_renewed_when_six_tenths_of_its_lease_are_left() -> None:
 
 @pytest.mark.parametrize(("lease", "ahead"), [(HOUR, 2 * HOUR), (900.0, HOUR)])
 def test_the_end_of_the_twelve_hours_is_told_two_leases_ahead_and_an_hour_at_least(
-    lease: float, ahead: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    lease, ahead, tmp_path, caplog
+):
     caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
     with halves(f"file://{tmp_path}", lease=lease) as run:
         run.fake.put(["a"])
@@ -154,7 +151,7 @@ def test_the_end_of_the_twelve_hours_is_told_two_leases_ahead_and_an_hour_at_lea
         assert "cannot be renewed beyond that" in told
 
 
-def test_a_settlement_in_the_last_hour_says_so_in_its_report() -> None:
+def test_a_settlement_in_the_last_hour_says_so_in_its_report():
     for left, told in ((HOUR + 1, False), (HOUR - 1, True)):
         with halves(lease=12 * HOUR) as run:
             messages = run.take_new(["a"])
@@ -166,7 +163,7 @@ def test_a_settlement_in_the_last_hour_says_so_in_its_report() -> None:
             assert bool(report.errors) is told
 
 
-def test_what_is_retried_keeps_its_count_when_it_lapsed_meanwhile(tmp_path: Path) -> None:
+def test_what_is_retried_keeps_its_count_when_it_lapsed_meanwhile(tmp_path):
     staging = f"file://{tmp_path}"
     with halves(staging) as run:
         messages = run.take_new(["a"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,9 +100,7 @@ def handled(run: Halves, *, dead: bool) -> tuple[SettleReport, set[str]]:
 
 @settings(max_examples=150, deadline=None)
 @given(bad=BAD, fifo=st.booleans(), everything=st.booleans(), dead=st.booleans())
-def test_whatever_one_message_is_like_the_others_are_handled(
-    bad: tuple[Any, Any, Any], fifo: bool, everything: bool, dead: bool
-) -> None:
+def test_whatever_one_message_is_like_the_others_are_handled(bad, fifo, everything, dead):
     url = f"{URL}.fifo" if fifo else URL
     options: dict[str, Any] = {"dead_letter": "dead.fifo" if fifo else "dead"}
     if everything:
@@ -127,9 +124,7 @@ def test_whatever_one_message_is_like_the_others_are_handled(
 
 
 @pytest.mark.parametrize("missing", ["MessageId", "ReceiptHandle", "Body"])
-def test_a_message_without_what_it_needs_is_told_and_comes_again(
-    missing: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_without_what_it_needs_is_told_and_comes_again(missing, caplog):
     with halves() as run:
         run.fake.put([str(number) for number in range(5)])
         spoil(run.fake, 4, {missing: ...}, None, {})
@@ -142,7 +137,7 @@ def test_a_message_without_what_it_needs_is_told_and_comes_again(
         assert run.fake.waiting() == ["4"]
 
 
-def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_path: Path) -> None:
+def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_path):
     """AWS refuses half a surrogate pair in any request; a request of ten has nine others."""
     with halves(f"file://{tmp_path}", dead_letter="dead") as run:
         messages = run.take_new([*(str(number) for number in range(12)), "half \ud83d"])
@@ -160,8 +155,7 @@ def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_pa
         run.fake.answer = answer
         last = messages[-1]
         all_dead = dataclasses.replace(
-            settlement(messages),
-            entries=lambda: (entry_of(message, DEAD) for message in messages),
+            settlement(messages), entries=lambda: (entry_of(message, DEAD) for message in messages)
         )
 
         report = run.custodian.settle(run.source.lease, all_dead)
@@ -172,7 +166,7 @@ def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_pa
         assert refused[-1] == 1
 
 
-def test_a_request_that_is_refused_whatever_it_says_is_not_cut_up_for_ever() -> None:
+def test_a_request_that_is_refused_whatever_it_says_is_not_cut_up_for_ever():
     with halves(dead_letter="dead") as run:
         messages = run.take_new([str(number) for number in range(500)])
         run.fake.answers("DeleteMessage", client_error("UnsupportedOperation", "no"))
@@ -183,7 +177,7 @@ def test_a_request_that_is_refused_whatever_it_says_is_not_cut_up_for_ever() -> 
         assert run.fake.requests["DeleteMessage"] < 40
 
 
-def test_an_answer_that_names_other_entries_counts_for_none() -> None:
+def test_an_answer_that_names_other_entries_counts_for_none():
     with halves() as run:
         messages = run.take_new(["a", "b"])
         run.fake.answers(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -21,13 +20,11 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-def staging(tmp_path: Path) -> str:
+def staging(tmp_path):
     return f"file://{tmp_path}"
 
 
-def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(
-    staging: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(staging, caplog):
     caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
     with halves(staging, lease=6 * HOUR) as run:
         fake, clock = run.fake, run.clock
@@ -82,7 +79,7 @@ def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(
         custodian.close()
 
 
-def test_after_twelve_hours_all_has_lapsed_and_comes_back(staging: str) -> None:
+def test_after_twelve_hours_all_has_lapsed_and_comes_back(staging):
     with halves(staging, lease=4 * HOUR) as run:
         run.fake.put([str(number) for number in range(50)])
         ids = [message.message_id for message in run.take()]
@@ -99,9 +96,7 @@ def test_after_twelve_hours_all_has_lapsed_and_comes_back(staging: str) -> None:
         report = custodian.settle(
             lease,
             Settlement(
-                rest=ACK,
-                everything=lambda: (Entry(each, "", ACK) for each in ids),
-                expected=50,
+                rest=ACK, everything=lambda: (Entry(each, "", ACK) for each in ids), expected=50
             ),
         )
 

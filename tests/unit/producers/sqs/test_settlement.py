@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def failing(code: str, times: int, *, fault: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("code", "fault"), [("InternalError", False), ("RequestThrottled", True), ("Odd", False)]
 )
-def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code: str, fault: bool) -> None:
+def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code, fault):
     with halves() as run:
         messages = run.take_new([str(number) for number in range(3)])
         run.fake.answer = failing(code, 2, fault=fault)
@@ -67,9 +66,7 @@ def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code: str, fault: b
         ("RequestThrottled", {"lapsed": 1}),  # nothing was done then
     ],
 )
-def test_what_was_given_back_though_sqs_did_not_say_so_is_no_lapse(
-    code: str | None, counts: dict[str, Any]
-) -> None:
+def test_what_was_given_back_though_sqs_did_not_say_so_is_no_lapse(code, counts):
     with halves() as run:
         messages = run.take_new(["a"])
         said = [code, "AWS.SimpleQueueService.MessageNotInflight"]
@@ -90,7 +87,7 @@ def test_what_was_given_back_though_sqs_did_not_say_so_is_no_lapse(
         assert said == []
 
 
-def test_an_entry_that_goes_on_failing_is_reported_and_comes_back() -> None:
+def test_an_entry_that_goes_on_failing_is_reported_and_comes_back():
     with halves() as run:
         messages = run.take_new(["a"])
         run.fake.answer = failing("InternalError", 1000)
@@ -115,9 +112,7 @@ def test_an_entry_that_goes_on_failing_is_reported_and_comes_back() -> None:
         ),
     ],
 )
-def test_an_entry_of_the_senders_fault_is_refused_at_once_with_what_sqs_said(
-    code: str, counts: dict[str, int], told: str
-) -> None:
+def test_an_entry_of_the_senders_fault_is_refused_at_once_with_what_sqs_said(code, counts, told):
     with halves() as run:
         messages = run.take_new(["a", "b"])
         run.fake.answer = failing(code, 1000, fault=True)
@@ -128,7 +123,7 @@ def test_an_entry_of_the_senders_fault_is_refused_at_once_with_what_sqs_said(
         assert run.fake.requests["DeleteMessage"] == 1
 
 
-def test_a_message_that_another_has_is_lapsed_whatever_its_verdict() -> None:
+def test_a_message_that_another_has_is_lapsed_whatever_its_verdict():
     with halves() as run:
         messages = run.take_new(["a", "b", "c"])
         for message in messages[1:]:
@@ -144,7 +139,7 @@ def test_a_message_that_another_has_is_lapsed_whatever_its_verdict() -> None:
 # ------------------------------------------------------------------------- requests that fail
 
 
-def test_a_denied_action_keeps_none_of_the_others_from_being_done() -> None:
+def test_a_denied_action_keeps_none_of_the_others_from_being_done():
     with halves() as run:
         messages = run.take_new([str(number) for number in range(40)])
         run.fake.answers(
@@ -162,7 +157,7 @@ def test_a_denied_action_keeps_none_of_the_others_from_being_done() -> None:
         assert run.fake.requests["ChangeMessageVisibility"] == 1
 
 
-def test_sqs_out_of_reach_leaves_the_settlement_to_be_run_again(tmp_path: Path) -> None:
+def test_sqs_out_of_reach_leaves_the_settlement_to_be_run_again(tmp_path):
     with halves(f"file://{tmp_path}", dead_letter="orders-dead") as run:
         messages = run.take_new([str(number) for number in range(5)])
         run.fake.answers("DeleteMessage", client_error("ServiceUnavailable", status=503))
@@ -184,9 +179,7 @@ def test_sqs_out_of_reach_leaves_the_settlement_to_be_run_again(tmp_path: Path) 
         assert run.other().settle(lease, settlement(messages, verdicts)) == report
 
 
-def test_who_settles_again_clears_up_what_the_first_was_killed_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_settles_again_clears_up_what_the_first_was_killed_before(tmp_path, monkeypatch):
     with halves(f"file://{tmp_path}") as run:
         messages = run.take_new(["a", "b"])
         lease, asked = run.source.lease, settlement(messages, {})
@@ -210,7 +203,7 @@ def test_who_settles_again_clears_up_what_the_first_was_killed_before(
 # --------------------------------------------------------------------------------- receipts
 
 
-def test_a_message_handed_out_twice_at_once_is_one_and_settled_by_its_newer_receipt() -> None:
+def test_a_message_handed_out_twice_at_once_is_one_and_settled_by_its_newer_receipt():
     with halves() as run:
         run.fake.put(["a"])
         held = run.fake.queue().ready[0]
@@ -236,7 +229,7 @@ def test_a_message_handed_out_twice_at_once_is_one_and_settled_by_its_newer_rece
         assert held.key not in run.fake.queue().known
 
 
-def test_a_message_that_comes_again_within_its_run_is_handled_once(tmp_path: Path) -> None:
+def test_a_message_that_comes_again_within_its_run_is_handled_once(tmp_path):
     with halves(f"file://{tmp_path}") as run:
         messages = run.take_new(["a", "b"])
         lease = run.source.lease
@@ -254,7 +247,7 @@ def test_a_message_that_comes_again_within_its_run_is_handled_once(tmp_path: Pat
         assert run.fake.left() == 0
 
 
-def test_a_lapse_is_reported_by_our_own_clock_where_sqs_would_take_the_receipt() -> None:
+def test_a_lapse_is_reported_by_our_own_clock_where_sqs_would_take_the_receipt():
     with halves() as run:
         messages = run.take_new(["a"])
         lease = run.source.lease
@@ -268,7 +261,7 @@ def test_a_lapse_is_reported_by_our_own_clock_where_sqs_would_take_the_receipt()
         assert run.fake.requests["DeleteMessage"] == 0
 
 
-def test_a_message_whose_renewal_is_refused_has_lapsed_alone(tmp_path: Path) -> None:
+def test_a_message_whose_renewal_is_refused_has_lapsed_alone(tmp_path):
     with halves(f"file://{tmp_path}") as run:
         messages = run.take_new(["a", "b", "c"])
         lease = run.source.lease
@@ -286,7 +279,7 @@ def test_a_message_whose_renewal_is_refused_has_lapsed_alone(tmp_path: Path) -> 
         assert (report.acked, report.lapsed) == (2, 1)
 
 
-def test_what_was_received_and_never_staged_is_given_back() -> None:
+def test_what_was_received_and_never_staged_is_given_back():
     with halves() as run:
         messages = run.take_new(["a", "b", "c"])
 
@@ -299,7 +292,7 @@ def test_what_was_received_and_never_staged_is_given_back() -> None:
 # ----------------------------------------------------------------------------------- the rest
 
 
-def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so() -> None:
+def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so():
     with halves(lease=43_200.0) as run:
         messages = run.take_new(["a"])
         run.clock.advance(42_000.0)
@@ -313,7 +306,7 @@ def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so() -> None:
         assert run.fake.waiting() == ["a"]
 
 
-def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs() -> None:
+def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs():
     with halves(dead_letter="orders-dead") as run:
         messages = run.take_new(["a", "b"])
         run.fake.answers(
@@ -338,7 +331,7 @@ def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs() -> Non
         assert [held.body for held in run.fake.queue().known.values()] == ["a"]
 
 
-def test_what_is_written_down_does_not_pile_up(tmp_path: Path) -> None:
+def test_what_is_written_down_does_not_pile_up(tmp_path):
     staging = f"file://{tmp_path}"
 
     def files() -> set[str]:
@@ -364,7 +357,7 @@ def test_what_is_written_down_does_not_pile_up(tmp_path: Path) -> None:
     assert files() == {"receipts-000000.json"}
 
 
-def test_without_a_staging_folder_the_receives_stand_for_attempts() -> None:
+def test_without_a_staging_folder_the_receives_stand_for_attempts():
     with halves() as first:
         fake = first.fake
         fake.put(["a"])
@@ -377,7 +370,7 @@ def test_without_a_staging_folder_the_receives_stand_for_attempts() -> None:
     assert again.attempt == 2
 
 
-def test_what_a_run_gives_back_waits_for_its_end() -> None:
+def test_what_a_run_gives_back_waits_for_its_end():
     with halves() as run:
         messages = run.take_new(["a"])
         run.custodian.settle_now(
@@ -391,9 +384,7 @@ def test_what_a_run_gives_back_waits_for_its_end() -> None:
         assert run.fake.waiting() == ["a"]
 
 
-def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(
-    tmp_path: Path,
-) -> None:
+def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(tmp_path):
     # Given two verdicts at once, of which the second is not answered
     with halves(tmp_path.as_uri()) as run:
         messages = run.take_new(["a", "b", "c"])
@@ -411,7 +402,7 @@ def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(
         assert report == SettleReport(acked=2, requeued=1)
 
 
-def test_what_was_deleted_without_an_answer_counts_as_acked_and_not_as_retried() -> None:
+def test_what_was_deleted_without_an_answer_counts_as_acked_and_not_as_retried():
     # Given a verdict at once that SQS carries out, and whose answer is lost
     with halves() as run:
         messages = run.take_new(["a", "b"])
@@ -450,7 +441,7 @@ def in_groups(fake: FakeSqs) -> None:
         fake.put([body], url=FIFO, group=body[0])
 
 
-def test_a_failure_that_comes_again_holds_back_the_later_ones_of_its_group() -> None:
+def test_a_failure_that_comes_again_holds_back_the_later_ones_of_its_group():
     with halves(queue_url=FIFO, on_failure="retry", dead_letter="dead.fifo") as run:
         in_groups(run.fake)
         messages = run.take()
@@ -464,7 +455,7 @@ def test_a_failure_that_comes_again_holds_back_the_later_ones_of_its_group() -> 
         assert fifo(run) == ["x1", "x2", "x3"]
 
 
-def test_settling_in_portions_holds_back_across_them() -> None:
+def test_settling_in_portions_holds_back_across_them():
     with halves(queue_url=FIFO) as run:
         in_groups(run.fake)
         messages = run.take()
@@ -477,7 +468,7 @@ def test_settling_in_portions_holds_back_across_them() -> None:
         assert (report.acked, report.released) == (2, 2)
 
 
-def test_what_is_settled_at_once_by_several_processes_stays_in_order(tmp_path: Path) -> None:
+def test_what_is_settled_at_once_by_several_processes_stays_in_order(tmp_path):
     """What follows one that was given back is given back; what is before it is done with."""
     with halves(f"file://{tmp_path}", queue_url=FIFO) as run:
         in_groups(run.fake)
@@ -501,8 +492,8 @@ def test_what_is_settled_at_once_by_several_processes_stays_in_order(tmp_path: P
 
 
 def test_what_a_killed_settlement_was_about_to_give_back_is_given_back_whatever_came_since(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with halves(f"file://{tmp_path}") as run:
         messages = run.take_new(["a", "b", "c"])
 

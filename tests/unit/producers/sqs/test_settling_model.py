@@ -128,9 +128,7 @@ def check_none_lost(run: Halves, ids: list[str], verdicts: dict[str, Verdict]) -
     verdicts=st.lists(st.sampled_from(VERDICTS), min_size=1, max_size=35),
     faults=st.lists(st.sampled_from(FAULTS), max_size=12),
 )
-def test_the_report_says_what_is_true_at_the_broker(
-    verdicts: list[Verdict], faults: list[str]
-) -> None:
+def test_the_report_says_what_is_true_at_the_broker(verdicts, faults):
     with received(verdicts) as (run, messages, by_body, by_id):
         Chaos(run.fake, faults)
 
@@ -167,8 +165,8 @@ def test_the_report_says_what_is_true_at_the_broker(
     sweeps=st.booleans(),
 )
 def test_a_second_settler_while_the_first_stalls_loses_nothing(
-    verdicts: list[Verdict], faults: list[str], after: int, late: float, sweeps: bool
-) -> None:
+    verdicts, faults, after, late, sweeps
+):
     with received(verdicts) as (run, messages, by_body, by_id):
         given = settlement(messages, by_body)
         chaos = Chaos(run.fake, faults)
@@ -196,7 +194,7 @@ def test_a_second_settler_while_the_first_stalls_loses_nothing(
             assert heir_ids <= set(run.fake.queue().known)
 
 
-def test_receipts_that_are_gone_or_damaged_lapse_alone(tmp_path: Any) -> None:
+def test_receipts_that_are_gone_or_damaged_lapse_alone(tmp_path):
     with halves(f"file://{tmp_path}") as run:
         for start in (0, 10, 20):
             run.fake.put([str(place) for place in range(start, start + 10)])
@@ -216,7 +214,7 @@ def test_receipts_that_are_gone_or_damaged_lapse_alone(tmp_path: Any) -> None:
         assert len(run.fake.waiting()) == 30
 
 
-def test_what_is_missing_is_never_acknowledged_by_the_count_alone(tmp_path: Any) -> None:
+def test_what_is_missing_is_never_acknowledged_by_the_count_alone(tmp_path):
     with halves(f"file://{tmp_path}") as run:
         messages = []
         for start in (0, 2):

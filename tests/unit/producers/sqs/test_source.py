@@ -35,7 +35,7 @@ def asked(fake: FakeSqs) -> list[int]:
 # ------------------------------------------------------------------------------------ requests
 
 
-def test_a_receive_asks_for_the_lease_and_what_custody_needs() -> None:
+def test_a_receive_asks_for_the_lease_and_what_custody_needs():
     request = request_of(SqsProducer(queue_url=URL, lease=90.5), 3)
 
     assert request == {
@@ -48,7 +48,7 @@ def test_a_receive_asks_for_the_lease_and_what_custody_needs() -> None:
     assert request_of(SqsProducer(queue_url=URL, wait_time_seconds=0), 3)["WaitTimeSeconds"] == 0
 
 
-def test_a_fifo_receive_names_its_attempt_and_the_group() -> None:
+def test_a_fifo_receive_names_its_attempt_and_the_group():
     producer = SqsProducer(queue_name="orders.fifo", wait_time_seconds=20, attribute_names="all")
 
     first, second = request_of(producer, 10), request_of(producer, 10)
@@ -62,7 +62,7 @@ def test_a_fifo_receive_names_its_attempt_and_the_group() -> None:
     )
 
 
-def test_metadata_has_what_was_asked_for_and_nothing_more() -> None:
+def test_metadata_has_what_was_asked_for_and_nothing_more():
     attributes = {
         "kind": {"DataType": "String", "StringValue": "order"},
         "trace.id": {"DataType": "Binary", "BinaryValue": b"\x00\x01"},
@@ -84,7 +84,7 @@ def test_metadata_has_what_was_asked_for_and_nothing_more() -> None:
     assert sorted(kept["attributes"]) == ["kind", "other", "trace.id"]
 
 
-def test_the_demand_is_cut_into_full_receives() -> None:
+def test_the_demand_is_cut_into_full_receives():
     with halves() as run:
         run.fake.put([str(number) for number in range(100)])
 
@@ -94,7 +94,7 @@ def test_the_demand_is_cut_into_full_receives() -> None:
         assert asked(run.fake) == [10, 10, 5]
 
 
-def test_the_lease_stays_small_however_many_messages_it_holds() -> None:
+def test_the_lease_stays_small_however_many_messages_it_holds():
     with halves() as run:
         run.fake.put([str(number) for number in range(2000)])
         assert len(run.take()) == 2000
@@ -104,7 +104,7 @@ def test_the_lease_stays_small_however_many_messages_it_holds() -> None:
 # --------------------------------------------------------------------------- several in flight
 
 
-def test_receives_are_made_beside_each_other() -> None:
+def test_receives_are_made_beside_each_other():
     with halves(receive_concurrency=4) as run:
         run.fake.put([str(number) for number in range(40)])
         together = threading.Barrier(4)
@@ -118,7 +118,7 @@ def test_receives_are_made_beside_each_other() -> None:
         assert len(run.source.receive(40, timeout=0)) == 40
 
 
-def test_of_a_large_demand_half_is_handed_out_and_the_rest_given_back_at_a_stop() -> None:
+def test_of_a_large_demand_half_is_handed_out_and_the_rest_given_back_at_a_stop():
     with halves(receive_concurrency=4) as run:
         run.fake.put([str(number) for number in range(2000)])
 
@@ -131,7 +131,7 @@ def test_of_a_large_demand_half_is_handed_out_and_the_rest_given_back_at_a_stop(
         assert report.acked == len(messages)
 
 
-def test_a_poll_in_progress_completes_and_gives_back_what_it_found() -> None:
+def test_a_poll_in_progress_completes_and_gives_back_what_it_found():
     with halves(receive_concurrency=2, wait_time_seconds=20) as run:
         asked_for, go_on = threading.Event(), threading.Event()
 
@@ -165,7 +165,7 @@ def test_a_poll_in_progress_completes_and_gives_back_what_it_found() -> None:
 # -------------------------------------------------------------------------------------- budgets
 
 
-def test_an_empty_receive_is_followed_by_the_next_after_the_interval() -> None:
+def test_an_empty_receive_is_followed_by_the_next_after_the_interval():
     with halves(receive_interval=5.0) as run:
         began = run.clock.monotonic()
 
@@ -175,7 +175,7 @@ def test_an_empty_receive_is_followed_by_the_next_after_the_interval() -> None:
         assert run.fake.requests["ReceiveMessage"] == 5  # at 0, 5, 10, 15 and 20 s
 
 
-def test_while_the_queue_is_quiet_one_asks_for_all() -> None:
+def test_while_the_queue_is_quiet_one_asks_for_all():
     with halves(receive_concurrency=8, receive_interval=5.0) as run:
         assert list(run.source.receive(1000, timeout=0)) == []
         first = run.fake.requests["ReceiveMessage"]
@@ -191,9 +191,7 @@ def test_while_the_queue_is_quiet_one_asks_for_all() -> None:
         assert run.fake.requests["ReceiveMessage"] == first + 1
 
 
-def test_at_the_limit_of_messages_in_flight_the_run_goes_on_with_what_it_has(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_at_the_limit_of_messages_in_flight_the_run_goes_on_with_what_it_has(caplog):
     with halves() as run:
         run.fake.put([str(number) for number in range(100)])
         run.fake.answer = lambda action, _: (
@@ -206,7 +204,7 @@ def test_at_the_limit_of_messages_in_flight_the_run_goes_on_with_what_it_has(
         assert "as many messages in flight as it may have" in caplog.text
 
 
-def test_a_receive_of_known_messages_alone_does_not_make_the_queue_look_empty() -> None:
+def test_a_receive_of_known_messages_alone_does_not_make_the_queue_look_empty():
     with halves(max_number_of_messages=1) as run:
         run.fake.put(["a", "b"])
         [first] = run.source.secure(run.source.receive(1, timeout=0))
@@ -218,7 +216,7 @@ def test_a_receive_of_known_messages_alone_does_not_make_the_queue_look_empty() 
         assert second.data == b"b"
 
 
-def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out() -> None:
+def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out():
     with halves(receive_concurrency=2) as run:
         run.fake.put([str(number) for number in range(20)])
         assert len(run.source.receive(20, timeout=0)) == 20
@@ -235,7 +233,7 @@ def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out()
 
 
 @pytest.mark.parametrize("code", ["ReceiptHandleIsInvalid", "InternalError"])
-def test_what_cannot_be_held_anew_is_not_handed_out(code: str) -> None:
+def test_what_cannot_be_held_anew_is_not_handed_out(code):
     with halves() as run:
         now = run.clock.now().timestamp()
         run.source._ready = [(now, each) for each in received(run.fake)]
@@ -263,7 +261,7 @@ def received(fake: FakeSqs) -> list[Received]:
 # ---------------------------------------------------------------------------------- what fails
 
 
-def test_a_short_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_outage_is_waited_out(caplog):
     with halves() as run:
         run.fake.put(["a"])
         run.fake.answer = lambda action, _: (
@@ -276,7 +274,7 @@ def test_a_short_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
         assert "could not do ReceiveMessage" in caplog.text
 
 
-def test_a_long_outage_ends_the_run_with_an_error() -> None:
+def test_a_long_outage_ends_the_run_with_an_error():
     with halves() as run:
         run.fake.answer = lambda *_: client_error("ServiceUnavailable", status=503)
         with pytest.raises(ProducerUnavailable, match="just now"):
@@ -284,7 +282,7 @@ def test_a_long_outage_ends_the_run_with_an_error() -> None:
         assert 60.0 <= run.clock.monotonic() < 70.0
 
 
-def test_expired_credentials_end_the_run_at_once() -> None:
+def test_expired_credentials_end_the_run_at_once():
     with halves() as run:
         run.fake.answer = lambda *_: client_error("ExpiredToken")
         with pytest.raises(Expired):
@@ -292,9 +290,7 @@ def test_expired_credentials_end_the_run_at_once() -> None:
         assert len(asked(run.fake)) == 1
 
 
-def test_a_redrive_policy_of_few_receives_is_warned_about(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_redrive_policy_of_few_receives_is_warned_about(caplog):
     fake = FakeSqs(ManualClock())
     policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:dead", "maxReceiveCount": "3"}
     fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
@@ -306,9 +302,7 @@ def test_a_redrive_policy_of_few_receives_is_warned_about(
     assert "set maxReceiveCount to 5 or more" in caplog.text
 
 
-def test_attributes_that_may_not_be_read_are_done_without(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_attributes_that_may_not_be_read_are_done_without(caplog):
     caplog.set_level(logging.INFO)
     fake = FakeSqs(ManualClock())
     fake.put(["a"])
@@ -322,7 +316,7 @@ def test_attributes_that_may_not_be_read_are_done_without(
     assert "The depth of 'orders' is not known: " in caplog.text
 
 
-def test_a_depth_is_what_sqs_says_and_has_no_age() -> None:
+def test_a_depth_is_what_sqs_says_and_has_no_age():
     with halves() as run:
         for which, number in (("", 3), ("NotVisible", 4), ("Delayed", 5)):
             name = f"ApproximateNumberOfMessages{which}"
@@ -330,7 +324,7 @@ def test_a_depth_is_what_sqs_says_and_has_no_age() -> None:
         assert run.producer.depth(run.env) == QueueDepth(3, 5, 4, 0, None)
 
 
-def test_dead_letters_with_nowhere_to_go_are_told_before_anything_is_received() -> None:
+def test_dead_letters_with_nowhere_to_go_are_told_before_anything_is_received():
     fake = FakeSqs(ManualClock())
     with (
         pytest.raises(ProducerError, match="give the producer dead_letter=…"),
@@ -340,26 +334,23 @@ def test_dead_letters_with_nowhere_to_go_are_told_before_anything_is_received() 
     assert not fake.requests["ReceiveMessage"]
 
 
-def test_a_missing_queue_is_told_before_anything_is_received() -> None:
+def test_a_missing_queue_is_told_before_anything_is_received():
     fake = FakeSqs(ManualClock())
     fake.answer = lambda action, _: client_error("QueueDoesNotExist")
     with pytest.raises(ProducerError, match="there is no SQS queue 'orders'"), halves(fake=fake):
         pass
 
 
-def test_a_visibility_timeout_of_0_cannot_hold_anything() -> None:
+def test_a_visibility_timeout_of_0_cannot_hold_anything():
     producer = SqsProducer(queue_url=URL, visibility_timeout=0)
-    with (
-        installed(FakeSqs()),
-        pytest.raises(ProducerError, match="hides a message from no"),
-    ):
+    with installed(FakeSqs()), pytest.raises(ProducerError, match="hides a message from no"):
         producer.source(ProducerEnv())
 
 
 # -------------------------------------------------------------------------------------- options
 
 
-def test_visibility_timeout_and_lease_are_one() -> None:
+def test_visibility_timeout_and_lease_are_one():
     assert SqsProducer(queue_url=URL).lease == 900.0
     assert SqsProducer(queue_url=URL, visibility_timeout=120).lease == 120
     with pytest.raises(OptionsError, match="they are one"):
@@ -368,15 +359,13 @@ def test_visibility_timeout_and_lease_are_one() -> None:
         SqsProducer(queue_url=URL, lease=50_000.0)
 
 
-def test_a_lease_outlasts_the_long_poll_that_it_runs_from() -> None:
+def test_a_lease_outlasts_the_long_poll_that_it_runs_from():
     assert SqsProducer(queue_url=URL, wait_time_seconds=20, lease=40.0).lease == 40
     with pytest.raises(OptionsError, match="at least twice wait_time_seconds"):
         SqsProducer(queue_url=URL, wait_time_seconds=20, lease=30.0)
 
 
-def test_another_word_for_an_action_means_noop_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_another_word_for_an_action_means_noop_with_a_warning(caplog):
     producer = SqsProducer(queue_url=URL, on_failure="dead-letter")
 
     assert producer.on_failure == "noop"
@@ -389,7 +378,7 @@ class Orders(Passing):
     batchers = {"default": Batcher(engine="python")}
 
 
-def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise() -> None:
+def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise():
     def own(message: Message) -> int:
         return 0
 
@@ -401,7 +390,7 @@ def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise() -> No
     assert standard.processors.partition_by is None
 
 
-def test_messages_of_a_group_arrive_in_order_and_share_a_partition() -> None:
+def test_messages_of_a_group_arrive_in_order_and_share_a_partition():
     with halves(queue_url=FIFO) as run:
         for number in range(9):
             run.fake.put([f"{number}"], url=FIFO, group=f"g{number % 3}")
@@ -414,9 +403,7 @@ def test_messages_of_a_group_arrive_in_order_and_share_a_partition() -> None:
         assert [int(message.data) for message in own] == [group, group + 3, group + 6]
 
 
-def test_a_fifo_queue_whose_messages_have_no_group_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_fifo_queue_whose_messages_have_no_group_is_told_once(caplog):
     with halves(queue_url=FIFO) as run:
         run.fake.put(["a", "b"], url=FIFO)
         assert len(run.take()) == 2
@@ -427,7 +414,7 @@ def test_a_fifo_queue_whose_messages_have_no_group_is_told_once(
     assert caplog.text.count("carry no message group") == 1
 
 
-def test_each_receive_is_told_as_a_span() -> None:
+def test_each_receive_is_told_as_a_span():
     seen: list[tuple[str, dict[str, Any]]] = []
     events = [f"sqs.receive_messages.{end}" for end in ("start", "stop", "exception")]
     handler = telemetry.attach(
@@ -468,13 +455,7 @@ def test_each_receive_is_told_as_a_span() -> None:
         ({}, 3, 5, ""),
     ],
 )
-def test_a_queue_that_only_looks_empty_is_told(
-    options: dict[str, Any],
-    visible: int,
-    hidden: int,
-    said: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_queue_that_only_looks_empty_is_told(options, visible, hidden, said, caplog):
     caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
     with halves(**options) as run:
         run.fake.queue(options.get("queue_url", URL)).attributes |= {
@@ -489,9 +470,7 @@ def test_a_queue_that_only_looks_empty_is_told(
     assert [said in message for message in caplog.messages] == ([True] if said else [])
 
 
-def test_a_redrive_policy_that_ends_before_the_attempts_do_is_warned_about(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_redrive_policy_that_ends_before_the_attempts_do_is_warned_about(caplog):
     fake = FakeSqs(ManualClock())
     policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:dead", "maxReceiveCount": "6"}
     fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
@@ -515,9 +494,7 @@ def test_a_redrive_policy_that_ends_before_the_attempts_do_is_warned_about(
         ("http://localhost:4566", False),
     ],
 )
-def test_an_endpoint_that_is_not_encrypted_is_told(
-    endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_endpoint_that_is_not_encrypted_is_told(endpoint, warned, caplog):
     producer = SqsProducer(queue_url=f"{endpoint}/1/orders", conn_id=None, region_name="eu-west-1")
     checks.warn_of_plain_http.cache_clear()
 

@@ -100,7 +100,7 @@ class Publishing:
 
 
 @pytest.fixture(params=[URL, FIFO], ids=["standard", "fifo"])
-def url(request: pytest.FixtureRequest) -> str:
+def url(request):
     return str(request.param)
 
 
@@ -140,8 +140,8 @@ def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("way", list(WAYS))
 def test_however_a_run_ends_it_hides_what_it_holds_and_nothing_else(
-    way: str, concurrency: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    way, concurrency, url, tmp_path, monkeypatch
+):
     if way == "staging":
         fail_portion(monkeypatch, 2 if (url, concurrency) == (URL, 1) else 1)
     publishing = Publishing(way, url)
@@ -169,9 +169,7 @@ def test_however_a_run_ends_it_hides_what_it_holds_and_nothing_else(
         lease = staged.lease(staged.generation("g"))
         custodian = made.pipeline.producer.custodian(made.env)
         everything = Settlement(
-            rest=ACK,
-            everything=lambda: (Entry(each, "", ACK) for each in held),
-            expected=len(held),
+            rest=ACK, everything=lambda: (Entry(each, "", ACK) for each in held), expected=len(held)
         )
         assert custodian.settle(lease, everything) == SettleReport(acked=len(held))
         custodian.close()
@@ -194,7 +192,7 @@ def staged_ids(staged: StagedRun, manifest: Manifest) -> set[str]:
 # ------------------------------------------------------------------------ what is under way
 
 
-def test_what_was_handed_out_and_never_secured_is_not_counted_and_goes_back() -> None:
+def test_what_was_handed_out_and_never_secured_is_not_counted_and_goes_back():
     with halves() as run:
         run.fake.put(["a", "b"])
         run.source.secure(run.source.receive(1, timeout=0))
@@ -209,7 +207,7 @@ def test_what_was_handed_out_and_never_secured_is_not_counted_and_goes_back() ->
         )
 
 
-def test_what_is_given_back_in_vain_is_given_back_once_more_when_the_source_is_closed() -> None:
+def test_what_is_given_back_in_vain_is_given_back_once_more_when_the_source_is_closed():
     with halves() as run:
         run.fake.put([str(number) for number in range(30)])
         run.source.receive(10, timeout=0)
@@ -223,19 +221,14 @@ def test_what_is_given_back_in_vain_is_given_back_once_more_when_the_source_is_c
         assert len(run.fake.waiting()) == 30
 
 
-def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_noted(
-    tmp_path: Path,
-) -> None:
+def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_noted(tmp_path):
     with halves(f"file://{tmp_path}") as run:
         messages = run.take_new(["a"])
         queue = run.fake.queue()
         queue.ready.append(queue.known[messages[0].message_id])  # shown too early, as SQS may
         again = run.fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
         run.source._ready = [
-            (
-                run.clock.now().timestamp(),
-                Received(raw["MessageId"], raw["ReceiptHandle"], raw),
-            )
+            (run.clock.now().timestamp(), Received(raw["MessageId"], raw["ReceiptHandle"], raw))
             for raw in again["Messages"]
         ]
 
@@ -249,9 +242,7 @@ def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_not
         assert run.fake.left() == 0
 
 
-def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(monkeypatch):
     monkeypatch.setattr(polls, "_RECEIVE_TIMEOUT", 0.05)
     with halves(receive_concurrency=2, wait_time_seconds=20) as run:
         asked, go_on = threading.Event(), threading.Event()
@@ -280,9 +271,7 @@ def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(
 
 @pytest.mark.parametrize("wait", [None, 0, 20], ids=["the queue's", "no", "20 s"])
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(
-    concurrency: int, wait: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(concurrency, wait, monkeypatch):
     """Nor for a server that is slow to answer: Airflow kills a task five seconds later."""
     monkeypatch.setattr(polls, "_STOPPING_TIMEOUT", 0.05)
     told, go_on = threading.Event(), threading.Event()
@@ -314,9 +303,7 @@ def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(
 
 
 @pytest.mark.parametrize("wait", [None, 20], ids=["the queue's", "20 s"])
-def test_a_task_that_is_told_to_stop_during_a_long_poll_publishes_what_it_has_done(
-    wait: int | None, tmp_path: Path
-) -> None:
+def test_a_task_that_is_told_to_stop_during_a_long_poll_publishes_what_it_has_done(wait, tmp_path):
     publishing = Publishing("stopped", URL)
     made, staged = process(publishing, tmp_path, 1, wait_time_seconds=wait)
     go_on = threading.Event()
@@ -345,7 +332,7 @@ def test_a_task_that_is_told_to_stop_during_a_long_poll_publishes_what_it_has_do
 
 
 @pytest.mark.parametrize("recovers", ["while it runs", "as it ends"])
-def test_a_lost_answer_does_not_block_its_groups_for_a_lease(recovers: str) -> None:
+def test_a_lost_answer_does_not_block_its_groups_for_a_lease(recovers):
     with halves(queue_url=FIFO) as run:
         for body in ("x1", "x2", "y1"):
             run.fake.put([body], url=FIFO, group=body[0])

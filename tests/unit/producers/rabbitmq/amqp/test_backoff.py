@@ -6,9 +6,7 @@ import statistics
 
 import pytest
 
-from airflow_broadway.core.errors import (
-    ProducerUnavailable,
-)
+from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Attempts,
     Backoff,
@@ -21,7 +19,7 @@ LOST = ProducerUnavailable("the connection is lost")
 
 
 @pytest.fixture
-def clock() -> ManualClock:
+def clock():
     return ManualClock()
 
 
@@ -30,9 +28,7 @@ def doubling(clock: ManualClock) -> Attempts:
     return Attempts(Backoff("exp", 1.0, 8.0), 60.0, clock)
 
 
-def test_what_fails_at_its_first_use_is_made_anew_at_once_and_then_by_delays(
-    clock: ManualClock,
-) -> None:
+def test_what_fails_at_its_first_use_is_made_anew_at_once_and_then_by_delays(clock):
     attempts = doubling(clock)
     passed = []
     for _ in range(6):
@@ -43,9 +39,7 @@ def test_what_fails_at_its_first_use_is_made_anew_at_once_and_then_by_delays(
     assert passed == [0.0, 1.0, 2.0, 4.0, 8.0, 8.0]
 
 
-def test_connections_that_are_made_and_fail_are_given_up_like_a_broker_that_is_away(
-    clock: ManualClock,
-) -> None:
+def test_connections_that_are_made_and_fail_are_given_up_like_a_broker_that_is_away(clock):
     attempts = doubling(clock)
     made: list[int] = []
 
@@ -60,7 +54,7 @@ def test_connections_that_are_made_and_fail_are_given_up_like_a_broker_that_is_a
     assert clock.monotonic() == 55.0  # the next delay would not fit
 
 
-def test_what_worked_begins_a_stretch_of_its_own(clock: ManualClock) -> None:
+def test_what_worked_begins_a_stretch_of_its_own(clock):
     attempts = doubling(clock)
     for _ in range(100):
         attempts.again(LOST)
@@ -70,7 +64,7 @@ def test_what_worked_begins_a_stretch_of_its_own(clock: ManualClock) -> None:
     assert clock.monotonic() == 100.0
 
 
-def test_who_is_told_to_stop_waits_no_longer(clock: ManualClock) -> None:
+def test_who_is_told_to_stop_waits_no_longer(clock):
     told_at = 3.0
     attempts = Attempts(
         Backoff("exp", 30.0, 30.0), 600.0, clock, lambda: clock.monotonic() >= told_at
@@ -84,7 +78,7 @@ def test_who_is_told_to_stop_waits_no_longer(clock: ManualClock) -> None:
     assert clock.monotonic() < told_at + 1.0
 
 
-def test_without_a_back_off_nothing_is_tried_twice_in_a_row(clock: ManualClock) -> None:
+def test_without_a_back_off_nothing_is_tried_twice_in_a_row(clock):
     attempts = Attempts(Backoff("stop", 1.0, 1.0), 60.0, clock)
 
     attempts.again(LOST)
@@ -92,7 +86,7 @@ def test_without_a_back_off_nothing_is_tried_twice_in_a_row(clock: ManualClock) 
         attempts.again(LOST)
 
 
-def test_a_random_backoff_stays_within_its_bounds_and_spreads() -> None:
+def test_a_random_backoff_stays_within_its_bounds_and_spreads():
     for kind in ("rand", "rand_exp"):
         backoff = Backoff(kind, *backoff_bounds(1.0, 30.0), seed=1)
         draws = [backoff.next() or 0.0 for _ in range(500)]

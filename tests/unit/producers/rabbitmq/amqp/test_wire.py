@@ -11,11 +11,7 @@ from pika import frame, spec
 
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.properties import join_fields
-from airflow_broadway.producers.rabbitmq.amqp.wire import (
-    Delivered,
-    FrameReader,
-    connection_class,
-)
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, FrameReader, connection_class
 
 
 def frames(
@@ -56,9 +52,7 @@ DELIVERIES = st.lists(
 
 @settings(deadline=None)
 @given(DELIVERIES, st.lists(st.integers(1, 300), max_size=30), st.integers(1, 100))
-def test_deliveries_are_read_however_the_bytes_come(
-    given_: list[tuple[bool, str, str, bytes]], portions: list[int], size: int
-) -> None:
+def test_deliveries_are_read_however_the_bytes_come(given_, portions, size):
     data = b""
     for tag, (redelivered, exchange, key, body) in enumerate(given_, 1):
         data += frames(
@@ -96,9 +90,7 @@ def test_deliveries_are_read_however_the_bytes_come(
 
 @settings(deadline=None)
 @given(st.binary(max_size=50), st.integers(1, 60), st.integers(1, 20))
-def test_a_return_is_read_with_properties_that_pika_cannot_read(
-    body: bytes, portion: int, size: int
-) -> None:
+def test_a_return_is_read_with_properties_that_pika_cannot_read(body, portion, size):
     infinite = b"\x01nd" + struct.pack(">d", float("inf"))
     properties = join_fields(
         {"headers": struct.pack(">I", len(infinite)) + infinite, "message_id": b"\x02id"}
@@ -119,9 +111,7 @@ def test_a_return_is_read_with_properties_that_pika_cannot_read(
 
 
 @pytest.mark.parametrize("left", ["_on_data_available", "_process_frame"])
-def test_a_pika_without_the_methods_that_are_overridden_is_refused(
-    monkeypatch: pytest.MonkeyPatch, left: str
-) -> None:
+def test_a_pika_without_the_methods_that_are_overridden_is_refused(monkeypatch, left):
     monkeypatch.setattr("pika.SelectConnection", type("Other", (), {left: None}))
     with pytest.raises(ProducerError, match=r"pika .* is not supported: install a release from 1"):
         connection_class()

@@ -70,7 +70,7 @@ def role(name: str) -> Role:
 # -- policies --------------------------------------------------------------------------------------
 
 
-def test_the_fitting_policy_of_the_highest_priority_counts_alone() -> None:
+def test_the_fitting_policy_of_the_highest_priority_counts_alone():
     settings = effective(
         "broadway.dead.orders",
         "quorum",
@@ -88,14 +88,12 @@ def test_the_fitting_policy_of_the_highest_priority_counts_alone() -> None:
     assert settings["expires"].by == "the policy 'high'"
 
 
-def test_of_a_limit_the_lower_value_counts_and_of_all_else_the_declaration() -> None:
+def test_of_a_limit_the_lower_value_counts_and_of_all_else_the_declaration():
     settings = effective(
         "q",
         "quorum",
         {"x-message-ttl": 50, "x-max-length": 5, "x-overflow": "reject-publish"},
-        [
-            policy("users", message_ttl=40, max_length=9, overflow="drop-head"),
-        ],
+        [policy("users", message_ttl=40, max_length=9, overflow="drop-head")],
         [policy("operators", message_ttl=30)],
     )
 
@@ -104,7 +102,7 @@ def test_of_a_limit_the_lower_value_counts_and_of_all_else_the_declaration() -> 
     assert settings["overflow"].value == "reject-publish"
 
 
-def test_a_pattern_that_python_cannot_read_is_taken_to_match() -> None:
+def test_a_pattern_that_python_cannot_read_is_taken_to_match():
     assert effective("orders", "quorum", {}, [policy(pattern=r"^broadway\.(?|a|b", expires=1)])
 
 
@@ -118,7 +116,7 @@ def test_a_pattern_that_python_cannot_read_is_taken_to_match() -> None:
         ".*a.*a.*a.*a.*a.*x",
     ],
 )
-def test_a_pattern_that_may_take_for_ever_to_match_is_taken_to_match(pattern: str) -> None:
+def test_a_pattern_that_may_take_for_ever_to_match_is_taken_to_match(pattern):
     assert _matches(pattern, f"broadway.dead.{'a' * 200}")
 
 
@@ -139,20 +137,20 @@ def test_a_pattern_that_may_take_for_ever_to_match_is_taken_to_match(pattern: st
         (r"^[a-z]+\.[a-z]+\.(eu|us)(\.dlx)?$", False),
     ],
 )
-def test_a_pattern_matches_as_the_broker_matches_it(pattern: str, expected: bool) -> None:
+def test_a_pattern_matches_as_the_broker_matches_it(pattern, expected):
     assert _matches(pattern, "orders") is expected
 
 
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def test_our_own_queues_as_they_are_declared_are_beyond_reproach() -> None:
+def test_our_own_queues_as_they_are_declared_are_beyond_reproach():
     assert [each for known in roles_of(ORDERS)[1:] for each in found(known)] == []
     assert len(roles_of(ORDERS, ["broadway.held.orders.0", "broadway.held.orders.1"])) == 12
 
 
 @pytest.mark.parametrize("name", ["held", "delay", "dead"])
-def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name: str) -> None:
+def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name):
     [one] = found(role(name), policy(expires=60_000))
 
     assert one.level == "error"
@@ -172,16 +170,14 @@ def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name: str) -> N
         ("dead", {"max_length": 20, "overflow": "drop-head"}, "warning"),
     ],
 )
-def test_what_a_policy_does_to_our_queues_is_an_error_if_it_loses_messages(
-    name: str, definition: dict[str, Any], level: str
-) -> None:
+def test_what_a_policy_does_to_our_queues_is_an_error_if_it_loses_messages(name, definition, level):
     [one] = found(role(name), policy(**definition))
 
     assert one.level == level
     assert repr(role(name).queue) in one.text
 
 
-def test_a_policy_that_lets_retries_wait_longer_than_they_are_to_does_nothing() -> None:
+def test_a_policy_that_lets_retries_wait_longer_than_they_are_to_does_nothing():
     assert found(role("delay"), policy(message_ttl=10**12)) == []
 
 
@@ -196,16 +192,14 @@ def test_a_policy_that_lets_retries_wait_longer_than_they_are_to_does_nothing() 
         ({"x_max_length": 5, "x_overflow": "reject-publish"}, "stays in its holding queue"),
     ],
 )
-def test_of_the_source_queue_there_are_warnings_that_say_what_happens(
-    arguments: dict[str, Any], text: str
-) -> None:
+def test_of_the_source_queue_there_are_warnings_that_say_what_happens(arguments, text):
     [one] = found(Role("source", "orders"), kind="classic", **arguments)
 
     assert one.level == "warning"
     assert text in one.text
 
 
-def test_a_dead_letter_queue_of_the_users_own_has_warnings_only() -> None:
+def test_a_dead_letter_queue_of_the_users_own_has_warnings_only():
     own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
     sink = roles_of(own)[-1]
 
@@ -240,7 +234,7 @@ class Api:
 
 
 @pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> type[Api]:
+def api(monkeypatch):
     made = type("Made", (Api,), {"queues": {"orders": {"type": "quorum", "durable": True}}})
     monkeypatch.setattr(checks, "Management", made)
     return made
@@ -257,7 +251,7 @@ def check(
     return check_queues(connection(version), options, exists=exists)
 
 
-def test_a_feature_flag_that_is_off_is_an_error_where_it_matters(api: type[Api]) -> None:
+def test_a_feature_flag_that_is_off_is_an_error_where_it_matters(api):
     api.flags = {"quorum_queue": "enabled", "stream_queue": "disabled"}
 
     [one] = check("3.10.8")
@@ -267,7 +261,7 @@ def test_a_feature_flag_that_is_off_is_an_error_where_it_matters(api: type[Api])
     assert check("3.13.1") == []
 
 
-def test_what_cannot_be_seen_is_said(api: type[Api]) -> None:
+def test_what_cannot_be_seen_is_said(api):
     [one] = check("3.10.8")
     assert "only an administrator" in one.text
 
@@ -277,7 +271,7 @@ def test_what_cannot_be_seen_is_said(api: type[Api]) -> None:
     assert "is another broker's; set the connection's extra 'management_url'" in other.text
 
 
-def test_a_source_that_a_run_is_to_declare_is_judged_by_how_it_will(api: type[Api]) -> None:
+def test_a_source_that_a_run_is_to_declare_is_judged_by_how_it_will(api):
     api.queues = {}
     arguments = {"x-queue-type": "stream"}
     own = RabbitMQProducer(queue="orders", declare={"durable": True, "arguments": arguments})
@@ -288,9 +282,7 @@ def test_a_source_that_a_run_is_to_declare_is_judged_by_how_it_will(api: type[Ap
     assert "the queue 'orders': reading a stream" in one.text
 
 
-def test_a_quorum_source_without_a_limit_of_its_own_is_warned_of_on_rabbitmq_4(
-    api: type[Api],
-) -> None:
+def test_a_quorum_source_without_a_limit_of_its_own_is_warned_of_on_rabbitmq_4(api):
     [one] = check("4.1.0")
 
     assert one.level == "warning"
@@ -298,9 +290,7 @@ def test_a_quorum_source_without_a_limit_of_its_own_is_warned_of_on_rabbitmq_4(
     assert "more than 20 times" in one.text
 
 
-def test_a_queue_that_is_not_durable_and_a_sink_that_is_missing_are_warned_of(
-    api: type[Api],
-) -> None:
+def test_a_queue_that_is_not_durable_and_a_sink_that_is_missing_are_warned_of(api):
     api.queues = {"orders": {"type": "classic", "durable": False}}
     own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
 
@@ -312,9 +302,7 @@ def test_a_queue_that_is_not_durable_and_a_sink_that_is_missing_are_warned_of(
     ]
 
 
-def test_errors_are_raised_as_one_and_the_rest_is_logged(
-    api: type[Api], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_are_raised_as_one_and_the_rest_is_logged(api, caplog):
     api.policy_list = (
         policy(pattern="^broadway.dead", expires=1),
         policy(pattern="^broadway.held", expires=1),
@@ -331,7 +319,7 @@ def test_errors_are_raised_as_one_and_the_rest_is_logged(
     assert "the queue 'orders': the policy 'p' sets max-length 1: " in warning
 
 
-def test_a_broker_whose_quorum_queues_lose_retries_that_wait_is_refused() -> None:
+def test_a_broker_whose_quorum_queues_lose_retries_that_wait_is_refused():
     with pytest.raises(ProducerError, match=r"is 3\.9\.29: its quorum queues lose"):
         refuse_losses(connection("3.9.29"), ORDERS)
     for version in ("3.10.0", "4.1.2", "", "unknown"):

@@ -70,7 +70,7 @@ class Getter:
 
 
 @pytest.fixture
-def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
+def broker(monkeypatch):
     """One that died right after it had declared the queue of dead letters."""
     made = Broker()
     made.there.add(NAMES.dead)
@@ -81,7 +81,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
 
 
 @pytest.fixture
-def journal() -> QueueJournal:
+def journal():
     made = QueueJournal(None, "q")
     made.note_declared(NAMES.dead)
     return made
@@ -93,7 +93,7 @@ def ensure(standing: StandingQueues, broker: Broker) -> None:
 
 
 @pytest.fixture
-def standing(broker: Broker, journal: QueueJournal) -> StandingQueues:
+def standing(broker, journal):
     """Has asked the queue once, and lost a connection by it."""
     made = StandingQueues(RabbitMQProducer(queue="q"), journal)
     with pytest.raises(ProducerUnavailable):
@@ -101,18 +101,14 @@ def standing(broker: Broker, journal: QueueJournal) -> StandingQueues:
     return made
 
 
-def test_one_that_ended_a_connection_is_made_anew_on_the_next_unasked(
-    broker: Broker, journal: QueueJournal, standing: StandingQueues
-) -> None:
+def test_one_that_ended_a_connection_is_made_anew_on_the_next_unasked(broker, journal, standing):
     ensure(standing, broker)
 
     assert broker.deleted == [NAMES.dead]
     assert journal.relied(NAMES.dead)
 
 
-def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(
-    broker: Broker, journal: QueueJournal, standing: StandingQueues
-) -> None:
+def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(broker, journal, standing):
     # Given another run that made the queue anew and relies on it: it may hold something
     broker.silent.clear()
     journal.note_relied(NAMES.dead)

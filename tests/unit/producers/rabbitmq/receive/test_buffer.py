@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import logging
 
-import pytest
-
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.receive.intake import Buffer, Quarantined
 
 
-def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(caplog):
     caplog.set_level(logging.ERROR)
     buffer = Buffer()
     for number in range(12):
@@ -24,7 +20,7 @@ def held(*numbers: int) -> list[Held]:
     return [Held(f"m{n}", 1, False, b"\0\0", b"\0\0", b"") for n in numbers]
 
 
-def test_no_more_is_under_way_than_is_demanded() -> None:
+def test_no_more_is_under_way_than_is_demanded():
     buffer = Buffer()
     assert buffer.claim(10) == 0
 
@@ -32,7 +28,7 @@ def test_no_more_is_under_way_than_is_demanded() -> None:
     assert [buffer.claim(3), buffer.claim(3), buffer.claim(3)] == [3, 2, 0]
 
 
-def test_what_was_claimed_and_not_taken_may_be_claimed_again() -> None:
+def test_what_was_claimed_and_not_taken_may_be_claimed_again():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
@@ -45,7 +41,7 @@ def test_what_was_claimed_and_not_taken_may_be_claimed_again() -> None:
     assert [*full, buffer.full] == [True, False, True]
 
 
-def test_what_is_handed_out_makes_no_room_before_the_next_demand() -> None:
+def test_what_is_handed_out_makes_no_room_before_the_next_demand():
     buffer = Buffer()
     buffer.demand(3)
     buffer.claim(3)
@@ -58,7 +54,7 @@ def test_what_is_handed_out_makes_no_room_before_the_next_demand() -> None:
     assert [each.message_id for each in buffer.take(2)] == ["m3"]
 
 
-def test_a_lost_connection_leaves_under_way_what_is_secured() -> None:
+def test_a_lost_connection_leaves_under_way_what_is_secured():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
@@ -70,7 +66,7 @@ def test_a_lost_connection_leaves_under_way_what_is_secured() -> None:
     assert buffer.claim(5) == 3
 
 
-def test_the_end_hands_out_what_is_secured_and_nothing_else() -> None:
+def test_the_end_hands_out_what_is_secured_and_nothing_else():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
@@ -81,7 +77,7 @@ def test_the_end_hands_out_what_is_secured_and_nothing_else() -> None:
     assert buffer.empty
 
 
-def test_the_first_error_is_the_one_that_ended_the_connection() -> None:
+def test_the_first_error_is_the_one_that_ended_the_connection():
     buffer = Buffer()
     first, second = ProducerUnavailable("first"), ProducerUnavailable("second")
     buffer.fail(first)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from pathlib import Path
-
-import pytest
 
 from airflow_broadway.producers.rabbitmq import journal as journal_module
 from airflow_broadway.producers.rabbitmq.bundle import Held
@@ -18,7 +15,7 @@ def load(*message_ids: str) -> list[Held]:
     return [Held(each, 1, False, b"", b"", b"") for each in message_ids]
 
 
-def test_an_id_that_comes_twice_names_two_messages() -> None:
+def test_an_id_that_comes_twice_names_two_messages():
     ids = Ids("own")
 
     made = [ids.fresh(), *(ids.marked("a", number, "t", ()) for number in range(3))]
@@ -28,7 +25,7 @@ def test_an_id_that_comes_twice_names_two_messages() -> None:
     assert len(set(made)) == 6
 
 
-def test_what_two_turns_published_is_the_same_message() -> None:
+def test_what_two_turns_published_is_the_same_message():
     ids = Ids("own")
 
     assert ids.marked("a", 1, "t1", {"t1", "t2"}) == "a"
@@ -36,7 +33,7 @@ def test_what_two_turns_published_is_the_same_message() -> None:
     assert ids.marked("a", 1, "t2", {"t1", "t2"}) not in ("a", None)  # a copy of one of them
 
 
-def test_what_was_not_secured_comes_again_under_its_id() -> None:
+def test_what_was_not_secured_comes_again_under_its_id():
     ids = Ids("own")
     assert [ids.marked("a", 1, "t", ()), ids.marked("b", 1, "t", ())] == ["a", "b"]
     ids.secured([load("a")])
@@ -47,7 +44,7 @@ def test_what_was_not_secured_comes_again_under_its_id() -> None:
     assert ids.marked("a", 1, "t", ()) != "a"
 
 
-def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch):
     monkeypatch.setattr(intake, "_MAX_REMEMBERED", 100)
     ids = Ids("own")
     tracemalloc.start()
@@ -63,9 +60,7 @@ def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPa
     assert size < 100_000
 
 
-def test_the_turns_of_few_generations_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_turns_of_few_generations_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "_KEPT_GENERATIONS", 3)
     journal = QueueJournal(f"file://{tmp_path}", "q")
     name, _ = journal.note_turn("g0", whole=True)

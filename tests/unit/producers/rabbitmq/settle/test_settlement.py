@@ -44,9 +44,7 @@ def report_of(generation: str, settlement: Settlement, read: int) -> SettleRepor
         (1, SettleReport(released=1, lapsed=3)),
     ],
 )
-def test_what_is_released_and_in_no_manifest_is_in_no_account(
-    read: int, report: SettleReport
-) -> None:
+def test_what_is_released_and_in_no_manifest_is_in_no_account(read, report):
     settlement = Settlement(rest=RELEASE, expected=4)
 
     made = report_of(f"g{read}", settlement, read)
@@ -54,7 +52,7 @@ def test_what_is_released_and_in_no_manifest_is_in_no_account(
     assert (made.released, made.lapsed, made.total) == (report.released, report.lapsed, 4)
 
 
-def test_without_a_manifest_all_that_is_released_counts() -> None:
+def test_without_a_manifest_all_that_is_released_counts():
     settlement = Settlement(rest=RELEASE)
 
     made = report_of("g", settlement, 8)
