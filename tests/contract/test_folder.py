@@ -57,7 +57,7 @@ def depth(folder: Folder) -> tuple[int, ...]:
     return found[:4]
 
 
-def test_a_pipeline_of_it_runs_in_one_process(tmp_path):
+def test_pipeline_runs_in_one_process(tmp_path):
     folder = Folder(str(tmp_path / "queue"))
     folder.send([b"%d" % number for number in range(1, 41)], datetime.now(UTC))
 
@@ -67,7 +67,7 @@ def test_a_pipeline_of_it_runs_in_one_process(tmp_path):
     assert depth(folder) == (10, 0, 0, 4)
 
 
-def test_a_pipeline_of_it_runs_in_the_tasks_of_a_dag(tmp_path):
+def test_pipeline_runs_as_dag_tasks(tmp_path):
     # Given the steps of a run, each of which opens the queue anew
     run = Run(tmp_path, pipeline=FolderSums, create=False)
     folder = Folder(str(tmp_path / "queue.db"))
@@ -84,7 +84,7 @@ def test_a_pipeline_of_it_runs_in_the_tasks_of_a_dag(tmp_path):
     assert depth(folder) == (10, 0, 0, 10)
 
 
-def test_a_run_that_was_killed_while_it_settled_at_once_loses_nothing(tmp_path):
+def test_kill_during_immediate_settlement_loses_nothing(tmp_path):
     # Given one that dies after it has recorded a failure, and before the message is released
     harness = FolderHarness(str(tmp_path))
     harness.send([b"a", b"b"])

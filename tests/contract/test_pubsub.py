@@ -79,7 +79,7 @@ class TestDeadLetters(DeadLettersContract):
         "test_only_selected_dead_letters_are_requeued",
     ],
 )
-def test_the_emulator_passes_the_heart_of_the_dead_letters_contract(name, tmp_path):
+def test_emulator_passes_core_dead_letter_contract(name, tmp_path):
     harness: Harness = harness_of(wanted_emulator(), tmp_path, lease=10.0)
     getattr(TestDeadLetters(), name)(harness)
 
@@ -128,7 +128,7 @@ class TestEmulator(PubSubContract):
 @pytest.mark.parametrize(
     "suite", [TestExactlyOnce, TestLateAcknowledgements, TestOrderedExactlyOnce]
 )
-def test_other_subscriptions_pass_the_heart_of_the_contract(suite, name, tmp_path):
+def test_special_subscriptions_pass_core_contract(suite, name, tmp_path):
     """The whole of it is slow."""
     clock = str(tmp_path / "clock")
     with StubServer(SharedClock(clock), late_acks=suite.late_acks) as server:
@@ -144,7 +144,7 @@ def test_other_subscriptions_pass_the_heart_of_the_contract(suite, name, tmp_pat
         "test_a_message_arrives_as_it_was_sent",
     ],
 )
-def test_the_emulator_passes_the_heart_of_the_contract(name, tmp_path):
+def test_emulator_passes_core_contract(name, tmp_path):
     """The whole of it is slow."""
     harness: Harness = harness_of(wanted_emulator(), tmp_path, lease=10.0)
     getattr(TestEmulator(), name)(harness)

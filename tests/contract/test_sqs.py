@@ -85,7 +85,7 @@ class _Many(SqsContract):
 
 
 @pytest.mark.slow
-def test_twenty_thousand_are_settled_though_the_settler_is_killed(tmp_path):
+def test_large_lease_is_settled_after_kills(tmp_path):
     _Many().test_a_kill_during_a_settlement_loses_nothing(harness_of(tmp_path), 0)
 
 
@@ -105,7 +105,7 @@ class TestSqsFifo(SqsContract):
         "test_messages_of_a_lapsed_lease_are_redelivered_and_marked",
     ],
 )
-def test_a_fifo_queue_passes_the_heart_of_the_contract(name, tmp_path):
+def test_fifo_queue_passes_core_contract(name, tmp_path):
     """The whole of it is slow."""
     getattr(TestSqsFifo(), name)(harness_of(tmp_path, ".fifo"))
 
@@ -127,7 +127,7 @@ class Counting(SqsHarness):
         return changed
 
 
-def test_a_generation_that_dies_uses_one_receive_of_a_redrive_policy(tmp_path):
+def test_dead_generation_uses_one_receive_of_redrive_policy(tmp_path):
     server, clock = moved_server()
     dead = server.queue()
     policy = {

@@ -64,7 +64,7 @@ def sqlite(folder: Path) -> Iterator[tuple[Producer, ManualClock]]:
 
 @pytest.mark.parametrize("broker", [pubsub, sqs, sqlite])
 @pytest.mark.parametrize("verdict", [None, FAILED])
-def test_what_another_pipeline_received_is_marked(broker, verdict, tmp_path):
+def test_messages_received_by_another_pipeline_are_marked(broker, verdict, tmp_path):
     store = Store.open(f"file://{tmp_path}/staging")
     with broker(tmp_path) as (producer, clock):
 

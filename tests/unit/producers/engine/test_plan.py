@@ -25,31 +25,31 @@ def settlement(*named: str, dead: tuple[str, ...] = (), rest: Verdict = ACK) -> 
     )
 
 
-def test_each_held_message_has_its_own_verdict_or_that_of_the_rest():
+def test_leased_message_gets_own_or_default_verdict():
     plan = plan_of(["a", "b"], settlement("a", "b", dead=("b",)))
 
     assert plan.verdicts == {"a": ACK, "b": DEAD}
     assert plan.gone == frozenset()
 
 
-def test_what_is_in_no_manifest_is_given_back():
+def test_message_outside_manifest_is_released():
     assert plan_of(["a", "b"], settlement("a")).verdicts == {"a": ACK, "b": RELEASE}
 
 
-def test_what_is_named_and_not_held_is_gone_unless_it_was_settled_at_once():
+def test_named_message_outside_lease_is_gone_unless_settled_early():
     plan = plan_of(["a"], settlement("a", "b", "c", dead=("d",)), at_once={"c"})
 
     assert plan.verdicts == {"a": ACK}
     assert plan.gone == {"b", "d"}
 
 
-def test_without_a_manifest_everything_gets_the_rest():
+def test_without_manifest_all_get_default_verdict():
     plan = plan_of(["a", "b"], Settlement(rest=RELEASE))
 
     assert plan.verdicts == {"a": RELEASE, "b": RELEASE}
 
 
-def test_where_manifest_and_lease_agree_the_long_list_is_not_read():
+def test_full_list_is_not_read_if_manifest_and_lease_agree():
     assert plan_of(["a"], Settlement(rest=ACK, expected=1), agree=True).verdicts == {"a": ACK}
     with pytest.raises(ProducerError, match="holds 1 message and its manifest names 2"):
         plan_of(["a"], Settlement(rest=ACK, expected=2))

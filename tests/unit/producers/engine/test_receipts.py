@@ -17,7 +17,7 @@ def take(receipts: Receipts, handles: dict[str, str]) -> None:
     receipts.hold(handles, {}, 0.0, 60.0)
 
 
-def test_a_message_that_was_lost_and_comes_again_is_held_by_its_new_receipt(tmp_path):
+def test_redelivered_message_is_leased_by_new_receipt(tmp_path):
     # Given two messages, one of which the broker holds no longer
     receipts = opened(tmp_path).open("g")
     take(receipts, {"a": "a-1", "b": "b-1"})

@@ -48,28 +48,28 @@ def send():
 Send = Callable[[Broker, Iterable[str]], dict[str, Refusal]]
 
 
-def test_an_entry_that_may_succeed_is_sent_again_alone(send):
+def test_transient_entry_failure_is_retried_alone(send):
     broker = Broker({"b": LATER}, {"b": LATER})
 
     assert send(broker, FOUR) == {}
     assert broker.asked == ["abcd", "b", "b"]
 
 
-def test_an_entry_is_sent_six_times_at_most(send):
+def test_entry_is_sent_at_most_six_times(send):
     broker = Broker(*[{"b": LATER}] * 7)
 
     assert send(broker, FOUR) == {"b": LATER}
     assert broker.asked == ["abcd"] + ["b"] * 5
 
 
-def test_a_request_that_is_refused_as_a_whole_is_halved_until_one_entry_is_left(send):
+def test_refused_request_is_bisected_to_one_entry(send):
     broker = Broker(Refused("bad"), {}, Refused("bad"), Refused("bad"))
 
     assert send(broker, FOUR) == {"c": Refusal("Refused", "bad")}
     assert broker.asked == ["abcd", "ab", "cd", "c", "d"]
 
 
-def test_what_was_answered_before_is_not_sent_again_in_the_halves(send):
+def test_bisection_skips_answered_entries(send):
     broker = Broker({"b": GONE, "c": LATER, "d": LATER}, Refused("bad"), {}, Refused("bad"))
 
     assert send(broker, FOUR) == {"b": GONE, "d": Refusal("Refused", "bad")}
@@ -77,7 +77,7 @@ def test_what_was_answered_before_is_not_sent_again_in_the_halves(send):
 
 
 @pytest.mark.parametrize("lost", ["c", "d"])
-def test_the_halves_remember_which_answer_was_lost(send, lost):
+def test_bisection_keeps_unclear_entries(send, lost):
     said = {"c": LATER, "d": LATER, lost: PERHAPS}
     broker = Broker(said, Refused("bad"), {"c": GONE}, {"d": GONE})
 
@@ -85,7 +85,7 @@ def test_the_halves_remember_which_answer_was_lost(send, lost):
     assert broker.asked == ["abcd", "cd", "c", "d"]
 
 
-def test_an_error_that_is_of_no_entry_refuses_what_is_left_and_all_that_would_follow(send):
+def test_request_error_refuses_remaining_entries(send):
     broker = Broker({"b": GONE, "c": LATER}, ProducerError("no permission"))
 
     why = Refusal("ProducerError", "no permission")
@@ -93,7 +93,7 @@ def test_an_error_that_is_of_no_entry_refuses_what_is_left_and_all_that_would_fo
     assert broker.asked == ["abcd", "c"]
 
 
-def test_ten_that_are_refused_alone_end_it_unless_one_was_taken(send):
+def test_bisection_ends_after_ten_single_refusals(send):
     keys = [chr(code) for code in range(ord("a"), ord("a") + 16)]
     hopeless = Broker(*[Refused("bad")] * 100)
 

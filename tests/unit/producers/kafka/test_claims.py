@@ -21,7 +21,7 @@ def claim(claims: Claims, generation: str) -> Claim | None:
     return claim if claims.replace(PLACE, None, claim) else None
 
 
-def test_of_two_that_claim_together_one_does():
+def test_concurrent_claims_have_one_winner():
     files = MemoryFiles()
     one, other = Claims(files), Claims(files)
     assert one.read(PLACE) is other.read(PLACE) is None
@@ -34,7 +34,7 @@ def test_of_two_that_claim_together_one_does():
     assert found.generation == "one"
 
 
-def test_a_claim_is_ended_by_its_own_generation_alone():
+def test_only_own_generation_ends_claim():
     files = MemoryFiles()
     claims = Claims(files)
     claim(claims, "one")
@@ -45,7 +45,7 @@ def test_a_claim_is_ended_by_its_own_generation_alone():
     assert claims.read(PLACE) == Claim(start=3)
 
 
-def test_a_partition_is_held_until_half_a_minute_after_the_lease():
+def test_partition_is_claimed_until_30_s_after_lease():
     files = MemoryFiles()
     claims = Claims(files)
     held = claim(claims, "one")
@@ -57,7 +57,7 @@ def test_a_partition_is_held_until_half_a_minute_after_the_lease():
     assert claims.held_until(held, 430.0) == 0.0
 
 
-def test_a_version_that_was_removed_is_not_created_again():
+def test_removed_claim_version_is_not_recreated():
     # Given one that has read the first version, when others have made many more
     files = MemoryFiles()
     slept, other = Claims(files), Claims(files)
@@ -77,7 +77,7 @@ def test_a_version_that_was_removed_is_not_created_again():
     assert other.read(PLACE) == slept.read(PLACE) == replace(newest, start=9)
 
 
-def test_a_process_that_has_seen_the_takeover_does_not_write_over_it():
+def test_known_takeover_is_not_overwritten():
     files = MemoryFiles()
     slept, other = Claims(files), Claims(files)
     own = claim(slept, "one")
@@ -92,7 +92,7 @@ def test_a_process_that_has_seen_the_takeover_does_not_write_over_it():
     assert other.read(PLACE) == taken
 
 
-def test_nothing_is_written_where_nothing_changes():
+def test_unchanged_claim_is_not_written():
     files = MemoryFiles()
     claims = Claims(files)
     claim(claims, "one")
@@ -104,7 +104,7 @@ def test_nothing_is_written_where_nothing_changes():
     assert files.names("claims/topic/0") == before
 
 
-def test_what_callbacks_settled_is_read_as_it_was_written():
+def test_early_verdicts_round_trip():
     files = MemoryFiles()
     one = Claims(files).generation("g")
     decisions = {PLACE: {3: Decision(Action.RETRY, 9.5, 2, "k", "topic-0-3", moved=True)}}
@@ -117,7 +117,7 @@ def test_what_callbacks_settled_is_read_as_it_was_written():
     assert again == {**decisions, ("other", 1): {0: Decision(Action.ACK, message_id="other-1-0")}}
 
 
-def test_a_claim_that_is_no_claim_is_one_sentence():
+def test_malformed_claim_is_one_error():
     files = MemoryFiles()
     files.write("claims/topic/0/000000000001.json", {"v": 99})
 

@@ -37,7 +37,7 @@ def cluster(consumer: Consumer, monkeypatch: pytest.MonkeyPatch) -> client.Clust
     return made
 
 
-def test_a_request_is_retried_while_the_partitions_leader_moves(monkeypatch):
+def test_request_is_retried_while_leader_moves(monkeypatch):
     moving = Consumer(
         KafkaError.NOT_LEADER_FOR_PARTITION,
         KafkaError.LEADER_NOT_AVAILABLE,
@@ -49,7 +49,7 @@ def test_a_request_is_retried_while_the_partitions_leader_moves(monkeypatch):
     assert cluster(moving, monkeypatch).ends(("t", 0)) == (3, 7)
 
 
-def test_a_request_is_not_retried_after_an_error_that_stays(monkeypatch):
+def test_request_is_not_retried_after_permanent_error(monkeypatch):
     denied = Consumer(KafkaError.TOPIC_AUTHORIZATION_FAILED)
     with pytest.raises(ProducerError, match="the ends of t-0 cannot be read"):
         cluster(denied, monkeypatch).ends(("t", 0))

@@ -34,7 +34,7 @@ from airflow_broadway.producers.kafka.errors import Denied, Truncated, translate
         (KafkaError.INVALID_COMMIT_OFFSET_SIZE, ProducerError, "INVALID_COMMIT_OFFSET_SIZE"),
     ],
 )
-def test_each_error_says_what_to_do(code, kind, text):
+def test_error_names_remedy(code, kind, text):
     found = translated(KafkaException(KafkaError(code)), "it cannot be done", "on there:9092")
 
     assert type(found) is kind
@@ -42,7 +42,7 @@ def test_each_error_says_what_to_do(code, kind, text):
     assert text in str(found)
 
 
-def test_the_cause_is_what_the_client_said_of_its_connections():
+def test_error_cites_client_connection_log():
     nobody = KafkaError(KafkaError._TRANSPORT)
     seen = [KafkaError(KafkaError._AUTHENTICATION), KafkaError(KafkaError._ALL_BROKERS_DOWN)]
 
@@ -50,7 +50,7 @@ def test_the_cause_is_what_the_client_said_of_its_connections():
     assert "TLS fails" in str(translated(nobody, "a", "b", [KafkaError(KafkaError._SSL)]))
 
 
-def test_what_is_no_error_of_the_client_is_named():
+def test_foreign_error_is_named():
     assert str(translated(ValueError("odd"), "a", "b")) == "a b: ValueError: odd"
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_error_of_the_client_is_named():
         ),
     ],
 )
-def test_a_setting_that_librdkafka_refuses_is_one_sentence(settings, text):
+def test_setting_refused_by_librdkafka_is_one_error(settings, text):
     producer = KafkaProducer(
         group_id="g", topics=["t"], hosts="127.0.0.1:1", conn_id=None, settings=settings
     )
@@ -80,7 +80,7 @@ def test_a_setting_that_librdkafka_refuses_is_one_sentence(settings, text):
     assert str(refused.value).endswith("correct the option settings or the extra of the connection")
 
 
-def test_milliseconds_are_read_as_librdkafka_reads_them():
+def test_milliseconds_are_parsed_like_librdkafka():
     settings = {"fetch.wait.max.ms": "0x10", "socket.timeout.ms": "20000"}
     producer = KafkaProducer(
         group_id="g", topics=["t"], hosts="127.0.0.1:1", conn_id=None, settings=settings

@@ -39,7 +39,7 @@ def connection(**about: Any) -> Connection:
     return Connection(conn_id="kafka_default", conn_type="kafka", **about)
 
 
-def test_the_extra_of_the_connection_is_librdkafkas_settings():
+def test_connection_extra_is_librdkafka_settings():
     extra = {"bootstrap.servers": "a:1", "socket.keepalive.enable": True, "ssl.ca.location": "/ca"}
 
     found = settings(made(), connection(extra=extra, host="unused"))
@@ -47,7 +47,7 @@ def test_the_extra_of_the_connection_is_librdkafkas_settings():
     assert extra.items() <= found.items()
 
 
-def test_a_group_in_the_connection_is_not_used(monkeypatch):
+def test_connection_group_is_ignored(monkeypatch):
     configs: list[dict[str, Any]] = []
     monkeypatch.setattr(
         Cluster, "_create_client", lambda self, kind, config: configs.append(config)
@@ -60,7 +60,7 @@ def test_a_group_in_the_connection_is_not_used(monkeypatch):
     assert [config["group.id"] for config in configs] == ["orders"]
 
 
-def test_host_and_login_of_the_connection_count_where_the_extra_is_silent():
+def test_connection_host_and_login_are_defaults():
     about = connection(host="broker", port=9093, login="me", password="s3cret", extra={})
     own = {"bootstrap.servers": "a:1", "sasl.username": "she", "sasl.password": "hers"}
 
@@ -73,7 +73,7 @@ def test_host_and_login_of_the_connection_count_where_the_extra_is_silent():
 
 
 @pytest.mark.parametrize("hosts", ["a:1, b:2", ["a:1", "b:2"]], ids=["text", "list"])
-def test_hosts_alone_do_where_there_is_no_connection(hosts):
+def test_hosts_work_without_connection(hosts):
     assert settings(made(hosts=hosts))["bootstrap.servers"] == "a:1,b:2"
     with pytest.raises(ConnectionMissing):
         settings(made(hosts=hosts, conn_id="another"))
@@ -81,12 +81,12 @@ def test_hosts_alone_do_where_there_is_no_connection(hosts):
         settings(made())
 
 
-def test_a_missing_broker_is_one_error():
+def test_missing_broker_is_one_error():
     with pytest.raises(ConnectionMissing, match="no broker of the Kafka cluster is named"):
         settings(made(), connection(extra={}))
 
 
-def test_settings_win_over_the_connection_and_over_defaults():
+def test_settings_override_connection_and_defaults():
     extra = {"bootstrap.servers": "a:1", "security.protocol": "SASL_SSL", "fetch.min.bytes": 7}
     own = {"fetch.min.bytes": 9, "socket.timeout.ms": 1_000, "client.id": "mine"}
 
@@ -99,25 +99,25 @@ def test_settings_win_over_the_connection_and_over_defaults():
 @pytest.mark.parametrize(
     "name", ["sasl.password", "ssl.key.password", "sasl.oauthbearer.client.secret", "ssl.key.pem"]
 )
-def test_a_secret_is_no_option_and_is_not_shown(name):
+def test_secret_option_is_refused_and_masked(name):
     with pytest.raises(OptionsError, match="belongs in the connection") as told:
         made(settings={name: "s3cret"})
 
     assert "s3cret" not in str(told.value)
 
 
-def test_a_setting_of_ours_is_refused_with_the_option_that_does_it():
+def test_reserved_setting_is_refused_with_its_option():
     with pytest.raises(OptionsError, match="the option group_id"):
         made(settings={"group.id": "another"})
 
 
 @pytest.mark.parametrize("topics", [["^orders.*"], ["a b"], [], "orders", ["orders", "orders"]])
-def test_topics_are_names_and_no_pattern(topics):
+def test_topic_pattern_is_refused(topics):
     with pytest.raises(OptionsError, match="no pattern"):
         made(topics=topics)
 
 
-def test_dead_letters_go_to_none_of_the_topics():
+def test_dead_letter_topic_is_no_source_topic():
     with pytest.raises(OptionsError, match="received again"):
         made(topics=["a", "a-dlt"])
 
@@ -148,7 +148,7 @@ def by_size(message: Message) -> int:
     ],
 )
 @pytest.mark.parametrize("order", ["partition", "none"])
-def test_a_partition_by_is_refused_at_every_level(declared, path, order):
+def test_partition_by_is_refused_at_every_level(declared, path, order):
     declared = {"producer": made(order=order, hosts="a:1"), **declared}
 
     with pytest.raises(OptionsError, match="it partitions by topic and partition itself") as raised:

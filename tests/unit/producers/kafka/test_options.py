@@ -53,21 +53,21 @@ def producer(**options: Any) -> KafkaProducer:
         ({"concurency": 2}, "did you mean 'concurrency'?"),
     ],
 )
-def test_what_is_wrong_is_told_with_the_rule(options, message):
+def test_invalid_option_is_reported_with_rule(options, message):
     with pytest.raises(OptionsError, match=re.escape(message)) as raised:
         producer(**options)
 
     assert "hunter2" not in str(raised.value)
 
 
-def test_a_timestamp_is_read_with_its_zone():
+def test_timestamp_keeps_time_zone():
     noon = datetime(2026, 1, 31, 12, tzinfo=UTC)
     for text in ("2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00", noon):
         assert reset_timestamp(producer(offset_reset_policy=text).offset_reset_policy) == noon
     assert reset_timestamp("latest") is None
 
 
-def test_topics_of_a_template_are_read_when_it_is_rendered():
+def test_templated_topics_are_parsed_when_rendered():
     class Flights(Broadway):
         producer = KafkaProducer(group_id="g", topics=["flights"])
 
@@ -77,7 +77,7 @@ def test_topics_of_a_template_are_read_when_it_is_rendered():
     assert rendered.producer.topics == ["a", "b"]
 
 
-def test_without_the_client_one_sentence_says_what_to_install(monkeypatch):
+def test_missing_client_error_names_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
 
     with pytest.raises(ConnectionMissing) as raised:
@@ -93,7 +93,7 @@ def message(number: int, key: str | None) -> Message:
     return Message(b"", message_id=f"a-b-3-{number}", metadata={"key": key})
 
 
-def test_what_stays_in_order_goes_to_one_processor():
+def test_ordered_messages_share_one_processor():
     one, same, other = message(1, "a"), message(2, "a"), message(3, "b")
 
     [partition] = producer().prepare_for_start(_plain()).values()
@@ -105,7 +105,7 @@ def test_what_stays_in_order_goes_to_one_processor():
 
 @pytest.mark.parametrize("order", ["partition", "key", "none"])
 @pytest.mark.parametrize(("processors", "batches"), [(1, 1), (2, 1), (1, 2)])
-def test_where_nothing_runs_side_by_side_nothing_is_parted(order, processors, batches):
+def test_sequential_stage_is_not_partitioned(order, processors, batches):
     kind = type(
         "Flights",
         (Broadway,),
@@ -121,7 +121,7 @@ def test_where_nothing_runs_side_by_side_nothing_is_parted(order, processors, ba
     assert (kind().partition_by is not None) is parted
 
 
-def test_groups_of_order_are_partitions_or_keys():
+def test_order_groups_are_partitions_or_keys():
     keyed, without = message(1, "a"), message(2, None)
 
     assert producer().group_of(keyed) == producer().group_of(without) == "a-b-3"
@@ -135,7 +135,7 @@ def test_groups_of_order_are_partitions_or_keys():
     ]
 
 
-def test_an_id_says_where_a_message_is():
+def test_message_id_names_position():
     assert place_of("a-b-3-17") == ("a-b", 3, 17)
     for text in ("17", "-3-17", "a-b", ""):
         with pytest.raises(ValueError, match=r"unpack|literal|^-3-17$"):

@@ -68,7 +68,7 @@ def copied(offset: int, *, due: float, group: str = "g", generation: str = "othe
     )
 
 
-def test_a_message_that_waits_stops_a_partition_in_order_until_it_is_due():
+def test_waiting_message_blocks_ordered_partition_until_due():
     one = reader(failed={3: Failed(1, NOW + 50.0)})
 
     assert offsets(one.wanted([Record(n) for n in range(6)], NOW)) == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_a_message_that_waits_stops_a_partition_in_order_until_it_is_due():
     assert one.marks(taken) == [(2, True), (1, False), (1, False)]
 
 
-def test_by_key_what_waits_is_left_with_all_of_its_key():
+def test_waiting_message_blocks_its_key():
     one = reader("key", failed={0: Failed(1, NOW + 50.0, key_group("a"))})
 
     taken = one.take(one.wanted([Record(n, b"ab"[n % 2 : n % 2 + 1]) for n in range(6)], NOW))
@@ -89,7 +89,7 @@ def test_by_key_what_waits_is_left_with_all_of_its_key():
     assert one.left == ((0, 1), (2, 3), (4, 5))
 
 
-def test_by_key_nothing_overtakes_what_was_left_though_it_is_due_by_now():
+def test_skipped_key_is_not_overtaken_when_due():
     one = reader("key", failed={0: Failed(1, NOW + 50.0, key_group("a"))})
     assert offsets(one.take(one.wanted([Record(0, b"a"), Record(1, b"a")], NOW))) == []
 
@@ -100,14 +100,14 @@ def test_by_key_nothing_overtakes_what_was_left_though_it_is_due_by_now():
     assert one.left == ((0, 3),)
 
 
-def test_without_a_key_a_message_waits_alone():
+def test_keyless_message_waits_alone():
     one = reader("key", failed={1: Failed(1, NOW + 50.0)})
 
     assert offsets(one.take(one.wanted([Record(n) for n in range(3)], NOW))) == [0, 2]
     assert one.left == ((1, 2),)
 
 
-def test_a_copy_that_is_not_due_stops_the_reading_of_a_retry_topic():
+def test_undue_copy_blocks_retry_topic():
     one = reader("none", retries=True)
     records = [copied(0, due=NOW), copied(1, due=NOW + 9.0), copied(2, due=NOW)]
 
@@ -115,7 +115,7 @@ def test_a_copy_that_is_not_due_stops_the_reading_of_a_retry_topic():
     assert (one.finished, one.look_again) == (True, NOW + 9.0)
 
 
-def test_a_copy_of_its_own_stops_the_reading_for_good():
+def test_own_copy_ends_reading():
     one = reader("none", retries=True)
 
     assert offsets(one.wanted([copied(0, due=0.0), copied(1, due=0.0, generation="own")], NOW)) == [
@@ -124,7 +124,7 @@ def test_a_copy_of_its_own_stops_the_reading_for_good():
     assert (one.finished, one.look_again) == (True, None)
 
 
-def test_copies_of_other_groups_are_not_handed_out_and_stop_nothing():
+def test_copies_of_other_groups_are_skipped():
     one = reader("none", retries=True)
     records = [copied(0, due=NOW + 9.0, group="other"), Record(1), copied(2, due=NOW)]
 
@@ -133,7 +133,7 @@ def test_copies_of_other_groups_are_not_handed_out_and_stop_nothing():
     assert offsets(taken) == [2]
 
 
-def test_what_is_finished_beyond_the_offset_is_not_handed_out():
+def test_finished_messages_beyond_offset_are_skipped():
     one = reader("none", done=((1, 3),), marked=4)
 
     taken = one.take(one.wanted([Record(n) for n in range(5)], NOW))
@@ -142,7 +142,7 @@ def test_what_is_finished_beyond_the_offset_is_not_handed_out():
     assert one.marks(taken) == [(1, True), (1, True), (1, False)]
 
 
-def test_a_claim_reaches_ahead_and_never_beyond_the_log():
+def test_claim_reaches_ahead_within_log():
     one = reader()
     one.wanted([Record(0)], NOW)
 
@@ -150,13 +150,13 @@ def test_a_claim_reaches_ahead_and_never_beyond_the_log():
     assert one.ahead(1_000_000) == 4_000
 
 
-def test_a_message_that_waits_and_was_compacted_away_is_superseded():
+def test_compacted_waiting_message_is_superseded():
     one = reader(failed={2: Failed(1, 0.0), 4: Failed(1, 0.0), 9: Failed(1, 0.0)})
 
     assert one.superseded(0, [Record(1), Record(4), Record(5)]) == [2]
 
 
-def test_a_partition_that_another_run_holds_is_looked_at_again():
+def test_partition_claimed_elsewhere_is_polled_again():
     claim = Claim(start=0, generation="another", end=5)
     view = View(Claim(start=0, marked=5), end=100, known=claim, held_until=NOW + 100.0)
     one = reader_of(view)

@@ -57,7 +57,7 @@ def claimed(start: int, end: int, **about: Any) -> Claim:
     return Claim(start=start, end=end, generation="g", until=900.0, **about)
 
 
-def test_the_offset_moves_over_all_that_is_finished_without_a_break():
+def test_offset_moves_over_contiguous_finished_prefix():
     end = settled(claimed(10, 20), verdicts((13, RELEASE), (17, RELEASE)))
 
     assert (end.after.start, end.after.done) == (13, ((14, 17), (18, 20)))
@@ -66,7 +66,7 @@ def test_the_offset_moves_over_all_that_is_finished_without_a_break():
     assert end.again == ComingAgain(frozenset({"t-0-13", "t-0-17"}))
 
 
-def test_what_is_finished_beyond_the_offset_is_kept_until_the_offset_has_passed_it():
+def test_finished_ranges_are_kept_until_offset_passes():
     claim = claimed(13, 14, done=((14, 17), (18, 20)))
 
     end = settled(claim, {}, read=Read(13, 14, 1))
@@ -76,33 +76,33 @@ def test_what_is_finished_beyond_the_offset_is_kept_until_the_offset_has_passed_
     assert (again.after.start, again.after.done, again.counts) == (20, (), {"acked": 1})
 
 
-def test_gaps_of_the_log_are_finished_and_not_counted():
+def test_log_gaps_are_finished_and_not_counted():
     end = settled(claimed(0, 10), {}, read=Read(0, 10, 4))
 
     assert (end.after.start, end.counts) == (10, {"acked": 4})
 
 
-def test_gaps_are_finished_too_where_messages_come_again():
+def test_log_gaps_are_finished_between_retries():
     end = settled(claimed(0, 10), {}, rest=RELEASE, read=Read(0, 10, 2), names=(4, 8))
 
     assert (end.after.start, end.after.done) == (4, ((5, 8), (9, 10)))
     assert end.counts == {"released": 2}
 
 
-def test_what_was_claimed_ahead_and_never_read_is_not_marked():
+def test_unread_claimed_messages_are_not_marked():
     end = settled(claimed(0, 2_000), {}, read=Read(0, 7, 7))
 
     assert (end.after.start, end.after.marked) == (7, 7)
 
 
-def test_of_a_process_that_died_all_that_it_claimed_is_marked():
+def test_dead_process_marks_whole_claim():
     end = settled(claimed(0, 2_000), {}, rest=RELEASE, read=Read(0, 2_000))
 
     assert (end.after.start, end.after.marked) == (0, 2_000)
     assert end.counts == {"released": 2_000}
 
 
-def test_what_no_manifest_names_is_never_acknowledged():
+def test_message_outside_manifest_is_never_acknowledged():
     end = settled(claimed(0, 5), {}, read=Read(0, 5, 5), names=(0, 1, 3), whole=False)
 
     assert (end.after.start, end.after.done) == (2, ((3, 4),))
@@ -110,7 +110,7 @@ def test_what_no_manifest_names_is_never_acknowledged():
     assert end.again == ComingAgain(frozenset({"t-0-0", "t-0-1", "t-0-3"}), all_but=True)
 
 
-def test_a_message_that_was_sent_to_the_retry_topic_is_finished_and_comes_again():
+def test_message_sent_to_retry_topic_is_finished():
     end = settled(claimed(0, 3), verdicts((1, RETRY), moved=True))
 
     assert (end.after.start, end.after.failed) == (3, {})
@@ -119,7 +119,7 @@ def test_a_message_that_was_sent_to_the_retry_topic_is_finished_and_comes_again(
 
 
 @pytest.mark.parametrize("action", [RETRY, RELEASE, Action.LEAVE])
-def test_a_partition_in_order_stops_at_the_first_that_comes_again(action):
+def test_ordered_partition_stops_at_first_retry(action):
     decisions = verdicts((2, action), (4, Action.DEAD_LETTER), (5, RETRY), not_before=9.0)
 
     end = settled(claimed(0, 7), decisions, order="partition", names=tuple(range(7)))
@@ -131,7 +131,7 @@ def test_a_partition_in_order_stops_at_the_first_that_comes_again(action):
     assert end.after.failed == ({2: Failed(1, 9.0)} if action is RETRY else {})
 
 
-def test_by_key_only_messages_of_the_key_are_held_up():
+def test_keyed_order_blocks_only_its_key():
     decisions = {
         0: verdict(RETRY, 0, group="a"),
         1: verdict(ACK, 1, group="b"),
@@ -147,7 +147,7 @@ def test_by_key_only_messages_of_the_key_are_held_up():
     assert end.after.failed == {0: Failed(1, 0.0, "a"), 3: Failed(1)}
 
 
-def test_a_release_keeps_the_attempts_that_were_used_and_need_not_wait():
+def test_release_keeps_attempts_without_delay():
     claim = claimed(0, 3, failed={1: Failed(2, 50.0)})
 
     end = settled(claim, {}, rest=RELEASE, names=(0, 1, 2))
@@ -157,7 +157,7 @@ def test_a_release_keeps_the_attempts_that_were_used_and_need_not_wait():
     assert done.after.failed == {}
 
 
-def test_what_waits_in_the_range_is_neither_counted_nor_finished():
+def test_waiting_message_is_neither_counted_nor_finished():
     claim = claimed(0, 6, failed={2: Failed(1, 50.0, "a")})
 
     end = settled(claim, {}, order="key", read=Read(0, 6, 4, ((2, 3), (5, 6))))
@@ -167,7 +167,7 @@ def test_what_waits_in_the_range_is_neither_counted_nor_finished():
     assert end.counts == {"acked": 4}
 
 
-def test_what_callbacks_settled_stands_and_is_counted_apart():
+def test_early_verdicts_stand_and_are_counted_apart():
     at_once = verdicts((1, ACK), (3, Action.DEAD_LETTER), (4, RELEASE))
 
     end = settled(claimed(0, 6), {}, rest=RELEASE, at_once=at_once, names=(0, 2, 5))
@@ -177,7 +177,7 @@ def test_what_callbacks_settled_stands_and_is_counted_apart():
     assert end.again == ComingAgain(frozenset(f"t-0-{n}" for n in (0, 2, 4, 5)))
 
 
-def test_immediately_too_order_is_kept():
+def test_early_verdicts_keep_order():
     before = verdicts((2, RELEASE))
 
     made = keep_order(verdicts((1, ACK), (3, ACK), (5, RETRY)), before, "partition")
@@ -189,7 +189,7 @@ def test_immediately_too_order_is_kept():
     }
 
 
-def test_what_a_dead_generations_callbacks_had_settled_is_taken_over():
+def test_early_verdicts_of_dead_generation_are_taken_over():
     claim = claimed(0, 9, done=((7, 8),), failed={5: Failed(1, 9.0)})
     at_once = verdicts((2, ACK), (3, RETRY), (4, RELEASE), (5, RELEASE), attempt=2)
 
@@ -199,7 +199,7 @@ def test_what_a_dead_generations_callbacks_had_settled_is_taken_over():
     assert after.failed == {3: Failed(2), 5: Failed(1, 0.0)}
 
 
-def test_a_claim_is_read_as_it_was_written():
+def test_claim_round_trips():
     claim = Claim(
         start=3,
         generation="g",
@@ -218,7 +218,7 @@ def test_a_claim_is_read_as_it_was_written():
     assert Claim.from_json(json.loads(json.dumps(Claim(start=0).to_json()))) == Claim(start=0)
 
 
-def test_a_claim_of_another_release_is_refused():
+def test_claim_of_newer_release_is_refused():
     with pytest.raises(ValueError, match="format version 99; this release reads 3"):
         Claim.from_json({"v": 99, "start": 0})
 
@@ -229,7 +229,7 @@ ACTIONS = st.sampled_from(list(Action))
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), order=st.sampled_from(["none", "partition", "key"]))
-def test_whatever_is_decided_each_message_is_in_one_place(data, order):
+def test_every_message_is_in_exactly_one_place(data, order):
     """Over a log with gaps, run after run, nothing is lost, and nothing finished comes back."""
     log_end = 12
     gaps = data.draw(st.frozensets(st.integers(0, log_end - 1), max_size=4))

@@ -21,7 +21,7 @@ def log(files):
     return GenerationLog(files, "g1")
 
 
-def test_what_was_done_is_known_to_whoever_goes_on(files, log):
+def test_progress_is_known_to_next_settler(files, log):
     log.note_now({"a": Action.ACK})
     log.note_now({"b": Action.DEAD_LETTER})
     log.note_done({"c": Action.RETRY})
@@ -33,12 +33,12 @@ def test_what_was_done_is_known_to_whoever_goes_on(files, log):
     assert GenerationLog(files, "g2").now() == {}
 
 
-def test_the_plan_of_whoever_began_first_stands(files, log):
+def test_first_plan_stands(files, log):
     assert log.begin({"a": "ack"}) == {"a": "ack"}
     assert GenerationLog(files, "g1").begin({"a": "release"}) == {"a": "ack"}
 
 
-def test_the_first_report_stands_unless_it_is_replaced(log):
+def test_first_report_stands_unless_replaced(log):
     assert (log.settled(), log.is_settled()) == (None, False)
 
     assert log.end(REPORT, bundles=["x"]) == Settled(REPORT, {"bundles": ["x"]})
@@ -49,7 +49,7 @@ def test_the_first_report_stands_unless_it_is_replaced(log):
     assert log.settled() == Settled(SettleReport(failed=2), {})
 
 
-def test_a_report_is_kept_until_its_day_is_long_past(files, log):
+def test_report_is_kept_for_retention(files, log):
     log.note_now({"a": Action.ACK})
     log.begin()
     log.end(REPORT)
@@ -64,12 +64,12 @@ def test_a_report_is_kept_until_its_day_is_long_past(files, log):
     assert files.names("ended") == []
 
 
-def test_a_file_that_goes_while_it_is_read_says_that_another_settled(log):
+def test_file_removed_during_read_means_settled(log):
     with pytest.raises(StagingError, match=r"now-1\.json .* is gone: another process has settled"):
         log.now(["now-1.json"])
 
 
-def test_what_a_stranger_wrote_is_not_taken_for_a_note(tmp_path):
+def test_foreign_file_is_no_note(tmp_path):
     log = GenerationLog(state_files(f"file://{tmp_path}", "q"), "g1")
     log.note_now({"a": Action.ACK})
     (tmp_path / "q" / digest("g1") / "now-2.json").write_text("{")

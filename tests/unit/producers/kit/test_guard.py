@@ -6,7 +6,7 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.kit.guard import MessageGuard
 
 
-def test_what_goes_wrong_with_one_message_is_counted_with_its_reason():
+def test_message_error_is_counted_with_reason():
     guard, done = MessageGuard(), []
 
     for key in ("a", "b", "c", "d"):
@@ -25,7 +25,7 @@ def test_what_goes_wrong_with_one_message_is_counted_with_its_reason():
 
 
 @pytest.mark.parametrize("error", [ProducerUnavailable("gone"), KeyboardInterrupt(), SystemExit(1)])
-def test_a_broker_that_is_gone_and_a_kill_are_every_messages(error):
+def test_outage_and_kill_concern_all_messages(error):
     guard = MessageGuard()
 
     with pytest.raises(type(error)), guard.each("a"):

@@ -11,7 +11,7 @@ def files(request, tmp_path):
     return state_files(f"file://{tmp_path}" if request.param == "disk" else None, "some/queue")
 
 
-def test_what_was_written_is_read_listed_and_removed(files):
+def test_file_round_trips_lists_and_removes(files):
     files.write("a/1.json", [1])
     files.write("a/2.json", {"two": 2})
     files.write("b.json", "three")
@@ -26,7 +26,7 @@ def test_what_was_written_is_read_listed_and_removed(files):
     assert files.names() == []
 
 
-def test_of_two_that_create_a_file_one_does(files):
+def test_concurrent_creates_have_one_winner(files):
     assert files.create("once.json", "one")
     assert not files.create("once.json", "two")
     assert files.read("once.json") == "one"
@@ -45,7 +45,7 @@ def test_of_two_that_create_a_file_one_does(files):
         lambda files: files.discard(["a"]),
     ],
 )
-def test_a_bucket_that_is_out_of_reach_is_one_error(use, monkeypatch):
+def test_unreachable_bucket_is_one_error(use, monkeypatch):
     """botocore's EndpointConnectionError is no OSError."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")

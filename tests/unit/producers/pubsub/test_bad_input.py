@@ -1,13 +1,15 @@
-"""What is wrong, said in one sentence: nothing is lost, and no secret is shown."""
+"""Errors are one sentence, lose nothing and show no secret."""
 
 import json
 import logging
 import sys
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from airflow_broadway import RetryPolicy
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.protocol import Settlement
@@ -26,13 +28,14 @@ from airflow_broadway.producers.pubsub.client import credentials_of, open_client
 from airflow_broadway.producers.pubsub.errors import translated
 from tests.pubsub_server import PROJECT
 from tests.pubsub_stub.errors import Refused
-from tests.unit.producers.pubsub.kit import Place, place, service_account
+from tests.unit.producers.halves import DEAD
+from tests.unit.producers.pubsub.kit import Generation, service_account, settings
 
 SECRET = "swordfish-4711"
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "words"),
+    ("sub", "options", "words"),
     [
         ({"push_config": {"push_endpoint": "https://example.com"}}, {}, "is a push subscription"),
         ({"bigquery_config": {"table": "p.d.t"}}, {}, "is a BigQuery subscription"),
@@ -42,162 +45,137 @@ SECRET = "swordfish-4711"
         ({}, {"message_ordering": True}, "needs a subscription that delivers in order"),
         ({}, {"on_failure": "retry"}, "there is no topic for dead letters"),
     ],
+    indirect=["sub"],
 )
-def test_a_subscription_that_no_run_can_pull_is_refused_at_once(settings, options, words):
-    with place(**settings) as at:
-        with pytest.raises(ProducerError, match=words):
-            at.begin(**options)
-        assert at.broker.requests["Pull"] == 0
+def test_unusable_subscription_is_refused_before_pull(sub, options, words):
+    with pytest.raises(ProducerError, match=words):
+        sub.begin(**options)
+    assert sub.broker.requests["Pull"] == 0
 
 
-def test_a_detached_subscription_is_refused():
-    with place() as at:
-        at.server.publisher.detach_subscription(request={"subscription": at.name})
-        with pytest.raises(ProducerError, match="is detached from its topic"):
-            at.begin()
+def test_detached_subscription_is_refused(sub):
+    sub.server.publisher.detach_subscription(request={"subscription": sub.name})
+    with pytest.raises(ProducerError, match="is detached from its topic"):
+        sub.begin()
 
 
 @pytest.mark.parametrize("name", ["none", "projects/other-project/subscriptions/none"])
-def test_a_subscription_that_is_not_there_is_named_in_full(name):
-    with place() as at:
-        full = name if "/" in name else f"projects/{PROJECT}/subscriptions/{name}"
-        with pytest.raises(ProducerError, match=f"there is no subscription '{full}'"):
-            at.begin(subscription=name, project_id=PROJECT)
+def test_missing_subscription_is_named_in_full(name, sub):
+    full = name if "/" in name else f"projects/{PROJECT}/subscriptions/{name}"
+    with pytest.raises(ProducerError, match=f"there is no subscription '{full}'"):
+        sub.begin(subscription=name, project_id=PROJECT)
 
 
-def test_a_subscription_that_is_deleted_while_a_run_is_at_work_ends_it_with_one_sentence(tmp_path):
-    with place(tmp_path) as at:
-        at.put("a")
-        run = at.begin()
-        found = run.take()
-        at.server.subscriber.delete_subscription(subscription=at.name)
-        at.clock.advance(10.0)  # it was found empty
-        with pytest.raises(ProducerError, match=f"there is no subscription '{at.name}'") as caught:
-            run.source.receive(10, timeout=5.0)
-        assert "\n" not in str(caught.value)
-        report = run.settle(found)
-        assert report.failed == 1
-        assert f"there is no subscription '{at.name}'" in report.errors[0]
+def test_subscription_deleted_during_run_ends_it(sub):
+    run, messages = sub.taken("a")
+    sub.server.subscriber.delete_subscription(subscription=sub.name)
+    sub.clock.advance(10.0)  # it was empty
+    with pytest.raises(ProducerError, match=f"there is no subscription '{sub.name}'") as raised:
+        run.source.receive(10, timeout=5.0)
+    assert "\n" not in str(raised.value)
+    report = run.settle(messages)
+    assert report.failed == 1
+    assert f"there is no subscription '{sub.name}'" in report.errors[0]
 
 
-def test_a_deleted_topic_is_warned_of_and_what_is_left_is_drained(caplog):
-    with place() as at:
-        at.put("a")
-        at.server.publisher.delete_topic(topic=at.topic)
-        run = at.begin()
-        assert "was deleted: what is left is drained" in caplog.text
-        assert len(run.take()) == 1
+def test_deleted_topic_warns_and_backlog_is_drained(caplog, sub):
+    sub.put("a")
+    sub.server.publisher.delete_topic(topic=sub.topic)
+    run = sub.begin()
+    assert "was deleted: what is left is drained" in caplog.text
+    assert len(run.take()) == 1
 
 
 @pytest.mark.parametrize(
-    ("most", "options", "words"),
+    ("limit", "options", "words"),
     [
-        (5, {"on_failure": "retry"}, "after 5 deliveries: what"),
-        (5, {"on_failure": "retry", "retry": {"max_attempts": 7}}, "before its 7 attempts"),
-        (20, {"on_failure": "retry"}, ""),
+        (5, {}, "after 5 deliveries: what"),
+        (5, {"retry": RetryPolicy(max_attempts=7)}, "before its 7 attempts"),
+        (20, {}, ""),
     ],
 )
-def test_a_dead_letter_policy_that_comes_before_our_attempts_is_warned_of(
-    most, options, words, caplog
-):
-    from airflow_broadway import RetryPolicy
-
-    if "retry" in options:
-        options = {**options, "retry": RetryPolicy(**options["retry"])}
-    with place() as at:
-        policy = {"dead_letter_topic": at.topic, "max_delivery_attempts": most}
-        name = at.server.subscription(at.topic, dead_letter_policy=policy)
-        at.begin(subscription=name, **options)
+def test_dead_letter_policy_below_max_attempts_warns(limit, options, words, caplog, sub):
+    policy = {"dead_letter_topic": sub.topic, "max_delivery_attempts": limit}
+    name = sub.server.subscription(sub.topic, dead_letter_policy=policy)
+    sub.begin(subscription=name, on_failure="retry", **options)
     assert words in caplog.text
-    assert any(each.levelno >= logging.WARNING for each in caplog.records) is bool(words)
+    assert any(line.levelno >= logging.WARNING for line in caplog.records) is bool(words)
 
 
-def test_a_retry_policy_that_puts_off_longer_is_warned_of(caplog):
-    with place() as at:
-        name = at.server.subscription(
-            at.topic,
-            retry_policy={"minimum_backoff": {"seconds": 90}, "maximum_backoff": {"seconds": 600}},
-        )
-        at.begin(subscription=name, on_failure="retry", dead_letter=at.topic)
+@settings(retry_policy={"minimum_backoff": {"seconds": 90}, "maximum_backoff": {"seconds": 600}})
+def test_longer_retry_policy_warns(caplog, sub):
+    sub.begin(on_failure="retry", dead_letter=sub.topic)
     assert "puts off what comes again by 90 s at least" in caplog.text
 
 
 # ---------------------------------------------------------------------------------- permissions
 
 
-def test_who_may_publish_dead_letters_need_not_be_allowed_to_look_at_their_topic():
-    with place() as at:
-        denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
-        at.broker.answer = lambda asked, _: denied if asked == "GetTopic" else None
-        at.begin(dead_letter="some-topic", on_failure="dead_letter")
-        assert at.broker.requests["GetTopic"] == 1
+def test_dead_letter_topic_needs_publish_permission_only(sub):
+    sub.deny("GetTopic")
+    sub.begin(dead_letter="some-topic", on_failure="dead_letter")
+    assert sub.broker.requests["GetTopic"] == 1
 
 
 @pytest.mark.parametrize("call", ["Pull", "ModifyAckDeadline", "Acknowledge", "Publish"])
-def test_a_permission_that_is_lacking_is_named(call, tmp_path):
-    with place(tmp_path) as at:
-        at.put("a", "b")
-        denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
-        run = at.begin(dead_letter=at.topic, on_failure="dead_letter")
-        found = run.take() if call not in ("Pull", "ModifyAckDeadline") else []
-        at.broker.answer = lambda asked, _: denied if asked == call else None
-        permission = {"Publish": "pubsub.topics.publish on this topic"}.get(
-            call, "pubsub.subscriptions.consume on this subscription"
-        )
+def test_missing_permission_is_named(call, sub):
+    sub.put("a", "b")
+    run = sub.begin(dead_letter=sub.topic, on_failure="dead_letter")
+    messages = run.take() if call not in ("Pull", "ModifyAckDeadline") else []
+    sub.deny(call)
+    permission = {"Publish": "pubsub.topics.publish on this topic"}.get(
+        call, "pubsub.subscriptions.consume on this subscription"
+    )
 
-        if not found:
-            with pytest.raises(Denied, match=f"denies {call} on .*: allow {permission}"):
-                run.source.receive(10, timeout=5.0)
-        else:
-            verdicts = {"a": Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")}
-            report = run.settle(found, verdicts)
-            assert report.failed >= 1
-            assert permission in " ".join(report.errors)
+    if not messages:
+        with pytest.raises(Denied, match=f"denies {call} on .*: allow {permission}"):
+            run.source.receive(10, timeout=5.0)
+    else:
+        report = run.settle(messages, {"a": DEAD})
+        assert report.failed >= 1
+        assert permission in " ".join(report.errors)
 
-        at.broker.answer = lambda asked, _: None
-        run.source.stop()
-        at.clock.advance(600.0)
-        assert at.left() >= 1  # what could not be done is still there
+    sub.broker.answer = lambda call, _: None
+    run.source.stop()
+    sub.clock.advance(600.0)
+    assert sub.left() >= 1
 
 
-def test_a_permission_that_a_check_lacks_is_named(tmp_path):
+def test_missing_permission_of_check_is_named(sub):
+    sub.put("a")
+    run = sub.begin()
     denied = Refused("PERMISSION_DENIED", f"User is not authorized, {SECRET}.")
-    with place(tmp_path) as at:
-        at.put("a")
-        run = at.begin()
-        at.broker.answer = lambda asked, _: denied
-        [finding] = run.producer.check(run.env)
-        assert "pubsub.subscriptions.get" in finding.text
-        assert SECRET not in finding.text
-        assert at.left() == 1
+    sub.broker.answer = lambda call, _: denied
+    [finding] = run.producer.check(run.env)
+    assert "pubsub.subscriptions.get" in finding.text
+    assert SECRET not in finding.text
+    assert sub.left() == 1
 
 
-def test_who_may_not_look_at_the_subscription_may_pull_all_the_same(tmp_path):
-    with place(tmp_path, ack_deadline_seconds=600) as at:
-        at.put("a")
-        denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
-        at.broker.answer = lambda asked, _: denied if asked == "GetSubscription" else None
-        run = at.begin()
-        assert run.settle(run.take()) == SettleReport(acked=1)
-        # Its own deadline is not known: what is pulled is held anew.
-        assert at.broker.requests["ModifyAckDeadline"] == 1
+@settings(ack_deadline_seconds=600)
+def test_run_pulls_without_get_permission(sub):
+    sub.put("a")
+    sub.deny("GetSubscription")
+    run = sub.begin()
+    assert run.settle(run.take()) == SettleReport(acked=1)
+    # Its ack deadline is unknown, so pulled messages are extended.
+    assert sub.broker.requests["ModifyAckDeadline"] == 1
 
 
-def test_who_has_no_dead_letter_topic_hears_of_it_and_the_message_comes_again(tmp_path):
-    with place(tmp_path) as at:
-        at.put("a", "b")
-        options = {"dead_letter": "gone-topic", "on_failure": "dead_letter"}
-        missing = f"there is no topic 'projects/{PROJECT}/topics/gone-topic'"
-        with pytest.raises(ProducerError, match=missing):
-            at.begin(**options)
-        at.server.topic("gone-topic")
-        run = at.begin(**options)
-        found = run.take()
-        at.server.publisher.delete_topic(topic=f"projects/{PROJECT}/topics/gone-topic")
-        report = run.settle(found, {"a": Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")})
-        assert (report.acked, report.failed) == (1, 1)
-        assert missing in report.errors[0]
-        assert at.left() == 1
+def test_missing_dead_letter_topic_is_reported_and_message_kept(sub):
+    sub.put("a", "b")
+    options = {"dead_letter": "gone-topic", "on_failure": "dead_letter"}
+    missing = f"there is no topic 'projects/{PROJECT}/topics/gone-topic'"
+    with pytest.raises(ProducerError, match=missing):
+        sub.begin(**options)
+    sub.server.topic("gone-topic")
+    run = sub.begin(**options)
+    messages = run.take()
+    sub.server.publisher.delete_topic(topic=f"projects/{PROJECT}/topics/gone-topic")
+    report = run.settle(messages, {"a": DEAD})
+    assert (report.acked, report.failed) == (1, 1)
+    assert missing in report.errors[0]
+    assert sub.left() == 1
 
 
 @pytest.mark.parametrize(
@@ -208,38 +186,34 @@ def test_who_has_no_dead_letter_topic_hears_of_it_and_the_message_comes_again(tm
         ("FAILED_PRECONDITION", ProducerError, "as it is now: per minute"),
     ],
 )
-def test_what_google_says_while_pulling_is_one_sentence(code, expected, words):
-    with place() as at:
-        run = at.begin()
-        at.broker.answer = lambda asked, _: Refused(code, "per minute")
-        with pytest.raises(expected, match=words) as caught:
-            run.source.receive(10, timeout=120.0)
-        assert "\n" not in str(caught.value)
+def test_pull_error_is_one_sentence(code, expected, words, sub):
+    run = sub.begin()
+    sub.broker.answer = lambda call, _: Refused(code, "per minute")
+    with pytest.raises(expected, match=words) as raised:
+        run.source.receive(10, timeout=120.0)
+    assert "\n" not in str(raised.value)
 
 
-def test_who_may_not_look_at_the_subscription_needs_the_option_for_dead_letters(tmp_path):
-    with place(tmp_path) as at:
-        at.put("a")
-        denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
-        at.broker.answer = lambda asked, _: denied if asked == "GetSubscription" else None
-        run = at.begin(on_failure="dead_letter")
-        verdict = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
-        report = run.settle(run.take(), {"a": verdict})
-        assert report == SettleReport(failed=1, errors=report.errors)
-        assert "pubsub.subscriptions.get" in report.errors[0]
-        assert at.left() == 1
+def test_without_get_permission_dead_letters_need_option(sub):
+    sub.put("a")
+    sub.deny("GetSubscription")
+    run = sub.begin(on_failure="dead_letter")
+    report = run.settle(run.take(), {"a": DEAD})
+    assert report == SettleReport(failed=1, errors=report.errors)
+    assert "pubsub.subscriptions.get" in report.errors[0]
+    assert sub.left() == 1
 
 
 @pytest.mark.parametrize(
     ("endpoint", "warned"),
     [("http://pubsub.internal:8085", True), ("http://127.0.0.1:8085", False)],
 )
-def test_an_endpoint_that_is_not_encrypted_is_told(endpoint, warned, caplog):
+def test_unencrypted_endpoint_warns_once(endpoint, warned, caplog):
     checks.warn_of_plain_http.cache_clear()
     producer = PubSubProducer(subscription="orders", project_id=PROJECT, endpoint=endpoint)
     for _ in range(2):
         open_client(producer, ProducerEnv()).close()
-    assert sum("go unencrypted to" in each for each in caplog.messages) == warned
+    assert caplog.text.count("go unencrypted to") == warned
 
 
 # ---------------------------------------------------------------------------------- credentials
@@ -281,48 +255,41 @@ KEY = json.dumps({"type": "service_account", "private_key": SECRET, "project_id"
         ({"key_secret_name": "s"}, "needs apache-airflow-providers-google"),
     ],
 )
-def test_credentials_that_cannot_be_used_are_said_without_a_secret(extra, words):
+def test_unusable_credentials_error_shows_no_secret(extra, words):
     producer = PubSubProducer(subscription="projects/p-12345/subscriptions/orders", conn_id="gcp")
-    with pytest.raises(ConnectionMissing, match=words) as caught:
+    with pytest.raises(ConnectionMissing, match=words) as raised:
         producer.source(env_of(**extra))
-    assert SECRET not in str(caught.value)
-    assert caught.value.__cause__ is None or SECRET not in str(caught.value.__cause__)
+    assert SECRET not in str(raised.value)
+    assert raised.value.__cause__ is None or SECRET not in str(raised.value.__cause__)
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_connection_of_another_type_is_refused():
+def test_connection_of_other_type_is_refused():
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     with pytest.raises(ConnectionMissing, match="is of type 'aws'; Pub/Sub needs one of type"):
         producer.source(env_of("aws"))
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_key_of_the_connection_is_used_and_names_the_project(tmp_path):
-    from airflow_broadway.producers.pubsub.client import open_client
-
+def test_connection_key_is_used_and_names_project(tmp_path):
     file = tmp_path / "key.json"
     file.write_text(json.dumps(service_account()))
-    ways: list[dict[str, Any]] = [
-        {"keyfile_dict": service_account()},
-        {"keyfile_dict": json.dumps(service_account())},
-        {"key_path": str(file)},
-    ]
-    for extra in ways:
-        client = open_client(PubSubProducer(subscription="orders", conn_id="gcp"), env_of(**extra))
-        assert client.name == "projects/key-project/subscriptions/orders"
-        client.close()
-    over = open_client(
-        PubSubProducer(subscription="orders", conn_id="gcp"),
-        env_of(keyfile_dict=service_account(), project="conn-project"),
-    )
-    assert over.name == "projects/conn-project/subscriptions/orders"
-    over.close()
+    key = service_account()
+    extras: list[dict[str, Any]] = [{"keyfile_dict": key}, {"keyfile_dict": json.dumps(key)}]
+    for extra in [*extras, {"key_path": str(file)}]:
+        assert project_of(env_of(**extra), conn_id="gcp") == "projects/key-project"
+    env = env_of(keyfile_dict=key, project="conn-project")
+    assert project_of(env, conn_id="gcp") == "projects/conn-project"
+
+
+def project_of(env: ProducerEnv, **options: Any) -> str:
+    """Opens a client; returns the project of its subscription."""
+    with closing(open_client(PubSubProducer(subscription="orders", **options), env)) as client:
+        return str(client.name).removesuffix("/subscriptions/orders")
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_application_default_credentials_are_used_where_there_is_no_connection(
-    monkeypatch, tmp_path
-):
+def test_default_credentials_are_used_without_connection(monkeypatch, tmp_path):
     file = tmp_path / "key.json"
     file.write_text(json.dumps(service_account()))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
@@ -333,32 +300,30 @@ def test_application_default_credentials_are_used_where_there_is_no_connection(
 
     none = ProducerEnv(connections=Nothing())
     for env, options in ((none, {}), (none, {"conn_id": None}), (env_of(), {"conn_id": "gcp"})):
-        client = open_client(PubSubProducer(subscription="orders", **options), env)
-        assert client.name == "projects/key-project/subscriptions/orders"
-        client.close()
+        assert project_of(env, **options) == "projects/key-project"
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_chain_of_impersonation_ends_at_its_last():
+def test_impersonation_chain_ends_at_last_account():
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     chain = "a@p.iam.gserviceaccount.com, b@p.iam.gserviceaccount.com"
     env = env_of(keyfile_dict=service_account(), impersonation_chain=chain)
-    found, _ = credentials_of(producer, env)
-    assert found.service_account_email == "b@p.iam.gserviceaccount.com"
-    assert found._delegates == ["a@p.iam.gserviceaccount.com"]
+    credentials, _ = credentials_of(producer, env)
+    assert credentials.service_account_email == "b@p.iam.gserviceaccount.com"
+    assert credentials._delegates == ["a@p.iam.gserviceaccount.com"]
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_what_the_google_provider_has_impersonated_is_not_impersonated_again(monkeypatch):
-    """Its hook reads the connection's chain, and whom it ends at may not impersonate itself."""
-    made = object()
+def test_provider_credentials_are_not_impersonated_again(monkeypatch):
+    """Its hook applies the chain, whose last account may not impersonate itself."""
+    credentials = object()
 
     class Hook:
         def __init__(self, gcp_conn_id: str) -> None:
             assert gcp_conn_id == "gcp"
 
         def get_credentials_and_project_id(self) -> tuple[object, str]:
-            return made, "p-12345"
+            return credentials, "p-12345"
 
     names = "google", "google.common", "google.common.hooks", "google.common.hooks.base_google"
     for name in names:
@@ -367,10 +332,10 @@ def test_what_the_google_provider_has_impersonated_is_not_impersonated_again(mon
     module.__dict__["GoogleBaseHook"] = Hook
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     env = env_of(key_secret_name="s", impersonation_chain="b@p.iam.gserviceaccount.com")
-    assert credentials_of(producer, env)[0] is made
+    assert credentials_of(producer, env)[0] is credentials
 
 
-def test_without_a_project_a_short_name_is_refused(monkeypatch):
+def test_short_name_without_project_is_refused(monkeypatch):
     monkeypatch.delenv("GOOGLE_CLOUD_PROJECT", raising=False)
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", "127.0.0.1:1")
     with pytest.raises(ConnectionMissing, match="in which project the subscription 'orders' is"):
@@ -390,43 +355,32 @@ WRONG_CLOCK = "Invalid JWT: check your iat and exp values"
         (True, REVOKED, ProducerUnavailable, "there is no token for ListTimeSeries"),
     ],
 )
-def test_a_token_that_is_not_given_is_said_without_the_servers_text(by_grpc, text, expected, words):
-    """Asked for by the client itself, and by gRPC in a thread of its own."""
+def test_refused_token_error_hides_server_text(by_grpc, text, expected, words):
+    """The client refreshes it, or gRPC in its own thread."""
     from google.api_core.exceptions import ServiceUnavailable
     from google.auth.exceptions import RefreshError
 
-    raised: Any = RefreshError
-    said = f"invalid_grant: {text}"
+    text = f"invalid_grant: {text}"
+    raised: Any = RefreshError(text)
     if by_grpc:
-        raised = ServiceUnavailable
-        said = f"Getting metadata from plugin failed with error: ('{said}', {{}})"
-    error = translated(raised(said), "ListTimeSeries", "projects/p", "here")
+        plugin = "Getting metadata from plugin failed with error"
+        raised = ServiceUnavailable(f"{plugin}: ('{text}', {{}})")
+    error = translated(raised, "ListTimeSeries", "projects/p", "here")
     assert isinstance(error, expected)
     assert words in str(error)
     assert SECRET not in str(error)
 
 
-# ---------------------------------------------------------------------------------- clocks
+# ---------------------------------------------------------------------------------- limits
 
 
-# ---------------------------------------------------------------------------------- at the limits
-
-
-def buried(at: Place, message: dict[str, Any]) -> Any:
-    """The dead letter of a message, with a long reason."""
-    dead = at.server.topic()
-    grave = at.server.subscription(dead)
-    at.server.publish_all(at.topic, [message])
-    run = at.begin(dead_letter=dead, on_failure="dead_letter")
-    [found] = run.take()
-    verdict = Verdict(Action.DEAD_LETTER, 0.0, "r" * 2048, "batch")
-    entries = [entry_of(found, verdict)]
-    settled = Settlement(rest=RELEASE, entries=lambda: iter(entries), expected=1)
-    report = run.custodian.settle(run.source.lease, settled)
-    assert report == SettleReport(dead_lettered=1)
-    assert at.left() == 0
-    [letter] = at.server.drain(grave)
-    return letter
+def dead_letter_all(run: Generation, reason: str) -> None:
+    """Receives all messages, and dead-letters them."""
+    verdict = Verdict(Action.DEAD_LETTER, 0.0, reason, "batch")
+    entries = [entry_of(message, verdict) for message in run.take()]
+    request = Settlement(rest=RELEASE, entries=lambda: iter(entries), expected=len(entries))
+    report = run.custodian.settle(run.source.lease, request)
+    assert report == SettleReport(dead_lettered=len(entries))
 
 
 @pytest.mark.parametrize(
@@ -440,33 +394,33 @@ def buried(at: Place, message: dict[str, Any]) -> Any:
     ],
     ids=["small", "100 attributes", "97 attributes", "10 MB", "no body"],
 )
-def test_a_dead_letter_keeps_the_message_and_as_much_of_the_reason_as_fits(message, ours, tmp_path):
-    with place(tmp_path) as at:
-        letter = buried(at, message)
-        assert letter.data == message["data"]
-        assert letter.ordering_key == message.get("ordering_key", "")
-        own = {k: v for k, v in letter.attributes.items() if not k.startswith("broadway_")}
-        assert own == message.get("attributes", {})
-        assert len(letter.attributes) - len(own) == ours
-        if ours:
-            assert len(letter.attributes["broadway_reason"].encode()) == 1024
+def test_dead_letter_keeps_message_and_fitting_reason(message, ours, sub):
+    dead = sub.server.topic()
+    dead_letters = sub.server.subscription(dead)
+    sub.server.publish_all(sub.topic, [message])
+    dead_letter_all(sub.begin(dead_letter=dead, on_failure="dead_letter"), "r" * 2048)
+
+    assert sub.left() == 0
+    [letter] = sub.server.drain(dead_letters)
+    assert letter.data == message["data"]
+    assert letter.ordering_key == message.get("ordering_key", "")
+    own = {k: v for k, v in letter.attributes.items() if not k.startswith("broadway_")}
+    assert own == message.get("attributes", {})
+    assert len(letter.attributes) - len(own) == ours
+    if ours:
+        assert len(letter.attributes["broadway_reason"].encode()) == 1024
 
 
-def test_dead_letters_that_are_too_large_for_one_request_are_sent_in_several(tmp_path):
-    with place(tmp_path) as at:
-        dead = at.server.topic()
-        for _ in range(2):
-            at.server.publish_all(at.topic, [{"data": b"x" * 6_000_000}])
-        run = at.begin(dead_letter=dead, on_failure="dead_letter")
-        verdict = Verdict(Action.DEAD_LETTER, 0.0, "bad", "batch")
-        asked: list[str] = []
-        at.broker.answer = lambda call, _: asked.append(call)
-        entries = [entry_of(each, verdict) for each in run.take()]
-        settled = Settlement(rest=RELEASE, entries=lambda: iter(entries), expected=2)
-        report = run.custodian.settle(run.source.lease, settled)
-        assert report == SettleReport(dead_lettered=2)
-        assert asked.count("Publish") == 2
-        assert at.left() == 0
+def test_large_dead_letters_are_split_over_requests(sub):
+    dead = sub.server.topic()
+    for _ in range(2):
+        sub.server.publish_all(sub.topic, [{"data": b"x" * 6_000_000}])
+    run = sub.begin(dead_letter=dead, on_failure="dead_letter")
+    calls: list[str] = []
+    sub.broker.answer = lambda call, _: calls.append(call)
+    dead_letter_all(run, "bad")
+    assert calls.count("Publish") == 2
+    assert sub.left() == 0
 
 
 # ---------------------------------------------------------------------------------- options
@@ -499,25 +453,33 @@ def test_dead_letters_that_are_too_large_for_one_request_are_sent_in_several(tmp
         ({"subscription": "orders", "token": "x"}, "token"),
     ],
 )
-def test_an_option_that_cannot_be_is_named(options, words):
+def test_invalid_option_is_named(options, words):
     with pytest.raises(OptionsError, match=words):
         PubSubProducer(**options)
 
 
-def test_actions_are_text_wherever_they_are_kept():
-    given = ["ack", "noop", "nack", ("nack", 100), ["nack", 0], "nack(7)", "nack(0)"]
-    made = [PubSubProducer(subscription="orders", on_failure=each).on_failure for each in given]
-    assert made == ["ack", "noop", "nack", "nack(100)", "nack", "nack(7)", "nack"]
+def test_actions_are_normalized_to_text():
+    actions = ["ack", "noop", "nack", ("nack", 100), ["nack", 0], "nack(7)", "nack(0)"]
+    producers = [PubSubProducer(subscription="orders", on_failure=action) for action in actions]
+    assert [producer.on_failure for producer in producers] == [
+        "ack",
+        "noop",
+        "nack",
+        "nack(100)",
+        "nack",
+        "nack(7)",
+        "nack",
+    ]
 
 
 @pytest.mark.parametrize(
     ("action", "service"), [("Pull", "pubsub"), ("ListTimeSeries", "monitoring")]
 )
-def test_an_api_that_is_not_enabled_is_named(action, service):
+def test_disabled_api_is_named(action, service):
     from google.api_core.exceptions import PermissionDenied
     from google.rpc.error_details_pb2 import ErrorInfo
 
     info = ErrorInfo(reason="SERVICE_DISABLED")
     error = PermissionDenied("no", error_info=info)  # type: ignore[no-untyped-call]
-    found = translated(error, action, "projects/p/subscriptions/s", "here")
-    assert f"gcloud services enable {service}.googleapis.com" in str(found)
+    text = str(translated(error, action, "projects/p/subscriptions/s", "here"))
+    assert f"gcloud services enable {service}.googleapis.com" in text

@@ -1,4 +1,4 @@
-"""By TLS, with a token of Google's own client: what a run asks with, and what it says without."""
+"""TLS and tokens by Google's own client: what requests carry, and errors without a token."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SKEWED = {"error": "invalid_grant", "error_description": f"check your iat and ex
 
 
 class Tokens:
-    """Google's token server: gives tokens that are due again at once, or what ``refusal`` says."""
+    """Google's token server: issues tokens that expire immediately, or answers ``refusal``."""
 
     def __init__(self) -> None:
-        self.given = 0
+        self.issued = 0
         self.refusal: tuple[int, dict[str, str]] | None = None
         outer = self
 
@@ -48,7 +48,7 @@ class Tokens:
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Logs nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
@@ -59,8 +59,8 @@ class Tokens:
         return f"http://127.0.0.1:{self._server.server_port}/token"
 
     def token(self) -> dict[str, Any]:
-        self.given += 1
-        return {"access_token": f"token-{self.given}", "expires_in": 1, "token_type": "Bearer"}
+        self.issued += 1
+        return {"access_token": f"token-{self.issued}", "expires_in": 1, "token_type": "Bearer"}
 
     def stop(self) -> None:
         self._server.shutdown()
@@ -70,9 +70,9 @@ class Tokens:
 
 @pytest.fixture
 def tokens():
-    made = Tokens()
-    yield made
-    made.stop()
+    server = Tokens()
+    yield server
+    server.stop()
 
 
 @pytest.fixture
@@ -83,32 +83,32 @@ def stub():
 
 @pytest.fixture
 def google(stub, tmp_path, monkeypatch):
-    """The stub, met with TLS."""
+    """The stub behind TLS."""
     authority = Authority.make(tmp_path, "authority")
     trusted = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
     real = SubscriberGrpcTransport.create_channel
 
-    def create_channel(host: str, **given: Any) -> Any:
-        return real(host, **given, ssl_credentials=trusted)
+    def create_channel(host: str, **options: Any) -> Any:
+        return real(host, **options, ssl_credentials=trusted)
 
     monkeypatch.setattr(SubscriberGrpcTransport, "create_channel", create_channel)
-    with Witness(stub, authority) as made:
-        yield made
+    with Witness(stub, authority) as witness:
+        yield witness
 
 
-account = cache(service_account)  # a key takes long to make
+account = cache(service_account)  # generating a key is slow
 
 
 def begin(google: Witness, stub: StubServer, token_uri: str, **extra: str) -> Generation:
-    """A run with Airflow's connection to Google, over one message."""
+    """Starts a run by an Airflow connection to Google, over one message."""
     topic = stub.topic()
     name = stub.subscription(topic)
     stub.publish(topic, [b"a"])
-    about = {"keyfile_dict": {**account(), "token_uri": token_uri}, **extra}
+    extras = {"keyfile_dict": {**account(), "token_uri": token_uri}, **extra}
 
     class Connections:
         def get(self, conn_id: str) -> Connection:
-            return Connection(conn_id=conn_id, conn_type="google_cloud_platform", extra=about)
+            return Connection(conn_id=conn_id, conn_type="google_cloud_platform", extra=extras)
 
     producer = PubSubProducer(
         subscription=name, endpoint=google.host, receive_timeout=5.0, request_timeout=0.5
@@ -116,18 +116,18 @@ def begin(google: Witness, stub: StubServer, token_uri: str, **extra: str) -> Ge
     return Generation(producer, ProducerEnv(connections=Connections()))
 
 
-def test_each_request_bears_a_token_of_the_connections_key_and_who_pays(google, stub, tokens):
+def test_requests_carry_token_and_quota_project(google, stub, tokens):
     run = begin(google, stub, tokens.uri, quota_project_id="payer")
-    found = run.take(1)
-    assert run.settle(found) == SettleReport(acked=1)
+    messages = run.take(1)
+    assert run.settle(messages) == SettleReport(acked=1)
     run.close()
 
-    assert {each.call for each in google.asked} >= {
+    assert {request.call for request in google.asked} >= {
         *("GetSubscription", "Pull", "ModifyAckDeadline", "Acknowledge")
     }
-    for each in google.asked:
-        assert str(each.metadata["authorization"]).startswith("Bearer token-")
-        assert each.metadata["x-goog-user-project"] == "payer"
+    for request in google.asked:
+        assert str(request.metadata["authorization"]).startswith("Bearer token-")
+        assert request.metadata["x-goog-user-project"] == "payer"
 
 
 @pytest.mark.parametrize(
@@ -137,35 +137,35 @@ def test_each_request_bears_a_token_of_the_connections_key_and_who_pays(google, 
         ((400, SKEWED), ProducerError, "this machine's clock differs from Google's"),
     ],
 )
-def test_a_token_that_is_refused_is_one_sentence_and_no_outage(
+def test_refused_token_is_one_error_and_no_outage(
     refusal, expected, words, google, stub, tokens, caplog
 ):
     tokens.refusal = refusal
 
-    with pytest.raises(expected, match=words) as told:
+    with pytest.raises(expected, match=words) as raised:
         begin(google, stub, tokens.uri)
 
-    assert "\n" not in str(told.value)
-    assert SECRET not in "".join(format_exception(told.value)) + caplog.text
+    assert "\n" not in str(raised.value)
+    assert SECRET not in "".join(format_exception(raised.value)) + caplog.text
     assert google.asked == []
 
 
-def test_a_token_server_that_is_out_of_reach_is_an_outage(google, stub, tokens):
+def test_unreachable_token_server_is_outage(google, stub, tokens):
     tokens.stop()
-    with pytest.raises(ProducerUnavailable, match="token server cannot be reached") as told:
+    with pytest.raises(ProducerUnavailable, match="token server cannot be reached") as raised:
         begin(google, stub, tokens.uri)
-    assert not isinstance(told.value, Expired)
+    assert not isinstance(raised.value, Expired)
 
 
-def test_a_token_that_expires_while_a_run_is_at_work_loses_nothing(google, stub, tokens, caplog):
+def test_token_expired_during_run_loses_nothing(google, stub, tokens, caplog):
     run = begin(google, stub, tokens.uri)
-    found = run.take(1)
+    messages = run.take(1)
     tokens.refusal = (400, REFUSED)
 
     with pytest.raises(Expired, match="gives no token for Acknowledge"):
-        run.settle(found)
+        run.settle(messages)
 
     tokens.refusal = None
-    assert run.settle(found, by=run.other()) == SettleReport(acked=1)
+    assert run.settle(messages, by=run.other()) == SettleReport(acked=1)
     assert SECRET not in caplog.text
     run.close()

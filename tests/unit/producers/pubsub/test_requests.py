@@ -18,11 +18,11 @@ def entries(sizes: Iterable[int], seconds: int = 0) -> list[tuple[str, Hidden]]:
     return [(str(n), Hidden("x" * size, seconds)) for n, size in enumerate(sizes)]
 
 
-def test_a_request_has_2500_ids_at_most():
-    assert [len(each) for each in portions(entries([100] * 6000))] == [2500, 2500, 1000]
+def test_request_has_at_most_2500_ids():
+    assert [len(request) for request in portions(entries([100] * 6000))] == [2500, 2500, 1000]
 
 
-def test_a_request_has_512_kib_at_most_as_the_client_sends_it():
+def test_request_has_at_most_512_kib_as_sent():
     from google.pubsub_v1.types import AcknowledgeRequest
 
     name = "projects/a-project-of-thirty-characters/subscriptions/" + "s" * 255
@@ -36,7 +36,7 @@ def test_a_request_has_512_kib_at_most_as_the_client_sends_it():
 @given(
     st.lists(st.tuples(st.integers(1, 600_000), st.sampled_from([0, 0, 0, 1, 600])), max_size=60)
 )
-def test_all_are_sent_in_order_those_of_one_deadline_together(given):
+def test_ids_keep_order_and_are_grouped_by_deadline(given):
     sent = [(str(n), Hidden("x" * size, seconds)) for n, (size, seconds) in enumerate(given)]
     made = list(portions(sent))
     for seconds in {each.seconds for _, each in sent}:

@@ -37,7 +37,7 @@ def header(count: int) -> Header:
 
 
 @given(st.lists(HELD, max_size=20))
-def test_a_bundle_is_read_as_it_was_written(messages):
+def test_bundle_round_trips(messages):
     read, found = unpack(pack(header(len(messages)), messages))
 
     assert found == messages
@@ -45,7 +45,7 @@ def test_a_bundle_is_read_as_it_was_written(messages):
 
 
 @given(st.lists(HELD, min_size=1, max_size=5), st.data())
-def test_a_bundle_that_is_cut_off_is_an_error_and_never_fewer_messages(messages, data):
+def test_truncated_bundle_is_error(messages, data):
     body = pack(header(len(messages)), messages)
     cut = data.draw(st.integers(0, len(body) - 1))
 
@@ -54,19 +54,19 @@ def test_a_bundle_that_is_cut_off_is_an_error_and_never_fewer_messages(messages,
 
 
 @given(st.binary(max_size=300))
-def test_what_is_no_bundle_is_an_error(data):
+def test_non_bundle_is_error(data):
     with pytest.raises(BundleError):
         unpack(data)
 
 
-def test_a_newer_version_is_refused_by_its_number():
+def test_newer_bundle_version_is_refused():
     body = pack(header(0), [])
 
     with pytest.raises(BundleError, match="format version 9, and this release reads 3"):
         read_header(body[:4] + b"\x09" + body[5:])
 
 
-def test_a_header_of_unknown_fields_is_refused():
+def test_header_with_unknown_fields_is_refused():
     head = b'{"bundle":"b","surprise":1}'
 
     with pytest.raises(BundleError, match="damaged"):
@@ -85,14 +85,14 @@ def test_a_header_of_unknown_fields_is_refused():
         {"until": float("inf")},
     ],
 )
-def test_a_header_that_anybody_may_have_written_is_refused(head):
+def test_malformed_header_is_refused(head):
     text = json.dumps({**dataclasses.asdict(header(0)), **head}).encode()
 
     with pytest.raises(BundleError, match=f"no proper {next(iter(head))}"):
         unpack(b"AFBW" + struct.pack(">BI", VERSION, len(text)) + text)
 
 
-def test_a_header_nested_beyond_reason_is_refused():
+def test_deeply_nested_header_is_refused():
     head = b"[" * 500_000
 
     with pytest.raises(BundleError, match="damaged"):
@@ -100,6 +100,6 @@ def test_a_header_nested_beyond_reason_is_refused():
 
 
 @pytest.mark.parametrize("route", [b"", b"\x05abc", b"\x00", b"\x00\x02a", b"\x00\x00more"])
-def test_a_message_without_a_proper_route_is_refused(route):
+def test_message_without_route_is_refused(route):
     with pytest.raises(BundleError, match="lacks its id, attempt or route"):
         unpack(pack(header(1), [Held("id", 1, False, route, b"", b"")]))

@@ -14,7 +14,7 @@ def hook_of(monkeypatch: pytest.MonkeyPatch, uri: str) -> RabbitMQHook:
     return RabbitMQHook("rabbit")
 
 
-def test_a_connection_becomes_an_address(monkeypatch):
+def test_connection_becomes_address(monkeypatch):
     hook = hook_of(monkeypatch, "rabbitmq://me:s3cret@broker:5673/flights?heartbeat=10")
 
     address = hook.address
@@ -24,7 +24,7 @@ def test_a_connection_becomes_an_address(monkeypatch):
     assert "s3cret" not in repr(address)
 
 
-def test_the_test_button_tells_what_is_wrong(monkeypatch):
+def test_connection_test_reports_error(monkeypatch):
     found: Any = hook_of(monkeypatch, "rabbitmq://me:s3cret@127.0.0.1:1/").test_connection()
 
     assert found[0] is False

@@ -12,7 +12,7 @@ from airflow_broadway.producers.rabbitmq.journal import QueueJournal, is_swept
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 
 
-def test_of_two_who_settle_at_once_one_knows_of_the_other(tmp_path, monkeypatch):
+def test_concurrent_settlers_see_each_other(tmp_path, monkeypatch):
     # Given a settlement that another overtakes just before it notes its turn
     one, other = (QueueJournal(f"file://{tmp_path}", "q") for _ in range(2))
     write, overtaken = one._files.write, []
@@ -31,7 +31,7 @@ def test_of_two_who_settle_at_once_one_knows_of_the_other(tmp_path, monkeypatch)
     assert first[1] or second[1]
 
 
-def test_a_turn_that_settles_the_whole_knows_those_before(tmp_path):
+def test_full_settlement_knows_earlier_turns(tmp_path):
     journal = QueueJournal(f"file://{tmp_path}", "q")
 
     assert journal.note_turn("g", whole=False)[1] is False
@@ -42,7 +42,7 @@ def test_a_turn_that_settles_the_whole_knows_those_before(tmp_path):
     assert len(journal.turns("g")) == 4
 
 
-def test_a_generation_is_over_once_it_is_closed_swept_or_settled(tmp_path):
+def test_closed_swept_or_settled_generation_is_over(tmp_path):
     journal = QueueJournal(f"file://{tmp_path}", "q")
     journal.note_opened("open", "broadway.held.q.0", NOW)
     journal.note_closed("closed", NOW)
@@ -59,7 +59,7 @@ def test_a_generation_is_over_once_it_is_closed_swept_or_settled(tmp_path):
     ]
 
 
-def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path):
+def test_renamed_pipeline_reads_same_journal(tmp_path):
     shared = f"file://{tmp_path}/shared"
     one, other = (QueueJournal(f"file://{tmp_path}/{n}", "q", shared) for n in "ab")
     one.log_of("g").note_now({"m1": Action.ACK})
@@ -69,7 +69,7 @@ def test_a_pipeline_of_another_name_reads_the_same_journal(tmp_path):
     assert not other.seen_type(1000.0)
 
 
-def test_a_log_outlives_its_lease_by_a_week(tmp_path):
+def test_journal_outlives_lease_by_a_week(tmp_path):
     journal = QueueJournal(f"file://{tmp_path}", "q")
     journal.note_opened("g", "broadway.held.q.0", NOW)
 

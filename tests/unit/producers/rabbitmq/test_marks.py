@@ -53,7 +53,7 @@ def with_headers(*entries: tuple[bytes, bytes]) -> bytes:
 
 
 @given(PROPERTIES)
-def test_fields_and_entries_are_split_and_joined_byte_for_byte(properties):
+def test_fields_and_entries_round_trip_byte_for_byte(properties):
     raw = encode(**properties)
     fields = fields_of(raw)
 
@@ -62,7 +62,7 @@ def test_fields_and_entries_are_split_and_joined_byte_for_byte(properties):
         assert join_entries(entries_of(fields["headers"])) == fields["headers"]
 
 
-def test_what_is_published_again_carries_its_mark():
+def test_republished_message_carries_mark():
     sent = message({"headers": {"colour": "red"}, "message_id": "theirs"})
     made = republished(sent, MARKED)
 
@@ -76,7 +76,7 @@ def test_what_is_published_again_carries_its_mark():
 
 
 @given(PROPERTIES)
-def test_what_was_published_again_is_received_as_it_was(properties):
+def test_republished_message_is_received_unchanged(properties):
     sent = message(properties)
     made = republished(sent, MARKED)
 
@@ -93,7 +93,7 @@ def test_what_was_published_again_is_received_as_it_was(properties):
 
 
 @given(st.binary(max_size=200))
-def test_properties_that_nobody_can_read_are_received_as_they_were(data):
+def test_unreadable_properties_are_received_unchanged(data):
     sent = message(b"\x20\x00\xff\xff\xff\xff" + data)
 
     route, back = restored(b"\x00\x01q", republished(sent, MARKED), trusted=True)
@@ -101,7 +101,7 @@ def test_properties_that_nobody_can_read_are_received_as_they_were(data):
     assert (route, back) == (ROUTE, sent.properties)
 
 
-def test_unchanged_headers_keep_their_bytes():
+def test_unchanged_headers_keep_bytes():
     # Given 10,000 small integers, each in two bytes: written anew each would take nine
     small = b"A" + struct.pack(">I", 20_000) + b"b\x07" * 10_000
     sent = message(with_headers((b"numbers", small), (b"odd", b"S\x00\x00\x00\x02\xff\xfe")))
@@ -113,7 +113,7 @@ def test_unchanged_headers_keep_their_bytes():
     )
 
 
-def test_what_would_do_harm_moves_to_a_header_of_its_own():
+def test_harmful_properties_move_to_own_header():
     death = [{"queue": "flights", "reason": "rejected", "count": 1}]
     headers = {"x-death": death, "CC": ["copies"], "BCC": ["more"], "x-first-death-queue": "q"}
     given_ = {"headers": headers, "user_id": "somebody", "expiration": "60000"}
@@ -133,7 +133,7 @@ def test_what_would_do_harm_moves_to_a_header_of_its_own():
     assert "expiration" not in made
 
 
-def test_our_own_ladder_leaves_no_trace_and_other_deaths_stay():
+def test_own_deaths_are_removed_and_others_kept():
     theirs = {"queue": "orders", "reason": "rejected", "count": 1}
     made = decode(republished(message({"headers": {"x-death": [theirs]}}), MARKED))
     later = {"queue": "parked", "reason": "expired", "count": 1}
@@ -144,14 +144,14 @@ def test_our_own_ladder_leaves_no_trace_and_other_deaths_stay():
     assert decode(back)["headers"] == {"x-death": [later, theirs]}
 
 
-def test_a_user_id_is_kept_only_if_it_was_us_who_moved_it():
+def test_user_id_is_restored_only_if_moved_by_us():
     made = republished(message({"user_id": "somebody"}), MARKED)
 
     assert decode(restored(ROUTE, made, trusted=True)[1])["user_id"] == "somebody"
     assert "user_id" not in decode(restored(ROUTE, made, trusted=False)[1])
 
 
-def test_publishing_again_and_again_does_not_grow():
+def test_repeated_republishing_does_not_grow():
     sent = message({"user_id": "somebody", "headers": {"x-death": [LADDER]}})
     made = republished(sent, MARKED)
     for attempt in range(4, 9):
@@ -162,7 +162,7 @@ def test_publishing_again_and_again_does_not_grow():
         assert len(made) <= len(before)
 
 
-def test_a_mark_is_bound_to_its_message():
+def test_mark_is_bound_to_message():
     made = republished(message({"correlation_id": "1", "headers": {"a": 1}}), MARKED)
     mark = mark_of(made)
     assert mark is not None
@@ -186,17 +186,17 @@ def test_a_mark_is_bound_to_its_message():
         {"id": "x" * 5000, "giver": "g", "attempt": 1},
     ],
 )
-def test_a_mark_that_is_none_of_ours_is_ignored(mark):
+def test_foreign_mark_is_ignored(mark):
     assert mark_of(encode(headers={MARK: mark})) is None
 
 
 @given(st.binary(max_size=200))
-def test_hostile_bytes_are_an_error_or_a_mark_and_nothing_else(data):
+def test_hostile_mark_parses_or_fails_cleanly(data):
     assert mark_of(b"\x20\x00" + data + MARK.encode()) is None
     decode(republished(message(data), MARKED))
 
 
-def test_a_dead_letter_says_why_and_starts_with_fresh_attempts():
+def test_dead_letter_has_reason_and_fresh_attempts():
     made = dead(message({"headers": {"a": 1}}), "Bob \ud83d")
 
     headers = decode(made)["headers"]
@@ -210,7 +210,7 @@ def test_a_dead_letter_says_why_and_starts_with_fresh_attempts():
     assert len(decode(long)["headers"]["x-broadway-reason"].encode()) <= 2_048
 
 
-def test_what_leaves_little_room_is_published_with_less_and_at_last_bare():
+def test_message_with_little_room_carries_less_metadata():
     def headers_of(size: int) -> dict[str, Any]:
         sent = message({"headers": {"large": b"x" * size}, "delivery_mode": 2})
         made = dead(sent, "y" * 500, limit=10_000)
@@ -223,12 +223,12 @@ def test_what_leaves_little_room_is_published_with_less_and_at_last_bare():
     assert headers_of(9_970) == {}
 
 
-def test_a_retry_needs_room_for_its_mark():
+def test_retry_needs_room_for_mark():
     sent = message({"headers": {"large": b"x" * 9_970}})
 
     with pytest.raises(TooLarge, match="one frame"):
         republished(sent, MARKED, limit=10_000)
 
 
-def test_a_route_is_read_as_text():
+def test_route_is_decoded_as_text():
     assert split_route(ROUTE) == ("shop", "orders.eu.created")

@@ -32,7 +32,7 @@ from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
         ({"queue": "q", "prefetch": 5}, "prefetch"),
     ],
 )
-def test_an_option_that_breaks_its_rule_is_named(options, name):
+def test_invalid_option_is_named(options, name):
     with pytest.raises(OptionsError, match=rf"RabbitMQProducer\.{name}"):
         RabbitMQProducer(**options)
 
@@ -47,7 +47,7 @@ def message(*, attempt: int = 1, redelivered: bool = False, **delivery: Any) -> 
     )
 
 
-def test_retry_counts_attempts_and_reject_and_requeue_does_not():
+def test_retry_counts_attempts_but_reject_and_requeue_does_not():
     retry = RabbitMQProducer(queue="q", on_failure="retry")
     always = RabbitMQProducer(queue="q", on_failure="reject_and_requeue")
     worn = message(attempt=99, redelivered=True)
@@ -58,7 +58,7 @@ def test_retry_counts_attempts_and_reject_and_requeue_does_not():
     )
 
 
-def test_options_are_merged_for_each_producer_and_checked():
+def test_options_are_merged_per_producer_and_checked():
     producer = RabbitMQProducer(
         queue="q", merge_options=lambda index: {"qos": {"prefetch_count": 10 + index}}
     )
@@ -70,7 +70,7 @@ def test_options_are_merged_for_each_producer_and_checked():
         wrong.merged(0)
 
 
-def test_an_option_of_qos_that_is_given_directly_is_refused_with_where_it_belongs():
+def test_direct_qos_option_error_names_its_place():
     with pytest.raises(OptionsError, match=r"give it as qos=Qos\(prefetch_count=…\)$"):
         RabbitMQProducer(queue="q", prefetch_count=5)  # type: ignore[call-arg]
     producer = RabbitMQProducer(queue="q")

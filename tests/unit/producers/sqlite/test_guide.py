@@ -14,7 +14,7 @@ def path(tmp_path):
     return tmp_path / "queue.db"
 
 
-def test_every_commit_is_synced_to_the_disk(path):
+def test_every_commit_is_synced(path):
     with SqliteQueue(path, "q") as made:
         made.send([b"a"])
         with made._database.open(create=False) as db:
@@ -23,12 +23,12 @@ def test_every_commit_is_synced_to_the_disk(path):
             assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_the_largest_body_and_the_largest_receive_are_those_of_the_guide():
+def test_size_limits_match_guide():
     assert queue.MAX_BODY == 999_000_000
     assert queue.MAX_RECEIVE_BYTES == 64 * 1024 * 1024
 
 
-def test_free_pages_are_used_again(path):
+def test_free_pages_are_reused(path):
     def filled_and_emptied(made: SqliteQueue, generation: str) -> int:
         made.send([b"x" * 10_000] * 200)
         made.receive(generation, 1000)

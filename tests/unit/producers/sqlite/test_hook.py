@@ -15,7 +15,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, **fields: str) -> None:
     )
 
 
-def test_the_hook_opens_queues_by_name(monkeypatch, tmp_path):
+def test_hook_opens_queues_by_name(monkeypatch, tmp_path):
     connect(monkeypatch, host=str(tmp_path / "q.db"))
     hook = BroadwaySqliteHook()
     assert hook.test_connection() == (True, "The first message creates it.")
@@ -27,7 +27,7 @@ def test_the_hook_opens_queues_by_name(monkeypatch, tmp_path):
     assert hook.test_connection() == (True, "The queue file is in order.")
 
 
-def test_a_connection_that_cannot_work_is_explained(monkeypatch, tmp_path):
+def test_unusable_connection_is_explained(monkeypatch, tmp_path):
     connect(monkeypatch, host=str(tmp_path / "missing" / "q.db"))
     works, why = BroadwaySqliteHook().test_connection()
     assert not works

@@ -60,7 +60,7 @@ def spoil(queue: SqliteQueue, row: int, column: str, value: Any) -> None:
         ("deliveries", b"\x00"),
     ],
 )
-def test_a_row_that_cannot_be_read_becomes_a_dead_letter_alone(queue, column, value):
+def test_unreadable_row_is_dead_lettered_alone(queue, column, value):
     ids = queue.send([b"a", (b"b", {"k": 1}), b"c"])
     spoil(queue, 2, column, value)
 
@@ -74,7 +74,7 @@ def test_a_row_that_cannot_be_read_becomes_a_dead_letter_alone(queue, column, va
     assert queue.depth()[:4] == (0, 0, 0, 1)
 
 
-def test_a_whole_demand_of_such_rows_does_not_make_the_queue_look_empty(queue):
+def test_full_demand_of_unreadable_rows_is_not_empty(queue):
     queue.send([(b"%d" % number, {"k": 1}) for number in range(5)])
     queue.send([b"good"])
     for row in range(1, 6):
@@ -84,7 +84,7 @@ def test_a_whole_demand_of_such_rows_does_not_make_the_queue_look_empty(queue):
     assert len(queue.dead_letters()) == 5
 
 
-def test_text_in_place_of_bytes_is_its_utf_8(queue):
+def test_text_body_is_read_as_utf_8(queue):
     queue.send([b"a"])
     spoil(queue, 1, "body", "zażółć")
 
@@ -93,7 +93,7 @@ def test_text_in_place_of_bytes_is_its_utf_8(queue):
     assert message.data == "zażółć".encode()
 
 
-def test_a_lease_whose_owner_cannot_be_read_is_listed_all_the_same(queue):
+def test_lease_with_unreadable_owner_is_listed(queue):
     queue.send([b"a"])
     queue.receive("g", 1, owner={"dag_id": "d"})
     with closing(sqlite3.connect(queue.path)) as db:
@@ -109,7 +109,7 @@ def test_a_lease_whose_owner_cannot_be_read_is_listed_all_the_same(queue):
 @given(
     spoiled=st.lists(st.tuples(st.integers(1, 8), st.sampled_from(COLUMNS), ANYTHING), max_size=6)
 )
-def test_whatever_is_written_into_rows_the_others_are_handled_and_none_vanishes(spoiled):
+def test_hostile_rows_leave_others_intact(spoiled):
     with (
         tempfile.TemporaryDirectory() as folder,
         SqliteQueue(Path(folder) / "q.db", "q", clock=ManualClock()) as queue,
@@ -137,7 +137,7 @@ def entries(ids: list[str], verdict: Verdict = ACK) -> Iterator[Entry]:
     return (Entry(each, "", verdict) for each in ids)
 
 
-def test_equal_counts_do_not_hide_that_lease_and_manifest_name_other_messages(queue):
+def test_equal_counts_do_not_hide_different_messages(queue):
     ids = queue.send([b"a", b"b", b"c"])
     queue.receive("g", 3)
     with closing(sqlite3.connect(queue.path)) as db:  # one of them is taken away by hand
@@ -153,7 +153,7 @@ def test_equal_counts_do_not_hide_that_lease_and_manifest_name_other_messages(qu
     assert [message.data for message in queue.receive("h", 3)] == [b"c"]
 
 
-def test_a_release_tells_what_is_missing_too(queue):
+def test_release_reports_missing_messages(queue):
     queue.send([b"a", b"b"])
     queue.receive("g", 2)
     with closing(sqlite3.connect(queue.path)) as db:
@@ -169,7 +169,7 @@ def test_a_release_tells_what_is_missing_too(queue):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o000])
-def test_nobody_but_its_user_may_read_the_file_and_those_beside_it(tmp_path, umask):
+def test_database_files_are_private(tmp_path, umask):
     before = os.umask(umask)
     try:
         with SqliteQueue(tmp_path / "q.db", "q") as queue:
@@ -181,7 +181,7 @@ def test_nobody_but_its_user_may_read_the_file_and_those_beside_it(tmp_path, uma
     assert modes == {"q.db": 0o600, "q.db-shm": 0o600, "q.db-wal": 0o600}
 
 
-def test_in_a_folder_that_a_group_shares_the_group_may_use_it(tmp_path):
+def test_shared_folder_grants_group_access(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2770)

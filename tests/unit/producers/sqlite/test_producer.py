@@ -29,7 +29,7 @@ def env(**changes: Any) -> ProducerEnv:
     return ProducerEnv(clock=ManualClock(), **changes)
 
 
-def test_the_connection_is_the_default_source_of_the_path():
+def test_path_defaults_to_connection():
     producer = SqliteProducer(queue="q")
     assert producer.conn_id == "broadway_sqlite_default"
     assert (producer.lease, producer.busy_timeout) == (900.0, 30.0)
@@ -37,7 +37,7 @@ def test_the_connection_is_the_default_source_of_the_path():
     assert SqliteProducer(queue="q", conn_id="mine").path is None
 
 
-def test_path_and_connection_exclude_each_other():
+def test_path_and_connection_are_exclusive():
     with pytest.raises(OptionsError) as error:
         SqliteProducer(queue="q", path="/q.db", conn_id="mine")
     assert str(error.value) == (
@@ -51,7 +51,7 @@ def test_path_and_connection_exclude_each_other():
         SqliteProducer(queue="q", conn_id=None)
 
 
-def test_an_override_may_replace_the_connection_by_a_path():
+def test_override_may_replace_connection_by_path():
     changed = override(SqliteProducer(queue="q"), {"path": "/q.db"}, "producer")
 
     assert (changed.path, changed.conn_id) == ("/q.db", None)
@@ -73,14 +73,14 @@ def test_an_override_may_replace_the_connection_by_a_path():
         ),
     ],
 )
-def test_an_option_that_breaks_its_rule_is_named(given, text):
+def test_invalid_option_is_named(given, text):
     with pytest.raises(OptionsError) as error:
         SqliteProducer(**given)
 
     assert text in str(error.value)
 
 
-def test_a_template_passes_until_it_is_rendered():
+def test_template_is_checked_when_rendered():
     declared = SqliteProducer(queue="q-{{ var.value.env }}", path="{{ var.value.queue_file }}")
 
     assert declared.path == "{{ var.value.queue_file }}"
@@ -96,7 +96,7 @@ def test_a_template_passes_until_it_is_rendered():
         {"conn_type": "broadway_sqlite", "host": "{path}", "extra": {"path": "{path}"}},
     ],
 )
-def test_the_path_comes_from_host_or_extra(tmp_path, fields):
+def test_path_comes_from_host_or_extra(tmp_path, fields):
     path = str(tmp_path / "q.db")
     if "host" in fields:
         fields = {**fields, "host": path}
@@ -117,7 +117,7 @@ def test_the_path_comes_from_host_or_extra(tmp_path, fields):
         ({"conn_type": "postgres", "host": "/a"}, "is of type 'postgres'"),
     ],
 )
-def test_a_connection_that_names_no_file_says_so(fields, text):
+def test_connection_without_file_is_error(fields, text):
     producer = SqliteProducer(queue="q")
 
     for use in (producer.source, producer.custodian, producer.depth):
@@ -127,7 +127,7 @@ def test_a_connection_that_names_no_file_says_so(fields, text):
         assert text in str(error.value)
 
 
-def test_a_missing_connection_says_so():
+def test_missing_connection_is_error():
     with pytest.raises(ConnectionMissing, match="'broadway_sqlite_default' is not defined"):
         SqliteProducer(queue="q").source(env())
 
@@ -140,7 +140,7 @@ def producer(tmp_path):
     return SqliteProducer(queue="q", path=path)
 
 
-def test_messages_carry_their_delivery(producer):
+def test_messages_carry_delivery_metadata(producer):
     source = producer.source(env(generation="g"))
     messages = source.receive(5, timeout=0.0)
 
@@ -151,7 +151,7 @@ def test_messages_carry_their_delivery(producer):
     source.close()
 
 
-def test_receiving_moves_the_deadline(producer):
+def test_receiving_moves_deadline(producer):
     clock = ManualClock()
     source = producer.source(ProducerEnv(generation="g", clock=clock))
     first = source.lease.deadline
@@ -170,7 +170,7 @@ def test_receiving_moves_the_deadline(producer):
     source.close()
 
 
-def test_waiting_ends_when_a_message_arrives(producer):
+def test_waiting_ends_on_arrival(producer):
     with producer.open_queue(env()) as queue:
         queue.receive("cleared", 10)
         queue.settle("cleared", Settlement(rest=ACK))
@@ -190,7 +190,7 @@ def test_waiting_ends_when_a_message_arrives(producer):
     assert clock.monotonic() < 5.0
 
 
-def test_a_lease_of_another_queue_is_refused(producer):
+def test_lease_of_another_queue_is_refused(producer):
     source = producer.source(env(generation="g"))
     source.receive(1, timeout=0.0)
     lease = source.lease
@@ -218,13 +218,13 @@ def test_depth_and_open_leases(producer):
     source.close()
 
 
-def test_parsing_a_pipeline_opens_nothing(tmp_path):
+def test_parsing_pipeline_opens_nothing(tmp_path):
     SqliteProducer(queue="q", path=str(tmp_path / "missing" / "q.db"))
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_queue_file_is_refused_with_the_command_that_creates_it(tmp_path):
+def test_missing_file_error_names_create_command(tmp_path):
     path = tmp_path / "mis typed.db"
     producer = SqliteProducer(queue="orders", path=str(path))
 
@@ -243,7 +243,7 @@ def test_a_missing_queue_file_is_refused_with_the_command_that_creates_it(tmp_pa
     producer.source(ProducerEnv()).close()
 
 
-def test_an_unknown_queue_is_refused_with_the_names_that_the_file_has(tmp_path):
+def test_unknown_queue_error_lists_names(tmp_path):
     path = tmp_path / "q.db"
     producer = SqliteProducer(queue="ordres", path=str(path))
     SqliteQueue(path, "orders").send([b"a"])

@@ -36,7 +36,7 @@ def flights(path, clock):
     return SqliteQueue(path, "flights", clock=clock)
 
 
-def test_a_missing_file_is_an_empty_queue_until_the_first_send(flights, path):
+def test_missing_file_is_empty_queue_until_first_send(flights, path):
     assert flights.receive("g", 10) == []
     assert flights.depth() == QueueDepth(0, 0, 0, 0, None)
     assert flights.leases() == []
@@ -54,7 +54,7 @@ def test_a_missing_file_is_an_empty_queue_until_the_first_send(flights, path):
     assert path.exists()
 
 
-def test_what_was_sent_is_received_in_order_with_its_attributes(flights, clock):
+def test_messages_are_received_in_order_with_attributes(flights, clock):
     bodies: list[Any] = [b"\xff", "żółw", (b"c", {"origin": "EWR", "tags": ["a", 1]})]
     keys = flights.send([*bodies, bytearray(b"d"), memoryview(b"e")])
     clock.advance(2.0)
@@ -69,7 +69,7 @@ def test_what_was_sent_is_received_in_order_with_its_attributes(flights, clock):
     assert messages[2].metadata["attributes"] == {"origin": "EWR", "tags": ["a", 1]}
 
 
-def test_ids_are_never_used_twice(flights):
+def test_ids_are_never_reused(flights):
     first = flights.send([b"a", b"b"])
     flights.receive("g", 10)
     flights.settle("g", Settlement(rest=ACK))
@@ -78,7 +78,7 @@ def test_ids_are_never_used_twice(flights):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_file_that_is_restored_from_a_backup_gives_no_id_again(path, clock, in_place):
+def test_restored_backup_reuses_no_id(path, clock, in_place):
     backup = path.with_name("backup.db")
     with closing(SqliteQueue(path, "flights", clock=clock)) as queue:
         before = queue.send([b"before"] * 50)
@@ -129,7 +129,7 @@ def test_queues_of_one_file_do_not_mix(path, clock):
         (b"x" * 101, "its body has 101 bytes, and a row holds at most 100"),
     ],
 )
-def test_a_message_that_cannot_be_sent_stops_the_whole_call(flights, monkeypatch, message, text):
+def test_unsendable_message_fails_whole_send(flights, monkeypatch, message, text):
     monkeypatch.setattr(queue, "MAX_BODY", 100)
 
     flights.send([b"x" * 100])
@@ -141,12 +141,12 @@ def test_a_message_that_cannot_be_sent_stops_the_whole_call(flights, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["", None, 3])
-def test_a_queue_needs_a_name(path, name):
+def test_queue_needs_name(path, name):
     with pytest.raises(ProducerError, match="a queue's name is a non-empty string"):
         SqliteQueue(path, name)
 
 
-def test_receive_stops_at_its_bytes(flights, monkeypatch):
+def test_receive_stops_at_max_bytes(flights, monkeypatch):
     monkeypatch.setattr(queue, "MAX_RECEIVE_BYTES", 100)
     flights.send([b"x" * 60] * 5)
 
@@ -155,7 +155,7 @@ def test_receive_stops_at_its_bytes(flights, monkeypatch):
     assert len(flights.receive("g", 10)) == 1
 
 
-def test_a_dead_letter_keeps_what_is_needed_to_judge_it(flights, clock):
+def test_dead_letter_keeps_metadata(flights, clock):
     [key] = flights.send([(b"\xfe", {"origin": "JFK"})])
     sent = clock.now()
     clock.advance(5.0)
@@ -175,7 +175,7 @@ def test_a_dead_letter_keeps_what_is_needed_to_judge_it(flights, clock):
     assert flights.depth().dead == 1
 
 
-def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(flights, clock):
+def test_requeued_dead_letters_keep_ids_on_first_attempt(flights, clock):
     keys = flights.send([b"a", b"b", b"c"])
     flights.receive("g1", 3)
     flights.settle("g1", Settlement(rest=DEAD))
@@ -195,7 +195,7 @@ def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(flights
     assert flights.depth() == QueueDepth(1, 0, 1, 0, 0.0)
 
 
-def test_nothing_of_a_settled_message_stays_in_the_file(flights):
+def test_settled_messages_leave_no_bytes_in_file(flights):
     flights.send([b"x"] * 10)
     flights.receive("g", 4)
     flights.settle("g", Settlement(rest=ACK))
@@ -211,7 +211,7 @@ def test_nothing_of_a_settled_message_stays_in_the_file(flights):
     db.close()
 
 
-def test_open_leases_are_listed_with_their_owners(flights, clock):
+def test_open_leases_are_listed_with_owners(flights, clock):
     flights.send([b"x"] * 5)
     flights.receive("g1", 2, seconds=60.0, owner={"dag_id": "d", "run_id": "r"})
     flights.receive("g2", 1, seconds=30.0)
@@ -228,7 +228,7 @@ def test_open_leases_are_listed_with_their_owners(flights, clock):
     assert both[1].report == SettleReport(released=1)
 
 
-def test_early_verdicts_stand_and_are_no_part_of_the_report(flights):
+def test_early_verdicts_stand_outside_report(flights):
     keys = flights.send([b"x"] * 5)
     flights.receive("g", 5)
     early = [Entry(keys[0], "", ACK), Entry(keys[1], "", DEAD)]
@@ -242,7 +242,7 @@ def test_early_verdicts_stand_and_are_no_part_of_the_report(flights):
     assert flights.settle("g", Settlement(rest=ACK, expected=5)) == SettleReport(acked=3)
 
 
-def test_an_ended_lease_receives_no_more_even_if_it_never_did(flights):
+def test_ended_lease_receives_nothing(flights):
     flights.send([b"x"])
     assert flights.release("g") == SettleReport()
 
@@ -250,7 +250,7 @@ def test_an_ended_lease_receives_no_more_even_if_it_never_did(flights):
         flights.receive("g", 1)
 
 
-def test_messages_that_the_manifest_does_not_name_are_not_acknowledged(flights):
+def test_messages_outside_manifest_are_not_acknowledged(flights):
     keys = flights.send([b"x"] * 3)
     flights.receive("g", 3)
 
@@ -262,7 +262,7 @@ def test_messages_that_the_manifest_does_not_name_are_not_acknowledged(flights):
     assert report == SettleReport(acked=2, released=1)
 
 
-def test_a_verdict_on_a_foreign_id_settles_nothing(flights):
+def test_verdict_on_foreign_id_settles_nothing(flights):
     flights.send([b"x"] * 2)
     own = flights.receive("g", 2)[0].message_id.rpartition("-")[0]
     for foreign in ("", "x", "a-1", "0123456789abcdef-1", f"{own}-１", f"{own}-01"):
@@ -276,7 +276,7 @@ def test_a_verdict_on_a_foreign_id_settles_nothing(flights):
     assert flights.depth().leased == 2
 
 
-def test_a_message_whose_id_was_changed_is_given_back_and_its_neighbours_are_settled(flights):
+def test_message_with_changed_id_is_released_alone(flights):
     # Given two messages, of which a transformer gave one another id: it failed under that
     keys = flights.send([b"x"] * 3)
     flights.receive("g", 3)
@@ -296,9 +296,7 @@ def test_a_message_whose_id_was_changed_is_given_back_and_its_neighbours_are_set
     assert again.message_id == keys[0]
 
 
-def test_a_lease_past_its_deadline_may_be_renewed_and_settled_while_nobody_has_its_messages(
-    flights, clock
-):
+def test_expired_lease_is_usable_until_messages_are_leased_again(flights, clock):
     flights.send([b"x"] * 2)
     flights.receive("g", 2, seconds=60.0)
     clock.advance(61.0)
@@ -314,7 +312,7 @@ def test_a_lease_past_its_deadline_may_be_renewed_and_settled_while_nobody_has_i
     assert flights.settle("g", Settlement(rest=ACK)) == SettleReport(acked=2)
 
 
-def test_reports_are_forgotten_after_their_retention(path, clock):
+def test_reports_expire_after_retention(path, clock):
     with SqliteQueue(path, "q", clock=clock) as kept:
         keys = kept.send([b"x"] * 3)
         kept.receive("old", 1)
@@ -348,7 +346,7 @@ def test_threads_share_a_queue(path):
     assert len(found) == len(set(found)) == 200
 
 
-def test_a_queue_that_another_makes_at_the_same_instant_is_no_strangers(path, monkeypatch):
+def test_concurrent_create_shares_queue(path, monkeypatch):
     look = database._tables
     made: list[bool] = []
 
@@ -366,7 +364,7 @@ def test_a_queue_that_another_makes_at_the_same_instant_is_no_strangers(path, mo
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_opens_the_file_for_itself(path):
+def test_forked_process_opens_own_connection(path):
     parent = SqliteQueue(path, "q")
     parent.send([b"before"])
 
@@ -380,7 +378,7 @@ def test_a_forked_process_opens_the_file_for_itself(path):
     parent.close()
 
 
-def test_a_file_that_was_replaced_is_opened_anew(flights, path):
+def test_replaced_file_is_reopened(flights, path):
     flights.send([b"lost with its file"])
     for file in path.parent.iterdir():
         file.unlink()
@@ -392,7 +390,7 @@ def test_a_file_that_was_replaced_is_opened_anew(flights, path):
         assert [message.data for message in other.receive("g", 5)] == [b"new"]
 
 
-def test_metadata_is_a_plain_dict_of_json_for_each_message(flights):
+def test_metadata_is_plain_json_per_message(flights):
     flights.send([b"a", b"b"])
     one, two = flights.receive("g", 2)
 

@@ -57,7 +57,7 @@ def rows(path: str, table: str) -> set[int]:
     second=st.sampled_from(["", "the same", "a sweep", "late"]),
     at=st.integers(0, 8),
 )
-def test_the_report_says_what_is_true_in_the_file(verdicts, early, unstaged, lost, second, at):
+def test_report_matches_file(verdicts, early, unstaged, lost, second, at):
     clock = ManualClock()
     with (
         tempfile.TemporaryDirectory() as folder,

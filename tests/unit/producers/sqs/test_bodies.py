@@ -82,14 +82,14 @@ def kept(staged: StagedRun) -> list[bytes]:
     return found
 
 
-def test_a_message_that_says_so_becomes_a_dead_letter_with_its_body(fake, tmp_path):
+def test_configured_dead_letter_keeps_body(fake, tmp_path):
     process(fake, Orders(), tmp_path)
 
     assert [each["MessageBody"] for each in fake.queue(DEAD).sent] == ["order 0", "order 3"]
     assert fake.left() == 0
 
 
-def test_so_it_does_in_a_run_of_one_process(fake):
+def test_configured_dead_letter_keeps_body_in_one_process(fake):
     with installed(fake):
         report = run_local(Orders(), max_messages=6, clock=fake.clock)
 
@@ -101,15 +101,13 @@ def test_so_it_does_in_a_run_of_one_process(fake):
     ("pipeline", "bodies"),
     [(Batched, ["order 0", "order 3"]), (Watched, BODIES), (InPython, BODIES)],
 )
-def test_staged_messages_keep_the_bodies_of_which_a_letter_may_be_made(
-    fake, tmp_path, pipeline, bodies
-):
+def test_possible_dead_letters_stage_body(fake, tmp_path, pipeline, bodies):
     staged = process(fake, pipeline(), tmp_path)
 
     assert kept(staged) == [body.encode() for body in bodies]
 
 
-def test_other_verdicts_take_no_body_along(fake, tmp_path):
+def test_other_verdicts_stage_no_body(fake, tmp_path):
     class Failing(Orders):
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
             return message.failed("later")
@@ -122,7 +120,7 @@ def test_other_verdicts_take_no_body_along(fake, tmp_path):
     assert fake.left() == 6
 
 
-def test_a_dead_letter_keeps_its_trace_header(fake, tmp_path):
+def test_dead_letter_keeps_trace_header(fake, tmp_path):
     def answer(action: str, arguments: dict[str, Any]) -> Any:
         if action != "ReceiveMessage":
             return None

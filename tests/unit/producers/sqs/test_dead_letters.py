@@ -40,7 +40,7 @@ def values(made: dict[str, Any]) -> dict[str, str]:
     return {name: value.get("StringValue", "") for name, value in made["MessageAttributes"].items()}
 
 
-def test_a_dead_letter_says_what_where_and_why():
+def test_dead_letter_has_id_queue_and_reason():
     made = letter(entry(), "orders", fifo=False)
 
     assert made["MessageBody"] == "body"
@@ -55,7 +55,7 @@ def test_a_dead_letter_says_what_where_and_why():
 
 
 @pytest.mark.parametrize("count", [5, 6, 9, 10])
-def test_a_dead_letter_never_has_more_than_ten_attributes_and_loses_none(count):
+def test_dead_letter_packs_attributes_into_ten(count):
     made = letter(entry(attributes=count), "orders", fifo=False)
 
     attributes = made["MessageAttributes"]
@@ -67,7 +67,7 @@ def test_a_dead_letter_never_has_more_than_ten_attributes_and_loses_none(count):
     assert why == "too late"
 
 
-def test_a_dead_letter_that_was_one_before_says_only_why_it_is_one_now():
+def test_second_dead_letter_has_latest_reason_only():
     before = letter(entry(reason="too early", attributes=1), "orders", fifo=False)
     attributes = {
         name: {"data_type": value["DataType"], "string_value": value.get("StringValue", "")}
@@ -81,13 +81,13 @@ def test_a_dead_letter_that_was_one_before_says_only_why_it_is_one_now():
     assert set(made) == {"a0", *values(letter(entry(), "orders", fifo=False))}
 
 
-def test_a_fifo_dead_letter_has_its_group_and_is_there_once():
+def test_fifo_dead_letter_keeps_group_and_is_deduplicated():
     made = letter(entry(), "orders.fifo", fifo=True)
 
     assert (made["MessageGroupId"], made["MessageDeduplicationId"]) == ("g", "id-1")
 
 
-def test_characters_that_sqs_refuses_are_replaced_in_a_reason():
+def test_refused_characters_are_replaced_in_reason():
     made = letter(entry(reason="a\x00b\ud800c\uffffd"), "orders", fifo=False)
 
     assert values(made)["broadway_reason"] == "a�b�c�d"
@@ -95,7 +95,7 @@ def test_characters_that_sqs_refuses_are_replaced_in_a_reason():
     assert unsendable("a\x0b") == "U+000B"
 
 
-def test_a_long_reason_is_cut_so_that_the_message_fits():
+def test_long_reason_is_truncated_to_fit():
     full = letter(entry(reason="r" * 5000), "orders", fifo=False)
     assert len(values(full)["broadway_reason"]) == 2048
 
@@ -108,7 +108,7 @@ def test_a_long_reason_is_cut_so_that_the_message_fits():
     assert "MessageAttributes" not in whole
 
 
-def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte():
+def test_requests_have_ten_entries_and_256_kib():
     publisher = publisher_of(Queue(cast("Any", FakeSqs()), URL))
     small = {str(number): {"MessageBody": "x"} for number in range(25)}
     assert [len(each) for each in publisher.requests(small)] == [10, 10, 5]
@@ -122,7 +122,7 @@ def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte():
 
 
 @pytest.mark.parametrize("count", [0, 5, 9, 10])
-def test_what_is_sent_back_has_its_own_attributes(count):
+def test_requeued_message_has_original_attributes(count):
     # Given a letter, whose message may have had as many attributes as there is room for
     sent = letter(entry(attributes=count), "orders", fifo=True)
     raw = {
@@ -149,7 +149,7 @@ def test_what_is_sent_back_has_its_own_attributes(count):
     }
 
 
-def test_an_attribute_of_somebody_elses_is_no_mark_of_ours():
+def test_foreign_attribute_is_no_mark():
     for text in ("no JSON", "[1]", '{"reason": "x"}', "[" * 100_000):
         foreign = {"broadway": {"DataType": "String", "StringValue": text}}
         assert received_again(foreign) is None

@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[str, Callable[[Queue], object]]] = {
 
 
 @pytest.mark.parametrize("action", CALLS)
-def test_each_denied_action_names_itself_and_what_to_allow(action):
+def test_denied_action_error_names_permission(action):
     from botocore.stub import Stubber
 
     method, call = CALLS[action]
@@ -95,7 +95,7 @@ def test_each_denied_action_names_itself_and_what_to_allow(action):
         ("InvalidSecurity", "use HTTPS", ProducerError, "InvalidSecurity"),
     ],
 )
-def test_what_aws_refuses_is_one_sentence(code, text, kind, says):
+def test_aws_error_is_one_sentence(code, text, kind, says):
     from botocore.stub import Stubber
 
     made = queue()
@@ -107,7 +107,7 @@ def test_what_aws_refuses_is_one_sentence(code, text, kind, says):
     assert "\n" not in str(raised.value)
 
 
-def test_an_endpoint_that_does_not_answer_may_be_tried_again():
+def test_unreachable_endpoint_is_transient():
     made = Queue(
         boto_client(
             SqsProducer(queue_url=URL, conn_id="aws", endpoint_url="http://127.0.0.1:9"),
@@ -119,7 +119,7 @@ def test_an_endpoint_that_does_not_answer_may_be_tried_again():
         made.receive({"MaxNumberOfMessages": 1})
 
 
-def test_no_credentials_anywhere_are_named(monkeypatch):
+def test_missing_credentials_are_named(monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -130,7 +130,7 @@ def test_no_credentials_anywhere_are_named(monkeypatch):
         made.receive({"MaxNumberOfMessages": 1})
 
 
-def test_no_region_anywhere_is_named(monkeypatch):
+def test_missing_region_is_named(monkeypatch):
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
@@ -139,7 +139,7 @@ def test_no_region_anywhere_is_named(monkeypatch):
         producer.source(env())
 
 
-def test_the_region_of_the_queues_url_is_used_and_another_is_refused():
+def test_region_comes_from_queue_url():
     assert boto_client(SqsProducer(queue_url=URL, conn_id="aws"), env()).meta.region_name == (
         "eu-west-1"
     )
@@ -147,18 +147,18 @@ def test_the_region_of_the_queues_url_is_used_and_another_is_refused():
         SqsProducer(queue_url=URL, region_name="us-east-1")
 
 
-def test_a_connection_of_another_type_is_refused():
+def test_connection_of_other_type_is_refused():
     with pytest.raises(ConnectionMissing, match="needs one of type 'aws'"):
         boto_client(SqsProducer(queue_url=URL, conn_id="x"), env(conn_type="rabbitmq"))
 
 
-def test_half_a_pair_of_keys_is_refused_without_being_shown():
+def test_incomplete_key_pair_is_refused_and_masked():
     with pytest.raises(ConnectionMissing, match="needs both or neither") as raised:
         boto_client(SqsProducer(queue_url=URL, conn_id="aws"), env(login=""))
     assert SECRET not in str(raised.value)
 
 
-def test_the_connection_says_endpoint_region_and_token():
+def test_connection_sets_endpoint_region_and_token():
     service = {"sqs": {"endpoint_url": "https://sqs.example.org"}}
     given = env(
         extra={
@@ -187,14 +187,14 @@ def test_the_connection_says_endpoint_region_and_token():
         ),
     ],
 )
-def test_a_queue_elsewhere_is_asked_for_where_its_url_says(url, endpoint):
+def test_endpoint_comes_from_queue_url(url, endpoint):
     client = boto_client(
         SqsProducer(queue_url=url, conn_id="aws"), env(extra={"region_name": "eu-west-1"})
     )
     assert client.meta.endpoint_url == endpoint
 
 
-def test_a_role_is_taken_by_the_amazon_provider(monkeypatch):
+def test_amazon_provider_assumes_role(monkeypatch):
     from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
     from boto3.session import Session
 
@@ -214,7 +214,7 @@ def test_a_role_is_taken_by_the_amazon_provider(monkeypatch):
     assert client._request_signer._credentials.access_key == "AKIAROLE"
 
 
-def test_a_missing_default_connection_leaves_the_search_to_boto3(monkeypatch):
+def test_missing_default_connection_falls_back_to_boto3(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAENV")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     client: Any = boto_client(SqsProducer(queue_url=URL), ProducerEnv())

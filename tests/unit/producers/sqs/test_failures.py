@@ -74,7 +74,7 @@ def noted_for_days(clock: ManualClock, place: StateFiles) -> None:
             clock.advance(86_400.0)
 
 
-def test_after_two_weeks_of_failures_the_first_redelivery_waits_for_a_few_reads(store):
+def test_two_weeks_of_failures_need_few_reads(store):
     clock = ManualClock()
     noted_for_days(clock, notes())
     failures = Failures(notes(), 14)
@@ -87,7 +87,7 @@ def test_after_two_weeks_of_failures_the_first_redelivery_waits_for_a_few_reads(
     assert store.reads == [DAYS]  # one request, a file of each day
 
 
-def test_a_day_of_few_files_is_left_as_it_is(store):
+def test_day_with_few_files_is_not_merged(store):
     clock = ManualClock()
     for run in range(7):
         Failures(notes(), 14).note({"m": run}, clock.now())
@@ -100,7 +100,7 @@ def test_a_day_of_few_files_is_left_as_it_is(store):
     assert store.reads == [7]
 
 
-def test_merging_asks_for_a_few_things_a_day(store):
+def test_merge_makes_few_requests_per_day(store):
     clock = ManualClock()
     noted_for_days(clock, notes())
 
@@ -110,7 +110,7 @@ def test_merging_asks_for_a_few_things_a_day(store):
     assert store.removals == [RUNS_A_DAY] * DAYS
 
 
-def test_a_run_merges_before_it_receives(store):
+def test_run_merges_before_receiving(store):
     fake = FakeSqs(ManualClock())
     with halves(STAGING, fake=fake) as run:
         place = run.source._folder._files
@@ -128,7 +128,7 @@ def test_a_run_merges_before_it_receives(store):
     assert store.reads == [DAYS]
 
 
-def test_what_is_older_than_sqs_keeps_a_message_is_removed(store):
+def test_notes_beyond_message_retention_are_removed(store):
     clock = ManualClock()
     Failures(notes(), 14).note({"m": 1}, clock.now())
     clock.advance(16 * 86_400.0)
@@ -142,7 +142,7 @@ def test_what_is_older_than_sqs_keeps_a_message_is_removed(store):
     assert notes().names("attempts") == []
 
 
-def test_who_reads_while_another_merges_misses_nothing(store, monkeypatch):
+def test_read_during_merge_misses_nothing(store, monkeypatch):
     clock = ManualClock()
     for run in range(20):
         Failures(notes(), 14).note({f"m{run}": 2}, clock.now())
@@ -160,7 +160,7 @@ def test_who_reads_while_another_merges_misses_nothing(store, monkeypatch):
     assert failures.of(["m0", "m19"], clock.now()) == {"m0": 2, "m19": 2}
 
 
-def test_two_who_merge_at_once_lose_nothing(store, monkeypatch):
+def test_concurrent_merges_lose_nothing(store, monkeypatch):
     clock = ManualClock()
     for run in range(20):
         Failures(notes(), 14).note({f"m{run}": run + 1}, clock.now())
@@ -179,7 +179,7 @@ def test_two_who_merge_at_once_lose_nothing(store, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"{", b"[]", b'{"m": "many"}', b"\xff"])
-def test_a_damaged_file_does_not_keep_a_run_from_receiving(data, caplog):
+def test_damaged_file_is_skipped(data, caplog):
     clock = ManualClock()
     files, name = notes(), f"attempts/{clock.now().date()}.x.json"
     files.write(name, {})
@@ -194,7 +194,7 @@ def test_a_damaged_file_does_not_keep_a_run_from_receiving(data, caplog):
     assert "is damaged" in caplog.text
 
 
-def test_a_file_that_may_not_be_read_ends_the_run(store):
+def test_unreadable_file_ends_run(store):
     clock = ManualClock()
     Failures(notes(), 14).note({"m": 1}, clock.now())
     store.broken.append("attempts/")
@@ -203,7 +203,7 @@ def test_a_file_that_may_not_be_read_ends_the_run(store):
         Failures(notes(), 14).of(["m"], clock.now())
 
 
-def test_what_others_note_is_seen_half_a_minute_later():
+def test_foreign_notes_are_seen_after_30_s():
     clock = ManualClock()
     failures = Failures(notes(), 14)
 

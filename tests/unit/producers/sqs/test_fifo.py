@@ -79,7 +79,7 @@ def test_what_comes_again_holds_back_the_later_ones_of_its_group(fake):
         ({"on_failure": "retry", "dead_letter": "dead.fifo"}, {"requeued": 1, "released": 2}),
     ],
 )
-def test_so_do_noop_and_retry(fake, options, counts):
+def test_noop_and_retry_block_later_messages_of_group(fake, options, counts):
     report = run(fake, **options)
 
     assert handled == ["x1", "y1", "y2", "y3"]
@@ -87,7 +87,7 @@ def test_so_do_noop_and_retry(fake, options, counts):
 
 
 @pytest.mark.parametrize("action", ["ack", "dead_letter"])
-def test_what_does_not_come_again_holds_nothing_back(fake, action):
+def test_finished_failure_blocks_nothing(fake, action):
     report = run(fake, on_failure=action, dead_letter="dead.fifo")
 
     assert handled == ["x1", "y1", "x2", "y2", "x3", "y3"]
@@ -95,7 +95,7 @@ def test_what_does_not_come_again_holds_nothing_back(fake, action):
     assert fake.left(FIFO) == 0
 
 
-def test_a_chunk_that_cannot_be_prepared_holds_back_its_groups(fake):
+def test_failed_prepare_blocks_its_groups(fake):
     # Chunks of two: x1 and y1 fail together.
     report = run(fake, Prepared, on_failure="release")
 
@@ -104,7 +104,7 @@ def test_a_chunk_that_cannot_be_prepared_holds_back_its_groups(fake):
     assert report.settled.released == 6
 
 
-def test_a_process_task_gives_back_what_is_held_back(fake, tmp_path):
+def test_process_task_releases_blocked_messages(fake, tmp_path):
     pipeline = Orders(producer={"on_failure": "noop"})
     process, _ = process_of(fake, pipeline, tmp_path, Budget(max_messages=6))
     with installed(fake):
@@ -123,7 +123,7 @@ def test_a_process_task_gives_back_what_is_held_back(fake, tmp_path):
     assert handled == ["x1", "x2", "x3"]
 
 
-def test_what_was_given_back_behind_a_failed_one_is_archived_later_and_once(fake, tmp_path):
+def test_blocked_messages_are_archived_once(fake, tmp_path):
     # Given a run in which x1 fails, so that x2 and x3 wait behind it
     pipeline = Orders(producer={"on_failure": "noop"}, archive=Archive())
     budget = Budget(max_messages=6)

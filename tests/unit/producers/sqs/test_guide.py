@@ -12,7 +12,8 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client
 from tests.fake_sqs import URL
-from tests.unit.producers.sqs.kit import Halves, halves
+from tests.unit.producers.halves import renewed
+from tests.unit.producers.sqs.kit import SqsHalves, halves, options
 from tests.unit.producers.sqs.test_errors import env
 
 DEAD = f"{URL}-dead"
@@ -24,7 +25,7 @@ RETRY = Verdict(Action.RETRY, 0.0, "later", "process")
 # ---------------------------------------------------------------------------------- connection
 
 
-def test_the_connections_other_extras_count_too():
+def test_other_connection_extras_apply():
     extra = {
         "region_name": "eu-north-1",
         "verify": "/etc/ours.pem",
@@ -37,7 +38,7 @@ def test_the_connections_other_extras_count_too():
     assert client.meta.config.retries["total_max_attempts"] == 2
 
 
-def test_the_endpoint_may_be_an_option_or_botos_own_variable(monkeypatch):
+def test_endpoint_is_option_or_environment_variable(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:4566")
     given = env(extra={"region_name": "us-east-1"})
 
@@ -50,12 +51,12 @@ def test_the_endpoint_may_be_an_option_or_botos_own_variable(monkeypatch):
     assert optional.meta.endpoint_url == "http://127.0.0.1:9324"
 
 
-def test_a_queue_by_its_name_is_looked_up_once():
-    with halves(queue_url=None, queue_name="orders") as run:
-        run.fake.put(["a"])
+@options(queue_url=None, queue_name="orders")
+def test_queue_name_is_resolved_once(run):
+    run.fake.put(["a"])
 
-        assert [message.data for message in run.take()] == [b"a"]
-        assert run.fake.requests["GetQueueUrl"] == 1
+    assert [message.data for message in run.take()] == [b"a"]
+    assert run.fake.requests["GetQueueUrl"] == 1
 
 
 # ------------------------------------------------------------------------------------ messages
@@ -64,7 +65,7 @@ def test_a_queue_by_its_name_is_looked_up_once():
 @pytest.mark.parametrize(
     "place", [DEAD, "arn:aws:sqs:eu-west-1:123456789012:orders-dead", "orders-dead"]
 )
-def test_the_place_of_dead_letters_is_a_url_an_arn_or_a_name(place):
+def test_dead_letter_queue_is_url_arn_or_name(place):
     with halves(dead_letter=place) as run:
         dead(run)
 
@@ -72,26 +73,26 @@ def test_the_place_of_dead_letters_is_a_url_an_arn_or_a_name(place):
         assert run.fake.left() == 0
 
 
-def test_the_option_is_preferred_to_the_redrive_policy():
-    with halves(dead_letter=f"{URL}-ours") as run:
-        policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:orders-dead"}
-        run.fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
-        dead(run)
+@options(dead_letter=f"{URL}-ours")
+def test_dead_letter_option_overrides_redrive_policy(run):
+    policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:orders-dead"}
+    run.fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
+    dead(run)
 
-        assert len(run.fake.queue(f"{URL}-ours").sent) == 1
-        assert run.fake.queue(DEAD).sent == []
-
-
-def test_a_dead_letter_carries_the_bytes_of_a_binary_attribute():
-    with halves(dead_letter=DEAD) as run:
-        own = {"picture": {"DataType": "Binary", "BinaryValue": b"\x00\xff"}}
-        dead(run, MessageAttributes=own)
-
-        [letter] = run.fake.queue(DEAD).sent
-        assert letter["MessageAttributes"]["picture"] == own["picture"]
+    assert len(run.fake.queue(f"{URL}-ours").sent) == 1
+    assert run.fake.queue(DEAD).sent == []
 
 
-def dead(run: Halves, **more: Any) -> None:
+@options(dead_letter=DEAD)
+def test_dead_letter_keeps_binary_attribute(run):
+    own = {"picture": {"DataType": "Binary", "BinaryValue": b"\x00\xff"}}
+    dead(run, MessageAttributes=own)
+
+    [letter] = run.fake.queue(DEAD).sent
+    assert letter["MessageAttributes"]["picture"] == own["picture"]
+
+
+def dead(run: SqsHalves, **more: Any) -> None:
     """Receive a message, and make it a dead letter."""
     messages = run.take_new(["a"], **more)
     report = run.settle(messages, {"a": DEAD_LETTER})
@@ -99,48 +100,43 @@ def dead(run: Halves, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(("delay", "seconds"), [(1.0, 1), (1.001, 2), (59.5, 60)])
-def test_a_delay_is_rounded_up_to_the_second(delay, seconds):
-    with halves() as run:
-        messages = run.take_new(["a"])
-        later = Verdict(Action.RETRY, delay, "later", "process")
-        run.settle(messages, {"a": later})
+def test_delay_is_rounded_up_to_seconds(delay, seconds, run):
+    messages = run.take_new(["a"])
+    later = Verdict(Action.RETRY, delay, "later", "process")
+    run.settle(messages, {"a": later})
 
-        run.clock.advance(seconds - 0.001)
-        assert run.fake.waiting() == []
-        run.clock.advance(0.001)
-        assert run.fake.waiting() == ["a"]
+    run.clock.advance(seconds - 0.001)
+    assert run.fake.waiting() == []
+    run.clock.advance(0.001)
+    assert run.fake.waiting() == ["a"]
 
 
 # ------------------------------------------------------------------------------------ holding
 
 
-def test_a_message_is_renewed_when_six_tenths_of_its_lease_are_left():
-    with halves(lease=1000.0) as run:
-        run.fake.put(["a"])
-        run.take()
-        run.clock.advance(399.0)
-        run.custodian.renew(run.source.lease)
-        assert run.fake.requests["ChangeMessageVisibility"] == 0
-        run.clock.advance(1.0)
+@options(lease=1000.0)
+def test_message_is_renewed_at_60_percent_of_lease(run):
+    run.fake.put(["a"])
+    run.take()
+    run.clock.advance(399.0)
+    run.renew()
+    assert run.fake.requests["ChangeMessageVisibility"] == 0
+    run.clock.advance(1.0)
 
-        run.custodian.renew(run.source.lease)
+    run.renew()
 
-        assert run.fake.requests["ChangeMessageVisibility"] == 1
+    assert run.fake.requests["ChangeMessageVisibility"] == 1
 
 
 @pytest.mark.parametrize(("lease", "ahead"), [(HOUR, 2 * HOUR), (900.0, HOUR)])
-def test_the_end_of_the_twelve_hours_is_told_two_leases_ahead_and_an_hour_at_least(
-    lease, ahead, tmp_path, caplog
-):
+def test_twelve_hour_limit_warns_ahead(lease, ahead, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
     with halves(f"file://{tmp_path}", lease=lease) as run:
         run.fake.put(["a"])
         run.take()
         held = run.source.lease
         for _ in range(int((12 * HOUR - ahead) / (lease / 4))):
-            renewed = run.custodian.renew(held)
-            assert renewed is not None
-            held = renewed
+            held = renewed(run.custodian, held)
             run.clock.advance(lease / 4)
         assert caplog.messages == []
         run.clock.advance(0.4 * lease)  # it is renewed no sooner
@@ -151,7 +147,7 @@ def test_the_end_of_the_twelve_hours_is_told_two_leases_ahead_and_an_hour_at_lea
         assert "cannot be renewed beyond that" in told
 
 
-def test_a_settlement_in_the_last_hour_says_so_in_its_report():
+def test_settlement_in_last_hour_is_reported():
     for left, told in ((HOUR + 1, False), (HOUR - 1, True)):
         with halves(lease=12 * HOUR) as run:
             messages = run.take_new(["a"])
@@ -163,7 +159,7 @@ def test_a_settlement_in_the_last_hour_says_so_in_its_report():
             assert bool(report.errors) is told
 
 
-def test_what_is_retried_keeps_its_count_when_it_lapsed_meanwhile(tmp_path):
+def test_lapse_keeps_retry_count(tmp_path):
     staging = f"file://{tmp_path}"
     with halves(staging) as run:
         messages = run.take_new(["a"])

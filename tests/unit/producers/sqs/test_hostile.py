@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.formats.entries import dump_entry, load_line
 from tests.fake_sqs import URL, FakeSqs, client_error
-from tests.unit.producers.sqs.kit import Halves, halves, settlement
+from tests.unit.producers.sqs.kit import SqsHalves, halves, options, settlement
 from tests.unit.producers.sqs.test_settlement import DEAD
 
 TEXT = st.text(max_size=12)
@@ -81,26 +81,24 @@ def spoil(fake: FakeSqs, place: int, changes: Any, own: Any, system: Any) -> Non
     fake.answer = answer
 
 
-def handled(run: Halves, *, dead: bool) -> tuple[SettleReport, set[str]]:
+def handled(run: SqsHalves, *, dead: bool) -> tuple[SettleReport, set[str]]:
     """One run over the queue, to its end: the report, and the ids it received."""
     messages = run.take()
     for message in messages:
         json.dumps(message.metadata)  # what is staged of it
         assert load_line(dump_entry(entry_of(message, DEAD))).entry.message_id == message.message_id
-    run.source.stop()
-    lease = run.source.lease
-    run.source.close()
+    lease = run.stop()
     verdicts: dict[str, Verdict] = {}
     if dead:
         verdicts = {message.data.decode("utf-8", "replace"): DEAD for message in messages}
     assert lease.state["messages"] == len(messages)
-    report = run.other().settle(lease, settlement(messages, verdicts))
+    report = run.settle(messages, verdicts, by=run.other())
     return report, {message.message_id for message in messages}
 
 
 @settings(max_examples=150, deadline=None)
 @given(bad=BAD, fifo=st.booleans(), everything=st.booleans(), dead=st.booleans())
-def test_whatever_one_message_is_like_the_others_are_handled(bad, fifo, everything, dead):
+def test_hostile_message_leaves_others_intact(bad, fifo, everything, dead):
     url = f"{URL}.fifo" if fifo else URL
     options: dict[str, Any] = {"dead_letter": "dead.fifo" if fifo else "dead"}
     if everything:
@@ -124,67 +122,63 @@ def test_whatever_one_message_is_like_the_others_are_handled(bad, fifo, everythi
 
 
 @pytest.mark.parametrize("missing", ["MessageId", "ReceiptHandle", "Body"])
-def test_a_message_without_what_it_needs_is_told_and_comes_again(missing, caplog):
-    with halves() as run:
-        run.fake.put([str(number) for number in range(5)])
-        spoil(run.fake, 4, {missing: ...}, None, {})
+def test_incomplete_message_is_logged_and_redelivered(missing, caplog, run):
+    run.fake.put([str(number) for number in range(5)])
+    spoil(run.fake, 4, {missing: ...}, None, {})
 
-        report, received = handled(run, dead=False)
+    report, received = handled(run, dead=False)
 
-        assert (report.acked, len(received)) == (4, 4)
-        assert missing in caplog.text
-        run.clock.advance(601.0)
-        assert run.fake.waiting() == ["4"]
+    assert (report.acked, len(received)) == (4, 4)
+    assert missing in caplog.text
+    run.clock.advance(601.0)
+    assert run.fake.waiting() == ["4"]
 
 
-def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_path):
+@options(staged=True, dead_letter="dead")
+def test_non_unicode_dead_letter_is_refused_alone(run):
     """AWS refuses half a surrogate pair in any request; a request of ten has nine others."""
-    with halves(f"file://{tmp_path}", dead_letter="dead") as run:
-        messages = run.take_new([*(str(number) for number in range(12)), "half \ud83d"])
-        assert messages[-1].data == "half \ud83d".encode("utf-8", "surrogatepass")
-        refused: list[int] = []
+    messages = run.take_new([*(str(number) for number in range(12)), "half \ud83d"])
+    assert messages[-1].data == "half \ud83d".encode("utf-8", "surrogatepass")
+    refused: list[int] = []
 
-        def answer(action: str, arguments: dict[str, Any]) -> Any:
-            if action != "SendMessage":
-                return None
-            if any("\ud83d" in entry["MessageBody"] for entry in arguments["Entries"]):
-                refused.append(len(arguments["Entries"]))
-                return client_error("InvalidMessageContents", "invalid characters")
+    def answer(action: str, arguments: dict[str, Any]) -> Any:
+        if action != "SendMessage":
             return None
+        if any("\ud83d" in entry["MessageBody"] for entry in arguments["Entries"]):
+            refused.append(len(arguments["Entries"]))
+            return client_error("InvalidMessageContents", "invalid characters")
+        return None
 
-        run.fake.answer = answer
-        last = messages[-1]
-        all_dead = dataclasses.replace(
-            settlement(messages), entries=lambda: (entry_of(message, DEAD) for message in messages)
-        )
+    run.fake.answer = answer
+    last = messages[-1]
+    all_dead = dataclasses.replace(
+        settlement(messages), entries=lambda: (entry_of(message, DEAD) for message in messages)
+    )
 
-        report = run.custodian.settle(run.source.lease, all_dead)
+    report = run.custodian.settle(run.source.lease, all_dead)
 
-        assert (report.dead_lettered, report.failed) == (12, 1)
-        assert "InvalidMessageContents" in report.errors[0]
-        assert set(run.fake.queue().known) == {last.message_id}
-        assert refused[-1] == 1
-
-
-def test_a_request_that_is_refused_whatever_it_says_is_not_cut_up_for_ever():
-    with halves(dead_letter="dead") as run:
-        messages = run.take_new([str(number) for number in range(500)])
-        run.fake.answers("DeleteMessage", client_error("UnsupportedOperation", "no"))
-
-        report = run.settle(messages)
-
-        assert report.failed == 500
-        assert run.fake.requests["DeleteMessage"] < 40
+    assert (report.dead_lettered, report.failed) == (12, 1)
+    assert "InvalidMessageContents" in report.errors[0]
+    assert set(run.fake.queue().known) == {last.message_id}
+    assert refused[-1] == 1
 
 
-def test_an_answer_that_names_other_entries_counts_for_none():
-    with halves() as run:
-        messages = run.take_new(["a", "b"])
-        run.fake.answers(
-            "DeleteMessage", {"Successful": [{"Id": "7"}], "Failed": [{"Id": "x"}, {}]}
-        )
+@options(dead_letter="dead")
+def test_hopeless_request_is_not_bisected_forever(run):
+    messages = run.take_new([str(number) for number in range(500)])
+    run.fake.answers("DeleteMessage", client_error("UnsupportedOperation", "no"))
 
-        report = run.settle(messages)
+    report = run.settle(messages)
 
-        assert (report.acked, report.failed) == (0, 2)
-        assert "SQS did not say what became of it" in report.errors[0]
+    assert report.failed == 500
+    assert run.fake.requests["DeleteMessage"] < 40
+
+
+def test_answer_with_foreign_entries_is_ignored(run):
+    messages = run.take_new(["a", "b"])
+    run.fake.answers("DeleteMessage", {"Successful": [{"Id": "7"}], "Failed": [{"Id": "x"}, {}]})
+
+    report = run.settle(messages)
+
+    assert (report.acked, report.failed) == (0, 2)
+    assert "SQS did not say what became of it" in report.errors[0]

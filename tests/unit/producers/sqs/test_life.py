@@ -13,7 +13,8 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
-from tests.unit.producers.sqs.kit import halves
+from tests.unit.producers.halves import renewed
+from tests.unit.producers.sqs.kit import halves, options
 
 COUNT = 100_000
 HOUR = 3600.0
@@ -24,7 +25,7 @@ def staging(tmp_path):
     return f"file://{tmp_path}"
 
 
-def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(staging, caplog):
+def test_hundred_thousand_messages_are_leased_twelve_hours_and_settled(staging, caplog):
     caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
     with halves(staging, lease=6 * HOUR) as run:
         fake, clock = run.fake, run.clock
@@ -42,11 +43,9 @@ def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(stagi
         custodian = run.other()
         while clock.now() < began + timedelta(hours=11.5):
             clock.advance(HOUR / 4)
-            renewed = custodian.renew(lease)
-            assert renewed is not None
-            assert renewed.deadline > clock.now()
-            assert renewed.deadline <= began + timedelta(hours=12)
-            lease = renewed
+            lease = renewed(custodian, lease)
+            assert lease.deadline > clock.now()
+            assert lease.deadline <= began + timedelta(hours=12)
         # Half a lease or more between two renewals of a message.
         assert fake.entries["ChangeMessageVisibility"] <= 8 * COUNT
         assert fake.waiting() == []
@@ -79,28 +78,26 @@ def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(stagi
         custodian.close()
 
 
-def test_after_twelve_hours_all_has_lapsed_and_comes_back(staging):
-    with halves(staging, lease=4 * HOUR) as run:
-        run.fake.put([str(number) for number in range(50)])
-        ids = [message.message_id for message in run.take()]
-        lease = run.source.lease
-        custodian = run.other()
-        for _ in range(47):
-            run.clock.advance(HOUR / 4)
-            held = custodian.renew(lease)
-            assert held is not None
-            lease = held
+@options(staged=True, lease=4 * HOUR)
+def test_all_messages_lapse_after_twelve_hours(staging, run):
+    run.fake.put([str(number) for number in range(50)])
+    ids = [message.message_id for message in run.take()]
+    lease = run.source.lease
+    custodian = run.other()
+    for _ in range(47):
         run.clock.advance(HOUR / 4)
+        lease = renewed(custodian, lease)
+    run.clock.advance(HOUR / 4)
 
-        assert custodian.renew(lease) is None
-        report = custodian.settle(
-            lease,
-            Settlement(
-                rest=ACK, everything=lambda: (Entry(each, "", ACK) for each in ids), expected=50
-            ),
-        )
+    assert custodian.renew(lease) is None
+    report = custodian.settle(
+        lease,
+        Settlement(
+            rest=ACK, everything=lambda: (Entry(each, "", ACK) for each in ids), expected=50
+        ),
+    )
 
-        assert report.lapsed == 50
-        assert report.errors == ("the lease had reached SQS's limit of 12 hours from receipt",)
-        assert len(run.fake.waiting()) == 50
-        assert run.fake.requests["DeleteMessage"] == 0
+    assert report.lapsed == 50
+    assert report.errors == ("the lease had reached SQS's limit of 12 hours from receipt",)
+    assert len(run.fake.waiting()) == 50
+    assert run.fake.requests["DeleteMessage"] == 0

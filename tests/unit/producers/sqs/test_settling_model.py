@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from tests.fake_sqs import URL, FakeSqs, client_error
-from tests.unit.producers.sqs.kit import Halves, halves, settlement
+from tests.unit.producers.sqs.kit import SqsHalves, halves, options, settlement
 from tests.unit.producers.verdicts import VERDICTS
 
 FAULTS = ["", "", "lost", "never", "partial", "permanent", "silent", "malformed"]
@@ -83,7 +83,7 @@ class Chaos:
 @contextmanager
 def received(
     verdicts: list[Verdict],
-) -> Iterator[tuple[Halves, list[Message], dict[str, Verdict], dict[str, Verdict]]]:
+) -> Iterator[tuple[SqsHalves, list[Message], dict[str, Verdict], dict[str, Verdict]]]:
     """A run that holds a message for each verdict; verdicts by body and by id."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -96,7 +96,7 @@ def received(
         yield run, messages, by_body, by_id
 
 
-def settled(run: Halves, given: Settlement) -> SettleReport:
+def settled(run: SqsHalves, given: Settlement) -> SettleReport:
     """Settle as tasks do: each try a process of its own, until one ends."""
     for _ in range(50):
         custodian = run.other()
@@ -114,7 +114,7 @@ def letters(fake: FakeSqs) -> set[str]:
     return {each["MessageAttributes"]["broadway_message_id"]["StringValue"] for each in dead}
 
 
-def check_none_lost(run: Halves, ids: list[str], verdicts: dict[str, Verdict]) -> list[str]:
+def check_none_lost(run: SqsHalves, ids: list[str], verdicts: dict[str, Verdict]) -> list[str]:
     """What is gone was acknowledged, or is a dead letter; returns it."""
     gone = [each for each in ids if each not in run.fake.queue().known]
     for each in gone:
@@ -128,7 +128,7 @@ def check_none_lost(run: Halves, ids: list[str], verdicts: dict[str, Verdict]) -
     verdicts=st.lists(st.sampled_from(VERDICTS), min_size=1, max_size=35),
     faults=st.lists(st.sampled_from(FAULTS), max_size=12),
 )
-def test_the_report_says_what_is_true_at_the_broker(verdicts, faults):
+def test_report_matches_broker(verdicts, faults):
     with received(verdicts) as (run, messages, by_body, by_id):
         Chaos(run.fake, faults)
 
@@ -153,7 +153,7 @@ def test_the_report_says_what_is_true_at_the_broker(verdicts, faults):
         # Whatever was asked, nothing stays hidden beyond its lease.
         run.clock.advance(601.0)
         assert len(run.fake.waiting()) == len(messages) - len(gone)
-        assert run.other().settle(run.source.lease, settlement(messages, by_body)) == report
+        assert run.settle(messages, by_body, by=run.other()) == report
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,9 +164,7 @@ def test_the_report_says_what_is_true_at_the_broker(verdicts, faults):
     late=st.sampled_from([0.0, 700.0]),
     sweeps=st.booleans(),
 )
-def test_a_second_settler_while_the_first_stalls_loses_nothing(
-    verdicts, faults, after, late, sweeps
-):
+def test_second_settler_during_stall_loses_nothing(verdicts, faults, after, late, sweeps):
     with received(verdicts) as (run, messages, by_body, by_id):
         given = settlement(messages, by_body)
         chaos = Chaos(run.fake, faults)
@@ -194,38 +192,34 @@ def test_a_second_settler_while_the_first_stalls_loses_nothing(
             assert heir_ids <= set(run.fake.queue().known)
 
 
-def test_receipts_that_are_gone_or_damaged_lapse_alone(tmp_path):
-    with halves(f"file://{tmp_path}") as run:
-        for start in (0, 10, 20):
-            run.fake.put([str(place) for place in range(start, start + 10)])
-            run.take(10)
-        run.source.stop()
-        lease = run.source.lease
-        run.source.close()
-        first, second, _ = sorted(tmp_path.rglob("receipts-*.json"))
-        first.unlink()
-        second.write_text(second.read_text()[:50])
+@options(staged=True)
+def test_missing_or_damaged_receipts_lapse_alone(tmp_path, run):
+    for start in (0, 10, 20):
+        run.fake.put([str(place) for place in range(start, start + 10)])
+        run.take(10)
+    lease = run.stop()
+    first, second, _ = sorted(tmp_path.rglob("receipts-*.json"))
+    first.unlink()
+    second.write_text(second.read_text()[:50])
 
-        report = run.other().settle(lease, Settlement(rest=RELEASE))
+    report = run.other().settle(lease, Settlement(rest=RELEASE))
 
-        assert (report.released, report.lapsed, report.total) == (10, 20, 30)
-        assert "receipts of 20 messages are missing" in report.errors[0]
-        run.clock.advance(601.0)
-        assert len(run.fake.waiting()) == 30
+    assert (report.released, report.lapsed, report.total) == (10, 20, 30)
+    assert "receipts of 20 messages are missing" in report.errors[0]
+    run.clock.advance(601.0)
+    assert len(run.fake.waiting()) == 30
 
 
-def test_what_is_missing_is_never_acknowledged_by_the_count_alone(tmp_path):
-    with halves(f"file://{tmp_path}") as run:
-        messages = []
-        for start in (0, 2):
-            run.fake.put([str(place) for place in range(start, start + 2)])
-            messages += run.take(2)
-        run.source.stop()
-        lease = run.source.lease
-        run.source.close()
-        min(tmp_path.rglob("receipts-*.json")).unlink()
-        # The manifest names two messages as well: the two whose receipts are gone.
-        report = run.other().settle(lease, settlement(messages[:2]))
+@options(staged=True)
+def test_missing_messages_are_not_acknowledged_by_count(tmp_path, run):
+    messages = []
+    for start in (0, 2):
+        run.fake.put([str(place) for place in range(start, start + 2)])
+        messages += run.take(2)
+    run.stop()
+    min(tmp_path.rglob("receipts-*.json")).unlink()
+    # The manifest names two messages as well: the two whose receipts are gone.
+    report = run.settle(messages[:2], by=run.other())
 
-        assert (report.acked, report.released) == (0, 2)
-        assert run.fake.left() == 4
+    assert (report.acked, report.released) == (0, 2)
+    assert run.fake.left() == 4

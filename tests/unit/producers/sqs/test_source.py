@@ -22,7 +22,7 @@ from airflow_broadway.producers.sqs.adapter import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.passing import Passing
-from tests.unit.producers.sqs.kit import FIFO, halves, take
+from tests.unit.producers.sqs.kit import FIFO, halves, options, take
 from tests.waiting import eventually
 
 
@@ -35,7 +35,7 @@ def asked(fake: FakeSqs) -> list[int]:
 # ------------------------------------------------------------------------------------ requests
 
 
-def test_a_receive_asks_for_the_lease_and_what_custody_needs():
+def test_receive_requests_lease_and_custody_attributes():
     request = request_of(SqsProducer(queue_url=URL, lease=90.5), 3)
 
     assert request == {
@@ -48,7 +48,7 @@ def test_a_receive_asks_for_the_lease_and_what_custody_needs():
     assert request_of(SqsProducer(queue_url=URL, wait_time_seconds=0), 3)["WaitTimeSeconds"] == 0
 
 
-def test_a_fifo_receive_names_its_attempt_and_the_group():
+def test_fifo_receive_has_attempt_id_and_group():
     producer = SqsProducer(queue_name="orders.fifo", wait_time_seconds=20, attribute_names="all")
 
     first, second = request_of(producer, 10), request_of(producer, 10)
@@ -62,7 +62,7 @@ def test_a_fifo_receive_names_its_attempt_and_the_group():
     )
 
 
-def test_metadata_has_what_was_asked_for_and_nothing_more():
+def test_metadata_has_requested_attributes_only():
     attributes = {
         "kind": {"DataType": "String", "StringValue": "order"},
         "trace.id": {"DataType": "Binary", "BinaryValue": b"\x00\x01"},
@@ -84,172 +84,168 @@ def test_metadata_has_what_was_asked_for_and_nothing_more():
     assert sorted(kept["attributes"]) == ["kind", "other", "trace.id"]
 
 
-def test_the_demand_is_cut_into_full_receives():
-    with halves() as run:
-        run.fake.put([str(number) for number in range(100)])
+def test_demand_is_split_into_full_receives(run):
+    run.fake.put([str(number) for number in range(100)])
 
-        messages = run.source.secure(run.source.receive(25, timeout=0))
+    messages = run.source.secure(run.source.receive(25, timeout=0))
 
-        assert len(messages) == 25
-        assert asked(run.fake) == [10, 10, 5]
+    assert len(messages) == 25
+    assert asked(run.fake) == [10, 10, 5]
 
 
-def test_the_lease_stays_small_however_many_messages_it_holds():
-    with halves() as run:
-        run.fake.put([str(number) for number in range(2000)])
-        assert len(run.take()) == 2000
-        assert len(json.dumps(run.source.lease.to_json())) < 600
+def test_lease_size_is_independent_of_message_count(run):
+    run.fake.put([str(number) for number in range(2000)])
+    assert len(run.take()) == 2000
+    assert len(json.dumps(run.source.lease.to_json())) < 600
 
 
 # --------------------------------------------------------------------------- several in flight
 
 
-def test_receives_are_made_beside_each_other():
-    with halves(receive_concurrency=4) as run:
-        run.fake.put([str(number) for number in range(40)])
-        together = threading.Barrier(4)
+@options(receive_concurrency=4)
+def test_receives_run_concurrently(run):
+    run.fake.put([str(number) for number in range(40)])
+    together = threading.Barrier(4)
 
-        def answer(action: str, _: dict[str, Any]) -> None:
-            if action == "ReceiveMessage" and run.fake.waiting():
-                together.wait(timeout=30)
+    def answer(action: str, _: dict[str, Any]) -> None:
+        if action == "ReceiveMessage" and run.fake.waiting():
+            together.wait(timeout=30)
 
-        run.fake.answer = answer
+    run.fake.answer = answer
 
-        assert len(run.source.receive(40, timeout=0)) == 40
-
-
-def test_of_a_large_demand_half_is_handed_out_and_the_rest_given_back_at_a_stop():
-    with halves(receive_concurrency=4) as run:
-        run.fake.put([str(number) for number in range(2000)])
-
-        messages = run.source.secure(run.source.receive(1000, timeout=0))
-        run.source.close()
-
-        assert 500 <= len(messages) <= 1000
-        assert len(run.fake.waiting()) == 2000 - len(messages)
-        report = run.settle(messages)
-        assert report.acked == len(messages)
+    assert len(run.source.receive(40, timeout=0)) == 40
 
 
-def test_a_poll_in_progress_completes_and_gives_back_what_it_found():
-    with halves(receive_concurrency=2, wait_time_seconds=20) as run:
-        asked_for, go_on = threading.Event(), threading.Event()
+@options(receive_concurrency=4)
+def test_stop_releases_messages_not_handed_out(run):
+    run.fake.put([str(number) for number in range(2000)])
 
-        def answer(action: str, _: dict[str, Any]) -> Any:
-            if action != "ReceiveMessage":
-                return None
-            if len(asked(run.fake)) == 1:
-                return {}  # the first finds nothing: the queue is quiet
-            asked_for.set()
-            assert go_on.wait(timeout=30)
+    messages = run.source.secure(run.source.receive(1000, timeout=0))
+    run.source.close()
+
+    assert 500 <= len(messages) <= 1000
+    assert len(run.fake.waiting()) == 2000 - len(messages)
+    report = run.settle(messages)
+    assert report.acked == len(messages)
+
+
+@options(receive_concurrency=2, wait_time_seconds=20)
+def test_poll_in_progress_completes_and_releases(run):
+    asked_for, go_on = threading.Event(), threading.Event()
+
+    def answer(action: str, _: dict[str, Any]) -> Any:
+        if action != "ReceiveMessage":
             return None
+        if len(asked(run.fake)) == 1:
+            return {}  # the first finds nothing: the queue is quiet
+        asked_for.set()
+        assert go_on.wait(timeout=30)
+        return None
 
-        run.fake.answer = answer
-        assert list(run.source.receive(10, timeout=0)) == []
-        run.clock.advance(5.0)
-        assert list(run.source.receive(10, timeout=0.01)) == []  # one poll is still out
-        assert asked_for.wait(timeout=30)
-        run.fake.put(["late"])
-        closing = threading.Thread(target=run.source.close)
-        closing.start()
-        time.sleep(0.05)
-        assert closing.is_alive()
-        go_on.set()
-        closing.join(timeout=30)
+    run.fake.answer = answer
+    assert list(run.source.receive(10, timeout=0)) == []
+    run.clock.advance(5.0)
+    assert list(run.source.receive(10, timeout=0.01)) == []  # one poll is still out
+    assert asked_for.wait(timeout=30)
+    run.fake.put(["late"])
+    closing = threading.Thread(target=run.source.close)
+    closing.start()
+    time.sleep(0.05)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(timeout=30)
 
-        assert run.fake.waiting() == ["late"]
-        [late] = run.fake.queue().known.values()
-        assert late.count == 1
+    assert run.fake.waiting() == ["late"]
+    [late] = run.fake.queue().known.values()
+    assert late.count == 1
 
 
 # -------------------------------------------------------------------------------------- budgets
 
 
-def test_an_empty_receive_is_followed_by_the_next_after_the_interval():
-    with halves(receive_interval=5.0) as run:
-        began = run.clock.monotonic()
+@options(receive_interval=5.0)
+def test_empty_receive_is_repeated_after_interval(run):
+    began = run.clock.monotonic()
 
-        assert list(run.source.receive(10, timeout=21.0)) == []
+    assert list(run.source.receive(10, timeout=21.0)) == []
 
-        assert run.clock.monotonic() - began == pytest.approx(21.0, abs=0.1)
-        assert run.fake.requests["ReceiveMessage"] == 5  # at 0, 5, 10, 15 and 20 s
-
-
-def test_while_the_queue_is_quiet_one_asks_for_all():
-    with halves(receive_concurrency=8, receive_interval=5.0) as run:
-        assert list(run.source.receive(1000, timeout=0)) == []
-        first = run.fake.requests["ReceiveMessage"]
-        assert first <= 8
-        while run.source._polls.flying:  # threads that had not begun
-            time.sleep(0.001)
-        run.clock.advance(5.0)
-
-        assert list(run.source.receive(1000, timeout=0)) == []
-
-        # It is in its own thread
-        eventually(lambda: run.fake.requests["ReceiveMessage"] > first)
-        assert run.fake.requests["ReceiveMessage"] == first + 1
+    assert run.clock.monotonic() - began == pytest.approx(21.0, abs=0.1)
+    assert run.fake.requests["ReceiveMessage"] == 5  # at 0, 5, 10, 15 and 20 s
 
 
-def test_at_the_limit_of_messages_in_flight_the_run_goes_on_with_what_it_has(caplog):
-    with halves() as run:
-        run.fake.put([str(number) for number in range(100)])
-        run.fake.answer = lambda action, _: (
-            client_error("OverLimit") if len(asked(run.fake)) > 2 else None
-        )
+@options(receive_concurrency=8, receive_interval=5.0)
+def test_quiet_queue_is_polled_by_one_request(run):
+    assert list(run.source.receive(1000, timeout=0)) == []
+    first = run.fake.requests["ReceiveMessage"]
+    assert first <= 8
+    while run.source._polls.flying:  # threads that had not begun
+        time.sleep(0.001)
+    run.clock.advance(5.0)
 
-        assert len(run.take()) == 20
+    assert list(run.source.receive(1000, timeout=0)) == []
 
-        assert len(asked(run.fake)) == 3
-        assert "as many messages in flight as it may have" in caplog.text
-
-
-def test_a_receive_of_known_messages_alone_does_not_make_the_queue_look_empty():
-    with halves(max_number_of_messages=1) as run:
-        run.fake.put(["a", "b"])
-        [first] = run.source.secure(run.source.receive(1, timeout=0))
-        queue = run.fake.queue()
-        queue.ready.appendleft(queue.known[first.message_id])
-
-        [second] = run.source.secure(run.source.receive(1, timeout=0))
-
-        assert second.data == b"b"
+    # It is in its own thread
+    eventually(lambda: run.fake.requests["ReceiveMessage"] > first)
+    assert run.fake.requests["ReceiveMessage"] == first + 1
 
 
-def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out():
-    with halves(receive_concurrency=2) as run:
-        run.fake.put([str(number) for number in range(20)])
-        assert len(run.source.receive(20, timeout=0)) == 20
-        now = run.clock.now().timestamp()
-        run.source._ready = [(now, each) for each in received(run.fake)]
-        run.clock.advance(200.0)
+def test_in_flight_limit_does_not_end_run(caplog, run):
+    run.fake.put([str(number) for number in range(100)])
+    run.fake.answer = lambda action, _: (
+        client_error("OverLimit") if len(asked(run.fake)) > 2 else None
+    )
 
-        [message] = run.source.secure(run.source.receive(1, timeout=0))
+    assert len(run.take()) == 20
 
-        assert message.data == b"more"
-        assert run.fake.entries["ChangeMessageVisibility"] == 1
-        until = run.source._receipts._spans[-1][0]
-        assert until == run.clock.now().timestamp() + 600
+    assert len(asked(run.fake)) == 3
+    assert "as many messages in flight as it may have" in caplog.text
+
+
+@options(max_number_of_messages=1)
+def test_receive_of_known_messages_is_not_empty(run):
+    run.fake.put(["a", "b"])
+    [first] = run.source.secure(run.source.receive(1, timeout=0))
+    queue = run.fake.queue()
+    queue.ready.appendleft(queue.known[first.message_id])
+
+    [second] = run.source.secure(run.source.receive(1, timeout=0))
+
+    assert second.data == b"b"
+
+
+@options(receive_concurrency=2)
+def test_buffered_message_is_renewed_before_hand_out(run):
+    run.fake.put([str(number) for number in range(20)])
+    assert len(run.source.receive(20, timeout=0)) == 20
+    now = run.clock.now().timestamp()
+    run.source._ready = [(now, each) for each in received(run.fake)]
+    run.clock.advance(200.0)
+
+    [message] = run.source.secure(run.source.receive(1, timeout=0))
+
+    assert message.data == b"more"
+    assert run.fake.entries["ChangeMessageVisibility"] == 1
+    until = run.source._receipts._spans[-1][0]
+    assert until == run.clock.now().timestamp() + 600
 
 
 @pytest.mark.parametrize("code", ["ReceiptHandleIsInvalid", "InternalError"])
-def test_what_cannot_be_held_anew_is_not_handed_out(code):
-    with halves() as run:
-        now = run.clock.now().timestamp()
-        run.source._ready = [(now, each) for each in received(run.fake)]
-        run.clock.advance(200.0)
+def test_unrenewable_buffered_message_is_not_handed_out(code, run):
+    now = run.clock.now().timestamp()
+    run.source._ready = [(now, each) for each in received(run.fake)]
+    run.clock.advance(200.0)
 
-        def answer(asked: str, arguments: dict[str, Any]) -> Any:
-            entries = arguments.get("Entries", []) if asked == "ChangeMessageVisibility" else []
-            failed = [{"Id": each["Id"], "Code": code, "SenderFault": False} for each in entries]
-            return {"Successful": [], "Failed": failed} if failed else None
+    def answer(asked: str, arguments: dict[str, Any]) -> Any:
+        entries = arguments.get("Entries", []) if asked == "ChangeMessageVisibility" else []
+        failed = [{"Id": each["Id"], "Code": code, "SenderFault": False} for each in entries]
+        return {"Successful": [], "Failed": failed} if failed else None
 
-        run.fake.answer = answer
+    run.fake.answer = answer
 
-        assert run.take() == []
-        run.fake.answer = lambda asked, arguments: None
-        run.clock.advance(400.0)  # its hold is over
-        assert [each.data for each in run.source.receive(1, timeout=5.0)] == [b"more"]
+    assert run.take() == []
+    run.fake.answer = lambda asked, arguments: None
+    run.clock.advance(400.0)  # its hold is over
+    assert [each.data for each in run.source.receive(1, timeout=5.0)] == [b"more"]
 
 
 def received(fake: FakeSqs) -> list[Received]:
@@ -261,36 +257,33 @@ def received(fake: FakeSqs) -> list[Received]:
 # ---------------------------------------------------------------------------------- what fails
 
 
-def test_a_short_outage_is_waited_out(caplog):
-    with halves() as run:
-        run.fake.put(["a"])
-        run.fake.answer = lambda action, _: (
-            client_error("ServiceUnavailable", status=503) if len(asked(run.fake)) < 3 else None
-        )
-        run.fake.requests.clear()
+def test_short_outage_is_waited_out(caplog, run):
+    run.fake.put(["a"])
+    run.fake.answer = lambda action, _: (
+        client_error("ServiceUnavailable", status=503) if len(asked(run.fake)) < 3 else None
+    )
+    run.fake.requests.clear()
 
-        assert [message.data for message in run.take()] == [b"a"]
+    assert [message.data for message in run.take()] == [b"a"]
 
-        assert "could not do ReceiveMessage" in caplog.text
-
-
-def test_a_long_outage_ends_the_run_with_an_error():
-    with halves() as run:
-        run.fake.answer = lambda *_: client_error("ServiceUnavailable", status=503)
-        with pytest.raises(ProducerUnavailable, match="just now"):
-            run.take()
-        assert 60.0 <= run.clock.monotonic() < 70.0
+    assert "could not do ReceiveMessage" in caplog.text
 
 
-def test_expired_credentials_end_the_run_at_once():
-    with halves() as run:
-        run.fake.answer = lambda *_: client_error("ExpiredToken")
-        with pytest.raises(Expired):
-            run.take()
-        assert len(asked(run.fake)) == 1
+def test_long_outage_ends_run(run):
+    run.fake.answer = lambda *_: client_error("ServiceUnavailable", status=503)
+    with pytest.raises(ProducerUnavailable, match="just now"):
+        run.take()
+    assert 60.0 <= run.clock.monotonic() < 70.0
 
 
-def test_a_redrive_policy_of_few_receives_is_warned_about(caplog):
+def test_expired_credentials_end_run_immediately(run):
+    run.fake.answer = lambda *_: client_error("ExpiredToken")
+    with pytest.raises(Expired):
+        run.take()
+    assert len(asked(run.fake)) == 1
+
+
+def test_redrive_policy_with_few_receives_warns(caplog):
     fake = FakeSqs(ManualClock())
     policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:dead", "maxReceiveCount": "3"}
     fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
@@ -302,7 +295,7 @@ def test_a_redrive_policy_of_few_receives_is_warned_about(caplog):
     assert "set maxReceiveCount to 5 or more" in caplog.text
 
 
-def test_attributes_that_may_not_be_read_are_done_without(caplog):
+def test_denied_queue_attributes_are_optional(caplog):
     caplog.set_level(logging.INFO)
     fake = FakeSqs(ManualClock())
     fake.put(["a"])
@@ -316,15 +309,14 @@ def test_attributes_that_may_not_be_read_are_done_without(caplog):
     assert "The depth of 'orders' is not known: " in caplog.text
 
 
-def test_a_depth_is_what_sqs_says_and_has_no_age():
-    with halves() as run:
-        for which, number in (("", 3), ("NotVisible", 4), ("Delayed", 5)):
-            name = f"ApproximateNumberOfMessages{which}"
-            run.fake.queue().attributes[name] = str(number)
-        assert run.producer.depth(run.env) == QueueDepth(3, 5, 4, 0, None)
+def test_depth_has_sqs_counts_and_no_age(run):
+    for which, number in (("", 3), ("NotVisible", 4), ("Delayed", 5)):
+        name = f"ApproximateNumberOfMessages{which}"
+        run.fake.queue().attributes[name] = str(number)
+    assert run.producer.depth(run.env) == QueueDepth(3, 5, 4, 0, None)
 
 
-def test_dead_letters_with_nowhere_to_go_are_told_before_anything_is_received():
+def test_missing_dead_letter_queue_fails_before_receive():
     fake = FakeSqs(ManualClock())
     with (
         pytest.raises(ProducerError, match="give the producer dead_letter=…"),
@@ -334,14 +326,14 @@ def test_dead_letters_with_nowhere_to_go_are_told_before_anything_is_received():
     assert not fake.requests["ReceiveMessage"]
 
 
-def test_a_missing_queue_is_told_before_anything_is_received():
+def test_missing_queue_fails_before_receive():
     fake = FakeSqs(ManualClock())
     fake.answer = lambda action, _: client_error("QueueDoesNotExist")
     with pytest.raises(ProducerError, match="there is no SQS queue 'orders'"), halves(fake=fake):
         pass
 
 
-def test_a_visibility_timeout_of_0_cannot_hold_anything():
+def test_visibility_timeout_of_0_is_refused():
     producer = SqsProducer(queue_url=URL, visibility_timeout=0)
     with installed(FakeSqs()), pytest.raises(ProducerError, match="hides a message from no"):
         producer.source(ProducerEnv())
@@ -350,7 +342,7 @@ def test_a_visibility_timeout_of_0_cannot_hold_anything():
 # -------------------------------------------------------------------------------------- options
 
 
-def test_visibility_timeout_and_lease_are_one():
+def test_visibility_timeout_is_lease():
     assert SqsProducer(queue_url=URL).lease == 900.0
     assert SqsProducer(queue_url=URL, visibility_timeout=120).lease == 120
     with pytest.raises(OptionsError, match="they are one"):
@@ -359,13 +351,13 @@ def test_visibility_timeout_and_lease_are_one():
         SqsProducer(queue_url=URL, lease=50_000.0)
 
 
-def test_a_lease_outlasts_the_long_poll_that_it_runs_from():
+def test_lease_is_twice_long_poll_at_least():
     assert SqsProducer(queue_url=URL, wait_time_seconds=20, lease=40.0).lease == 40
     with pytest.raises(OptionsError, match="at least twice wait_time_seconds"):
         SqsProducer(queue_url=URL, wait_time_seconds=20, lease=30.0)
 
 
-def test_another_word_for_an_action_means_noop_with_a_warning(caplog):
+def test_unknown_action_means_noop_with_warning(caplog):
     producer = SqsProducer(queue_url=URL, on_failure="dead-letter")
 
     assert producer.on_failure == "noop"
@@ -378,7 +370,7 @@ class Orders(Passing):
     batchers = {"default": Batcher(engine="python")}
 
 
-def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise():
+def test_fifo_queue_is_partitioned_by_group_by_default():
     def own(message: Message) -> int:
         return 0
 
@@ -390,7 +382,7 @@ def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise():
     assert standard.processors.partition_by is None
 
 
-def test_messages_of_a_group_arrive_in_order_and_share_a_partition():
+def test_messages_of_group_arrive_in_order_in_one_partition():
     with halves(queue_url=FIFO) as run:
         for number in range(9):
             run.fake.put([f"{number}"], url=FIFO, group=f"g{number % 3}")
@@ -403,7 +395,7 @@ def test_messages_of_a_group_arrive_in_order_and_share_a_partition():
         assert [int(message.data) for message in own] == [group, group + 3, group + 6]
 
 
-def test_a_fifo_queue_whose_messages_have_no_group_is_told_once(caplog):
+def test_fifo_queue_without_groups_warns_once(caplog):
     with halves(queue_url=FIFO) as run:
         run.fake.put(["a", "b"], url=FIFO)
         assert len(run.take()) == 2
@@ -414,7 +406,7 @@ def test_a_fifo_queue_whose_messages_have_no_group_is_told_once(caplog):
     assert caplog.text.count("carry no message group") == 1
 
 
-def test_each_receive_is_told_as_a_span():
+def test_receive_emits_telemetry_span():
     seen: list[tuple[str, dict[str, Any]]] = []
     events = [f"sqs.receive_messages.{end}" for end in ("start", "stop", "exception")]
     handler = telemetry.attach(
@@ -455,7 +447,7 @@ def test_each_receive_is_told_as_a_span():
         ({}, 3, 5, ""),
     ],
 )
-def test_a_queue_that_only_looks_empty_is_told(options, visible, hidden, said, caplog):
+def test_queue_with_invisible_messages_warns(options, visible, hidden, said, caplog):
     caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
     with halves(**options) as run:
         run.fake.queue(options.get("queue_url", URL)).attributes |= {
@@ -470,7 +462,7 @@ def test_a_queue_that_only_looks_empty_is_told(options, visible, hidden, said, c
     assert [said in message for message in caplog.messages] == ([True] if said else [])
 
 
-def test_a_redrive_policy_that_ends_before_the_attempts_do_is_warned_about(caplog):
+def test_redrive_policy_below_max_attempts_warns(caplog):
     fake = FakeSqs(ManualClock())
     policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:dead", "maxReceiveCount": "6"}
     fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
@@ -494,7 +486,7 @@ def test_a_redrive_policy_that_ends_before_the_attempts_do_is_warned_about(caplo
         ("http://localhost:4566", False),
     ],
 )
-def test_an_endpoint_that_is_not_encrypted_is_told(endpoint, warned, caplog):
+def test_unencrypted_endpoint_warns_once(endpoint, warned, caplog):
     producer = SqsProducer(queue_url=f"{endpoint}/1/orders", conn_id=None, region_name="eu-west-1")
     checks.warn_of_plain_http.cache_clear()
 

@@ -25,7 +25,7 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.passing import Passing
-from tests.unit.producers.sqs.kit import FIFO, halves, process_of, settlement
+from tests.unit.producers.sqs.kit import FIFO, halves, options, process_of
 
 #: How a run can end, and whether by an error.
 WAYS = {
@@ -139,9 +139,7 @@ def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_however_a_run_ends_it_hides_what_it_holds_and_nothing_else(
-    way, concurrency, url, tmp_path, monkeypatch
-):
+def test_every_end_of_run_hides_only_leased_messages(way, concurrency, url, tmp_path, monkeypatch):
     if way == "staging":
         fail_portion(monkeypatch, 2 if (url, concurrency) == (URL, 1) else 1)
     publishing = Publishing(way, url)
@@ -192,57 +190,55 @@ def staged_ids(staged: StagedRun, manifest: Manifest) -> set[str]:
 # ------------------------------------------------------------------------ what is under way
 
 
-def test_what_was_handed_out_and_never_secured_is_not_counted_and_goes_back():
-    with halves() as run:
-        run.fake.put(["a", "b"])
-        run.source.secure(run.source.receive(1, timeout=0))
-        assert len(run.source.receive(1, timeout=0)) == 1  # its task ends before it is secured
+def test_unsecured_messages_are_released_and_not_counted(run):
+    run.fake.put(["a", "b"])
+    run.source.secure(run.source.receive(1, timeout=0))
+    assert len(run.source.receive(1, timeout=0)) == 1  # its task ends before it is secured
 
-        run.source.stop()
+    run.source.stop()
 
-        assert run.source.lease.state["messages"] == 1
-        assert run.fake.waiting() == ["b"]
-        assert run.custodian.settle(run.source.lease, Settlement(rest=RELEASE)) == SettleReport(
-            released=1
-        )
-
-
-def test_what_is_given_back_in_vain_is_given_back_once_more_when_the_source_is_closed():
-    with halves() as run:
-        run.fake.put([str(number) for number in range(30)])
-        run.source.receive(10, timeout=0)
-        run.fake.answers("ChangeMessageVisibility", client_error("ServiceUnavailable", status=503))
-        run.source.stop()
-        assert len(run.fake.waiting()) == 20
-        run.fake.answer = lambda *_: None
-
-        run.source.close()
-
-        assert len(run.fake.waiting()) == 30
+    assert run.source.lease.state["messages"] == 1
+    assert run.fake.waiting() == ["b"]
+    assert run.custodian.settle(run.source.lease, Settlement(rest=RELEASE)) == SettleReport(
+        released=1
+    )
 
 
-def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_noted(tmp_path):
-    with halves(f"file://{tmp_path}") as run:
-        messages = run.take_new(["a"])
-        queue = run.fake.queue()
-        queue.ready.append(queue.known[messages[0].message_id])  # shown too early, as SQS may
-        again = run.fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
-        run.source._ready = [
-            (run.clock.now().timestamp(), Received(raw["MessageId"], raw["ReceiptHandle"], raw))
-            for raw in again["Messages"]
-        ]
+def test_failed_release_is_repeated_on_close(run):
+    run.fake.put([str(number) for number in range(30)])
+    run.source.receive(10, timeout=0)
+    run.fake.answers("ChangeMessageVisibility", client_error("ServiceUnavailable", status=503))
+    run.source.stop()
+    assert len(run.fake.waiting()) == 20
+    run.fake.answer = lambda *_: None
 
-        run.source.stop()
+    run.source.close()
 
-        # The manifest is out: somebody else settles before this source is closed.
-        assert run.other()._folder.durable  # type: ignore[attr-defined]
-        run.source._folder.close(run.env.generation)
-        report = run.other().settle(run.source.lease, settlement(messages))
-        assert report == SettleReport(acked=1)
-        assert run.fake.left() == 0
+    assert len(run.fake.waiting()) == 30
 
 
-def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(monkeypatch):
+@options(staged=True)
+def test_late_receipt_is_written_before_lease(run):
+    messages = run.take_new(["a"])
+    queue = run.fake.queue()
+    queue.ready.append(queue.known[messages[0].message_id])  # shown too early, as SQS may
+    again = run.fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
+    run.source._ready = [
+        (run.clock.now().timestamp(), Received(raw["MessageId"], raw["ReceiptHandle"], raw))
+        for raw in again["Messages"]
+    ]
+
+    run.source.stop()
+
+    # The manifest is out: somebody else settles before this source is closed.
+    assert run.other()._folder.durable  # type: ignore[attr-defined]
+    run.source._folder.close(run.env.generation)
+    report = run.settle(messages, by=run.other())
+    assert report == SettleReport(acked=1)
+    assert run.fake.left() == 0
+
+
+def test_abandoned_receive_releases_messages(monkeypatch):
     monkeypatch.setattr(polls, "_RECEIVE_TIMEOUT", 0.05)
     with halves(receive_concurrency=2, wait_time_seconds=20) as run:
         asked, go_on = threading.Event(), threading.Event()
@@ -271,7 +267,7 @@ def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(monke
 
 @pytest.mark.parametrize("wait", [None, 0, 20], ids=["the queue's", "no", "20 s"])
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(concurrency, wait, monkeypatch):
+def test_stopped_run_does_not_wait_for_long_poll(concurrency, wait, monkeypatch):
     """Nor for a server that is slow to answer: Airflow kills a task five seconds later."""
     monkeypatch.setattr(polls, "_STOPPING_TIMEOUT", 0.05)
     told, go_on = threading.Event(), threading.Event()
@@ -303,7 +299,7 @@ def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(concurrency, wait, mo
 
 
 @pytest.mark.parametrize("wait", [None, 20], ids=["the queue's", "20 s"])
-def test_a_task_that_is_told_to_stop_during_a_long_poll_publishes_what_it_has_done(wait, tmp_path):
+def test_task_stopped_during_long_poll_publishes_results(wait, tmp_path):
     publishing = Publishing("stopped", URL)
     made, staged = process(publishing, tmp_path, 1, wait_time_seconds=wait)
     go_on = threading.Event()
@@ -332,28 +328,28 @@ def test_a_task_that_is_told_to_stop_during_a_long_poll_publishes_what_it_has_do
 
 
 @pytest.mark.parametrize("recovers", ["while it runs", "as it ends"])
-def test_a_lost_answer_does_not_block_its_groups_for_a_lease(recovers):
-    with halves(queue_url=FIFO) as run:
-        for body in ("x1", "x2", "y1"):
-            run.fake.put([body], url=FIFO, group=body[0])
-        lost: list[int] = []
+@options(queue_url=FIFO)
+def test_lost_receive_answer_does_not_block_groups(recovers, run):
+    for body in ("x1", "x2", "y1"):
+        run.fake.put([body], url=FIFO, group=body[0])
+    lost: list[int] = []
 
-        def answer(action: str, arguments: dict[str, Any]) -> Any:
-            if action != "ReceiveMessage" or lost:
-                return None
-            lost.append(1)
-            run.fake.receive_message(**arguments)
-            return client_error("ServiceUnavailable", status=503)
+    def answer(action: str, arguments: dict[str, Any]) -> Any:
+        if action != "ReceiveMessage" or lost:
+            return None
+        lost.append(1)
+        run.fake.receive_message(**arguments)
+        return client_error("ServiceUnavailable", status=503)
 
-        run.fake.answer = answer
-        if recovers == "while it runs":
-            assert [message.data for message in run.take()] == [b"x1", b"x2", b"y1"]
-            return
-        with pytest.raises(ProducerUnavailable):
-            run.source._broker.receive(10)
-        assert run.fake.waiting(FIFO) == []
+    run.fake.answer = answer
+    if recovers == "while it runs":
+        assert [message.data for message in run.take()] == [b"x1", b"x2", b"y1"]
+        return
+    with pytest.raises(ProducerUnavailable):
+        run.source._broker.receive(10)
+    assert run.fake.waiting(FIFO) == []
 
-        run.source.stop()
+    run.source.stop()
 
-        assert run.fake.waiting(FIFO) == ["x1", "x2", "y1"]
-        assert run.source.lease.state["messages"] == 0
+    assert run.fake.waiting(FIFO) == ["x1", "x2", "y1"]
+    assert run.source.lease.state["messages"] == 0

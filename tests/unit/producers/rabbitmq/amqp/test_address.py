@@ -23,7 +23,7 @@ class Connections:
         return self._connection
 
 
-def test_a_password_is_in_no_text_about_an_address():
+def test_address_text_hides_password():
     producer = RabbitMQProducer(queue="q", conn_id="rabbit")
     connections = Connections(
         conn_type="rabbitmq", host="broker", login="me", password="s3cret", schema="flights"
@@ -36,7 +36,7 @@ def test_a_password_is_in_no_text_about_an_address():
     assert "s3cret" not in f"{address!r} {producer!r} {address.netloc}"
 
 
-def test_tls_is_by_extra_or_by_amqps():
+def test_tls_is_set_by_extra_or_amqps():
     plain = address_of(Connection(conn_id="c", conn_type="rabbitmq", host="b"), name="n")
     safe = address_of(
         Connection(conn_id="c", conn_type="rabbitmq", host="b", extra={"tls": True}), name="n"
@@ -57,14 +57,14 @@ def test_tls_is_by_extra_or_by_amqps():
         ("::1,[::2]:3", None, [("::1", 5672), ("::2", 3)]),
     ],
 )
-def test_a_connection_may_name_several_hosts(host, port, hosts):
+def test_connection_may_name_several_hosts(host, port, hosts):
     made = address_of(Connection(conn_id="c", conn_type="rabbitmq", host=host, port=port), name="n")
 
     assert [(each.host, each.port) for each in made.hosts()] == hosts
     assert [each.others for each in made.hosts()] == [()] * len(hosts)
 
 
-def test_an_address_may_name_several_hosts():
+def test_address_may_name_several_hosts():
     made = address_of_uri("amqps://me@a,b:5673/v?frame_max=8192&channel_max=20", name="n")
 
     assert [(each.host, each.port) for each in made.hosts()] == [("a", 5671), ("b", 5673)]
@@ -72,7 +72,7 @@ def test_an_address_may_name_several_hosts():
     assert (made.frame_max, made.channel_max) == (8192, 20)
 
 
-def test_what_a_connections_form_leaves_empty_is_not_given():
+def test_empty_connection_fields_use_defaults():
     extra = {"heartbeat": None, "timeout": "", "tls": None, "tls_ca": "", "management_url": ""}
     made = address_of(
         Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra), name="n"
@@ -81,7 +81,7 @@ def test_what_a_connections_form_leaves_empty_is_not_given():
     assert made == address_of(Connection(conn_id="c", conn_type="rabbitmq", host="b"), name="n")
 
 
-def test_tls_may_be_told_field_by_field():
+def test_tls_may_be_set_field_by_field():
     extra = {"tls": True, "tls_ca": "/ca.pem", "tls_server_name": "broker"}
     made = address_of(
         Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra), name="n"
@@ -110,18 +110,18 @@ def test_tls_may_be_told_field_by_field():
         {"conn_type": "rabbitmq", "host": "b", "extra": {"tls": "yes"}},
     ],
 )
-def test_a_connection_that_cannot_serve_is_named(given):
+def test_unusable_connection_is_named(given):
     with pytest.raises(ConnectionMissing, match="the connection 'c'"):
         address_of(Connection(conn_id="c", **given), name="n")
 
 
 @pytest.mark.parametrize("uri", ["http://b", "amqp://", "amqp://b:port", "nonsense"])
-def test_an_address_that_is_none_is_an_error_without_it(uri):
+def test_malformed_address_error_hides_it(uri):
     with pytest.raises(ConnectionMissing, match="must be amqp://"):
         address_of_uri(uri, name="n")
 
 
-def test_what_a_connection_does_not_say_is_as_the_guide_has_it():
+def test_missing_connection_fields_have_documented_defaults():
     made = address_of(Connection(conn_id="c", conn_type="rabbitmq", host="b"), name="n")
     assert (made.heartbeat, made.timeout, made.blocked_connection_timeout) == (60, 30.0, 300.0)
     assert (made.frame_max, made.channel_max) == (131_072, 2_047)
@@ -131,7 +131,7 @@ def test_what_a_connection_does_not_say_is_as_the_guide_has_it():
 @pytest.mark.parametrize(
     ("name", "least"), [("frame_max", 4_096), ("channel_max", 16), ("heartbeat", 0)]
 )
-def test_the_least_that_a_connection_may_say(name, least):
+def test_minimal_connection_is_accepted(name, least):
     def address(value: int) -> Address:
         extra = {name: value}
         connection = Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra)

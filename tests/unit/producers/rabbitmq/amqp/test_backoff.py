@@ -28,7 +28,7 @@ def doubling(clock: ManualClock) -> Attempts:
     return Attempts(Backoff("exp", 1.0, 8.0), 60.0, clock)
 
 
-def test_what_fails_at_its_first_use_is_made_anew_at_once_and_then_by_delays(clock):
+def test_first_use_failure_reconnects_immediately_then_with_delay(clock):
     attempts = doubling(clock)
     passed = []
     for _ in range(6):
@@ -39,7 +39,7 @@ def test_what_fails_at_its_first_use_is_made_anew_at_once_and_then_by_delays(clo
     assert passed == [0.0, 1.0, 2.0, 4.0, 8.0, 8.0]
 
 
-def test_connections_that_are_made_and_fail_are_given_up_like_a_broker_that_is_away(clock):
+def test_failing_connections_time_out_like_outage(clock):
     attempts = doubling(clock)
     made: list[int] = []
 
@@ -54,7 +54,7 @@ def test_connections_that_are_made_and_fail_are_given_up_like_a_broker_that_is_a
     assert clock.monotonic() == 55.0  # the next delay would not fit
 
 
-def test_what_worked_begins_a_stretch_of_its_own(clock):
+def test_success_resets_outage(clock):
     attempts = doubling(clock)
     for _ in range(100):
         attempts.again(LOST)
@@ -64,7 +64,7 @@ def test_what_worked_begins_a_stretch_of_its_own(clock):
     assert clock.monotonic() == 100.0
 
 
-def test_who_is_told_to_stop_waits_no_longer(clock):
+def test_stop_ends_backoff(clock):
     told_at = 3.0
     attempts = Attempts(
         Backoff("exp", 30.0, 30.0), 600.0, clock, lambda: clock.monotonic() >= told_at
@@ -78,7 +78,7 @@ def test_who_is_told_to_stop_waits_no_longer(clock):
     assert clock.monotonic() < told_at + 1.0
 
 
-def test_without_a_back_off_nothing_is_tried_twice_in_a_row(clock):
+def test_without_backoff_nothing_is_retried(clock):
     attempts = Attempts(Backoff("stop", 1.0, 1.0), 60.0, clock)
 
     attempts.again(LOST)
@@ -86,7 +86,7 @@ def test_without_a_back_off_nothing_is_tried_twice_in_a_row(clock):
         attempts.again(LOST)
 
 
-def test_a_random_backoff_stays_within_its_bounds_and_spreads():
+def test_random_backoff_stays_in_bounds_and_spreads():
     for kind in ("rand", "rand_exp"):
         backoff = Backoff(kind, *backoff_bounds(1.0, 30.0), seed=1)
         draws = [backoff.next() or 0.0 for _ in range(500)]

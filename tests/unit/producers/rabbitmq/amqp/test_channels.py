@@ -14,7 +14,7 @@ def window(count: int) -> ConfirmWindow:
     return made
 
 
-def test_a_return_that_names_nothing_refuses_all_that_is_open():
+def test_unidentified_return_refuses_all_unconfirmed():
     made = window(3)
     made.confirmed(1, False)
     made.returned(None, "NO_ROUTE")
@@ -25,7 +25,7 @@ def test_a_return_that_names_nothing_refuses_all_that_is_open():
 
 
 @pytest.mark.parametrize(("tag", "last"), [(25, 25), (15, 20)], ids=["later", "earlier"])
-def test_a_delivery_without_a_load_is_done_with_when_all_before_it_is(tag, last):
+def test_empty_delivery_is_finished_after_earlier_ones(tag, last):
     made = window(2)
 
     assert made.extend(tag)
@@ -39,7 +39,7 @@ def test_a_delivery_without_a_load_is_done_with_when_all_before_it_is(tag, last)
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(1, 14), st.booleans(), st.sampled_from("acr")), max_size=30),
 )
-def test_only_the_confirmed_prefix_is_ever_relied_on(count, events):
+def test_only_confirmed_prefix_is_relied_on(count, events):
     made = window(count)
     good: set[int] = set()
     bad: set[int] = set()

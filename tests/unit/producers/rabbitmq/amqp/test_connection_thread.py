@@ -24,7 +24,7 @@ NOBODY = Address(host="127.0.0.1", port=1)
 @pytest.mark.parametrize(
     ("given", "then"), [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)]
 )
-def test_pika_keeps_to_itself_unless_somebody_has_set_its_level(given, then):
+def test_pika_logs_are_silent_unless_level_is_set(given, then):
     pika = logging.getLogger("pika")
     before = pika.level
     pika.setLevel(given)
@@ -36,7 +36,7 @@ def test_pika_keeps_to_itself_unless_somebody_has_set_its_level(given, then):
         pika.setLevel(before)
 
 
-def test_what_it_could_not_do_is_told_once_in_our_own_words(caplog):
+def test_connection_failure_is_logged_once(caplog):
     with pytest.raises(ProducerUnavailable) as raised:
         ConnectionThread(NOBODY)
 
@@ -44,7 +44,7 @@ def test_what_it_could_not_do_is_told_once_in_our_own_words(caplog):
     assert caplog.messages == []
 
 
-def test_its_thread_has_ended_when_it_tells_that_nobody_answers(monkeypatch):
+def test_thread_has_ended_when_unreachable_is_reported(monkeypatch):
     started: list[Thread] = []
     start = Thread.start
 
@@ -82,7 +82,7 @@ def test_its_thread_has_ended_when_it_tells_that_nobody_answers(monkeypatch):
         ),
     ],
 )
-def test_a_channel_that_goes_with_its_connection_is_lost_and_not_refused(given, kind, told):
+def test_channel_closed_with_connection_is_lost_not_refused(given, kind, told):
     # Given a channel whose answer is awaited
     connection: Any = SimpleNamespace(lost=None, address=NOBODY)
     raw = MagicMock()

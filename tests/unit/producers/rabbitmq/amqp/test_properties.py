@@ -60,7 +60,7 @@ PROPERTIES = st.fixed_dictionaries(
 
 
 @given(PROPERTIES)
-def test_properties_are_read_as_they_were_written(properties):
+def test_properties_round_trip(properties):
     assert decode(encode(**properties)) == properties
 
 
@@ -79,13 +79,13 @@ def test_properties_are_read_as_they_were_written(properties):
         (b"S\x00\x00\x00\x01\xff", b"\xff"),
     ],
 )
-def test_a_value_is_read_by_its_type(raw, value):
+def test_value_is_decoded_by_type(raw, value):
     # pika writes none of these, and makes integers of floats
     assert decode_entry(raw) == value
 
 
 @given(st.binary(max_size=200))
-def test_hostile_bytes_are_an_error_or_properties_and_nothing_else(data):
+def test_hostile_bytes_decode_or_fail_cleanly(data):
     try:
         decode(data)
     except ProducerError:
@@ -107,7 +107,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=200, deadline=None)
 @given(damaged())
-def test_damaged_properties_are_an_error_or_properties_and_nothing_else(data):
+def test_damaged_properties_decode_or_fail_cleanly(data):
     try:
         json.dumps(json_value(decode(data)))
         readable = True
@@ -125,7 +125,7 @@ def test_damaged_properties_are_an_error_or_properties_and_nothing_else(data):
 
 
 @pytest.mark.parametrize("seconds", [253_402_300_800, 1_700_000_000_000, 1_700_000_000 * 10**9])
-def test_a_timestamp_that_python_has_no_date_for_is_kept(seconds):
+def test_timestamp_beyond_python_dates_is_kept(seconds):
     table = b"\x04sentT" + struct.pack(">Q", seconds)
     data = b"\x20\x00" + struct.pack(">I", len(table)) + table
 
@@ -133,7 +133,7 @@ def test_a_timestamp_that_python_has_no_date_for_is_kept(seconds):
     assert json_value(decode(data)) == {"headers": {"sent": seconds}}
 
 
-def test_tables_nested_beyond_reason_are_refused():
+def test_deeply_nested_tables_are_refused():
     nested: dict[str, Any] = {}
     for _ in range(200):
         nested = {"n": nested}

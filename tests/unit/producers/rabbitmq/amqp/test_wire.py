@@ -52,7 +52,7 @@ DELIVERIES = st.lists(
 
 @settings(deadline=None)
 @given(DELIVERIES, st.lists(st.integers(1, 300), max_size=30), st.integers(1, 100))
-def test_deliveries_are_read_however_the_bytes_come(given_, portions, size):
+def test_deliveries_are_parsed_from_any_chunks(given_, portions, size):
     data = b""
     for tag, (redelivered, exchange, key, body) in enumerate(given_, 1):
         data += frames(
@@ -90,7 +90,7 @@ def test_deliveries_are_read_however_the_bytes_come(given_, portions, size):
 
 @settings(deadline=None)
 @given(st.binary(max_size=50), st.integers(1, 60), st.integers(1, 20))
-def test_a_return_is_read_with_properties_that_pika_cannot_read(body, portion, size):
+def test_return_with_properties_unreadable_by_pika_is_parsed(body, portion, size):
     infinite = b"\x01nd" + struct.pack(">d", float("inf"))
     properties = join_fields(
         {"headers": struct.pack(">I", len(infinite)) + infinite, "message_id": b"\x02id"}
@@ -111,7 +111,7 @@ def test_a_return_is_read_with_properties_that_pika_cannot_read(body, portion, s
 
 
 @pytest.mark.parametrize("left", ["_on_data_available", "_process_frame"])
-def test_a_pika_without_the_methods_that_are_overridden_is_refused(monkeypatch, left):
+def test_pika_without_overridden_methods_is_refused(monkeypatch, left):
     monkeypatch.setattr("pika.SelectConnection", type("Other", (), {left: None}))
     with pytest.raises(ProducerError, match=r"pika .* is not supported: install a release from 1"):
         connection_class()

@@ -70,7 +70,7 @@ def role(name: str) -> Role:
 # -- policies --------------------------------------------------------------------------------------
 
 
-def test_the_fitting_policy_of_the_highest_priority_counts_alone():
+def test_only_matching_policy_of_highest_priority_applies():
     settings = effective(
         "broadway.dead.orders",
         "quorum",
@@ -88,7 +88,7 @@ def test_the_fitting_policy_of_the_highest_priority_counts_alone():
     assert settings["expires"].by == "the policy 'high'"
 
 
-def test_of_a_limit_the_lower_value_counts_and_of_all_else_the_declaration():
+def test_lower_limit_and_declared_arguments_win():
     settings = effective(
         "q",
         "quorum",
@@ -102,7 +102,7 @@ def test_of_a_limit_the_lower_value_counts_and_of_all_else_the_declaration():
     assert settings["overflow"].value == "reject-publish"
 
 
-def test_a_pattern_that_python_cannot_read_is_taken_to_match():
+def test_unparsable_pattern_counts_as_match():
     assert effective("orders", "quorum", {}, [policy(pattern=r"^broadway\.(?|a|b", expires=1)])
 
 
@@ -116,7 +116,7 @@ def test_a_pattern_that_python_cannot_read_is_taken_to_match():
         ".*a.*a.*a.*a.*a.*x",
     ],
 )
-def test_a_pattern_that_may_take_for_ever_to_match_is_taken_to_match(pattern):
+def test_catastrophic_pattern_counts_as_match(pattern):
     assert _matches(pattern, f"broadway.dead.{'a' * 200}")
 
 
@@ -137,20 +137,20 @@ def test_a_pattern_that_may_take_for_ever_to_match_is_taken_to_match(pattern):
         (r"^[a-z]+\.[a-z]+\.(eu|us)(\.dlx)?$", False),
     ],
 )
-def test_a_pattern_matches_as_the_broker_matches_it(pattern, expected):
+def test_pattern_matches_like_broker(pattern, expected):
     assert _matches(pattern, "orders") is expected
 
 
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def test_our_own_queues_as_they_are_declared_are_beyond_reproach():
+def test_own_queues_as_declared_have_no_findings():
     assert [each for known in roles_of(ORDERS)[1:] for each in found(known)] == []
     assert len(roles_of(ORDERS, ["broadway.held.orders.0", "broadway.held.orders.1"])) == 12
 
 
 @pytest.mark.parametrize("name", ["held", "delay", "dead"])
-def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name):
+def test_policy_that_expires_own_queue_is_error(name):
     [one] = found(role(name), policy(expires=60_000))
 
     assert one.level == "error"
@@ -170,14 +170,14 @@ def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name):
         ("dead", {"max_length": 20, "overflow": "drop-head"}, "warning"),
     ],
 )
-def test_what_a_policy_does_to_our_queues_is_an_error_if_it_loses_messages(name, definition, level):
+def test_policy_that_loses_messages_of_own_queues_is_error(name, definition, level):
     [one] = found(role(name), policy(**definition))
 
     assert one.level == level
     assert repr(role(name).queue) in one.text
 
 
-def test_a_policy_that_lets_retries_wait_longer_than_they_are_to_does_nothing():
+def test_longer_retry_ttl_of_policy_has_no_finding():
     assert found(role("delay"), policy(message_ttl=10**12)) == []
 
 
@@ -192,14 +192,14 @@ def test_a_policy_that_lets_retries_wait_longer_than_they_are_to_does_nothing():
         ({"x_max_length": 5, "x_overflow": "reject-publish"}, "stays in its holding queue"),
     ],
 )
-def test_of_the_source_queue_there_are_warnings_that_say_what_happens(arguments, text):
+def test_source_queue_policies_are_warnings(arguments, text):
     [one] = found(Role("source", "orders"), kind="classic", **arguments)
 
     assert one.level == "warning"
     assert text in one.text
 
 
-def test_a_dead_letter_queue_of_the_users_own_has_warnings_only():
+def test_custom_dead_letter_queue_has_warnings_only():
     own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
     sink = roles_of(own)[-1]
 
@@ -251,7 +251,7 @@ def check(
     return check_queues(connection(version), options, exists=exists)
 
 
-def test_a_feature_flag_that_is_off_is_an_error_where_it_matters(api):
+def test_disabled_feature_flag_is_error(api):
     api.flags = {"quorum_queue": "enabled", "stream_queue": "disabled"}
 
     [one] = check("3.10.8")
@@ -261,7 +261,7 @@ def test_a_feature_flag_that_is_off_is_an_error_where_it_matters(api):
     assert check("3.13.1") == []
 
 
-def test_what_cannot_be_seen_is_said(api):
+def test_unreadable_policies_are_reported(api):
     [one] = check("3.10.8")
     assert "only an administrator" in one.text
 
@@ -271,7 +271,7 @@ def test_what_cannot_be_seen_is_said(api):
     assert "is another broker's; set the connection's extra 'management_url'" in other.text
 
 
-def test_a_source_that_a_run_is_to_declare_is_judged_by_how_it_will(api):
+def test_source_to_declare_is_checked_as_declared(api):
     api.queues = {}
     arguments = {"x-queue-type": "stream"}
     own = RabbitMQProducer(queue="orders", declare={"durable": True, "arguments": arguments})
@@ -282,7 +282,7 @@ def test_a_source_that_a_run_is_to_declare_is_judged_by_how_it_will(api):
     assert "the queue 'orders': reading a stream" in one.text
 
 
-def test_a_quorum_source_without_a_limit_of_its_own_is_warned_of_on_rabbitmq_4(api):
+def test_quorum_source_without_delivery_limit_warns_on_rabbitmq_4(api):
     [one] = check("4.1.0")
 
     assert one.level == "warning"
@@ -290,7 +290,7 @@ def test_a_quorum_source_without_a_limit_of_its_own_is_warned_of_on_rabbitmq_4(a
     assert "more than 20 times" in one.text
 
 
-def test_a_queue_that_is_not_durable_and_a_sink_that_is_missing_are_warned_of(api):
+def test_transient_queue_and_missing_sink_warn(api):
     api.queues = {"orders": {"type": "classic", "durable": False}}
     own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
 
@@ -302,7 +302,7 @@ def test_a_queue_that_is_not_durable_and_a_sink_that_is_missing_are_warned_of(ap
     ]
 
 
-def test_errors_are_raised_as_one_and_the_rest_is_logged(api, caplog):
+def test_errors_are_raised_together_and_warnings_logged(api, caplog):
     api.policy_list = (
         policy(pattern="^broadway.dead", expires=1),
         policy(pattern="^broadway.held", expires=1),
@@ -319,7 +319,7 @@ def test_errors_are_raised_as_one_and_the_rest_is_logged(api, caplog):
     assert "the queue 'orders': the policy 'p' sets max-length 1: " in warning
 
 
-def test_a_broker_whose_quorum_queues_lose_retries_that_wait_is_refused():
+def test_broker_losing_delayed_retries_is_refused():
     with pytest.raises(ProducerError, match=r"is 3\.9\.29: its quorum queues lose"):
         refuse_losses(connection("3.9.29"), ORDERS)
     for version in ("3.10.0", "4.1.2", "", "unknown"):

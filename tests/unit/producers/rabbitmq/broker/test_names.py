@@ -8,7 +8,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import LADDER, QueueNames, rung
 
 
-def test_names_of_queues_stay_within_the_limit():
+def test_queue_names_stay_within_limit():
     queues = QueueNames("ż" * 120)
 
     claim, key = f"{queues.held(999)}.claim", queues.key("g" * 99)
@@ -18,7 +18,7 @@ def test_names_of_queues_stay_within_the_limit():
 
 
 @pytest.mark.parametrize("source", ["orders", "orders.1", "ż" * 120])
-def test_a_holding_queue_is_known_by_its_name_alone(source):
+def test_holding_queue_is_recognized_by_name(source):
     queues = QueueNames(source)
 
     assert queues.own_held(queues.held(7)) == queues.held(7)
@@ -27,14 +27,14 @@ def test_a_holding_queue_is_known_by_its_name_alone(source):
             queues.own_held(name)
 
 
-def test_a_delay_may_come_a_tenth_early_and_no_more():
+def test_delay_is_at_most_a_tenth_early():
     for shorter, longer in itertools.pairwise(LADDER):
         assert rung(shorter / 0.9 - 1e-6) == shorter
         assert rung(shorter / 0.9 + 1e-6) == longer
     assert [rung(delay) for delay in (0, 0.5, LADDER[-1] * 100)] == [None, 1, LADDER[-1]]
 
 
-def test_a_name_with_room_for_a_claim_stays_and_a_longer_one_is_hashed():
+def test_long_queue_name_is_hashed():
     room = 255 - len("broadway.dead.") - len(".claim")
     assert QueueNames("q" * room).dead == "broadway.dead." + "q" * room
     hashed = QueueNames("q" * (room + 1)).dead

@@ -101,14 +101,14 @@ def standing(broker, journal):
     return made
 
 
-def test_one_that_ended_a_connection_is_made_anew_on_the_next_unasked(broker, journal, standing):
+def test_queue_that_closed_connection_is_redeclared(broker, journal, standing):
     ensure(standing, broker)
 
     assert broker.deleted == [NAMES.dead]
     assert journal.relied(NAMES.dead)
 
 
-def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(broker, journal, standing):
+def test_queue_redeclared_by_another_run_is_reused(broker, journal, standing):
     # Given another run that made the queue anew and relies on it: it may hold something
     broker.silent.clear()
     journal.note_relied(NAMES.dead)

@@ -7,7 +7,7 @@ from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.receive.intake import Buffer, Quarantined
 
 
-def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(caplog):
+def test_first_ten_dead_letters_are_logged_and_all_counted(caplog):
     caplog.set_level(logging.ERROR)
     buffer = Buffer()
     for number in range(12):
@@ -20,7 +20,7 @@ def held(*numbers: int) -> list[Held]:
     return [Held(f"m{n}", 1, False, b"\0\0", b"\0\0", b"") for n in numbers]
 
 
-def test_no_more_is_under_way_than_is_demanded():
+def test_in_flight_stays_within_demand():
     buffer = Buffer()
     assert buffer.claim(10) == 0
 
@@ -28,7 +28,7 @@ def test_no_more_is_under_way_than_is_demanded():
     assert [buffer.claim(3), buffer.claim(3), buffer.claim(3)] == [3, 2, 0]
 
 
-def test_what_was_claimed_and_not_taken_may_be_claimed_again():
+def test_unused_claim_is_returned():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
@@ -41,7 +41,7 @@ def test_what_was_claimed_and_not_taken_may_be_claimed_again():
     assert [*full, buffer.full] == [True, False, True]
 
 
-def test_what_is_handed_out_makes_no_room_before_the_next_demand():
+def test_handed_out_messages_free_no_room_until_next_demand():
     buffer = Buffer()
     buffer.demand(3)
     buffer.claim(3)
@@ -54,7 +54,7 @@ def test_what_is_handed_out_makes_no_room_before_the_next_demand():
     assert [each.message_id for each in buffer.take(2)] == ["m3"]
 
 
-def test_a_lost_connection_leaves_under_way_what_is_secured():
+def test_lost_connection_keeps_secured_messages():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
@@ -66,7 +66,7 @@ def test_a_lost_connection_leaves_under_way_what_is_secured():
     assert buffer.claim(5) == 3
 
 
-def test_the_end_hands_out_what_is_secured_and_nothing_else():
+def test_end_hands_out_secured_messages_only():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
@@ -77,7 +77,7 @@ def test_the_end_hands_out_what_is_secured_and_nothing_else():
     assert buffer.empty
 
 
-def test_the_first_error_is_the_one_that_ended_the_connection():
+def test_first_error_of_connection_is_kept():
     buffer = Buffer()
     first, second = ProducerUnavailable("first"), ProducerUnavailable("second")
     buffer.fail(first)

@@ -15,7 +15,7 @@ def load(*message_ids: str) -> list[Held]:
     return [Held(each, 1, False, b"", b"", b"") for each in message_ids]
 
 
-def test_an_id_that_comes_twice_names_two_messages():
+def test_repeated_id_names_two_messages():
     ids = Ids("own")
 
     made = [ids.fresh(), *(ids.marked("a", number, "t", ()) for number in range(3))]
@@ -25,7 +25,7 @@ def test_an_id_that_comes_twice_names_two_messages():
     assert len(set(made)) == 6
 
 
-def test_what_two_turns_published_is_the_same_message():
+def test_message_published_by_two_turns_keeps_id():
     ids = Ids("own")
 
     assert ids.marked("a", 1, "t1", {"t1", "t2"}) == "a"
@@ -33,7 +33,7 @@ def test_what_two_turns_published_is_the_same_message():
     assert ids.marked("a", 1, "t2", {"t1", "t2"}) not in ("a", None)  # a copy of one of them
 
 
-def test_what_was_not_secured_comes_again_under_its_id():
+def test_unsecured_message_keeps_id_on_redelivery():
     ids = Ids("own")
     assert [ids.marked("a", 1, "t", ()), ids.marked("b", 1, "t", ())] == ["a", "b"]
     ids.secured([load("a")])
@@ -44,7 +44,7 @@ def test_what_was_not_secured_comes_again_under_its_id():
     assert ids.marked("a", 1, "t", ()) != "a"
 
 
-def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch):
+def test_ids_stay_distinct_beyond_memory_limit(monkeypatch):
     monkeypatch.setattr(intake, "_MAX_REMEMBERED", 100)
     ids = Ids("own")
     tracemalloc.start()
@@ -60,7 +60,7 @@ def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch):
     assert size < 100_000
 
 
-def test_the_turns_of_few_generations_are_kept(tmp_path, monkeypatch):
+def test_turns_of_few_generations_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "_KEPT_GENERATIONS", 3)
     journal = QueueJournal(f"file://{tmp_path}", "q")
     name, _ = journal.note_turn("g0", whole=True)

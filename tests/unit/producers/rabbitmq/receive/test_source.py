@@ -22,10 +22,10 @@ def waited(*, blocked: bool = False) -> float:
     return float(source._confirm_timeout(1.0))
 
 
-def test_a_broker_that_does_not_confirm_is_named():
+def test_missing_publisher_confirms_are_named():
     with pytest.raises(ProducerUnavailable, match="RabbitMQ does not confirm"):
         waited()
 
 
-def test_a_broker_that_is_short_of_memory_is_waited_for():
+def test_memory_alarm_is_waited_out():
     assert waited(blocked=True) == 1.0

@@ -9,7 +9,7 @@ from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 from airflow_broadway.testing import ManualClock
 
 
-def test_a_lease_has_a_fixed_bound_which_no_renewal_moves():
+def test_renewal_does_not_move_lease_bound():
     clock = ManualClock()
     producer = RabbitMQProducer(queue="q", uri="amqp://127.0.0.1:1", lease=600.0)
     custodian = producer.custodian(ProducerEnv(clock=clock))

@@ -110,7 +110,7 @@ def held(number: int, size: int) -> Held:
     return Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", bytes(size))
 
 
-def test_what_waits_for_its_confirm_is_bounded_by_bytes():
+def test_unconfirmed_publishes_are_bounded_by_bytes():
     broker = Broker()
     publisher = broker.publisher()
 
@@ -122,7 +122,7 @@ def test_what_waits_for_its_confirm_is_bounded_by_bytes():
     assert broker.peak <= 17 * MIB
 
 
-def test_small_messages_wait_for_their_confirm_by_count():
+def test_unconfirmed_publishes_are_bounded_by_count():
     broker = Broker()
     publisher = broker.publisher()
 
@@ -133,7 +133,7 @@ def test_small_messages_wait_for_their_confirm_by_count():
     assert 1_000 < broker.peak <= 2_100
 
 
-def test_what_is_refused_fails_alone():
+def test_refused_publish_fails_alone():
     broker = Broker(refuses=[QUEUES.dead])
     box = outbox(broker)
 
@@ -144,7 +144,7 @@ def test_what_is_refused_fails_alone():
     assert [routing_key for routing_key, _ in broker.published] == [QUEUES.dead, "orders"]
 
 
-def test_a_message_without_room_for_the_mark_of_a_retry_is_a_dead_letter():
+def test_message_without_room_for_retry_mark_is_dead_lettered():
     broker = Broker()
     broker.max_properties = 60
     box = outbox(broker)

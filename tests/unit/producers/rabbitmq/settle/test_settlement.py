@@ -44,7 +44,7 @@ def report_of(generation: str, settlement: Settlement, read: int) -> SettleRepor
         (1, SettleReport(released=1, lapsed=3)),
     ],
 )
-def test_what_is_released_and_in_no_manifest_is_in_no_account(read, report):
+def test_released_message_outside_manifest_is_not_counted(read, report):
     settlement = Settlement(rest=RELEASE, expected=4)
 
     made = report_of(f"g{read}", settlement, read)
@@ -52,7 +52,7 @@ def test_what_is_released_and_in_no_manifest_is_in_no_account(read, report):
     assert (made.released, made.lapsed, made.total) == (report.released, report.lapsed, 4)
 
 
-def test_without_a_manifest_all_that_is_released_counts():
+def test_without_manifest_released_messages_count():
     settlement = Settlement(rest=RELEASE)
 
     made = report_of("g", settlement, 8)
