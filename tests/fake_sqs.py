@@ -1,8 +1,8 @@
 """A boto3 client of SQS that keeps SQS's own rules, in memory and on any clock.
 
 moto accepts receipts that SQS refuses; this one does not: only the newest receipt of a message
-settles it, and only while the message is in flight.  ``answer`` lets a test put an answer, or an
-error, in the place of any request's.
+settles it, and only while the message is in flight.  ``answer`` replaces the answer of any request,
+or raises an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,7 +25,7 @@ _MOST = 43_200
 
 
 def client_error(code: str, text: str = "", *, status: int = 400, action: str = "Any") -> Exception:
-    """What botocore raises for an answer of this code."""
+    """Returns the error that botocore raises for this code."""
     from botocore.exceptions import ClientError
 
     answer: Any = {
@@ -36,7 +36,7 @@ def client_error(code: str, text: str = "", *, status: int = 400, action: str = 
     return error
 
 
-class _Held:
+class _Message:
     __slots__ = ("body", "count", "group", "key", "more", "place", "receipt", "received", "visible")
 
     def __init__(self, place: int, body: str, group: str, more: dict[str, Any]) -> None:
@@ -53,9 +53,9 @@ class _Held:
 
 class _Queue:
     def __init__(self) -> None:
-        self.ready: deque[_Held] = deque()
-        self.flying: list[tuple[float, int, _Held]] = []
-        self.known: dict[str, _Held] = {}
+        self.ready: deque[_Message] = deque()
+        self.flying: list[tuple[float, int, _Message]] = []
+        self.known: dict[str, _Message] = {}
         #: Receipt → message id.
         self.keys: dict[str, str] = {}
         self.attributes: dict[str, str] = {}
@@ -63,11 +63,11 @@ class _Queue:
         #: The receipts by which messages were deleted.
         self.deleted: set[str] = set()
         #: Of a FIFO queue: the attempt's id → its answer.
-        self.attempts: dict[str, list[_Held]] = {}
+        self.attempts: dict[str, list[_Message]] = {}
 
 
 class FakeSqs:
-    """A client; every queue that is named is there.
+    """A client; every queue exists.
 
     :param answer: Called as ``answer(action, arguments)`` before each request: an exception to
         raise, a dictionary to answer, or ``None`` to do what SQS would.
@@ -90,76 +90,94 @@ class FakeSqs:
         return self._queues.setdefault(url, _Queue())
 
     def put(self, bodies: Sequence[str], *, url: str = URL, group: str = "", **more: Any) -> None:
-        """Put messages into a queue."""
+        """Sends messages to a queue."""
         queue = self.queue(url)
         for body in bodies:
-            held = _Held(next(self._numbers), body, group, more)
-            queue.known[held.key] = held
-            queue.ready.append(held)
+            message = _Message(next(self._numbers), body, group, more)
+            queue.known[message.key] = message
+            queue.ready.append(message)
 
-    def answers(self, action: str, given: dict[str, Any] | Exception) -> None:
-        """Answer all requests of one action with this from now on."""
-        self.answer = lambda asked, _: given if asked == action else None
+    def answers(self, action: str, answer: Any) -> None:
+        """Answers every request of one action from now on; ``answer`` may be a function."""
+
+        def reply(requested: str, arguments: dict[str, Any]) -> Any:
+            if requested != action:
+                return None
+            return answer(arguments) if callable(answer) else answer
+
+        self.answer = reply
+
+    def obey(self) -> None:
+        """Answers by the rules alone from now on."""
+        self.answer = lambda action, arguments: None
+
+    def receive(self, timeout: int = 600) -> dict[str, Any]:
+        """Receives one message, as another client does."""
+        answer = self.receive_message(
+            QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=timeout
+        )
+        message: dict[str, Any] = answer["Messages"][0]
+        return message
 
     def waiting(self, url: str = URL) -> list[str]:
-        """The bodies that a receive would find."""
+        """Returns the bodies of visible messages."""
         self._wake(self.queue(url))
-        return [held.body for held in self.queue(url).ready]
+        return [message.body for message in self.queue(url).ready]
 
     def left(self, url: str = URL) -> int:
-        """Messages that have not been deleted."""
+        """Returns the number of messages that are not deleted."""
         return len(self.queue(url).known)
 
-    # -- what boto3's client has ---------------------------------------------------------------
+    # -- boto3's client -----------------------------------------------------------------------
 
     def close(self) -> None:
         pass
 
     def receive_message(self, **arguments: Any) -> dict[str, Any]:
-        given = self._given("ReceiveMessage", arguments)
-        if given is not None:
-            return given
+        answer = self._given("ReceiveMessage", arguments)
+        if answer is not None:
+            return answer
         with self._lock:
             queue, now = self.queue(arguments["QueueUrl"]), self._now()
             self._wake(queue)
             busy: set[str] = set()
             if arguments["QueueUrl"].endswith(".fifo"):
                 busy = {
-                    held.group
-                    for until, _, held in queue.flying
-                    if held.group and held.visible == until and held.key in queue.known
+                    message.group
+                    for until, _, message in queue.flying
+                    if message.group and message.visible == until and message.key in queue.known
                 }
-                queue.ready = deque(sorted(queue.ready, key=lambda held: held.place))
+                queue.ready = deque(sorted(queue.ready, key=lambda message: message.place))
             again = queue.attempts.get(arguments.get("ReceiveRequestAttemptId", ""))
-            if again is not None:  # the answer was lost: it is given once more
-                return {"Messages": [self._shown(held) for held in again]}
+            if again is not None:  # a retry after a lost answer
+                return {"Messages": [self._shown(message) for message in again]}
             found: list[dict[str, Any]] = []
-            later: list[_Held] = []
+            later: list[_Message] = []
             while queue.ready and len(found) < arguments["MaxNumberOfMessages"]:
-                held = queue.ready.popleft()
-                if busy and held.group in busy:
-                    later.append(held)
+                message = queue.ready.popleft()
+                if busy and message.group in busy:
+                    later.append(message)
                     continue
-                held.receipt = f"r{next(self._numbers)}"
-                held.count += 1
-                held.received = now
-                self._hide(queue, held, now + arguments["VisibilityTimeout"])
-                found.append(self._shown(held))
+                message.receipt = f"r{next(self._numbers)}"
+                message.count += 1
+                message.received = now
+                self._hide(queue, message, now + arguments["VisibilityTimeout"])
+                found.append(self._shown(message))
                 if "ReceiveRequestAttemptId" in arguments:
                     attempt = arguments["ReceiveRequestAttemptId"]
-                    queue.attempts.setdefault(attempt, []).append(held)
+                    queue.attempts.setdefault(attempt, []).append(message)
             queue.ready.extendleft(reversed(later))
-            self._wake(queue)  # what was received with a visibility timeout of 0
+            self._wake(queue)  # messages received with a visibility timeout of 0
             return {"Messages": found} if found else {}
 
     def delete_message_batch(self, **arguments: Any) -> dict[str, Any]:
         def delete(queue: _Queue, entry: dict[str, Any]) -> dict[str, Any] | None:
             receipt = entry["ReceiptHandle"]
-            held = self._by_receipt(queue, receipt)
-            if held is None:
+            message = self._by_receipt(queue, receipt)
+            if message is None:
                 # Deleting once more by the same receipt is no error.
                 return None if receipt in queue.deleted else _failed("ReceiptHandleIsInvalid")
-            del queue.known[held.key]
+            del queue.known[message.key]
             queue.deleted.add(receipt)
             return None
 
@@ -169,15 +187,15 @@ class FakeSqs:
         now = self._now()
 
         def change(queue: _Queue, entry: dict[str, Any]) -> dict[str, Any] | None:
-            held = self._by_receipt(queue, entry["ReceiptHandle"])
-            if held is None:
+            message = self._by_receipt(queue, entry["ReceiptHandle"])
+            if message is None:
                 return _failed("ReceiptHandleIsInvalid")
-            if held.visible <= now:
+            if message.visible <= now:
                 return _failed("AWS.SimpleQueueService.MessageNotInflight")
-            if now + entry["VisibilityTimeout"] > held.received + _MOST:
+            if now + entry["VisibilityTimeout"] > message.received + _MOST:
                 text = "Total VisibilityTimeout for the message is beyond the limit [43200 seconds]"
                 return _failed("InvalidParameterValue", text)
-            self._hide(queue, held, now + entry["VisibilityTimeout"])
+            self._hide(queue, message, now + entry["VisibilityTimeout"])
             if not entry["VisibilityTimeout"]:
                 self._wake(queue)
             return None
@@ -192,12 +210,12 @@ class FakeSqs:
         return self._batch("SendMessage", arguments, send)
 
     def get_queue_attributes(self, **arguments: Any) -> dict[str, Any]:
-        given = self._given("GetQueueAttributes", arguments)
-        return given or {"Attributes": dict(self.queue(arguments["QueueUrl"]).attributes)}
+        answer = self._given("GetQueueAttributes", arguments)
+        return answer or {"Attributes": dict(self.queue(arguments["QueueUrl"]).attributes)}
 
     def get_queue_url(self, **arguments: Any) -> dict[str, Any]:
-        given = self._given("GetQueueUrl", arguments)
-        return given or {"QueueUrl": URL.rpartition("/")[0] + "/" + arguments["QueueName"]}
+        answer = self._given("GetQueueUrl", arguments)
+        return answer or {"QueueUrl": URL.rpartition("/")[0] + "/" + arguments["QueueName"]}
 
     # -- rules ---------------------------------------------------------------------------------
 
@@ -210,9 +228,9 @@ class FakeSqs:
         entries = arguments["Entries"]
         assert 1 <= len(entries) <= 10, "SQS takes up to ten entries"
         assert len({entry["Id"] for entry in entries}) == len(entries), "ids are distinct"
-        given = self._given(action, arguments)
-        if given is not None:
-            return given
+        answer = self._given(action, arguments)
+        if answer is not None:
+            return answer
         failed, done = [], []
         with self._lock:
             self.entries[action] += len(entries)
@@ -230,46 +248,45 @@ class FakeSqs:
             self.requests[action] += 1
             if self.log is not None:
                 self.log.append((action, arguments))
-        given = self.answer(action, arguments)
-        if isinstance(given, Exception):
-            raise given
-        answer: dict[str, Any] | None = given
-        return answer
+        answer = self.answer(action, arguments)
+        if isinstance(answer, BaseException):
+            raise answer
+        return cast("dict[str, Any] | None", answer)
 
-    def _by_receipt(self, queue: _Queue, receipt: str) -> _Held | None:
+    def _by_receipt(self, queue: _Queue, receipt: str) -> _Message | None:
         key = queue.keys.get(receipt)
-        held = queue.known.get(key) if key else None
-        return held if held is not None and held.receipt == receipt else None
+        message = queue.known.get(key) if key else None
+        return message if message is not None and message.receipt == receipt else None
 
-    def _hide(self, queue: _Queue, held: _Held, until: float) -> None:
-        held.visible = until
-        queue.keys[held.receipt] = held.key
-        heapq.heappush(queue.flying, (until, next(self._numbers), held))
+    def _hide(self, queue: _Queue, message: _Message, until: float) -> None:
+        message.visible = until
+        queue.keys[message.receipt] = message.key
+        heapq.heappush(queue.flying, (until, next(self._numbers), message))
 
     def _wake(self, queue: _Queue) -> None:
-        """Let messages be seen again whose time is over."""
+        """Makes messages visible whose timeout is over."""
         now = self._now()
         while queue.flying and queue.flying[0][0] <= now:
-            until, _, held = heapq.heappop(queue.flying)
-            if held.visible == until and held.key in queue.known:
-                held.visible = 0.0
-                queue.ready.append(held)
+            until, _, message = heapq.heappop(queue.flying)
+            if message.visible == until and message.key in queue.known:
+                message.visible = 0.0
+                queue.ready.append(message)
 
     def _now(self) -> float:
         return self.clock.now().timestamp()
 
     @staticmethod
-    def _shown(held: _Held) -> dict[str, Any]:
-        attributes = {"ApproximateReceiveCount": str(held.count)}
-        if held.group:
-            attributes["MessageGroupId"] = held.group
+    def _shown(message: _Message) -> dict[str, Any]:
+        attributes = {"ApproximateReceiveCount": str(message.count)}
+        if message.group:
+            attributes["MessageGroupId"] = message.group
         return {
-            "MessageId": held.key,
-            "ReceiptHandle": held.receipt,
-            "Body": held.body,
+            "MessageId": message.key,
+            "ReceiptHandle": message.receipt,
+            "Body": message.body,
             "MD5OfBody": "",
             "Attributes": attributes,
-            **held.more,
+            **message.more,
         }
 
 
@@ -279,7 +296,7 @@ def _failed(code: str, text: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def installed(fake: FakeSqs) -> Iterator[FakeSqs]:
-    """Every SqsProducer opens ``fake`` while this lasts."""
+    """Makes every SqsProducer open ``fake``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "airflow_broadway.producers.sqs.client.boto_client", lambda producer, env: fake

@@ -79,7 +79,7 @@ def test_requeued_message_keeps_attributes_and_key_and_is_marked(sub):
     [first] = run.take()
     assert run.settle([first], {"order": REASON}).dead_lettered == 1
 
-    # When it is looked sub, and sent back
+    # When it is listed and requeued
     [letter] = listed(sub)
     assert requeued(sub) == Moved(1)
 
@@ -185,7 +185,7 @@ def test_denied_publish_keeps_dead_letters(sub):
     assert len(listed(sub)) == 1
 
 
-# -- their subscription -----------------------------------------------------------------------------
+# -- their subscription ----------------------------------------------------------------------------
 
 
 def test_dead_letter_subscription_may_be_named(sub):

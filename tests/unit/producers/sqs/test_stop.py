@@ -1,4 +1,4 @@
-"""The end of a run while others go on publishing: what it does not hold is for others at once."""
+"""The end of a run during publishing: messages that it does not lease are visible immediately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.passing import Passing
 from tests.unit.producers.sqs.kit import FIFO, halves, options, process_of
 
-#: How a run can end, and whether by an error.
+#: The ways in which a run ends, and whether by an error.
 WAYS = {
     "empty": False,
     "max_messages": False,
@@ -50,7 +50,7 @@ class Clicks(Passing):
 class Killed(Clicks):
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         if message.position > 3:
-            raise KeyboardInterrupt  # never taken for a failure of the message
+            raise KeyboardInterrupt  # no failure of the message
         return message
 
 
@@ -61,7 +61,7 @@ def broken(message: Message) -> Message:
 
 
 class Publishing:
-    """A publisher that goes on: with each receive three more messages have arrived."""
+    """A concurrent publisher: three more messages arrive with each receive."""
 
     def __init__(self, way: str, url: str) -> None:
         self.fake = FakeSqs(ManualClock())
@@ -93,10 +93,10 @@ class Publishing:
         return None
 
     def hidden(self) -> set[str]:
-        """The ids of messages that nobody could receive now."""
+        """Returns the ids of invisible messages."""
         now = self.fake.clock.now().timestamp()
         known = self.fake.queue(self.url).known.values()
-        return {held.key for held in known if held.visible > now}
+        return {message.key for message in known if message.visible > now}
 
 
 @pytest.fixture(params=[URL, FIFO], ids=["standard", "fifo"])
@@ -125,7 +125,7 @@ def process(
 
 
 def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The portion of receipts of that number cannot be written."""
+    """Fails to write the n-th portion of receipts."""
     write, calls = Receipts.hold, [0]
 
     def failing(self: Receipts, *arguments: Any) -> None:
@@ -143,65 +143,66 @@ def test_every_end_of_run_hides_only_leased_messages(way, concurrency, url, tmp_
     if way == "staging":
         fail_portion(monkeypatch, 2 if (url, concurrency) == (URL, 1) else 1)
     publishing = Publishing(way, url)
-    made, staged = process(publishing, tmp_path, concurrency)
+    task, staged = process(publishing, tmp_path, concurrency)
     if way == "stopped":
-        made.stop("stopped")
+        task.stop("stopped")
     received: int | None = None
     with installed(publishing.fake):
         if WAYS[way]:
             with pytest.raises((BroadwayError, KeyboardInterrupt)):
-                made.run()
+                task.run()
         else:
-            received = made.run()["received"]
+            received = task.run()["received"]
         publishing.publish(5)
 
-        # A run that failed holds nothing; any other what its manifest counts.
-        held = publishing.hidden()
+        # A failed run leases nothing; any other the messages of its manifest.
+        leased = publishing.hidden()
         manifest: Manifest | None = staged.manifest("g")
         if manifest is None:
-            assert (received, held) == (None, set())
+            assert (received, leased) == (None, set())
             assert publishing.fake.left(url) == publishing.sent
             return
-        assert manifest.lease["state"]["messages"] == manifest.received == received == len(held)
-        assert staged_ids(staged, manifest) <= held
+        assert manifest.lease["state"]["messages"] == manifest.received == received == len(leased)
+        assert staged_ids(staged, manifest) <= leased
         lease = staged.lease(staged.generation("g"))
-        custodian = made.pipeline.producer.custodian(made.env)
-        everything = Settlement(
-            rest=ACK, everything=lambda: (Entry(each, "", ACK) for each in held), expected=len(held)
+        custodian = task.pipeline.producer.custodian(task.env)
+        request = Settlement(
+            rest=ACK,
+            everything=lambda: (Entry(key, "", ACK) for key in leased),
+            expected=len(leased),
         )
-        assert custodian.settle(lease, everything) == SettleReport(acked=len(held))
+        assert custodian.settle(lease, request) == SettleReport(acked=len(leased))
         custodian.close()
     assert publishing.hidden() == set()
-    assert publishing.fake.left(url) == publishing.sent - len(held)
+    assert publishing.fake.left(url) == publishing.sent - len(leased)
 
 
 def staged_ids(staged: StagedRun, manifest: Manifest) -> set[str]:
     from airflow_broadway.staging.tables import ParquetFile
 
-    found: set[str] = set()
+    ids: set[str] = set()
     for files in manifest.files.values():
         for path in files:
             with ParquetFile(staged.files, path) as file:
                 for group in range(file.groups):
-                    found.update(file.read(group, ["message_id"])["message_id"].to_pylist())  # type: ignore[arg-type]
-    return found
+                    ids.update(file.read(group, ["message_id"])["message_id"].to_pylist())  # type: ignore[arg-type]
+    return ids
 
 
-# ------------------------------------------------------------------------ what is under way
+# -------------------------------------------------------------------------- messages in flight
 
 
 def test_unsecured_messages_are_released_and_not_counted(run):
     run.fake.put(["a", "b"])
     run.source.secure(run.source.receive(1, timeout=0))
-    assert len(run.source.receive(1, timeout=0)) == 1  # its task ends before it is secured
+    assert len(run.source.receive(1, timeout=0)) == 1  # the task ends before it is secured
 
     run.source.stop()
 
     assert run.source.lease.state["messages"] == 1
     assert run.fake.waiting() == ["b"]
-    assert run.custodian.settle(run.source.lease, Settlement(rest=RELEASE)) == SettleReport(
-        released=1
-    )
+    report = run.custodian.settle(run.source.lease, Settlement(rest=RELEASE))
+    assert report == SettleReport(released=1)
 
 
 def test_failed_release_is_repeated_on_close(run):
@@ -210,7 +211,7 @@ def test_failed_release_is_repeated_on_close(run):
     run.fake.answers("ChangeMessageVisibility", client_error("ServiceUnavailable", status=503))
     run.source.stop()
     assert len(run.fake.waiting()) == 20
-    run.fake.answer = lambda *_: None
+    run.fake.obey()
 
     run.source.close()
 
@@ -221,16 +222,14 @@ def test_failed_release_is_repeated_on_close(run):
 def test_late_receipt_is_written_before_lease(run):
     messages = run.take_new(["a"])
     queue = run.fake.queue()
-    queue.ready.append(queue.known[messages[0].message_id])  # shown too early, as SQS may
-    again = run.fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
-    run.source._ready = [
-        (run.clock.now().timestamp(), Received(raw["MessageId"], raw["ReceiptHandle"], raw))
-        for raw in again["Messages"]
-    ]
+    queue.ready.append(queue.known[messages[0].message_id])  # visible too early, as SQS allows
+    raw = run.fake.receive()
+    again = Received(raw["MessageId"], raw["ReceiptHandle"], raw)
+    run.source._ready = [(run.clock.now().timestamp(), again)]
 
     run.source.stop()
 
-    # The manifest is out: somebody else settles before this source is closed.
+    # The manifest is published: another process settles before this source is closed.
     assert run.other()._folder.durable  # type: ignore[attr-defined]
     run.source._folder.close(run.env.generation)
     report = run.settle(messages, by=run.other())
@@ -241,23 +240,23 @@ def test_late_receipt_is_written_before_lease(run):
 def test_abandoned_receive_releases_messages(monkeypatch):
     monkeypatch.setattr(polls, "_RECEIVE_TIMEOUT", 0.05)
     with halves(receive_concurrency=2, wait_time_seconds=20) as run:
-        asked, go_on = threading.Event(), threading.Event()
+        polled, proceed = threading.Event(), threading.Event()
 
         def answer(action: str, _: dict[str, Any]) -> None:
             if action == "ReceiveMessage":
-                asked.set()
-                assert go_on.wait(timeout=30)
+                polled.set()
+                assert proceed.wait(timeout=30)
 
         run.fake.answer = answer
         run.fake.put(["late"])
         run.source._polls.want(10)
-        assert asked.wait(timeout=30)
+        assert polled.wait(timeout=30)
         pool = run.source._polls._pool
         assert pool is not None
 
         run.source.stop()
-        assert run.fake.waiting() == ["late"]  # nobody has received it yet
-        go_on.set()
+        assert run.fake.waiting() == ["late"]  # not received yet
+        proceed.set()
         pool.shutdown(wait=True)
 
         assert run.fake.waiting() == ["late"]
@@ -268,18 +267,17 @@ def test_abandoned_receive_releases_messages(monkeypatch):
 @pytest.mark.parametrize("wait", [None, 0, 20], ids=["the queue's", "no", "20 s"])
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_stopped_run_does_not_wait_for_long_poll(concurrency, wait, monkeypatch):
-    """Nor for a server that is slow to answer: Airflow kills a task five seconds later."""
+    """Nor for a slow server: Airflow kills a task five seconds later."""
     monkeypatch.setattr(polls, "_STOPPING_TIMEOUT", 0.05)
-    told, go_on = threading.Event(), threading.Event()
-    patience: dict[str, Any] = {"receive_concurrency": concurrency, "wait_time_seconds": wait}
-    with halves(stopping=told.is_set, **patience) as run:
+    stopping, proceed = threading.Event(), threading.Event()
+    waits: dict[str, Any] = {"receive_concurrency": concurrency, "wait_time_seconds": wait}
+    with halves(stopping=stopping.is_set, **waits) as run:
 
-        def answer(action: str, _: dict[str, Any]) -> None:
-            if action == "ReceiveMessage":
-                told.set()
-                assert go_on.wait(timeout=20)
+        def answer(_: object) -> None:
+            stopping.set()
+            assert proceed.wait(timeout=20)
 
-        run.fake.answer = answer
+        run.fake.answers("ReceiveMessage", answer)
         run.fake.put(["late"])
         began = time.monotonic()
 
@@ -291,7 +289,7 @@ def test_stopped_run_does_not_wait_for_long_poll(concurrency, wait, monkeypatch)
 
         assert time.monotonic() - began < 5
         assert run.source.lease.state["messages"] == 0
-        go_on.set()
+        proceed.set()
         pool.shutdown(wait=True)
         assert run.fake.waiting() == ["late"]
         [late] = run.fake.queue().known.values()
@@ -301,26 +299,24 @@ def test_stopped_run_does_not_wait_for_long_poll(concurrency, wait, monkeypatch)
 @pytest.mark.parametrize("wait", [None, 20], ids=["the queue's", "20 s"])
 def test_task_stopped_during_long_poll_publishes_results(wait, tmp_path):
     publishing = Publishing("stopped", URL)
-    made, staged = process(publishing, tmp_path, 1, wait_time_seconds=wait)
-    go_on = threading.Event()
+    task, staged = process(publishing, tmp_path, 1, wait_time_seconds=wait)
+    proceed = threading.Event()
     receives: list[float] = []
 
-    def answer(action: str, _: dict[str, Any]) -> Any:
-        if action != "ReceiveMessage":
-            return None
+    def answer(_: object) -> Any:
         receives.append(time.monotonic())
         if not publishing.fake.waiting():
-            made.stop("signal")
-            assert go_on.wait(timeout=20)
+            task.stop("signal")
+            assert proceed.wait(timeout=20)
             return {}
         return None
 
-    publishing.fake.answer = answer
+    publishing.fake.answers("ReceiveMessage", answer)
     with installed(publishing.fake):
-        reference = made.run()
+        reference = task.run()
 
         assert time.monotonic() - receives[-1] < 5
-        go_on.set()
+        proceed.set()
     assert (reference["received"], reference["stopped"]) == (40, "signal")
     manifest = staged.manifest("g")
     assert manifest is not None
@@ -332,16 +328,13 @@ def test_task_stopped_during_long_poll_publishes_results(wait, tmp_path):
 def test_lost_receive_answer_does_not_block_groups(recovers, run):
     for body in ("x1", "x2", "y1"):
         run.fake.put([body], url=FIFO, group=body[0])
-    lost: list[int] = []
 
-    def answer(action: str, arguments: dict[str, Any]) -> Any:
-        if action != "ReceiveMessage" or lost:
-            return None
-        lost.append(1)
-        run.fake.receive_message(**arguments)
+    def lose(request: dict[str, Any]) -> Any:
+        run.fake.obey()
+        run.fake.receive_message(**request)
         return client_error("ServiceUnavailable", status=503)
 
-    run.fake.answer = answer
+    run.fake.answers("ReceiveMessage", lose)
     if recovers == "while it runs":
         assert [message.data for message in run.take()] == [b"x1", b"x2", b"y1"]
         return
