@@ -1,4 +1,4 @@
-"""What ``docs/embedded-queue.md`` promises and no other test shows, each at its limit."""
+"""Promises of ``docs/embedded-queue.md`` that no other test covers, at their limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def path(tmp_path):
 
 
 def test_every_commit_is_synced(path):
-    with SqliteQueue(path, "q") as made:
-        made.send([b"a"])
-        with made._database.open(create=False) as db:
+    with SqliteQueue(path, "q") as queue_file:
+        queue_file.send([b"a"])
+        with queue_file._database.open(create=False) as db:
             assert db is not None
             assert db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
             assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
@@ -29,16 +29,17 @@ def test_size_limits_match_guide():
 
 
 def test_free_pages_are_reused(path):
-    def filled_and_emptied(made: SqliteQueue, generation: str) -> int:
-        made.send([b"x" * 10_000] * 200)
-        made.receive(generation, 1000)
-        made.settle(generation, Settlement(rest=ACK))
-        made.close()  # what is in the log moves into the file
-        return path.stat().st_size
+    def fill_and_empty(queue_file: SqliteQueue, generation: str) -> int:
+        queue_file.send([b"x" * 10_000] * 200)
+        queue_file.receive(generation, 1000)
+        queue_file.settle(generation, Settlement(rest=ACK))
+        queue_file.close()  # moves the log into the file
+        size: int = path.stat().st_size
+        return size
 
-    made = SqliteQueue(path, "q")
-    first = filled_and_emptied(made, "g1")
+    queue_file = SqliteQueue(path, "q")
+    first = fill_and_empty(queue_file, "g1")
     assert first > 2_000_000
-    assert [filled_and_emptied(made, f"g{run}") for run in range(2, 6)] == pytest.approx(
+    assert [fill_and_empty(queue_file, f"g{run}") for run in range(2, 6)] == pytest.approx(
         [first] * 4, rel=0.05
     )

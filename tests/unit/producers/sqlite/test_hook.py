@@ -29,9 +29,9 @@ def test_hook_opens_queues_by_name(monkeypatch, tmp_path):
 
 def test_unusable_connection_is_explained(monkeypatch, tmp_path):
     connect(monkeypatch, host=str(tmp_path / "missing" / "q.db"))
-    works, why = BroadwaySqliteHook().test_connection()
+    works, reason = BroadwaySqliteHook().test_connection()
     assert not works
-    assert "missing does not exist; make it, or correct the path" in why
+    assert "missing does not exist; make it, or correct the path" in reason
 
     connect(monkeypatch)
     with pytest.raises(ConnectionMissing, match="names no queue file"):

@@ -1,4 +1,4 @@
-"""Rows that another program wrote into the queue file: each fails alone."""
+"""Rows written by another program into the queue file: each fails alone."""
 
 from __future__ import annotations
 
@@ -32,19 +32,24 @@ COLUMNS = ("body", "attributes", "enqueued_at", "attempt", "deliveries")
 
 @pytest.fixture
 def queue(tmp_path):
-    with SqliteQueue(tmp_path / "q.db", "q", clock=ManualClock()) as made:
-        yield made
+    with SqliteQueue(tmp_path / "q.db", "q", clock=ManualClock()) as queue_file:
+        yield queue_file
+
+
+def execute(queue: SqliteQueue, statement: str, *values: Any) -> None:
+    with closing(sqlite3.connect(queue.path)) as db:
+        db.execute(statement, values)
+        db.commit()
 
 
 def spoil(queue: SqliteQueue, row: int, column: str, value: Any) -> None:
     table = "bodies" if column in ("body", "attributes") else "messages"
     with closing(sqlite3.connect(queue.path)) as db:
         row += db.execute("SELECT min(id) - 1 FROM messages").fetchone()[0]
-        if column == "body" and value is None:
-            db.execute("DELETE FROM bodies WHERE id = ?", (row,))
-        else:
-            db.execute(f"UPDATE OR IGNORE {table} SET {column} = ? WHERE id = ?", (value, row))
-        db.commit()
+    if column == "body" and value is None:
+        execute(queue, "DELETE FROM bodies WHERE id = ?", row)
+    else:
+        execute(queue, f"UPDATE OR IGNORE {table} SET {column} = ? WHERE id = ?", value, row)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +101,7 @@ def test_text_body_is_read_as_utf_8(queue):
 def test_lease_with_unreadable_owner_is_listed(queue):
     queue.send([b"a"])
     queue.receive("g", 1, owner={"dag_id": "d"})
-    with closing(sqlite3.connect(queue.path)) as db:
-        db.execute("UPDATE leases SET owner = '['")
-        db.commit()
+    execute(queue, "UPDATE leases SET owner = '['")
 
     [record] = queue.leases()
 
@@ -124,31 +127,28 @@ def test_hostile_rows_leave_others_intact(spoiled):
         dead = [letter.message_id for letter in queue.dead_letters()]
         assert sorted([*received, *dead]) == sorted(ids)
         touched = {row for row, _, _ in spoiled}
-        assert {each for row, each in enumerate(ids, 1) if row not in touched} <= set(received)
-        assert queue.settle("g", Settlement(rest=ACK, expected=len(received))).acked == len(
-            received
-        )
+        assert {key for row, key in enumerate(ids, 1) if row not in touched} <= set(received)
+        report = queue.settle("g", Settlement(rest=ACK, expected=len(received)))
+        assert report.acked == len(received)
 
 
-# -------------------------------------------------------------------- what lease and manifest say
+# ---------------------------------------------------------------------------- lease and manifest
 
 
 def entries(ids: list[str], verdict: Verdict = ACK) -> Iterator[Entry]:
-    return (Entry(each, "", verdict) for each in ids)
+    return (Entry(key, "", verdict) for key in ids)
 
 
 def test_equal_counts_do_not_hide_different_messages(queue):
     ids = queue.send([b"a", b"b", b"c"])
     queue.receive("g", 3)
-    with closing(sqlite3.connect(queue.path)) as db:  # one of them is taken away by hand
-        db.execute("DELETE FROM messages WHERE id = (SELECT min(id) FROM messages)")
-        db.commit()
+    execute(queue, "DELETE FROM messages WHERE id = (SELECT min(id) FROM messages)")
 
     report = queue.settle(
         "g", Settlement(rest=ACK, everything=lambda: entries(ids[:2]), expected=2)
     )
 
-    # "c" was received and never staged: it is not acknowledged, though two are held and two named.
+    # "c" was never staged: it is not acknowledged, though two are leased and two named.
     assert (report.acked, report.released, report.lapsed) == (1, 1, 1)
     assert [message.data for message in queue.receive("h", 3)] == [b"c"]
 
@@ -156,16 +156,14 @@ def test_equal_counts_do_not_hide_different_messages(queue):
 def test_release_reports_missing_messages(queue):
     queue.send([b"a", b"b"])
     queue.receive("g", 2)
-    with closing(sqlite3.connect(queue.path)) as db:
-        db.execute("DELETE FROM messages WHERE id = (SELECT min(id) FROM messages)")
-        db.commit()
+    execute(queue, "DELETE FROM messages WHERE id = (SELECT min(id) FROM messages)")
 
     report = queue.settle("g", Settlement(rest=RELEASE))
 
     assert (report.released, report.lapsed) == (1, 1)
 
 
-# ------------------------------------------------------------------------------ who may read it
+# ---------------------------------------------------------------------------------- permissions
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o000])

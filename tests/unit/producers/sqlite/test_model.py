@@ -1,4 +1,4 @@
-"""The embedded queue against a model of it in plain lists, step by random step."""
+"""The embedded queue compared with a model of plain lists, in random steps."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Row:
     attempt: int = 1
     deliveries: int = 0
     holder: str | None = None
-    giver: str | None = None
+    last_holder: str | None = None
 
 
 @dataclass
-class Held:
+class LeaseModel:
     deadline: float
     early: dict[str, Action] = field(default_factory=dict)
     report: SettleReport | None = None
@@ -59,7 +59,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = SqliteQueue(Path(self.folder.name) / "q.db", "q", clock=self.clock)
         self.rows: dict[str, Row] = {}
         self.dead: dict[str, Row] = {}
-        self.leases: dict[str, Held] = {}
+        self.leases: dict[str, LeaseModel] = {}
         self.epoch = 0
         self.number = 0
 
@@ -72,7 +72,7 @@ class QueueMachine(RuleBasedStateMachine):
         return self.clock.monotonic()
 
     def generation(self, name: str) -> str:
-        """A fresh generation when the last of that name has ended."""
+        """Returns the current generation of that name."""
         return f"{name}{self.epoch}"
 
     # ------------------------------------------------------------------------------------ steps
@@ -87,7 +87,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.number += 1
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 29.0, 61.0]))
-    def time_passes(self, seconds: float) -> None:
+    def advance_clock(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
     @rule()
@@ -103,11 +103,11 @@ class QueueMachine(RuleBasedStateMachine):
                 self.queue.receive(generation, demand, seconds=LEASE)
             return
         messages = self.queue.receive(generation, demand, seconds=LEASE)
-        self.lapse(spared=generation)
+        self.lapse(except_for=generation)
         ready = [
             row
             for row in self.rows.values()
-            if row.holder is None and row.ready <= self.now and row.giver != generation
+            if row.holder is None and row.ready <= self.now and row.last_holder != generation
         ]
         ready.sort(key=lambda row: (row.ready, row.sent, row.number))
         expected = ready[:demand]
@@ -118,7 +118,7 @@ class QueueMachine(RuleBasedStateMachine):
             row.holder = generation
             row.deliveries += 1
         if expected:
-            lease = self.leases.setdefault(generation, Held(0.0))
+            lease = self.leases.setdefault(generation, LeaseModel(0.0))
             lease.deadline = max(lease.deadline, self.now + LEASE)
 
     @rule(name=st.sampled_from(GENERATIONS))
@@ -144,7 +144,7 @@ class QueueMachine(RuleBasedStateMachine):
             row = self.rows.get(key)
             if lease is not None and row is not None and row.holder == generation:
                 lease.early.setdefault(key, verdict.action)
-                self.carry_out(row, verdict, lease)
+                self.apply(row, verdict, lease)
             if lease is not None and key in lease.early:
                 counts[COUNTS[lease.early[key]]] += 1
             else:
@@ -158,17 +158,17 @@ class QueueMachine(RuleBasedStateMachine):
         chosen = data.draw(self.verdicts(generation))
         entries = [Entry(key, "", verdict) for key, verdict in chosen.items()]
         report = self.queue.settle(generation, Settlement(rest=rest, entries=lambda: iter(entries)))
-        lease = self.leases.setdefault(generation, Held(self.now))
+        lease = self.leases.setdefault(generation, LeaseModel(self.now))
         if lease.report is not None:
             assert report == lease.report
             return
         counts = dict.fromkeys([*COUNTS.values(), "lapsed"], 0)
-        held = [row for row in self.rows.values() if row.holder == generation]
-        for row in held:
+        leased = [row for row in self.rows.values() if row.holder == generation]
+        for row in leased:
             verdict = chosen.get(row.key, rest)
-            self.carry_out(row, verdict, lease)
+            self.apply(row, verdict, lease)
             counts[COUNTS[verdict.action]] += 1
-        known = {row.key for row in held} | set(lease.early)
+        known = {row.key for row in leased} | set(lease.early)
         counts["lapsed"] = len(set(chosen) - known)
         lease.report = SettleReport(**counts)  # type: ignore[arg-type]
         if self.number:  # an unknown queue keeps no record
@@ -183,31 +183,31 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.requeue(Choice(ids=frozenset(keys))).count == len(keys)
         for key in keys:
             row = self.dead.pop(key)
-            row.attempt, row.ready, row.giver = 1, self.now, None
+            row.attempt, row.ready, row.last_holder = 1, self.now, None
             self.rows[key] = row
 
     # -------------------------------------------------------------------------------- the model
 
     def verdicts(self, generation: str) -> st.SearchStrategy[dict[str, Verdict]]:
-        """On messages that the generation holds, as a rule."""
-        held = sorted(row.key for row in self.rows.values() if row.holder == generation)
-        keys = 3 * held + sorted(self.rows)
+        """Draws verdicts, mostly on messages that the generation leases."""
+        leased = sorted(row.key for row in self.rows.values() if row.holder == generation)
+        keys = 3 * leased + sorted(self.rows)
         if not keys:
             return st.just({})
         return st.dictionaries(st.sampled_from(keys), st.sampled_from(VERDICTS), max_size=5)
 
-    def lapse(self, spared: str) -> None:
-        """What every look at a queue that has something to give does first."""
+    def lapse(self, except_for: str) -> None:
+        """Ends the lapsed leases, as each receive does first."""
         for generation, lease in self.leases.items():
-            if lease.report is None and lease.deadline <= self.now and generation != spared:
-                held = [row for row in self.rows.values() if row.holder == generation]
-                for row in held:
+            if lease.report is None and lease.deadline <= self.now and generation != except_for:
+                leased = [row for row in self.rows.values() if row.holder == generation]
+                for row in leased:
                     row.holder = None
-                lease.report = SettleReport(lapsed=len(held))
+                lease.report = SettleReport(lapsed=len(leased))
 
-    def carry_out(self, row: Row, verdict: Verdict, lease: Held) -> None:
+    def apply(self, row: Row, verdict: Verdict, lease: LeaseModel) -> None:
         generation, row.holder = row.holder, None
-        row.giver = generation
+        row.last_holder = generation
         if verdict.action is Action.ACK:
             del self.rows[row.key]
         elif verdict.action is Action.DEAD_LETTER:
@@ -228,22 +228,19 @@ class QueueMachine(RuleBasedStateMachine):
             for row in self.rows.values()
             if lapsed(row) or (row.holder is None and row.ready <= self.now)
         ]
-        held = sum(1 for row in self.rows.values() if row.holder is not None and not lapsed(row))
+        leased = sum(row.holder is not None and not lapsed(row) for row in self.rows.values())
         depth = self.queue.depth()
         assert depth.ready == len(ready)
-        assert depth.leased == held
-        assert depth.delayed == len(self.rows) - len(ready) - held
+        assert depth.leased == leased
+        assert depth.delayed == len(self.rows) - len(ready) - leased
         assert depth.dead == len(self.dead)
-        if ready:
-            oldest = self.now - min(row.sent for row in ready)
-            assert depth.oldest_age == pytest.approx(oldest)
-        else:
-            assert depth.oldest_age is None
+        oldest = self.now - min(row.sent for row in ready) if ready else None
+        assert depth.oldest_age == (oldest if oldest is None else pytest.approx(oldest))
 
     @invariant()
     def open_leases_agree(self) -> None:
         expected = {
-            name: sum(1 for row in self.rows.values() if row.holder == name)
+            name: sum(row.holder == name for row in self.rows.values())
             for name, lease in self.leases.items()
             if lease.report is None
         }

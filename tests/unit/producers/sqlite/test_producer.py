@@ -44,10 +44,8 @@ def test_path_and_connection_are_exclusive():
         "invalid value for option 'SqliteProducer.conn_id': expected nothing beside 'path': one of"
         " the two, got: 'mine'"
     )
-    with pytest.raises(
-        OptionsError,
-        match=r"required option 'SqliteProducer.path' not found; give it, such as Sqlite",
-    ):
+    missing = "required option 'SqliteProducer.path' not found; give it, such as Sqlite"
+    with pytest.raises(OptionsError, match=missing):
         SqliteProducer(queue="q", conn_id=None)
 
 
@@ -58,7 +56,7 @@ def test_override_may_replace_connection_by_path():
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("options", "text"),
     [
         ({}, "'SqliteProducer.queue' not found; give it, such as SqliteProducer(queue="),
         ({"queue": ""}, "'SqliteProducer.queue': expected a non-empty string, got: ''"),
@@ -73,9 +71,9 @@ def test_override_may_replace_connection_by_path():
         ),
     ],
 )
-def test_invalid_option_is_named(given, text):
+def test_invalid_option_is_named(options, text):
     with pytest.raises(OptionsError) as error:
-        SqliteProducer(**given)
+        SqliteProducer(**options)
 
     assert text in str(error.value)
 
@@ -91,21 +89,15 @@ def test_template_is_checked_when_rendered():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"host": "{path}"},
-        {"extra": {"path": "{path}"}},
-        {"conn_type": "broadway_sqlite", "host": "{path}", "extra": {"path": "{path}"}},
+        {"host": "/q.db"},
+        {"extra": {"path": "/q.db"}},
+        {"conn_type": "broadway_sqlite", "host": "/q.db", "extra": {"path": "/q.db"}},
     ],
 )
-def test_path_comes_from_host_or_extra(tmp_path, fields):
-    path = str(tmp_path / "q.db")
-    if "host" in fields:
-        fields = {**fields, "host": path}
-    if "extra" in fields:
-        fields = {**fields, "extra": {"path": path}}
+def test_path_comes_from_host_or_extra(fields):
+    queue = SqliteProducer(queue="q").open_queue(env(connections=OneConnection(**fields)))
 
-    opened = SqliteProducer(queue="q").open_queue(env(connections=OneConnection(**fields)))
-
-    assert opened.path == path
+    assert queue.path == "/q.db"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +155,7 @@ def test_receiving_moves_deadline(producer):
     second = source.lease.deadline
     assert (second - first).total_seconds() == 200.0
 
-    # Nothing more was received, so nothing was renewed.
+    # Without new messages nothing is renewed.
     clock.advance(100.0)
     assert source.receive(1, timeout=1.0) == []
     assert source.lease.deadline == second
@@ -236,7 +228,7 @@ def test_missing_file_error_names_create_command(tmp_path):
         f"there is no queue file {path}, and a run receives only from a queue that exists: correct"
         f" the path, send to the queue, or create it with `{command}`"
     )
-    # Neither the refusal nor a look creates it.
+    # Neither the refusal nor a depth creates it.
     assert producer.depth(ProducerEnv()) is None
     assert list(tmp_path.iterdir()) == []
     assert main(shlex.split(command)[1:]) == 0

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import sqlite3
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -150,9 +150,7 @@ def test_receive_stops_at_max_bytes(flights, monkeypatch):
     monkeypatch.setattr(queue, "MAX_RECEIVE_BYTES", 100)
     flights.send([b"x" * 60] * 5)
 
-    assert len(flights.receive("g", 10)) == 2
-    assert len(flights.receive("g", 10)) == 2
-    assert len(flights.receive("g", 10)) == 1
+    assert [len(flights.receive("g", 10)) for _ in range(3)] == [2, 2, 1]
 
 
 def test_dead_letter_keeps_metadata(flights, clock):
@@ -160,9 +158,7 @@ def test_dead_letter_keeps_metadata(flights, clock):
     sent = clock.now()
     clock.advance(5.0)
     flights.receive("g1", 1)
-    reason = "é" * 2000
-    verdict = Verdict(Action.DEAD_LETTER, 0.0, reason, "batch")
-    flights.settle("g1", Settlement(rest=verdict))
+    flights.settle("g1", Settlement(rest=Verdict(Action.DEAD_LETTER, 0.0, "é" * 2000, "batch")))
 
     [letter] = flights.dead_letters()
 
@@ -234,11 +230,11 @@ def test_early_verdicts_stand_outside_report(flights):
     early = [Entry(keys[0], "", ACK), Entry(keys[1], "", DEAD)]
 
     assert flights.settle_now("g", early) == SettleReport(acked=1, dead_lettered=1)
-    # The same call again reports the same, and the first verdict stands.
+    # A repeated call reports the same, and the first verdict stands.
     again = [Entry(keys[0], "", DEAD), Entry(keys[1], "", ACK)]
     assert flights.settle_now("g", again) == SettleReport(acked=1, dead_lettered=1)
 
-    # A manifest may count them or not: they are not reported lapsed.
+    # A manifest may include them: they are not reported as lapsed.
     assert flights.settle("g", Settlement(rest=ACK, expected=5)) == SettleReport(acked=3)
 
 
@@ -277,19 +273,18 @@ def test_verdict_on_foreign_id_settles_nothing(flights):
 
 
 def test_message_with_changed_id_is_released_alone(flights):
-    # Given two messages, of which a transformer gave one another id: it failed under that
+    # Given a message whose id a transformer changed, and which failed under that id
     keys = flights.send([b"x"] * 3)
     flights.receive("g", 3)
-    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
     named = [Entry(key, "", ACK) for key in ("mine", keys[1], keys[2])]
-    entries = [Entry("mine", "", dead), Entry(keys[1], "", dead)]
+    entries = [Entry("mine", "", DEAD), Entry(keys[1], "", DEAD)]
     settlement = Settlement(
         rest=ACK, entries=lambda: iter(entries), everything=lambda: iter(named), expected=3
     )
 
     report = flights.settle("g", settlement)
 
-    # Then its verdict falls to nobody
+    # Then its verdict settles nothing
     assert (report.dead_lettered, report.acked, report.released) == (1, 1, 1)
     assert "'mine' could not be settled: its id is not of this queue" in report.errors[0]
     [again] = flights.receive("g2", 3)
@@ -313,51 +308,46 @@ def test_expired_lease_is_usable_until_messages_are_leased_again(flights, clock)
 
 
 def test_reports_expire_after_retention(path, clock):
-    with SqliteQueue(path, "q", clock=clock) as kept:
-        keys = kept.send([b"x"] * 3)
-        kept.receive("old", 1)
-        kept.settle_now("old", [Entry(keys[0], "", ACK)])
-        kept.release("old")
+    with SqliteQueue(path, "q", clock=clock) as queue_file:
+        keys = queue_file.send([b"x"] * 3)
+        queue_file.receive("old", 1)
+        queue_file.settle_now("old", [Entry(keys[0], "", ACK)])
+        queue_file.release("old")
         clock.advance(leases.RETENTION + 1.0)
-        kept.receive("new", 1)
-        kept.release("new")
+        queue_file.receive("new", 1)
+        queue_file.release("new")
 
-        assert [r.lease.generation for r in kept.leases(ended=True)] == ["new"]
+        assert [r.lease.generation for r in queue_file.leases(ended=True)] == ["new"]
 
 
 def test_threads_share_a_queue(path):
     shared = SqliteQueue(path, "q")
-    found: list[str] = []
+    received: list[str] = []
 
     def work(number: int) -> None:
         shared.send([b"x"] * 50)
         while messages := shared.receive(f"g{number}", 7):
-            found.extend(message.message_id for message in messages)
+            received.extend(message.message_id for message in messages)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(4)))
     while messages := shared.receive("last", 7):
-        found.extend(message.message_id for message in messages)
+        received.extend(message.message_id for message in messages)
     shared.close()
 
-    assert len(found) == len(set(found)) == 200
+    assert len(received) == len(set(received)) == 200
 
 
 def test_concurrent_create_shares_queue(path, monkeypatch):
-    look = database._tables
-    made: list[bool] = []
+    read_tables = database._tables
 
-    def overtaken(db: sqlite3.Connection) -> Any:
-        if not made:
-            made.append(True)
-            with SqliteQueue(path, "q") as faster:
-                faster.send([b"first"])
-        return look(db)
+    def create_meanwhile(db: sqlite3.Connection) -> Any:
+        monkeypatch.setattr(database, "_tables", read_tables)
+        with SqliteQueue(path, "q") as faster:
+            faster.send([b"first"])
+        return read_tables(db)
 
-    monkeypatch.setattr(database, "_tables", overtaken)
+    monkeypatch.setattr(database, "_tables", create_meanwhile)
     with SqliteQueue(path, "q") as slower:
         slower.send([b"second"])
         assert slower.depth().ready == 2

@@ -1,4 +1,4 @@
-"""The embedded queue settled under lost answers and by two at once, counted from outside."""
+"""Settlement of the embedded queue under lost answers and concurrent settlers, checked in the file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,22 @@ from tests.unit.producers.verdicts import VERDICTS
 
 
 class Losing(SqliteQueue):
-    """Its process hears nothing of what it has committed, so many times."""
+    """Loses the answer of the next settlements, which are committed."""
 
     lost = 0
 
-    def settle(self, *given: Any, **more: Any) -> SettleReport:
-        report = super().settle(*given, **more)
+    def settle(self, *args: Any, **options: Any) -> SettleReport:
+        report = super().settle(*args, **options)
         if self.lost:
             self.lost -= 1
             raise ProducerUnavailable("the answer is lost")
         return report
 
 
-def settled(queue: SqliteQueue, given: Settlement) -> SettleReport:
+def settled(queue: SqliteQueue, request: Settlement) -> SettleReport:
     for _ in range(10):
         try:
-            return queue.settle("g", given)
+            return queue.settle("g", request)
         except ProducerUnavailable:
             continue
     raise AssertionError("settling never ended")
@@ -69,52 +70,50 @@ def test_report_matches_file(verdicts, early, unstaged, lost, second, at):
         by_id = dict(zip(ids, verdicts, strict=False))
         staged = list(by_id)
         at_once = staged[: min(early, len(staged))]
-        now = queue.settle_now("g", [Entry(each, "", by_id[each]) for each in at_once])
-        rest = [each for each in staged if each not in at_once]
+        now = queue.settle_now("g", [Entry(key, "", by_id[key]) for key in at_once])
+        rest = [key for key in staged if key not in at_once]
         seconds: list[SettleReport] = []
         heirs: list[int] = []
 
         def entries() -> Iterator[Entry]:
-            for place, each in enumerate([*rest, ""]):
-                if place == at and second and not seconds:  # the first one stalls here
-                    given = Settlement(rest=RELEASE) if second == "a sweep" else plain
-                    seconds.append(other.settle("g", given))
+            for place, key in enumerate([*rest, ""]):
+                if place == at and second and not seconds:  # the first stalls here
+                    request = Settlement(rest=RELEASE) if second == "a sweep" else plain
+                    seconds.append(other.settle("g", request))
                     if second == "late":
                         clock.advance(61.0)
                     heirs.extend(
                         int(message.message_id.rpartition("-")[2])
                         for message in other.receive("heir", 100)
                     )
-                if each and by_id[each] is not ACK:
-                    yield Entry(each, "", by_id[each])
+                if key and by_id[key] is not ACK:
+                    yield Entry(key, "", by_id[key])
 
-        def everything() -> Iterator[Entry]:
-            return (Entry(each, "", ACK) for each in rest)
-
-        settlement: dict[str, Any] = {
-            "rest": ACK,
-            "everything": everything,
-            "expected": len(rest),
-            "settled_now": now,
-        }
-        exceptions = [Entry(each, "", by_id[each]) for each in rest if by_id[each] is not ACK]
-        plain = Settlement(entries=lambda: iter(exceptions), **settlement)
+        settlement = partial(
+            Settlement,
+            rest=ACK,
+            everything=lambda: (Entry(key, "", ACK) for key in rest),
+            expected=len(rest),
+            settled_now=now,
+        )
+        exceptions = [Entry(key, "", by_id[key]) for key in rest if by_id[key] is not ACK]
+        plain = settlement(entries=lambda: iter(exceptions))
         queue.lost = lost
 
-        report = settled(queue, Settlement(entries=entries, **settlement))
+        report = settled(queue, settlement(entries=entries))
 
-        gone = {int(each.rpartition("-")[2]) for each in ids} - rows(queue.path, "messages")
+        gone = {int(key.rpartition("-")[2]) for key in ids} - rows(queue.path, "messages")
         dead = rows(queue.path, "dead")
-        for place, each in enumerate(ids, 1):
-            if place in gone:  # none but what was acknowledged, or set aside
-                assert by_id[each].action in (Action.ACK, Action.DEAD_LETTER)
-                assert (by_id[each].action is Action.DEAD_LETTER) == (place in dead)
+        for place, key in enumerate(ids, 1):
+            if place in gone:  # acknowledged or dead-lettered
+                assert by_id[key].action in (Action.ACK, Action.DEAD_LETTER)
+                assert (by_id[key].action is Action.DEAD_LETTER) == (place in dead)
         assert report.total + now.total == len(ids)
         assert report.acked + now.acked == len(gone) - len(dead)
         assert report.dead_lettered + now.dead_lettered == len(dead)
         if seconds:
             assert report == seconds[0]
-        # What the first one comes back to is another's now, and stays so.
+        # The messages now leased by another remain so.
         assert set(heirs) <= rows(queue.path, "messages")
         assert other.settle("heir", Settlement(rest=RELEASE)).released == len(heirs)
         assert queue.settle("g", plain) == report

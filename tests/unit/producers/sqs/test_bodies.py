@@ -1,4 +1,4 @@
-"""Dead letters need bodies, which SQS does not give twice: kept wherever one may be made."""
+"""Dead letters need bodies, which SQS delivers once: staged where one may be needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BODIES = [f"order {number}" for number in range(6)]
 
 
 class Orders(Broadway):
-    """As in the guide: the redrive policy names the queue, and a message says for itself."""
+    """As in the guide: the redrive policy names the queue; a message sets its own action."""
 
     producer = SqsProducer(queue_url=URL, conn_id=None)
 
@@ -70,7 +70,7 @@ def process(fake: FakeSqs, pipeline: Broadway, folder: Path) -> StagedRun:
 
 
 def kept(staged: StagedRun) -> list[bytes]:
-    """The bodies that are staged beside the data."""
+    """Returns the bodies that are staged next to the data."""
     manifest = staged.manifest("g")
     assert manifest is not None
     found: list[bytes] = []
@@ -85,7 +85,7 @@ def kept(staged: StagedRun) -> list[bytes]:
 def test_configured_dead_letter_keeps_body(fake, tmp_path):
     process(fake, Orders(), tmp_path)
 
-    assert [each["MessageBody"] for each in fake.queue(DEAD).sent] == ["order 0", "order 3"]
+    assert [letter["MessageBody"] for letter in fake.queue(DEAD).sent] == ["order 0", "order 3"]
     assert fake.left() == 0
 
 
@@ -94,7 +94,7 @@ def test_configured_dead_letter_keeps_body_in_one_process(fake):
         report = run_local(Orders(), max_messages=6, clock=fake.clock)
 
     assert (report.settled.acked, report.settled.dead_lettered) == (4, 2)
-    assert [each["MessageBody"] for each in fake.queue(DEAD).sent] == ["order 0", "order 3"]
+    assert [letter["MessageBody"] for letter in fake.queue(DEAD).sent] == ["order 0", "order 3"]
 
 
 @pytest.mark.parametrize(
@@ -121,21 +121,19 @@ def test_other_verdicts_stage_no_body(fake, tmp_path):
 
 
 def test_dead_letter_keeps_trace_header(fake, tmp_path):
-    def answer(action: str, arguments: dict[str, Any]) -> Any:
-        if action != "ReceiveMessage":
-            return None
-        fake.answer = lambda *_: None
-        found: dict[str, Any] = fake.receive_message(**arguments)
-        assert "AWSTraceHeader" in arguments["MessageSystemAttributeNames"]
-        for raw in found["Messages"]:
-            raw["Attributes"]["AWSTraceHeader"] = "Root=1-5759e988-bd862e3fe1be46a994272793"
-        return found
+    header = "Root=1-5759e988-bd862e3fe1be46a994272793"
 
-    fake.answer = answer
+    def answer(request: dict[str, Any]) -> Any:
+        fake.obey()
+        assert "AWSTraceHeader" in request["MessageSystemAttributeNames"]
+        received = fake.receive_message(**request)
+        for raw in received["Messages"]:
+            raw["Attributes"]["AWSTraceHeader"] = header
+        return received
+
+    fake.answers("ReceiveMessage", answer)
     process(fake, Orders(), tmp_path)
 
-    for sent in fake.queue(DEAD).sent:
-        assert sent["MessageSystemAttributes"]["AWSTraceHeader"] == {
-            "DataType": "String",
-            "StringValue": "Root=1-5759e988-bd862e3fe1be46a994272793",
-        }
+    for letter in fake.queue(DEAD).sent:
+        attribute = letter["MessageSystemAttributes"]["AWSTraceHeader"]
+        assert attribute == {"DataType": "String", "StringValue": header}

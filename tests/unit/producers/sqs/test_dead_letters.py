@@ -111,19 +111,19 @@ def test_long_reason_is_truncated_to_fit():
 def test_requests_have_ten_entries_and_256_kib():
     publisher = publisher_of(Queue(cast("Any", FakeSqs()), URL))
     small = {str(number): {"MessageBody": "x"} for number in range(25)}
-    assert [len(each) for each in publisher.requests(small)] == [10, 10, 5]
+    assert [len(request) for request in publisher.requests(small)] == [10, 10, 5]
 
     large = {str(number): {"MessageBody": "x" * 100_000} for number in range(5)}
     large["whole"] = {"MessageBody": "x" * MAX_BODY}
-    assert [len(each) for each in publisher.requests(large)] == [2, 2, 1, 1]
+    assert [len(request) for request in publisher.requests(large)] == [2, 2, 1, 1]
 
 
-# -- sent back -------------------------------------------------------------------------------------
+# -- requeued -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 5, 9, 10])
 def test_requeued_message_has_original_attributes(count):
-    # Given a letter, whose message may have had as many attributes as there is room for
+    # Given a letter whose message had up to ten attributes
     sent = letter(entry(attributes=count), "orders", fifo=True)
     raw = {
         "MessageId": "the letter's",
@@ -132,11 +132,11 @@ def test_requeued_message_has_original_attributes(count):
         "Attributes": {"MessageGroupId": sent["MessageGroupId"]},
     }
 
-    # When it is read, and sent back
+    # When it is read and requeued
     read = letter_of(raw, "another")
     back = sent_back(raw, read.original_id, fifo=True)
 
-    # Then it says what it was, and its message has its own attributes, and is known to come again
+    # Then its message has its attributes, and is marked as redelivered
     assert (read.original_id, read.origin, read.attempt) == ("id-1", "orders", 3)
     assert (read.reason, read.stage) == ("too late", "process")
     assert len(back["MessageAttributes"]) <= 10

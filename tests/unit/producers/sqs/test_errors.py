@@ -1,4 +1,4 @@
-"""What AWS refuses, as one sentence each; through botocore, on its own stub."""
+"""Errors of AWS are one sentence; by botocore's own stub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.fake_sqs import URL
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 
 
-class Known:
+class OneConnection:
     def __init__(self, **connection: Any) -> None:
         self._connection = connection
 
@@ -33,8 +33,8 @@ class Known:
 
 
 def env(**connection: Any) -> ProducerEnv:
-    given = {"login": "AKIAEXAMPLE", "password": SECRET, **connection}
-    return ProducerEnv(connections=Known(**given), clock=ManualClock())
+    fields = {"login": "AKIAEXAMPLE", "password": SECRET, **connection}
+    return ProducerEnv(connections=OneConnection(**fields), clock=ManualClock())
 
 
 def queue(**options: Any) -> Queue:
@@ -60,22 +60,18 @@ def test_denied_action_error_names_permission(action):
     from botocore.stub import Stubber
 
     method, call = CALLS[action]
-    made = queue()
-    with Stubber(made.client) as stub:
-        stub.add_client_error(
-            method,
-            "AccessDenied",
-            f"User: arn:aws:iam::1:user/x key {SECRET}",
-            http_status_code=403,
-        )
+    client = queue()
+    with Stubber(client.client) as stub:
+        text = f"User: arn:aws:iam::1:user/x key {SECRET}"
+        stub.add_client_error(method, "AccessDenied", text, http_status_code=403)
         with pytest.raises(Denied, match=f"allow sqs:{action} on this queue") as raised:
-            call(made)
+            call(client)
     assert SECRET not in str(raised.value)
     assert "orders" in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "kind", "says"),
+    ("code", "text", "kind", "words"),
     [
         ("AWS.SimpleQueueService.NonExistentQueue", "", ProducerError, "no SQS queue 'orders' in"),
         ("QueueDoesNotExist", "", ProducerError, "region 'eu-west-1'"),
@@ -95,20 +91,20 @@ def test_denied_action_error_names_permission(action):
         ("InvalidSecurity", "use HTTPS", ProducerError, "InvalidSecurity"),
     ],
 )
-def test_aws_error_is_one_sentence(code, text, kind, says):
+def test_aws_error_is_one_sentence(code, text, kind, words):
     from botocore.stub import Stubber
 
-    made = queue()
-    with Stubber(made.client) as stub:
+    client = queue()
+    with Stubber(client.client) as stub:
         stub.add_client_error("receive_message", code, text)
-        with pytest.raises(kind, match=says) as raised:
-            made.receive({"MaxNumberOfMessages": 1})
+        with pytest.raises(kind, match=words) as raised:
+            client.receive({"MaxNumberOfMessages": 1})
     assert SECRET not in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_unreachable_endpoint_is_transient():
-    made = Queue(
+    client = Queue(
         boto_client(
             SqsProducer(queue_url=URL, conn_id="aws", endpoint_url="http://127.0.0.1:9"),
             env(extra={"config_kwargs": {"retries": {"max_attempts": 1}}}),
@@ -116,7 +112,7 @@ def test_unreachable_endpoint_is_transient():
         URL,
     )
     with pytest.raises(ProducerUnavailable, match=r"cannot be reached .* http://127\.0\.0\.1:9"):
-        made.receive({"MaxNumberOfMessages": 1})
+        client.receive({"MaxNumberOfMessages": 1})
 
 
 def test_missing_credentials_are_named(monkeypatch):
@@ -125,9 +121,9 @@ def test_missing_credentials_are_named(monkeypatch):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
-    made = Queue(boto_client(SqsProducer(queue_url=URL, conn_id=None), ProducerEnv()), URL)
+    client = Queue(boto_client(SqsProducer(queue_url=URL, conn_id=None), ProducerEnv()), URL)
     with pytest.raises(ConnectionMissing, match="needs AWS credentials, and there are none"):
-        made.receive({"MaxNumberOfMessages": 1})
+        client.receive({"MaxNumberOfMessages": 1})
 
 
 def test_missing_region_is_named(monkeypatch):
@@ -160,7 +156,7 @@ def test_incomplete_key_pair_is_refused_and_masked():
 
 def test_connection_sets_endpoint_region_and_token():
     service = {"sqs": {"endpoint_url": "https://sqs.example.org"}}
-    given = env(
+    connected = env(
         extra={
             "region_name": "eu-north-1",
             "endpoint_url": "https://everything.example.org",
@@ -168,7 +164,7 @@ def test_connection_sets_endpoint_region_and_token():
             "service_config": service,
         }
     )
-    client: Any = boto_client(SqsProducer(queue_name="orders", conn_id="aws"), given)
+    client: Any = boto_client(SqsProducer(queue_name="orders", conn_id="aws"), connected)
 
     assert client.meta.region_name == "eu-north-1"
     assert client.meta.endpoint_url == "https://sqs.example.org"

@@ -1,8 +1,7 @@
-"""The failures on record: few reads while messages are held, however many runs have noted some."""
+"""Recorded failures: few reads during a lease, for any number of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -23,13 +22,13 @@ STAGING = "counted://staging"
 
 
 class Counted(MemoryFileSystem):  # type: ignore[misc]
-    """A store that counts what is asked of it."""
+    """A store that counts its requests."""
 
     protocol = "counted"
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     cachable = False
-    #: Files in each request that reads, and what it is asked to do before the next one.
+    #: Files per read request.
     reads: ClassVar[list[int]] = []
     removals: ClassVar[list[int]] = []
     broken: ClassVar[list[str]] = []
@@ -37,7 +36,7 @@ class Counted(MemoryFileSystem):  # type: ignore[misc]
     def cat_file(self, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
         if more.pop("counted", True):
             self.reads.append(1)
-        if any(each in path for each in self.broken):
+        if any(part in path for part in self.broken):
             raise PermissionError(path)
         data: bytes = super().cat_file(path, start, end, **more)
         return data
@@ -55,8 +54,8 @@ class Counted(MemoryFileSystem):  # type: ignore[misc]
 @pytest.fixture(autouse=True)
 def store():
     register_implementation("counted", Counted, clobber=True)
-    for each in (Counted.store, Counted.reads, Counted.removals, Counted.broken):
-        each.clear()
+    for state in (Counted.store, Counted.reads, Counted.removals, Counted.broken):
+        state.clear()
     Counted.pseudo_dirs[:] = [""]
     return Counted
 
@@ -65,8 +64,12 @@ def notes() -> StateFiles:
     return StateFiles(STAGING, "sqs/orders")
 
 
+def recorded() -> Failures:
+    return Failures(notes(), 14)
+
+
 def noted_for_days(clock: ManualClock, place: StateFiles) -> None:
-    """As runs leave it: the n-th message of a run has failed n times."""
+    """Records failures as runs do: the n-th message of a run has failed n times."""
     for day in range(DAYS):
         for run in range(RUNS_A_DAY):
             Failures(place, 14).note({f"m{day}-{run}": run % 4 + 1, "often": run + 1}, clock.now())
@@ -77,21 +80,21 @@ def noted_for_days(clock: ManualClock, place: StateFiles) -> None:
 def test_two_weeks_of_failures_need_few_reads(store):
     clock = ManualClock()
     noted_for_days(clock, notes())
-    failures = Failures(notes(), 14)
+    failures = recorded()
 
     failures.merge(clock.now())
     store.reads.clear()
     found = failures.of(["m0-3", "m15-59", "often", "never"], clock.now())
 
     assert found == {"m0-3": 4, "m15-59": 4, "often": 60}
-    assert store.reads == [DAYS]  # one request, a file of each day
+    assert store.reads == [DAYS]  # one request, one file per day
 
 
 def test_day_with_few_files_is_not_merged(store):
     clock = ManualClock()
     for run in range(7):
-        Failures(notes(), 14).note({"m": run}, clock.now())
-    failures = Failures(notes(), 14)
+        recorded().note({"m": run}, clock.now())
+    failures = recorded()
 
     failures.merge(clock.now())
 
@@ -104,7 +107,7 @@ def test_merge_makes_few_requests_per_day(store):
     clock = ManualClock()
     noted_for_days(clock, notes())
 
-    Failures(notes(), 14).merge(clock.now())
+    recorded().merge(clock.now())
 
     assert store.reads == [RUNS_A_DAY] * DAYS
     assert store.removals == [RUNS_A_DAY] * DAYS
@@ -130,29 +133,29 @@ def test_run_merges_before_receiving(store):
 
 def test_notes_beyond_message_retention_are_removed(store):
     clock = ManualClock()
-    Failures(notes(), 14).note({"m": 1}, clock.now())
+    recorded().note({"m": 1}, clock.now())
     clock.advance(16 * 86_400.0)
-    Failures(notes(), 14).merge(clock.now())
-    assert Failures(notes(), 14).of(["m"], clock.now()) == {"m": 1}
+    recorded().merge(clock.now())
+    assert recorded().of(["m"], clock.now()) == {"m": 1}
     clock.advance(86_400.0)
 
-    Failures(notes(), 14).merge(clock.now())
+    recorded().merge(clock.now())
 
-    assert Failures(notes(), 14).of(["m"], clock.now()) == {}
+    assert recorded().of(["m"], clock.now()) == {}
     assert notes().names("attempts") == []
 
 
 def test_read_during_merge_misses_nothing(store, monkeypatch):
     clock = ManualClock()
     for run in range(20):
-        Failures(notes(), 14).note({f"m{run}": 2}, clock.now())
-    failures = Failures(notes(), 14)
+        recorded().note({f"m{run}": 2}, clock.now())
+    failures = recorded()
     listed = StateFiles.names
 
     def then_merged(self: StateFiles, folder: str = "") -> list[str]:
         names = listed(self, folder)
         monkeypatch.setattr(StateFiles, "names", listed)
-        Failures(notes(), 14).merge(clock.now())
+        recorded().merge(clock.now())
         return names
 
     monkeypatch.setattr(StateFiles, "names", then_merged)
@@ -163,19 +166,19 @@ def test_read_during_merge_misses_nothing(store, monkeypatch):
 def test_concurrent_merges_lose_nothing(store, monkeypatch):
     clock = ManualClock()
     for run in range(20):
-        Failures(notes(), 14).note({f"m{run}": run + 1}, clock.now())
+        recorded().note({f"m{run}": run + 1}, clock.now())
     write = StateFiles.write
 
     def merged_before(self: StateFiles, name: str, value: Any) -> None:
         monkeypatch.setattr(StateFiles, "write", write)
-        Failures(notes(), 14).merge(clock.now())
+        recorded().merge(clock.now())
         write(self, name, value)
 
     monkeypatch.setattr(StateFiles, "write", merged_before)
 
-    Failures(notes(), 14).merge(clock.now())
+    recorded().merge(clock.now())
 
-    assert Failures(notes(), 14).of(["m0", "m19"], clock.now()) == {"m0": 1, "m19": 20}
+    assert recorded().of(["m0", "m19"], clock.now()) == {"m0": 1, "m19": 20}
 
 
 @pytest.mark.parametrize("data", [b"{", b"[]", b'{"m": "many"}', b"\xff"])
@@ -185,35 +188,32 @@ def test_damaged_file_is_skipped(data, caplog):
     files.write(name, {})
     files._fs.pipe_file(f"{files._root}/{name}", data)
     for _ in range(8):
-        Failures(notes(), 14).note({"m": 3}, clock.now())
+        recorded().note({"m": 3}, clock.now())
 
-    assert Failures(notes(), 14).of(["m"], clock.now()) == {"m": 3}
-    Failures(notes(), 14).merge(clock.now())
+    assert recorded().of(["m"], clock.now()) == {"m": 3}
+    recorded().merge(clock.now())
 
-    assert Failures(notes(), 14).of(["m"], clock.now()) == {"m": 3}
+    assert recorded().of(["m"], clock.now()) == {"m": 3}
     assert "is damaged" in caplog.text
 
 
 def test_unreadable_file_ends_run(store):
     clock = ManualClock()
-    Failures(notes(), 14).note({"m": 1}, clock.now())
+    recorded().note({"m": 1}, clock.now())
     store.broken.append("attempts/")
 
     with pytest.raises(StagingError, match="cannot be read"):
-        Failures(notes(), 14).of(["m"], clock.now())
+        recorded().of(["m"], clock.now())
 
 
 def test_foreign_notes_are_seen_after_30_s():
     clock = ManualClock()
-    failures = Failures(notes(), 14)
+    failures = recorded()
 
-    def found(ids: Sequence[str]) -> dict[str, int]:
-        return failures.of(ids, clock.now())
-
-    assert found(["m"]) == {}
-    Failures(notes(), 14).note({"m": 1}, clock.now())
+    assert failures.of(["m"], clock.now()) == {}
+    recorded().note({"m": 1}, clock.now())
     clock.advance(29.0)
-    assert found(["m"]) == {}
+    assert failures.of(["m"], clock.now()) == {}
     clock.advance(1.0)
-    assert found(["m"]) == {"m": 1}
+    assert failures.of(["m"], clock.now()) == {"m": 1}
     assert clock.now() - timedelta(seconds=30) == ManualClock().now()

@@ -1,4 +1,4 @@
-"""A FIFO queue through a whole run: groups in order, and what a failure holds back."""
+"""A FIFO queue through a whole run: groups in order, blocked by failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.producers.sqs.kit import FIFO, process_of
 
 #: Six messages of two groups, as one receive returns them.
 SENT = ("x1", "y1", "x2", "y2", "x3", "y3")
-#: The bodies that callbacks were given, in order.
+#: The bodies handled by callbacks, in order.
 handled: list[str] = []
 failing: set[str] = set()
 
@@ -112,7 +112,7 @@ def test_process_task_releases_blocked_messages(fake, tmp_path):
 
     assert made["received"] == 6
     assert handled == ["x1", "y1", "y2", "y3"]
-    # Given back, they wait behind x1, which is hidden until its time is over.
+    # Released, they wait behind x1, which is invisible until its timeout.
     assert fake.waiting(FIFO) == ["x2", "x3"]
     with installed(fake):
         assert run(fake, on_failure="noop").received == 0
@@ -140,13 +140,13 @@ def test_blocked_messages_are_archived_once(fake, tmp_path):
     with installed(fake):
         assert process.run()["received"] == 3
 
-    # Then each is there once, whatever the interval
+    # Then every message is archived once
     assert payloads(archive) == [b"x1", b"x2", b"x3", b"y1", b"y2", b"y3"]
     assert look(archive).messages == 6
 
 
 def payloads(archive: Folder) -> list[bytes]:
-    """All that is archived, each as often as it is there."""
+    """Returns all archived payloads, with duplicates."""
     ends = (datetime(1970, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC))
     found: list[Any] = []
     for table in tables(archive, look(archive), Interval(*ends)):

@@ -1,4 +1,4 @@
-"""What ``docs/sqs.md`` promises and no other test shows, each at its limit."""
+"""Promises of ``docs/sqs.md`` that no other test covers, at their limits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client
 from tests.fake_sqs import URL
-from tests.unit.producers.halves import renewed
+from tests.unit.producers.halves import DEAD as DEAD_LETTERED
+from tests.unit.producers.halves import RETRY, renewed
 from tests.unit.producers.sqs.kit import SqsHalves, halves, options
 from tests.unit.producers.sqs.test_errors import env
 
 DEAD = f"{URL}-dead"
 HOUR = 3600.0
-DEAD_LETTER = Verdict(Action.DEAD_LETTER, 0.0, "no such article", "process")
-RETRY = Verdict(Action.RETRY, 0.0, "later", "process")
 
 
 # ---------------------------------------------------------------------------------- connection
@@ -67,9 +65,9 @@ def test_queue_name_is_resolved_once(run):
 )
 def test_dead_letter_queue_is_url_arn_or_name(place):
     with halves(dead_letter=place) as run:
-        dead(run)
+        dead_letter(run)
 
-        assert [each["MessageBody"] for each in run.fake.queue(DEAD).sent] == ["a"]
+        assert [letter["MessageBody"] for letter in run.fake.queue(DEAD).sent] == ["a"]
         assert run.fake.left() == 0
 
 
@@ -77,7 +75,7 @@ def test_dead_letter_queue_is_url_arn_or_name(place):
 def test_dead_letter_option_overrides_redrive_policy(run):
     policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:orders-dead"}
     run.fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
-    dead(run)
+    dead_letter(run)
 
     assert len(run.fake.queue(f"{URL}-ours").sent) == 1
     assert run.fake.queue(DEAD).sent == []
@@ -86,24 +84,23 @@ def test_dead_letter_option_overrides_redrive_policy(run):
 @options(dead_letter=DEAD)
 def test_dead_letter_keeps_binary_attribute(run):
     own = {"picture": {"DataType": "Binary", "BinaryValue": b"\x00\xff"}}
-    dead(run, MessageAttributes=own)
+    dead_letter(run, MessageAttributes=own)
 
     [letter] = run.fake.queue(DEAD).sent
     assert letter["MessageAttributes"]["picture"] == own["picture"]
 
 
-def dead(run: SqsHalves, **more: Any) -> None:
-    """Receive a message, and make it a dead letter."""
+def dead_letter(run: SqsHalves, **more: Any) -> None:
+    """Receives a message, and dead-letters it."""
     messages = run.take_new(["a"], **more)
-    report = run.settle(messages, {"a": DEAD_LETTER})
+    report = run.settle(messages, {"a": DEAD_LETTERED})
     assert report.dead_lettered == 1, report
 
 
 @pytest.mark.parametrize(("delay", "seconds"), [(1.0, 1), (1.001, 2), (59.5, 60)])
 def test_delay_is_rounded_up_to_seconds(delay, seconds, run):
     messages = run.take_new(["a"])
-    later = Verdict(Action.RETRY, delay, "later", "process")
-    run.settle(messages, {"a": later})
+    run.settle(messages, {"a": RETRY._replace(delay=delay)})
 
     run.clock.advance(seconds - 0.001)
     assert run.fake.waiting() == []
@@ -139,24 +136,24 @@ def test_twelve_hour_limit_warns_ahead(lease, ahead, tmp_path, caplog):
             held = renewed(run.custodian, held)
             run.clock.advance(lease / 4)
         assert caplog.messages == []
-        run.clock.advance(0.4 * lease)  # it is renewed no sooner
+        run.clock.advance(0.4 * lease)  # no renewal is due before
 
         run.custodian.renew(held)
 
-        [told] = [each for each in caplog.messages if "12 hours" in each]
-        assert "cannot be renewed beyond that" in told
+        [warning] = [line for line in caplog.messages if "12 hours" in line]
+        assert "cannot be renewed beyond that" in warning
 
 
-def test_settlement_in_last_hour_is_reported():
-    for left, told in ((HOUR + 1, False), (HOUR - 1, True)):
-        with halves(lease=12 * HOUR) as run:
-            messages = run.take_new(["a"])
-            run.clock.advance(12 * HOUR - left)
+@pytest.mark.parametrize(("left", "reported"), [(HOUR + 1, False), (HOUR - 1, True)])
+@options(lease=12 * HOUR)
+def test_settlement_in_last_hour_is_reported(left, reported, run):
+    messages = run.take_new(["a"])
+    run.clock.advance(12 * HOUR - left)
 
-            report = run.settle(messages)
+    report = run.settle(messages)
 
-            assert report.acked == 1
-            assert bool(report.errors) is told
+    assert report.acked == 1
+    assert bool(report.errors) is reported
 
 
 def test_lapse_keeps_retry_count(tmp_path):

@@ -1,4 +1,4 @@
-"""What SQS may hand out, or a server that calls itself SQS: one bad message fails alone."""
+"""Hostile answers of SQS or of a server like it: one bad message fails alone."""
 
 from __future__ import annotations
 
@@ -32,21 +32,11 @@ ATTRIBUTE = st.one_of(
     ),
     VALUE,
 )
-SYSTEM = st.dictionaries(
-    st.sampled_from(
-        [
-            "ApproximateReceiveCount",
-            "SentTimestamp",
-            "SenderId",
-            "MessageGroupId",
-            "AWSTraceHeader",
-            "Unheard",
-        ]
-    ),
-    VALUE,
-    max_size=4,
+SYSTEM_NAMES = (
+    "ApproximateReceiveCount SentTimestamp SenderId MessageGroupId AWSTraceHeader Unknown"
 )
-#: What replaces a field of a message; ``...`` takes the field away.
+SYSTEM = st.dictionaries(st.sampled_from(SYSTEM_NAMES.split()), VALUE, max_size=4)
+#: Replacements of a message's fields; ``...`` removes the field.
 CHANGES = st.dictionaries(
     st.sampled_from(["Body", "MD5OfBody", "MessageId", "ReceiptHandle"]),
     st.one_of(st.just(...), VALUE),
@@ -60,14 +50,12 @@ BAD = st.tuples(
 
 
 def spoil(fake: FakeSqs, place: int, changes: Any, own: Any, system: Any) -> None:
-    """Change the message of a place in every receive's answer."""
+    """Changes one message in every receive's answer."""
 
-    def answer(action: str, arguments: dict[str, Any]) -> Any:
-        if action != "ReceiveMessage":
-            return None
-        fake.answer = lambda *_: None
-        found = fake.receive_message(**arguments).get("Messages", [])
-        for raw in found:
+    def answer(request: dict[str, Any]) -> Any:
+        fake.obey()
+        messages = fake.receive_message(**request).get("Messages", [])
+        for raw in messages:
             if raw["Body"] == str(place):
                 raw["MessageAttributes"], raw["Attributes"] = own, system
                 for name, value in changes.items():
@@ -75,17 +63,17 @@ def spoil(fake: FakeSqs, place: int, changes: Any, own: Any, system: Any) -> Non
                         del raw[name]
                     else:
                         raw[name] = value
-        fake.answer = answer
-        return {"Messages": found} if found else {}
+        fake.answers("ReceiveMessage", answer)
+        return {"Messages": messages} if messages else {}
 
-    fake.answer = answer
+    fake.answers("ReceiveMessage", answer)
 
 
 def handled(run: SqsHalves, *, dead: bool) -> tuple[SettleReport, set[str]]:
-    """One run over the queue, to its end: the report, and the ids it received."""
+    """Runs over the queue to its end; returns the report and the received ids."""
     messages = run.take()
     for message in messages:
-        json.dumps(message.metadata)  # what is staged of it
+        json.dumps(message.metadata)  # as staged
         assert load_line(dump_entry(entry_of(message, DEAD))).entry.message_id == message.message_id
     lease = run.stop()
     verdicts: dict[str, Verdict] = {}
@@ -107,7 +95,7 @@ def test_hostile_message_leaves_others_intact(bad, fifo, everything, dead):
         tempfile.TemporaryDirectory() as folder,
         halves(f"file://{folder}", queue_url=url, **options) as run,
     ):
-        run.fake.put([str(number) for number in range(12)], url=url)
+        run.fake.put([*map(str, range(12))], url=url)
         spoil(run.fake, 4, *bad)
 
         report, received = handled(run, dead=dead)
@@ -116,14 +104,14 @@ def test_hostile_message_leaves_others_intact(bad, fifo, everything, dead):
         assert good <= received
         assert report.total == len(received)
         assert report.acked + report.dead_lettered >= 11
-        # The bad one was handled with the others, or is still at the broker.
+        # The bad one was handled too, or is still at the broker.
         if report.acked + report.dead_lettered == 11:
             assert "m5" in run.fake.queue(url).known
 
 
 @pytest.mark.parametrize("missing", ["MessageId", "ReceiptHandle", "Body"])
 def test_incomplete_message_is_logged_and_redelivered(missing, caplog, run):
-    run.fake.put([str(number) for number in range(5)])
+    run.fake.put([*map(str, range(5))])
     spoil(run.fake, 4, {missing: ...}, None, {})
 
     report, received = handled(run, dead=False)
@@ -136,21 +124,18 @@ def test_incomplete_message_is_logged_and_redelivered(missing, caplog, run):
 
 @options(staged=True, dead_letter="dead")
 def test_non_unicode_dead_letter_is_refused_alone(run):
-    """AWS refuses half a surrogate pair in any request; a request of ten has nine others."""
-    messages = run.take_new([*(str(number) for number in range(12)), "half \ud83d"])
+    """AWS refuses a request with half a surrogate pair, with its nine other entries."""
+    messages = run.take_new([*map(str, range(12)), "half \ud83d"])
     assert messages[-1].data == "half \ud83d".encode("utf-8", "surrogatepass")
     refused: list[int] = []
 
-    def answer(action: str, arguments: dict[str, Any]) -> Any:
-        if action != "SendMessage":
-            return None
-        if any("\ud83d" in entry["MessageBody"] for entry in arguments["Entries"]):
-            refused.append(len(arguments["Entries"]))
+    def answer(request: dict[str, Any]) -> Any:
+        if any("\ud83d" in entry["MessageBody"] for entry in request["Entries"]):
+            refused.append(len(request["Entries"]))
             return client_error("InvalidMessageContents", "invalid characters")
         return None
 
-    run.fake.answer = answer
-    last = messages[-1]
+    run.fake.answers("SendMessage", answer)
     all_dead = dataclasses.replace(
         settlement(messages), entries=lambda: (entry_of(message, DEAD) for message in messages)
     )
@@ -159,13 +144,13 @@ def test_non_unicode_dead_letter_is_refused_alone(run):
 
     assert (report.dead_lettered, report.failed) == (12, 1)
     assert "InvalidMessageContents" in report.errors[0]
-    assert set(run.fake.queue().known) == {last.message_id}
+    assert set(run.fake.queue().known) == {messages[-1].message_id}
     assert refused[-1] == 1
 
 
 @options(dead_letter="dead")
 def test_hopeless_request_is_not_bisected_forever(run):
-    messages = run.take_new([str(number) for number in range(500)])
+    messages = run.take_new([*map(str, range(500))])
     run.fake.answers("DeleteMessage", client_error("UnsupportedOperation", "no"))
 
     report = run.settle(messages)

@@ -1,4 +1,4 @@
-"""Twelve hours in the life of 100,000 messages, on a clock that is moved by hand.
+"""Twelve hours in the life of 100,000 messages, on a manual clock.
 
 The client keeps SQS's rules: the twelve hours from each receipt, ten entries to a request, the
 newest receipt only.
@@ -39,17 +39,17 @@ def test_hundred_thousand_messages_are_leased_twelve_hours_and_settled(staging, 
         lease = run.source.lease
         run.source.close()
 
-        # Looked at every quarter of an hour, as a sensor does, by a process that never received.
+        # A process that never received looks every quarter of an hour, as a sensor does.
         custodian = run.other()
         while clock.now() < began + timedelta(hours=11.5):
             clock.advance(HOUR / 4)
             lease = renewed(custodian, lease)
             assert lease.deadline > clock.now()
             assert lease.deadline <= began + timedelta(hours=12)
-        # Half a lease or more between two renewals of a message.
+        # At least half a lease between two renewals of a message.
         assert fake.entries["ChangeMessageVisibility"] <= 8 * COUNT
         assert fake.waiting() == []
-        [warning] = [each for each in caplog.messages if "12 hours" in each]
+        [warning] = [line for line in caplog.messages if "12 hours" in line]
         assert "lapses at" in warning
 
         retried, released = set(ids[:1000]), set(ids[1000:3000])
@@ -57,10 +57,10 @@ def test_hundred_thousand_messages_are_leased_twelve_hours_and_settled(staging, 
         settlement = Settlement(
             rest=ACK,
             entries=lambda: (
-                Entry(each, "", later if each in retried else RELEASE)
-                for each in (*retried, *released)
+                Entry(key, "", later if key in retried else RELEASE)
+                for key in (*retried, *released)
             ),
-            everything=lambda: (Entry(each, "", ACK) for each in ids),
+            everything=lambda: (Entry(key, "", ACK) for key in ids),
             expected=COUNT,
         )
         report = custodian.settle(lease, settlement)
@@ -92,9 +92,7 @@ def test_all_messages_lapse_after_twelve_hours(staging, run):
     assert custodian.renew(lease) is None
     report = custodian.settle(
         lease,
-        Settlement(
-            rest=ACK, everything=lambda: (Entry(each, "", ACK) for each in ids), expected=50
-        ),
+        Settlement(rest=ACK, everything=lambda: (Entry(key, "", ACK) for key in ids), expected=50),
     )
 
     assert report.lapsed == 50

@@ -1,4 +1,4 @@
-"""Settling under lost answers, partial failures and a second settler, counted from outside."""
+"""Settlement under lost answers, partial failures and a second settler, checked at the broker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCHES = ("DeleteMessage", "ChangeMessageVisibility", "SendMessage")
 
 
 class Chaos:
-    """Answers of a bad day, one fault for each request in turn; then all is well."""
+    """Answers one fault per request in turn; then by the rules."""
 
     def __init__(self, fake: FakeSqs, faults: list[str]) -> None:
         self.fake = fake
@@ -40,7 +40,7 @@ class Chaos:
             return None
         if self.interrupt is not None:
             self.after -= 1
-            if self.after < 0:  # the first settler stalls, and another one settles meanwhile
+            if self.after < 0:  # the first settler stalls, and another settles meanwhile
                 interrupt, self.interrupt = self.interrupt, None
                 self.inside = True
                 interrupt()
@@ -56,14 +56,14 @@ class Chaos:
         bad = entries[-1]
         if fault in ("partial", "permanent"):
             code = "InternalError" if fault == "partial" else "KmsAccessDenied"
-            told = self.do(action, {**arguments, "Entries": entries[:-1]})
+            answer = self.do(action, {**arguments, "Entries": entries[:-1]})
             failed = {"Id": bad["Id"], "Code": code, "SenderFault": fault == "permanent"}
-            return {**told, "Failed": [*told["Failed"], failed]}
-        told = self.do(action, arguments)
+            return {**answer, "Failed": [*answer["Failed"], failed]}
+        answer = self.do(action, arguments)
         if fault == "lost":
             return client_error("ServiceUnavailable", status=503)
-        # Silent: carried out, and the answer does not say so of one of them.
-        return {**told, "Successful": [e for e in told["Successful"] if e["Id"] != bad["Id"]]}
+        # Silent: executed, and the answer omits one of them.
+        return {**answer, "Successful": [e for e in answer["Successful"] if e["Id"] != bad["Id"]]}
 
     def do(self, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if not arguments["Entries"]:
@@ -84,7 +84,7 @@ class Chaos:
 def received(
     verdicts: list[Verdict],
 ) -> Iterator[tuple[SqsHalves, list[Message], dict[str, Verdict], dict[str, Verdict]]]:
-    """A run that holds a message for each verdict; verdicts by body and by id."""
+    """Receives one message per verdict; yields verdicts by body and by id."""
     with (
         tempfile.TemporaryDirectory() as folder,
         halves(f"file://{folder}", dead_letter="dead") as run,
@@ -96,12 +96,12 @@ def received(
         yield run, messages, by_body, by_id
 
 
-def settled(run: SqsHalves, given: Settlement) -> SettleReport:
-    """Settle as tasks do: each try a process of its own, until one ends."""
+def settled(run: SqsHalves, request: Settlement) -> SettleReport:
+    """Settles as tasks do: every try by its own process, until one ends."""
     for _ in range(50):
         custodian = run.other()
         try:
-            return custodian.settle(run.source.lease, given)
+            return custodian.settle(run.source.lease, request)
         except ProducerUnavailable:
             continue
         finally:
@@ -111,15 +111,15 @@ def settled(run: SqsHalves, given: Settlement) -> SettleReport:
 
 def letters(fake: FakeSqs) -> set[str]:
     dead = fake.queue(URL.rpartition("/")[0] + "/dead").sent
-    return {each["MessageAttributes"]["broadway_message_id"]["StringValue"] for each in dead}
+    return {letter["MessageAttributes"]["broadway_message_id"]["StringValue"] for letter in dead}
 
 
 def check_none_lost(run: SqsHalves, ids: list[str], verdicts: dict[str, Verdict]) -> list[str]:
-    """What is gone was acknowledged, or is a dead letter; returns it."""
-    gone = [each for each in ids if each not in run.fake.queue().known]
-    for each in gone:
-        action = verdicts[each].action
-        assert action is Action.ACK or (action is Action.DEAD_LETTER and each in letters(run.fake))
+    """Returns the deleted messages; all were acknowledged or dead-lettered."""
+    gone = [key for key in ids if key not in run.fake.queue().known]
+    for key in gone:
+        action = verdicts[key].action
+        assert action is Action.ACK or (action is Action.DEAD_LETTER and key in letters(run.fake))
     return gone
 
 
@@ -138,7 +138,7 @@ def test_report_matches_broker(verdicts, faults):
         wanted = Counter(verdict.action for verdict in verdicts)
         assert report.total == len(messages)
         assert report.lapsed == 0
-        # Beyond what it says only what was done, unheard, before it was refused.
+        # Beyond it only deletions with a lost answer, refused later.
         assert 0 <= len(gone) - report.acked - report.dead_lettered <= report.failed
         assert report.failed <= faults.count("permanent")
         assert report.left == wanted[Action.LEAVE]
@@ -150,7 +150,7 @@ def test_report_matches_broker(verdicts, faults):
         ):
             done = getattr(report, name)
             assert wanted[action] - report.failed <= done <= wanted[action]
-        # Whatever was asked, nothing stays hidden beyond its lease.
+        # No message stays invisible beyond its lease.
         run.clock.advance(601.0)
         assert len(run.fake.waiting()) == len(messages) - len(gone)
         assert run.settle(messages, by_body, by=run.other()) == report
@@ -175,7 +175,7 @@ def test_second_settler_during_stall_loses_nothing(verdicts, faults, after, late
         def meanwhile() -> None:
             seconds.append(settled(run, Settlement(rest=RELEASE) if sweeps else given))
             run.clock.advance(late)
-            if late:  # its lease is over: another run has what came back
+            if late:  # its lease has lapsed: another run receives the redeliveries
                 with halves(fake=run.fake) as heir:
                     heirs.append({message.message_id for message in heir.take()})
 
@@ -185,10 +185,10 @@ def test_second_settler_during_stall_loses_nothing(verdicts, faults, after, late
 
         check_none_lost(run, list(by_id), by_id)
         assert report.total == len(messages)
-        if seconds:  # who ends first has the last word
+        if seconds:  # the first to end decides
             assert report == seconds[0]
         for heir_ids in heirs:
-            # Nothing is taken from the run that has it now.
+            # No message of the new lease is deleted.
             assert heir_ids <= set(run.fake.queue().known)
 
 
@@ -218,7 +218,7 @@ def test_missing_messages_are_not_acknowledged_by_count(tmp_path, run):
         messages += run.take(2)
     run.stop()
     min(tmp_path.rglob("receipts-*.json")).unlink()
-    # The manifest names two messages as well: the two whose receipts are gone.
+    # The manifest names two messages, too: those whose receipts are missing.
     report = run.settle(messages[:2], by=run.other())
 
     assert (report.acked, report.released) == (0, 2)

@@ -242,12 +242,11 @@ def test_abandoned_receive_releases_messages(monkeypatch):
     with halves(receive_concurrency=2, wait_time_seconds=20) as run:
         polled, proceed = threading.Event(), threading.Event()
 
-        def answer(action: str, _: dict[str, Any]) -> None:
-            if action == "ReceiveMessage":
-                polled.set()
-                assert proceed.wait(timeout=30)
+        def answer(_: object) -> None:
+            polled.set()
+            assert proceed.wait(timeout=30)
 
-        run.fake.answer = answer
+        run.fake.answers("ReceiveMessage", answer)
         run.fake.put(["late"])
         run.source._polls.want(10)
         assert polled.wait(timeout=30)
