@@ -1,4 +1,4 @@
-"""What a Kafka producer may be told, and what is refused before anybody connects."""
+"""Options of a Kafka producer, checked before it connects."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def producer(**options: Any) -> KafkaProducer:
         ({"topics": []}, "a list of topics' names"),
         ({"topics": ["^flights.*"]}, "no pattern, got: ['^flights.*']"),
         ({"topics": ["a", "a"]}, "a list of topics' names"),
+        ({"topics": ["a b"]}, "no pattern, got: ['a b']"),
+        ({"topics": ["a", "a-dlt"]}, "dead letters would be received again"),
         ({"topics": [".."]}, "a list of topics' names"),
         ({"group_id": ""}, "expected a non-empty string"),
         ({"hosts": "kafka"}, "'host:port,host:port', or a list of"),
@@ -49,7 +51,9 @@ def producer(**options: Any) -> KafkaProducer:
         ({"settings": {"enable.auto.commit": True}}, "expected nothing: offsets are committed by"),
         ({"settings": {"isolation.level": "read_uncommitted"}}, "what was aborted is never read"),
         ({"settings": {"sasl.password": "hunter2"}}, "no secret: it belongs in the connection's"),
-        ({"settings": {"ssl.key.pem": "-----BEGIN"}}, "no secret: it belongs in the connection's"),
+        ({"settings": {"ssl.key.pem": "hunter2"}}, "no secret: it belongs in the connection's"),
+        ({"settings": {"ssl.key.password": "hunter2"}}, "no secret: it belongs in the"),
+        ({"settings": {"sasl.oauthbearer.client.secret": "hunter2"}}, "no secret: it belongs in"),
         ({"concurency": 2}, "did you mean 'concurrency'?"),
     ],
 )
@@ -71,8 +75,8 @@ def test_templated_topics_are_parsed_when_rendered():
     class Flights(Broadway):
         producer = KafkaProducer(group_id="g", topics=["flights"])
 
-    made = Flights(producer={"topics": "{{ var.value.topics }}"})
-    assert made.producer.topics == "{{ var.value.topics }}"
+    flights = Flights(producer={"topics": "{{ var.value.topics }}"})
+    assert flights.producer.topics == "{{ var.value.topics }}"
     rendered = Flights.from_rendered({"producer": {"topics": "a, b"}})
     assert rendered.producer.topics == ["a", "b"]
 
@@ -83,9 +87,8 @@ def test_missing_client_error_names_package(monkeypatch):
     with pytest.raises(ConnectionMissing) as raised:
         library()
 
-    assert str(raised.value) == (
-        "KafkaProducer needs confluent-kafka: install airflow-broadway[kafka]"
-    )
+    error = "KafkaProducer needs confluent-kafka: install airflow-broadway[kafka]"
+    assert str(raised.value) == error
 
 
 # ------------------------------------------------------------------------------- partitions
@@ -116,9 +119,9 @@ def test_sequential_stage_is_not_partitioned(order, processors, batches):
         },
     )
 
-    parted = order != "none" and processors + batches > 2
+    partitioned = order != "none" and processors + batches > 2
 
-    assert (kind().partition_by is not None) is parted
+    assert (kind().partition_by is not None) is partitioned
 
 
 def test_order_groups_are_partitions_or_keys():
@@ -128,11 +131,8 @@ def test_order_groups_are_partitions_or_keys():
     assert producer(order="key").group_of(keyed) == "a-b-3 a"
     assert producer(order="key").group_of(without) is None
     assert producer(order="none").group_of(keyed) is None
-    assert [producer(order=each).keeps_order for each in ("partition", "key", "none")] == [
-        True,
-        True,
-        False,
-    ]
+    orders = ("partition", "key", "none")
+    assert [producer(order=order).keeps_order for order in orders] == [True, True, False]
 
 
 def test_message_id_names_position():
@@ -146,7 +146,7 @@ def _plain() -> Any:
     class Plain(Broadway):
         producer = producer()
 
-    made = Plain()
-    made.partition_by = None
-    made.processors = Processors()
-    return made
+    flights = Plain()
+    flights.partition_by = None
+    flights.processors = Processors()
+    return flights

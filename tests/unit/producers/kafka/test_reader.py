@@ -1,4 +1,4 @@
-"""What a source wants of one partition, without a cluster."""
+"""Reading of one partition, without a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = 1_000.0
 
 
 class Record:
-    """A message of the client's."""
+    """A message of the Kafka client."""
 
     def __init__(self, offset: int, key: bytes | None = None, /, **headers: object) -> None:
         self._offset, self._key = offset, key
@@ -40,9 +40,8 @@ class Record:
         return None
 
 
-def reader(order: str = "partition", *, retries: bool = False, **about: Any) -> PartitionReader:
-    view = View(Claim(start=0, **about), end=100)
-    return reader_of(view, order, retries=retries)
+def reader(order: str = "partition", *, retries: bool = False, **fields: Any) -> PartitionReader:
+    return reader_of(View(Claim(start=0, **fields), end=100), order, retries=retries)
 
 
 def reader_of(view: View, order: str = "none", *, retries: bool = False) -> PartitionReader:
@@ -118,9 +117,8 @@ def test_undue_copy_blocks_retry_topic():
 def test_own_copy_ends_reading():
     one = reader("none", retries=True)
 
-    assert offsets(one.wanted([copied(0, due=0.0), copied(1, due=0.0, generation="own")], NOW)) == [
-        0
-    ]
+    records = [copied(0, due=0.0), copied(1, due=0.0, generation="own")]
+    assert offsets(one.wanted(records, NOW)) == [0]
     assert (one.finished, one.look_again) == (True, None)
 
 

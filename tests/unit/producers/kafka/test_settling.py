@@ -1,4 +1,4 @@
-"""How claims end: pure functions, and a model that keeps each offset by itself."""
+"""The end of claims: pure functions, and a model with one entry per offset."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from airflow_broadway.producers.kafka.settling import (
 ACK, RELEASE, RETRY = Action.ACK, Action.RELEASE, Action.RETRY
 
 
-def verdict(action: Action, offset: int, **about: Any) -> Decision:
-    return Decision(action, message_id=f"t-0-{offset}", **about)
+def verdict(action: Action, offset: int, **fields: Any) -> Decision:
+    return Decision(action, message_id=f"t-0-{offset}", **fields)
 
 
-def verdicts(*actions: tuple[int, Action], **about: Any) -> dict[int, Decision]:
-    return {offset: verdict(action, offset, **about) for offset, action in actions}
+def verdicts(*actions: tuple[int, Action], **fields: Any) -> dict[int, Decision]:
+    return {offset: verdict(action, offset, **fields) for offset, action in actions}
 
 
 def settled(
@@ -53,8 +53,8 @@ def settled(
     return end_claim(claim, read, keep_order(named, now, order), now, unnamed)
 
 
-def claimed(start: int, end: int, **about: Any) -> Claim:
-    return Claim(start=start, end=end, generation="g", until=900.0, **about)
+def claimed(start: int, end: int, **fields: Any) -> Claim:
+    return Claim(start=start, end=end, generation="g", until=900.0, **fields)
 
 
 def test_offset_moves_over_contiguous_finished_prefix():
@@ -180,13 +180,10 @@ def test_early_verdicts_stand_and_are_counted_apart():
 def test_early_verdicts_keep_order():
     before = verdicts((2, RELEASE))
 
-    made = keep_order(verdicts((1, ACK), (3, ACK), (5, RETRY)), before, "partition")
+    decided = keep_order(verdicts((1, ACK), (3, ACK), (5, RETRY)), before, "partition")
 
-    assert {offset: each.action for offset, each in made.items()} == {
-        1: ACK,
-        3: RELEASE,
-        5: RELEASE,
-    }
+    actions = {offset: decision.action for offset, decision in decided.items()}
+    assert actions == {1: ACK, 3: RELEASE, 5: RELEASE}
 
 
 def test_early_verdicts_of_dead_generation_are_taken_over():
@@ -230,7 +227,7 @@ ACTIONS = st.sampled_from(list(Action))
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), order=st.sampled_from(["none", "partition", "key"]))
 def test_every_message_is_in_exactly_one_place(data, order):
-    """Over a log with gaps, run after run, nothing is lost, and nothing finished comes back."""
+    """Over a log with gaps and several runs: no loss, and no redelivery of finished messages."""
     log_end = 12
     gaps = data.draw(st.frozensets(st.integers(0, log_end - 1), max_size=4))
     messages = [offset for offset in range(log_end) if offset not in gaps]
@@ -240,12 +237,14 @@ def test_every_message_is_in_exactly_one_place(data, order):
     claim = Claim(start=0)
     for _ in range(data.draw(st.integers(1, 4))):
         end = data.draw(st.integers(claim.start, log_end))
-        held = Claim(
+        current = Claim(
             start=claim.start, end=end, generation="g", marked=claim.high,
             done=claim.done, failed=claim.failed,
         )  # fmt: skip
-        handed_out = [o for o in messages if held.start <= o < end and not contains(held.done, o)]
-        # Then nothing comes back that was finished
+        handed_out = [
+            o for o in messages if current.start <= o < end and not contains(current.done, o)
+        ]
+        # Then no finished message is redelivered
         assert not finished.intersection(handed_out)
         now: dict[int, Decision] = {}
         single: dict[int, Decision] = {}
@@ -258,18 +257,18 @@ def test_every_message_is_in_exactly_one_place(data, order):
         now = {o: d._replace(moved=moves and d.action is RETRY) for o, d in now.items()}
         rest_action = data.draw(st.sampled_from([ACK, RELEASE]))
         rest = {o: verdict(rest_action, o, group=groups[o]) for o in handed_out if o not in now}
-        read = Read(held.start, end, len(handed_out))
-        made = keep_order(rest | single, now, order)
-        made = {o: d._replace(moved=moves and d.action is RETRY) for o, d in made.items()}
-        result = end_claim(held, read, made, now, None)
-        every = {**made, **now}
-        # Each message is in exactly one class
+        read = Read(current.start, end, len(handed_out))
+        decided = keep_order(rest | single, now, order)
+        decided = {o: d._replace(moved=moves and d.action is RETRY) for o, d in decided.items()}
+        result = end_claim(current, read, decided, now, None)
+        every = {**decided, **now}
+        # Every message is in exactly one class
         assert every.keys() == set(handed_out)
-        assert result.counts == Counter(CLASS_OF[d.action] for d in made.values())
+        assert result.counts == Counter(CLASS_OF[d.action] for d in decided.values())
         finished |= {o for o, d in every.items() if not d.stays}
         retried |= {o for o, d in every.items() if d.moved}
         claim = result.after
-        # What is below the offset is finished, and what is not finished is above it
+        # Messages below the offset are finished; unfinished ones are above it
         for offset in messages:
             is_done = offset < claim.start or contains(claim.done, offset)
             assert is_done == (offset in finished), (offset, claim, every)

@@ -1,4 +1,4 @@
-"""The journal of generations, when two processes write it together."""
+"""The journal of generations, written by concurrent processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOW = datetime(2026, 11, 26, tzinfo=UTC)
 
 
 def test_concurrent_settlers_see_each_other(tmp_path, monkeypatch):
-    # Given a settlement that another overtakes just before it notes its turn
+    # Given a settlement that another overtakes just before it records its turn
     one, other = (QueueJournal(f"file://{tmp_path}", "q") for _ in range(2))
     write, overtaken = one._files.write, []
 
@@ -25,7 +25,7 @@ def test_concurrent_settlers_see_each_other(tmp_path, monkeypatch):
 
     first = one.note_turn("g", whole=True)
 
-    # Then both turns stand, and what one of the two publishes is marked as a repetition
+    # Then both turns stand, and messages published by one of them are marked as repeated
     [second] = overtaken
     assert other.turns("g") == {first[0], second[0]}
     assert first[1] or second[1]
@@ -52,11 +52,8 @@ def test_closed_swept_or_settled_generation_is_over(tmp_path):
     assert is_swept(journal.note_settled("swept", SettleReport(acked=1), None))
     assert not is_swept(journal.note_swept("settled"))
     assert journal.opened("open") == "broadway.held.q.0"
-    assert [each for each in ("open", "closed", "swept", "settled") if journal.is_over(each)] == [
-        "closed",
-        "swept",
-        "settled",
-    ]
+    over = [key for key in ("open", "closed", "swept", "settled") if journal.is_over(key)]
+    assert over == ["closed", "swept", "settled"]
 
 
 def test_renamed_pipeline_reads_same_journal(tmp_path):

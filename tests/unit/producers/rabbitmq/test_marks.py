@@ -63,52 +63,54 @@ def test_fields_and_entries_round_trip_byte_for_byte(properties):
 
 
 def test_republished_message_carries_mark():
-    sent = message({"headers": {"colour": "red"}, "message_id": "theirs"})
-    made = republished(sent, MARKED)
+    sent = message({"headers": {"colour": "red"}, "message_id": "foreign"})
+    publication = republished(sent, MARKED)
 
-    found = mark_of(made)
-    assert found is not None
-    assert found._replace(digest="") == MARKED
-    assert found.belongs_to(message(made))
-    assert decode(made)["headers"]["colour"] == "red"
-    assert decode(made)["message_id"] == "theirs"
-    assert decode(made)["delivery_mode"] == 2
+    mark = mark_of(publication)
+    assert mark is not None
+    assert mark._replace(digest="") == MARKED
+    assert mark.belongs_to(message(publication))
+    assert decode(publication)["headers"]["colour"] == "red"
+    assert decode(publication)["message_id"] == "foreign"
+    assert decode(publication)["delivery_mode"] == 2
 
 
 @given(PROPERTIES)
 def test_republished_message_is_received_unchanged(properties):
     sent = message(properties)
-    made = republished(sent, MARKED)
+    publication = republished(sent, MARKED)
 
-    route, back = restored(b"\x00\x06orders", made, trusted=True)
+    route, properties_back = restored(b"\x00\x06orders", publication, trusted=True)
 
     assert route == ROUTE
-    was = decode(sent.properties)
-    if not was.get("headers"):  # none and an empty table are the same
-        was.pop("headers", None)
-    was["headers"] = {k: v for k, v in was.get("headers", {}).items() if not k.startswith(MARK)}
-    if not was["headers"]:
-        del was["headers"]
-    assert decode(back) == was
+    expected = decode(sent.properties)
+    if not expected.get("headers"):  # none and an empty table are the same
+        expected.pop("headers", None)
+    expected["headers"] = {
+        k: v for k, v in expected.get("headers", {}).items() if not k.startswith(MARK)
+    }
+    if not expected["headers"]:
+        del expected["headers"]
+    assert decode(properties_back) == expected
 
 
 @given(st.binary(max_size=200))
 def test_unreadable_properties_are_received_unchanged(data):
     sent = message(b"\x20\x00\xff\xff\xff\xff" + data)
 
-    route, back = restored(b"\x00\x01q", republished(sent, MARKED), trusted=True)
+    route, properties_back = restored(b"\x00\x01q", republished(sent, MARKED), trusted=True)
 
-    assert (route, back) == (ROUTE, sent.properties)
+    assert (route, properties_back) == (ROUTE, sent.properties)
 
 
 def test_unchanged_headers_keep_bytes():
-    # Given 10,000 small integers, each in two bytes: written anew each would take nine
+    # 10,000 small integers of two bytes; re-encoded, they would take nine
     small = b"A" + struct.pack(">I", 20_000) + b"b\x07" * 10_000
     sent = message(with_headers((b"numbers", small), (b"odd", b"S\x00\x00\x00\x02\xff\xfe")))
 
-    made = republished(sent, MARKED)
+    publication = republished(sent, MARKED)
 
-    assert entries_of(fields_of(made)["headers"])[:2] == entries_of(
+    assert entries_of(fields_of(publication)["headers"])[:2] == entries_of(
         fields_of(sent.properties)["headers"]
     )
 
@@ -116,60 +118,63 @@ def test_unchanged_headers_keep_bytes():
 def test_harmful_properties_move_to_own_header():
     death = [{"queue": "flights", "reason": "rejected", "count": 1}]
     headers = {"x-death": death, "CC": ["copies"], "BCC": ["more"], "x-first-death-queue": "q"}
-    given_ = {"headers": headers, "user_id": "somebody", "expiration": "60000"}
+    properties = {"headers": headers, "user_id": "alice", "expiration": "60000"}
 
-    made = decode(republished(message(given_), MARKED))
+    publication = decode(republished(message(properties), MARKED))
 
-    assert set(made["headers"]) == {MARK, ORIGINAL}
-    assert made["headers"][ORIGINAL] == {
+    assert set(publication["headers"]) == {MARK, ORIGINAL}
+    assert publication["headers"][ORIGINAL] == {
         **headers,
         "exchange": "shop",
         "routing_key": "orders.eu.created",
-        "user_id": "somebody",
+        "user_id": "alice",
         "expiration": "60000",
         "delivery_mode": None,
     }
-    assert "user_id" not in made
-    assert "expiration" not in made
+    assert "user_id" not in publication
+    assert "expiration" not in publication
 
 
 def test_own_deaths_are_removed_and_others_kept():
-    theirs = {"queue": "orders", "reason": "rejected", "count": 1}
-    made = decode(republished(message({"headers": {"x-death": [theirs]}}), MARKED))
+    foreign = {"queue": "orders", "reason": "rejected", "count": 1}
+    publication = decode(republished(message({"headers": {"x-death": [foreign]}}), MARKED))
     later = {"queue": "parked", "reason": "expired", "count": 1}
-    made["headers"] |= {"x-death": [LADDER, later], "x-first-death-queue": "broadway.delay.60.q"}
+    publication["headers"] |= {
+        "x-death": [LADDER, later],
+        "x-first-death-queue": "broadway.delay.60.q",
+    }
 
-    _, back = restored(b"\x00\x01q", encode(**made), trusted=True)
+    _, properties_back = restored(b"\x00\x01q", encode(**publication), trusted=True)
 
-    assert decode(back)["headers"] == {"x-death": [later, theirs]}
+    assert decode(properties_back)["headers"] == {"x-death": [later, foreign]}
 
 
 def test_user_id_is_restored_only_if_moved_by_us():
-    made = republished(message({"user_id": "somebody"}), MARKED)
+    publication = republished(message({"user_id": "alice"}), MARKED)
 
-    assert decode(restored(ROUTE, made, trusted=True)[1])["user_id"] == "somebody"
-    assert "user_id" not in decode(restored(ROUTE, made, trusted=False)[1])
+    assert decode(restored(ROUTE, publication, trusted=True)[1])["user_id"] == "alice"
+    assert "user_id" not in decode(restored(ROUTE, publication, trusted=False)[1])
 
 
 def test_repeated_republishing_does_not_grow():
-    sent = message({"user_id": "somebody", "headers": {"x-death": [LADDER]}})
-    made = republished(sent, MARKED)
+    sent = message({"user_id": "alice", "headers": {"x-death": [LADDER]}})
+    publication = republished(sent, MARKED)
     for attempt in range(4, 9):
-        route, properties = restored(ROUTE, made, trusted=True)
+        route, properties = restored(ROUTE, publication, trusted=True)
         again = Held("id-1", 3, True, route, properties, b"body")
-        made, before = republished(again, Mark("id-1", "g2", attempt, "turn")), made
+        publication, before = republished(again, Mark("id-1", "g2", attempt, "turn")), publication
 
-        assert len(made) <= len(before)
+        assert len(publication) <= len(before)
 
 
 def test_mark_is_bound_to_message():
-    made = republished(message({"correlation_id": "1", "headers": {"a": 1}}), MARKED)
-    mark = mark_of(made)
+    publication = republished(message({"correlation_id": "1", "headers": {"a": 1}}), MARKED)
+    mark = mark_of(publication)
     assert mark is not None
-    answer = encode(correlation_id="2", headers=decode(made)["headers"])
+    answer = encode(correlation_id="2", headers=decode(publication)["headers"])
 
-    assert mark.belongs_to(message(made))
-    assert not mark.belongs_to(message(made, b"another body"))
+    assert mark.belongs_to(message(publication))
+    assert not mark.belongs_to(message(publication, b"another body"))
     assert not mark.belongs_to(message(answer))
 
 
@@ -197,15 +202,15 @@ def test_hostile_mark_parses_or_fails_cleanly(data):
 
 
 def test_dead_letter_has_reason_and_fresh_attempts():
-    made = dead(message({"headers": {"a": 1}}), "Bob \ud83d")
+    publication = dead(message({"headers": {"a": 1}}), "Bob \ud83d")
 
-    headers = decode(made)["headers"]
+    headers = decode(publication)["headers"]
     assert headers["x-broadway-reason"] == "Bob \\ud83d"
     assert (headers["x-broadway-stage"], headers["x-broadway-attempt"]) == ("process", 3)
-    mark = mark_of(made)
+    mark = mark_of(publication)
     assert mark is not None
     assert (mark.message_id, mark.attempt) == ("id-1", 1)
-    assert decode(restored(ROUTE, made, trusted=True)[1])["headers"] == {"a": 1}
+    assert decode(restored(ROUTE, publication, trusted=True)[1])["headers"] == {"a": 1}
     long = dead(message({}), "é" * 5_000)
     assert len(decode(long)["headers"]["x-broadway-reason"].encode()) <= 2_048
 
@@ -213,9 +218,9 @@ def test_dead_letter_has_reason_and_fresh_attempts():
 def test_message_with_little_room_carries_less_metadata():
     def headers_of(size: int) -> dict[str, Any]:
         sent = message({"headers": {"large": b"x" * size}, "delivery_mode": 2})
-        made = dead(sent, "y" * 500, limit=10_000)
-        assert len(made) <= 10_000
-        return {k: v for k, v in decode(made)["headers"].items() if k != "large"}
+        publication = dead(sent, "y" * 500, limit=10_000)
+        assert len(publication) <= 10_000
+        return {k: v for k, v in decode(publication)["headers"].items() if k != "large"}
 
     assert len(headers_of(9_000)["x-broadway-reason"]) == 500
     assert len(headers_of(9_400)["x-broadway-reason"].encode()) == 64

@@ -1,4 +1,4 @@
-"""Settlement of the embedded queue under lost answers and concurrent settlers, checked in the file."""
+"""Settlement of the embedded queue under lost answers and concurrent settlers."""
 
 from __future__ import annotations
 

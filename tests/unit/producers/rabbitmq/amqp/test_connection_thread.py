@@ -18,27 +18,27 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Reply,
 )
 
-NOBODY = Address(host="127.0.0.1", port=1)
+UNREACHABLE = Address(host="127.0.0.1", port=1)
 
 
 @pytest.mark.parametrize(
-    ("given", "then"), [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)]
+    ("level", "expected"), [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)]
 )
-def test_pika_logs_are_silent_unless_level_is_set(given, then):
+def test_pika_logs_are_silent_unless_level_is_set(level, expected):
     pika = logging.getLogger("pika")
     before = pika.level
-    pika.setLevel(given)
+    pika.setLevel(level)
     try:
         with pytest.raises(ProducerUnavailable, match="cannot be reached"):
-            ConnectionThread(NOBODY)
-        assert pika.level == then
+            ConnectionThread(UNREACHABLE)
+        assert pika.level == expected
     finally:
         pika.setLevel(before)
 
 
 def test_connection_failure_is_logged_once(caplog):
     with pytest.raises(ProducerUnavailable) as raised:
-        ConnectionThread(NOBODY)
+        ConnectionThread(UNREACHABLE)
 
     assert str(raised.value).startswith("RabbitMQ at 127.0.0.1:1 cannot be reached: ")
     assert caplog.messages == []
@@ -48,14 +48,14 @@ def test_thread_has_ended_when_unreachable_is_reported(monkeypatch):
     started: list[Thread] = []
     start = Thread.start
 
-    def noted(thread: Thread) -> None:
+    def record(thread: Thread) -> None:
         started.append(thread)
         start(thread)
 
-    monkeypatch.setattr(Thread, "start", noted)
+    monkeypatch.setattr(Thread, "start", record)
     for _ in range(20):
         with pytest.raises(ProducerUnavailable, match="cannot be reached"):
-            ConnectionThread(NOBODY)
+            ConnectionThread(UNREACHABLE)
 
         assert [thread.name for thread in started if thread.is_alive()] == []
 
@@ -63,7 +63,7 @@ def test_thread_has_ended_when_unreachable_is_reported(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "told"),
+    ("reason", "kind", "error"),
     [
         (
             ChannelClosedByBroker(404, "NOT_FOUND - no queue"),
@@ -82,22 +82,22 @@ def test_thread_has_ended_when_unreachable_is_reported(monkeypatch):
         ),
     ],
 )
-def test_channel_closed_with_connection_is_lost_not_refused(given, kind, told):
+def test_channel_closed_with_connection_is_lost_not_refused(reason, kind, error):
     # Given a channel whose answer is awaited
-    connection: Any = SimpleNamespace(lost=None, address=NOBODY)
+    connection: Any = SimpleNamespace(lost=None, address=UNREACHABLE)
     raw = MagicMock()
     channel, reply = Channel(connection, raw), Reply()
     channel.await_reply(reply)
-    heard: list[ProducerError] = []
-    channel.on_lost(heard.append)
+    errors: list[ProducerError] = []
+    channel.on_lost(errors.append)
 
-    # When pika tells that it is closed, before it tells so of the connection
+    # When pika reports it closed, before the connection
     [[closed], _] = raw.add_on_close_callback.call_args
-    closed(raw, given)
+    closed(raw, reason)
 
-    # Then all who wait for it hear which of the two it was
+    # Then the reply and the callback get the cause
     with pytest.raises(ProducerError) as raised:
         reply.wait(0)
     assert type(raised.value) is kind
-    assert str(raised.value) == told
-    assert heard == [raised.value] == [channel.lost]
+    assert str(raised.value) == error
+    assert errors == [raised.value] == [channel.lost]

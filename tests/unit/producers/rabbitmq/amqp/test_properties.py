@@ -94,7 +94,7 @@ def test_hostile_bytes_decode_or_fail_cleanly(data):
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """Real properties, some of whose bytes are others."""
+    """Draws properties with damaged bytes."""
     headers = draw(st.dictionaries(SHORT, VALUES, max_size=4))
     headers[MARK] = {"id": "id-1", "giver": "g1", "attempt": draw(VALUES)}
     data = bytearray(encode(headers=headers, timestamp=5, message_id="m"))
@@ -115,13 +115,13 @@ def test_damaged_properties_decode_or_fail_cleanly(data):
         readable = False
     mark_of(data)
     publication_key(data)
-    held = Held("id-1", 1, False, b"\x00\x01q", data, b"body")
-    made = republished(held, Mark("id-1", "g1", 3), limit=2**20)
+    message = Held("id-1", 1, False, b"\x00\x01q", data, b"body")
+    publication = republished(message, Mark("id-1", "g1", 3), limit=2**20)
     try:
-        decode(made)
+        decode(publication)
     except ProducerError:
-        assert not readable  # damage deep within a header is kept as it came
-    restored(b"\x00\x01q", made, trusted=True)
+        assert not readable  # damage deep within a header is kept unchanged
+    restored(b"\x00\x01q", publication, trusted=True)
 
 
 @pytest.mark.parametrize("seconds", [253_402_300_800, 1_700_000_000_000, 1_700_000_000 * 10**9])

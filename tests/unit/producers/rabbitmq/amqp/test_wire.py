@@ -17,7 +17,7 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, FrameReader
 def frames(
     *, channel: int, tag: int, redelivered: bool, route: tuple[str, str], body: bytes, size: int
 ) -> bytes:
-    """A delivery as a broker sends it."""
+    """Returns the frames of a delivery."""
     deliver = spec.Basic.Deliver("ctag", tag, redelivered, *route)
     properties = pika.BasicProperties(content_type="text/plain", headers={"n": tag})
     parts = [frame.Method(channel, deliver).marshal()]
@@ -30,7 +30,7 @@ def frames(
 
 
 class Reader:
-    """What is made of bytes, without a network."""
+    """Collects parsed frames, without a network."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivered] = []
@@ -38,7 +38,7 @@ class Reader:
         self.returned: list[tuple[int, str, bytes]] = []
         self._frames = FrameReader(self.others.append)
         self._frames.on_delivery(1, self.deliveries.append)
-        self._frames.on_return(2, lambda *given_: self.returned.append(given_))
+        self._frames.on_return(2, lambda *returned: self.returned.append(returned))
 
     def feed(self, data: bytes) -> None:
         self._frames.feed(data)
@@ -52,13 +52,13 @@ DELIVERIES = st.lists(
 
 @settings(deadline=None)
 @given(DELIVERIES, st.lists(st.integers(1, 300), max_size=30), st.integers(1, 100))
-def test_deliveries_are_parsed_from_any_chunks(given_, portions, size):
+def test_deliveries_are_parsed_from_any_chunks(deliveries, portions, size):
     data = b""
-    for tag, (redelivered, exchange, key, body) in enumerate(given_, 1):
+    for tag, (redelivered, exchange, key, body) in enumerate(deliveries, 1):
         data += frames(
             channel=1, tag=tag, redelivered=redelivered, route=(exchange, key), body=body, size=size
         )
-        # Between them what is not a delivery of the channel: pika's business.
+        # Between them other frames, which pika handles.
         data += frame.Heartbeat().marshal()
         data += frame.Method(1, spec.Basic.Ack(tag, multiple=True)).marshal()
         data += frames(
@@ -71,9 +71,9 @@ def test_deliveries_are_parsed_from_any_chunks(given_, portions, size):
     if data:
         reader.feed(data)
 
-    assert len(reader.deliveries) == len(given_)
+    assert len(reader.deliveries) == len(deliveries)
     for tag, (delivered, (redelivered, exchange, key, body)) in enumerate(
-        zip(reader.deliveries, given_, strict=True), 1
+        zip(reader.deliveries, deliveries, strict=True), 1
     ):
         assert (delivered.tag, delivered.redelivered, delivered.body) == (tag, redelivered, body)
         raw = b"".join(bytes([len(t.encode())]) + t.encode() for t in (exchange, key))
@@ -83,9 +83,9 @@ def test_deliveries_are_parsed_from_any_chunks(given_, portions, size):
         assert (theirs.content_type, theirs.headers) == ("text/plain", {"n": tag})
     acks = [f for f in reader.others if isinstance(f, frame.Method)]
     assert [f.method.delivery_tag for f in acks if f.channel_number == 1] == list(
-        range(1, len(given_) + 1)
+        range(1, len(deliveries) + 1)
     )
-    assert sum(isinstance(f, frame.Heartbeat) for f in reader.others) == len(given_)
+    assert sum(isinstance(f, frame.Heartbeat) for f in reader.others) == len(deliveries)
 
 
 @settings(deadline=None)

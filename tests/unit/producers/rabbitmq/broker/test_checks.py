@@ -1,4 +1,4 @@
-"""What policies make of a run's queues, and what is said about it."""
+"""Effective policies of a run's queues, and the findings about them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,18 @@ from airflow_broadway.producers.rabbitmq.broker.checks import (
 ORDERS = RabbitMQProducer(queue="orders")
 
 
-def policy(
-    name: str = "p",
-    *,
-    pattern: str = ".*",
-    apply_to: str = "all",
-    priority: int = 0,
-    **definition: Any,
-) -> dict[str, Any]:
+def policy(name: str = "p", *, pattern: str = ".*", **options: Any) -> dict[str, Any]:
+    """Returns a policy; other options than its place are its definition."""
     return {
         "name": name,
         "pattern": pattern,
-        "apply-to": apply_to,
-        "priority": priority,
-        "definition": {key.replace("_", "-"): value for key, value in definition.items()},
+        "apply-to": options.pop("apply_to", "all"),
+        "priority": options.pop("priority", 0),
+        "definition": {key.replace("_", "-"): value for key, value in options.items()},
     }
 
 
-def found(
+def judged(
     role: Role, *policies: dict[str, Any], kind: str = "quorum", **arguments: Any
 ) -> list[Finding]:
     own = {key.replace("_", "-"): value for key, value in arguments.items()} or role.arguments or {}
@@ -59,12 +53,12 @@ def effective(
     policies: Iterable[dict[str, Any]],
     operators: Iterable[dict[str, Any]] = (),
 ) -> dict[str, Setting]:
-    shown = {"policy": policies, "operator policy": operators}
-    return checks.effective(shown, queue, kind, arguments)
+    sources = {"policy": policies, "operator policy": operators}
+    return checks.effective(sources, queue, kind, arguments)
 
 
-def role(name: str) -> Role:
-    return next(each for each in roles_of(ORDERS) if each.name == name)
+def role_of(name: str) -> Role:
+    return next(role for role in roles_of(ORDERS) if role.name == name)
 
 
 # -- policies --------------------------------------------------------------------------------------
@@ -145,16 +139,18 @@ def test_pattern_matches_like_broker(pattern, expected):
 
 
 def test_own_queues_as_declared_have_no_findings():
-    assert [each for known in roles_of(ORDERS)[1:] for each in found(known)] == []
+    assert [finding for role in roles_of(ORDERS)[1:] for finding in judged(role)] == []
     assert len(roles_of(ORDERS, ["broadway.held.orders.0", "broadway.held.orders.1"])) == 12
 
 
 @pytest.mark.parametrize("name", ["held", "delay", "dead"])
 def test_policy_that_expires_own_queue_is_error(name):
-    [one] = found(role(name), policy(expires=60_000))
+    [finding] = judged(role_of(name), policy(expires=60_000))
 
-    assert one.level == "error"
-    assert f"the queue {role(name).queue!r}: the policy 'p' sets expires 60000 ms: " in one.text
+    assert finding.level == "error"
+    assert (
+        f"the queue {role_of(name).queue!r}: the policy 'p' sets expires 60000 ms: " in finding.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,14 +167,14 @@ def test_policy_that_expires_own_queue_is_error(name):
     ],
 )
 def test_policy_that_loses_messages_of_own_queues_is_error(name, definition, level):
-    [one] = found(role(name), policy(**definition))
+    [finding] = judged(role_of(name), policy(**definition))
 
-    assert one.level == level
-    assert repr(role(name).queue) in one.text
+    assert finding.level == level
+    assert repr(role_of(name).queue) in finding.text
 
 
 def test_longer_retry_ttl_of_policy_has_no_finding():
-    assert found(role("delay"), policy(message_ttl=10**12)) == []
+    assert judged(role_of("delay"), policy(message_ttl=10**12)) == []
 
 
 @pytest.mark.parametrize(
@@ -193,21 +189,23 @@ def test_longer_retry_ttl_of_policy_has_no_finding():
     ],
 )
 def test_source_queue_policies_are_warnings(arguments, text):
-    [one] = found(Role("source", "orders"), kind="classic", **arguments)
+    [finding] = judged(Role("source", "orders"), kind="classic", **arguments)
 
-    assert one.level == "warning"
-    assert text in one.text
+    assert finding.level == "warning"
+    assert text in finding.text
 
 
 def test_custom_dead_letter_queue_has_warnings_only():
-    own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
-    sink = roles_of(own)[-1]
+    producer = RabbitMQProducer(queue="orders", dead_letter="graveyard")
+    sink = roles_of(producer)[-1]
 
     assert sink == Role("sink", "graveyard")
-    assert [each.level for each in found(sink, policy(expires=1, max_length=5))] == ["warning"] * 2
+    assert [finding.level for finding in judged(sink, policy(expires=1, max_length=5))] == [
+        "warning"
+    ] * 2
 
 
-# -- the whole look --------------------------------------------------------------------------------
+# -- checks of a broker ----------------------------------------------------------------------------
 
 
 class Api:
@@ -235,13 +233,13 @@ class Api:
 
 @pytest.fixture
 def api(monkeypatch):
-    made = type("Made", (Api,), {"queues": {"orders": {"type": "quorum", "durable": True}}})
-    monkeypatch.setattr(checks, "Management", made)
-    return made
+    api = type("FakeApi", (Api,), {"queues": {"orders": {"type": "quorum", "durable": True}}})
+    monkeypatch.setattr(checks, "Management", api)
+    return api
 
 
 def connection(version: str) -> Any:
-    """One to a broker that has no queue of ours."""
+    """Returns a connection to a broker without queues of ours."""
     return SimpleNamespace(version=version, address=Address(), depth=lambda name: None)
 
 
@@ -254,47 +252,47 @@ def check(
 def test_disabled_feature_flag_is_error(api):
     api.flags = {"quorum_queue": "enabled", "stream_queue": "disabled"}
 
-    [one] = check("3.10.8")
+    [finding] = check("3.10.8")
 
-    assert one.level == "error"
-    assert "enable_feature_flag stream_queue" in one.text
+    assert finding.level == "error"
+    assert "enable_feature_flag stream_queue" in finding.text
     assert check("3.13.1") == []
 
 
 def test_unreadable_policies_are_reported(api):
-    [one] = check("3.10.8")
-    assert "only an administrator" in one.text
+    [finding] = check("3.10.8")
+    assert "only an administrator" in finding.text
 
     api.queues = {}
-    [other] = check("3.13.0")
-    assert other.level == "warning"
-    assert "is another broker's; set the connection's extra 'management_url'" in other.text
+    [warning] = check("3.13.0")
+    assert warning.level == "warning"
+    assert "is another broker's; set the connection's extra 'management_url'" in warning.text
 
 
 def test_source_to_declare_is_checked_as_declared(api):
     api.queues = {}
     arguments = {"x-queue-type": "stream"}
-    own = RabbitMQProducer(queue="orders", declare={"durable": True, "arguments": arguments})
+    producer = RabbitMQProducer(queue="orders", declare={"durable": True, "arguments": arguments})
 
-    [one] = check("3.13.0", own, exists=False)
+    [finding] = check("3.13.0", producer, exists=False)
 
-    assert one.level == "error"
-    assert "the queue 'orders': reading a stream" in one.text
+    assert finding.level == "error"
+    assert "the queue 'orders': reading a stream" in finding.text
 
 
 def test_quorum_source_without_delivery_limit_warns_on_rabbitmq_4(api):
-    [one] = check("4.1.0")
+    [finding] = check("4.1.0")
 
-    assert one.level == "warning"
-    assert "the queue 'orders': has no delivery-limit" in one.text
-    assert "more than 20 times" in one.text
+    assert finding.level == "warning"
+    assert "the queue 'orders': has no delivery-limit" in finding.text
+    assert "more than 20 times" in finding.text
 
 
 def test_transient_queue_and_missing_sink_warn(api):
     api.queues = {"orders": {"type": "classic", "durable": False}}
-    own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
+    producer = RabbitMQProducer(queue="orders", dead_letter="graveyard")
 
-    texts = [each.text for each in check("3.13.0", own)]
+    texts = [finding.text for finding in check("3.13.0", producer)]
 
     assert texts == [
         "the queue 'orders': is not durable: it and its messages end with the broker",
@@ -309,9 +307,8 @@ def test_errors_are_raised_together_and_warnings_logged(api, caplog):
         policy(pattern="^orders$", max_length=1),
     )
 
-    with pytest.raises(
-        ProducerError, match=r"lose messages of this run: .*\(and 1 more: "
-    ) as raised:
+    error = r"lose messages of this run: .*\(and 1 more: "
+    with pytest.raises(ProducerError, match=error) as raised:
         refuse_losses(connection("3.13.1"), ORDERS)
 
     assert "let no such policy match" in str(raised.value)

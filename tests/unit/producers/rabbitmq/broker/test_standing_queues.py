@@ -1,4 +1,4 @@
-"""Queues that stay are relied on once they answer, and made anew only if they hold nothing."""
+"""Standing queues are relied on once they answer, and redeclared only if empty."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NAMES = QueueNames("q")
 
 
 class Broker:
-    """What its queues say; each silent one ends the connection that asks it."""
+    """Its queues; a silent one closes the connection that uses it."""
 
     def __init__(self) -> None:
         self.silent: set[str] = set()
-        self.there: set[str] = set()
+        self.declared: set[str] = set()
         self.deleted: list[str] = []
 
 
 class Connection:
-    """One that lasts until a queue without a process is asked for something."""
+    """A connection that is closed by a queue without a process."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -34,12 +34,12 @@ class Connection:
 
     def depth(self, name: str) -> int | None:
         self._check()
-        return 0 if name in self._broker.there else None
+        return 0 if name in self._broker.declared else None
 
     def call(self, what: str, method: str, *, queue: str, **arguments: Any) -> None:
         self._check()
         if method == "queue_declare":
-            self._broker.there.add(queue)
+            self._broker.declared.add(queue)
         else:
             assert method == "queue_delete"
             self._broker.deleted.append(queue)
@@ -71,20 +71,20 @@ class Getter:
 
 @pytest.fixture
 def broker(monkeypatch):
-    """One that died right after it had declared the queue of dead letters."""
-    made = Broker()
-    made.there.add(NAMES.dead)
-    made.silent.add(NAMES.dead)
+    """A broker that died right after declaring the dead-letter queue."""
+    broker = Broker()
+    broker.declared.add(NAMES.dead)
+    broker.silent.add(NAMES.dead)
     monkeypatch.setattr(standing_queues, "Getter", Getter)
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
-    return made
+    return broker
 
 
 @pytest.fixture
 def journal():
-    made = QueueJournal(None, "q")
-    made.note_declared(NAMES.dead)
-    return made
+    journal = QueueJournal(None, "q")
+    journal.note_declared(NAMES.dead)
+    return journal
 
 
 def ensure(standing: StandingQueues, broker: Broker) -> None:
@@ -94,11 +94,11 @@ def ensure(standing: StandingQueues, broker: Broker) -> None:
 
 @pytest.fixture
 def standing(broker, journal):
-    """Has asked the queue once, and lost a connection by it."""
-    made = StandingQueues(RabbitMQProducer(queue="q"), journal)
+    """Used the queue once, and lost a connection by it."""
+    standing = StandingQueues(RabbitMQProducer(queue="q"), journal)
     with pytest.raises(ProducerUnavailable):
-        ensure(made, broker)
-    return made
+        ensure(standing, broker)
+    return standing
 
 
 def test_queue_that_closed_connection_is_redeclared(broker, journal, standing):
@@ -109,7 +109,7 @@ def test_queue_that_closed_connection_is_redeclared(broker, journal, standing):
 
 
 def test_queue_redeclared_by_another_run_is_reused(broker, journal, standing):
-    # Given another run that made the queue anew and relies on it: it may hold something
+    # Given another run that redeclared the queue and relies on it: it may hold messages
     broker.silent.clear()
     journal.note_relied(NAMES.dead)
 

@@ -16,7 +16,7 @@ def test_first_ten_dead_letters_are_logged_and_all_counted(caplog):
     assert buffer.set_aside == {"oversized": 6, "bundle": 6}
 
 
-def held(*numbers: int) -> list[Held]:
+def messages(*numbers: int) -> list[Held]:
     return [Held(f"m{n}", 1, False, b"\0\0", b"\0\0", b"") for n in numbers]
 
 
@@ -45,20 +45,20 @@ def test_handed_out_messages_free_no_room_until_next_demand():
     buffer = Buffer()
     buffer.demand(3)
     buffer.claim(3)
-    buffer.add([held(1, 2, 3)])
+    buffer.add([messages(1, 2, 3)])
 
-    assert [each.message_id for each in buffer.take(2)] == ["m1", "m2"]
+    assert [message.message_id for message in buffer.take(2)] == ["m1", "m2"]
     assert buffer.claim(5) == 0
     buffer.demand(3)
     assert buffer.claim(5) == 2
-    assert [each.message_id for each in buffer.take(2)] == ["m3"]
+    assert [message.message_id for message in buffer.take(2)] == ["m3"]
 
 
 def test_lost_connection_keeps_secured_messages():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
-    buffer.add([held(1, 2)])
+    buffer.add([messages(1, 2)])
 
     buffer.forget_unsecured()
 
@@ -70,9 +70,9 @@ def test_end_hands_out_secured_messages_only():
     buffer = Buffer()
     buffer.demand(5)
     buffer.claim(5)
-    buffer.add([held(1), held(2, 3)])
+    buffer.add([messages(1), messages(2, 3)])
 
-    assert [each.message_id for each in buffer.take_all()] == ["m1", "m2", "m3"]
+    assert [message.message_id for message in buffer.take_all()] == ["m1", "m2", "m3"]
     assert buffer.under_way == 0
     assert buffer.empty
 

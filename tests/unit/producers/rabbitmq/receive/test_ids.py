@@ -1,4 +1,4 @@
-"""The ids of one generation's messages, and what is remembered to keep them apart."""
+"""The ids of one generation's messages, and the memory that keeps them distinct."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from airflow_broadway.producers.rabbitmq.receive.intake import Ids
 
 
 def load(*message_ids: str) -> list[Held]:
-    return [Held(each, 1, False, b"", b"", b"") for each in message_ids]
+    return [Held(key, 1, False, b"", b"", b"") for key in message_ids]
 
 
 def test_repeated_id_names_two_messages():
     ids = Ids("own")
 
-    made = [ids.fresh(), *(ids.marked("a", number, "t", ()) for number in range(3))]
-    made += [ids.marked(f"{each}", 1, "t", ()) for each in (f"{made[1]}~{made[0]}", made[0])]
+    names = [ids.fresh(), *(ids.marked("a", number, "t", ()) for number in range(3))]
+    names += [ids.marked(key, 1, "t", ()) for key in (f"{names[1]}~{names[0]}", names[0])]
 
-    assert made[:2] == ["own-1", "a"]
-    assert len(set(made)) == 6
+    assert names[:2] == ["own-1", "a"]
+    assert len(set(names)) == 6
 
 
 def test_message_published_by_two_turns_keeps_id():
@@ -49,14 +49,14 @@ def test_ids_stay_distinct_beyond_memory_limit(monkeypatch):
     ids = Ids("own")
     tracemalloc.start()
     try:
-        made = {ids.marked(f"m{n % 600}", n, "t" * (n % 9), ()) for n in range(2_000)}
-        apart = len(made)
-        made.clear()
+        names = {ids.marked(f"m{n % 600}", n, "t" * (n % 9), ()) for n in range(2_000)}
+        distinct = len(names)
+        names.clear()
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
 
-    assert apart == 2_000
+    assert distinct == 2_000
     assert size < 100_000
 
 

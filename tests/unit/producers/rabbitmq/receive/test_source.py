@@ -1,4 +1,4 @@
-"""Which side is named when what was taken is not secured in time."""
+"""The error when received messages are not secured in time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from airflow_broadway.producers.rabbitmq.receive.source import RabbitSource
 from airflow_broadway.testing.clock import ManualClock
 
 
-def waited(*, blocked: bool = False) -> float:
-    """Wait for confirms that have been waited for as long as a connection may take: 30 s."""
+def confirm_timeout(*, blocked: bool = False) -> float:
+    """Returns the time to wait for confirms after the connection's timeout of 30 s."""
     source: Any = object.__new__(RabbitSource)
     source._address = SimpleNamespace(timeout=30.0)
     source._connection = SimpleNamespace(blocked=blocked)
@@ -24,8 +24,8 @@ def waited(*, blocked: bool = False) -> float:
 
 def test_missing_publisher_confirms_are_named():
     with pytest.raises(ProducerUnavailable, match="RabbitMQ does not confirm"):
-        waited()
+        confirm_timeout()
 
 
 def test_memory_alarm_is_waited_out():
-    assert waited(blocked=True) == 1.0
+    assert confirm_timeout(blocked=True) == 1.0

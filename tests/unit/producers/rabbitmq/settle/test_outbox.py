@@ -1,10 +1,12 @@
-"""What one settlement publishes, at a broker that confirms only when it is waited for."""
+"""Publishing by a settlement, at a broker that confirms only while waited for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.producers.rabbitmq.amqp.channels import Publisher
@@ -21,7 +23,7 @@ QUEUES = QueueNames("orders")
 
 
 class Broker:
-    """A connection, its one channel, and the broker behind: it answers whenever somebody waits.
+    """A connection, its only channel and the broker, which answers a waiting client.
 
     :param refuses: The routing keys to which nothing can be published.
     """
@@ -48,7 +50,7 @@ class Broker:
         function()
 
     def ask(self, function: Callable[[Reply], None]) -> None:
-        """Answer one publication after another, as long as somebody waits."""
+        """Confirms publications until the reply is done."""
         reply = Reply()
         function(reply)
         while not reply.done():
@@ -82,7 +84,7 @@ class Broker:
 
 
 class StandingQueues:
-    """The queues of ``orders``: all are there."""
+    """The queues of ``orders``, all declared."""
 
     names = QUEUES
     journal = QueueJournal(None, "orders")
@@ -101,44 +103,38 @@ def outbox(broker: Broker) -> Outbox:
     clock = ManualClock()
     queues: Any = StandingQueues()
     connection: Any = broker
-    made = Outbox(connection, queues, clock, "g", clock.now())
-    made._publisher = broker.publisher()
-    return made
+    outbox = Outbox(connection, queues, clock, "g", clock.now())
+    outbox._publisher = broker.publisher()
+    return outbox
 
 
-def held(number: int, size: int) -> Held:
+def message(number: int, size: int) -> Held:
     return Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", bytes(size))
 
 
-def test_unconfirmed_publishes_are_bounded_by_bytes():
+@pytest.mark.parametrize(
+    ("count", "size", "low", "high"),
+    [(100, MIB, 0, 17 * MIB), (10_000, 1, 1_000, 2_100)],
+    ids=["by bytes", "by count"],
+)
+def test_unconfirmed_publishes_are_bounded(count, size, low, high):
     broker = Broker()
     publisher = broker.publisher()
 
-    for number in range(100):
-        publisher.publish("", "q", b"\x00\x00", bytes(MIB), key=str(number))
+    for number in range(count):
+        publisher.publish("", "q", b"\x00\x00", bytes(size), key=str(number))
 
     assert publisher.flush() == {}
-    assert len(broker.published) == 100
-    assert broker.peak <= 17 * MIB
-
-
-def test_unconfirmed_publishes_are_bounded_by_count():
-    broker = Broker()
-    publisher = broker.publisher()
-
-    for number in range(10_000):
-        publisher.publish("", "q", b"\x00\x00", b"x", key=str(number))
-
-    assert publisher.flush() == {}
-    assert 1_000 < broker.peak <= 2_100
+    assert len(broker.published) == count
+    assert low < broker.peak <= high
 
 
 def test_refused_publish_fails_alone():
     broker = Broker(refuses=[QUEUES.dead])
     box = outbox(broker)
 
-    box.carry_out(held(1, 10), DEAD)
-    box.carry_out(held(2, 10), RELEASE)
+    box.carry_out(message(1, 10), DEAD)
+    box.carry_out(message(2, 10), RELEASE)
 
     assert list(box.finish()) == ["m1"]
     assert [routing_key for routing_key, _ in broker.published] == [QUEUES.dead, "orders"]
@@ -149,7 +145,7 @@ def test_message_without_room_for_retry_mark_is_dead_lettered():
     broker.max_properties = 60
     box = outbox(broker)
 
-    action = box.carry_out(held(1, 10), Verdict(Action.RETRY, 0.0, "later", "process"))
+    action = box.carry_out(message(1, 10), Verdict(Action.RETRY, 0.0, "later", "process"))
 
     assert action is Action.DEAD_LETTER
     assert box.finish() == {}

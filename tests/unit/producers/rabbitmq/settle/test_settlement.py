@@ -1,4 +1,4 @@
-"""How a settlement counts what it read of a holding queue."""
+"""How a settlement counts the messages of a holding queue."""
 
 from __future__ import annotations
 
@@ -30,31 +30,25 @@ def report_of(generation: str, settlement: Settlement, read: int) -> SettleRepor
     outbox: Any = SimpleNamespace(guard=MessageGuard(), finish=dict)
     work = LeaseSettlement(QueueJournal(None, "counted"), lease, settlement, outbox)
     for number in range(read):
-        held = Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", b"")
-        work._outcome.note(held, Action.RELEASE)
+        message = Held(f"m{number}", 1, False, b"\x00\x00", b"\x00\x00", b"")
+        work._outcome.note(message, Action.RELEASE)
     return work._report()
 
 
 @pytest.mark.parametrize(
     ("read", "report"),
     [
-        # A bundle whose confirm never came is there, and its messages were received again.
+        # An unconfirmed bundle was published, and its messages were received again.
         (8, SettleReport(released=4)),
         (4, SettleReport(released=4)),
         (1, SettleReport(released=1, lapsed=3)),
     ],
 )
 def test_released_message_outside_manifest_is_not_counted(read, report):
-    settlement = Settlement(rest=RELEASE, expected=4)
+    counted = report_of(f"g{read}", Settlement(rest=RELEASE, expected=4), read)
 
-    made = report_of(f"g{read}", settlement, read)
-
-    assert (made.released, made.lapsed, made.total) == (report.released, report.lapsed, 4)
+    assert (counted.released, counted.lapsed, counted.total) == (report.released, report.lapsed, 4)
 
 
 def test_without_manifest_released_messages_count():
-    settlement = Settlement(rest=RELEASE)
-
-    made = report_of("g", settlement, 8)
-
-    assert made == SettleReport(released=8)
+    assert report_of("g", Settlement(rest=RELEASE), 8) == SettleReport(released=8)
