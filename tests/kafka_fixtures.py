@@ -1,19 +1,17 @@
-"""What Kafka tests share: one server of each kind for the whole session, started when first wanted.
+"""Fixtures of Kafka tests: one server of each kind for the session, started on first use.
 
-The fixture ``kafka`` is Apache Kafka where its jars are there, else librdkafka's mock cluster.
+The fixture ``kafka`` is Apache Kafka where its jars exist, else librdkafka's mock cluster.
 """
 
 from __future__ import annotations
 
 import atexit
-import shutil
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka, find_jars, nearest_kafka
+from tests.server_process import session_folder
 
 __all__ = [
     "apache_kafka",
@@ -25,33 +23,27 @@ __all__ = [
 ]
 
 
-#: Of a test whose ``kafka`` must be Apache Kafka.
+#: Marks a test whose ``kafka`` must be Apache Kafka.
 on_apache_kafka = pytest.mark.usefixtures("apache_kafka")
 
 
 @cache
 def session_kafka(kind: type[KafkaServer]) -> KafkaServer:
-    """The server of this process; it ends with it."""
-    folder = Path(tempfile.mkdtemp(prefix=f"broadway-kafka-{kind.kind}-"))
-    server = kind.start(folder)
-
-    def end() -> None:
-        server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
+    """Starts the server of this process, once; it ends at exit."""
+    server = kind.start(session_folder(f"kafka-{kind.kind}"))
+    atexit.register(server.kill)
     return server
 
 
 def skip_without_apache_kafka() -> None:
-    """Skip a test of which the mock cluster can show nothing, where Maven could not be reached."""
+    """Skips a test that the mock cluster cannot run, where Apache Kafka is missing."""
     if find_jars() is None:
         pytest.skip("no Apache Kafka here: scripts/setup.sh --kafka, which needs mvn")
 
 
 @pytest.fixture
 def kafka():
-    """The nearest to Apache Kafka that there is."""
+    """Apache Kafka, or else the mock cluster."""
     return session_kafka(nearest_kafka())
 
 
@@ -66,7 +58,7 @@ def apache_kafka():
 
 @pytest.fixture
 def kafka_mock():
-    """librdkafka's mock cluster: in memory, and told to fail."""
+    """librdkafka's mock cluster: in memory, with failures on request."""
     server = session_kafka(MockKafka)
     assert isinstance(server, MockKafka)
     return server

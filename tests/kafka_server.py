@@ -34,6 +34,7 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from tests.rabbitmq_server import free_port
+from tests.server_process import start_process
 from tests.tls import Authority
 
 __all__ = [
@@ -149,6 +150,12 @@ class KafkaServer(ABC):
         """For what :class:`KafkaServer` has no method for; it must outlive its futures."""
         return AdminClient(self.client)
 
+    def _administer(self, operation: str, items: list[Any]) -> None:
+        """Calls an operation of the admin client, and waits for its results."""
+        admin = self.admin()
+        for future in getattr(admin, operation)(items).values():
+            future.result(timeout=30)
+
     @property
     def client(self) -> dict[str, Any]:
         """The settings of every client of it."""
@@ -162,9 +169,7 @@ class KafkaServer(ABC):
         """Create a topic, with settings of topics, and return its name."""
         name = name or f"topic-{uuid.uuid4().hex}"
         new = NewTopic(name, partitions, -1, config=dict(settings))
-        admin = self.admin()
-        [made] = admin.create_topics([new]).values()
-        made.result(timeout=30)
+        self._administer("create_topics", [new])
         self._wait_for_leaders(name, partitions)
         return name
 
@@ -174,38 +179,28 @@ class KafkaServer(ABC):
         for address in self.bootstrap.split(","):
             while True:
                 admin = AdminClient({**self.client, "bootstrap.servers": address})
-                about = admin.list_topics(timeout=30).topics.get(name)
-                leaders = (
-                    [] if about is None else [each.leader for each in about.partitions.values()]
-                )
+                topic = admin.list_topics(timeout=30).topics.get(name)
+                leaders = [part.leader for part in topic.partitions.values()] if topic else []
                 if len(leaders) == partitions and min(leaders) >= 0:
                     break
                 assert time.monotonic() < until, f"{name} has no leaders"
                 time.sleep(0.01)
 
     def delete_topic(self, name: str) -> None:
-        admin = self.admin()
-        [gone] = admin.delete_topics([name]).values()
-        gone.result(timeout=30)
+        self._administer("delete_topics", [name])
 
     def add_partitions(self, name: str, total: int) -> None:
         """Let a topic have so many partitions."""
-        admin = self.admin()
-        [made] = admin.create_partitions([NewPartitions(name, total)]).values()
-        made.result(timeout=30)
+        self._administer("create_partitions", [NewPartitions(name, total)])
         self._wait_for_leaders(name, total)
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
         """Let a partition's messages before an offset go, as retention does."""
-        admin = self.admin()
-        [gone] = admin.delete_records([TopicPartition(topic, partition, offset)]).values()
-        gone.result(timeout=30)
+        self._administer("delete_records", [TopicPartition(topic, partition, offset)])
 
     def delete_group(self, group: str) -> None:
         """Let a group's offsets go, as a week without members does."""
-        admin = self.admin()
-        [gone] = admin.delete_consumer_groups([group]).values()
-        gone.result(timeout=30)
+        self._administer("delete_consumer_groups", [group])
 
     def partitions(self, topic: str) -> list[int]:
         """The numbers of a topic's partitions; none if there is no such topic."""
@@ -230,7 +225,7 @@ class KafkaServer(ABC):
         numbers = self.partitions(topic) if partition is None else [partition]
         failed: list[KafkaError] = []
 
-        def told(error: KafkaError | None, _: Any) -> None:
+        def report(error: KafkaError | None, _: Any) -> None:
             if error is not None:
                 failed.append(error)
 
@@ -238,7 +233,7 @@ class KafkaServer(ABC):
             while True:
                 try:
                     number = numbers[place % len(numbers)]
-                    producer.produce(topic, body, key, number, on_delivery=told)
+                    producer.produce(topic, body, key, number, on_delivery=report)
                     break
                 except BufferError:
                     producer.poll(0.1)
@@ -257,16 +252,12 @@ class KafkaServer(ABC):
         """All messages that are in a topic, by partition and offset."""
         found: list[confluent_kafka.Message] = []
         with self.consumer(settings=settings) as consumer:
-            asked = [
-                TopicPartition(
-                    topic, number, confluent_kafka.OFFSET_BEGINNING if start is None else start
-                )
-                for number in self.partitions(topic)
-            ]
-            consumer.assign(asked)
+            offset = confluent_kafka.OFFSET_BEGINNING if start is None else start
+            places = [TopicPartition(topic, number, offset) for number in self.partitions(topic)]
+            consumer.assign(places)
             ended: set[int] = set()
             until = time.monotonic() + timeout
-            while len(ended) < len(asked):
+            while len(ended) < len(places):
                 assert time.monotonic() < until, f"{topic} was not read to its end"
                 for message in consumer.consume(1_000, timeout=0.2):
                     error = message.error()
@@ -292,10 +283,14 @@ class KafkaServer(ABC):
 
     def committed(self, group: str, topic: str) -> dict[int, tuple[int, str | None]]:
         """Partition → the offset that a group has committed, and its metadata; without others."""
-        asked = [TopicPartition(topic, number) for number in self.partitions(topic)]
+        places = [TopicPartition(topic, number) for number in self.partitions(topic)]
         with self.consumer(group) as consumer:
-            found = consumer.committed(asked, timeout=30)
-        return {each.partition: (each.offset, each.metadata) for each in found if each.offset >= 0}
+            committed = consumer.committed(places, timeout=30)
+        return {
+            place.partition: (place.offset, place.metadata)
+            for place in committed
+            if place.offset >= 0
+        }
 
     def lag(self, group: str, topic: str) -> int:
         """How many offsets a group is behind the ends of a topic."""
@@ -439,23 +434,15 @@ class ApacheKafka(KafkaServer):
         pattern, host, allow = ResourcePatternType.LITERAL, "*", AclPermissionType.ALLOW
         resource = ResourceType[kind.upper()]
         rights = [
-            AclBinding(resource, name, pattern, f"User:{USER}", host, AclOperation[each], allow)
-            for each in map(str.upper, operations)
+            AclBinding(resource, name, pattern, f"User:{USER}", host, AclOperation[right], allow)
+            for right in map(str.upper, operations)
         ]
-        admin = self.admin()
-        for made in admin.create_acls(rights).values():
-            made.result(timeout=30)
+        self._administer("create_acls", rights)
 
     def run_node(self, node: int) -> None:
         """Start one of the nodes."""
-        with (self.folder / f"node-{node}.log").open("ab") as log:
-            self.nodes[node] = subprocess.Popen(
-                _java("kafka.Kafka", self._file(node)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        command = _java("kafka.Kafka", self._file(node))
+        self.nodes[node] = start_process(command, self.folder / f"node-{node}.log")
 
     def kill_node(self, node: int) -> None:
         """``kill -9`` of one of the nodes."""
@@ -492,7 +479,7 @@ class ApacheKafka(KafkaServer):
 
     def _format(self, node: int) -> None:
         plain, secure, controller = self.ports[node]
-        voters = ",".join(f"{each}@127.0.0.1:{self.ports[each][2]}" for each in self.ports)
+        voters = ",".join(f"{node}@127.0.0.1:{ports[2]}" for node, ports in self.ports.items())
         copies = min(3, self.brokers)
         listeners = f"PLAINTEXT://127.0.0.1:{plain},SASL_SSL://127.0.0.1:{secure}"
         settings = {

@@ -1,40 +1,31 @@
-"""What Pub/Sub tests share: one emulator for the whole session, started when first wanted.
+"""Fixtures of Pub/Sub tests: one emulator for the session, started on first use.
 
-A test with the fixture ``pubsub`` runs once on each peer that is there: the emulator, and the
-rules of the tests' own, which are always there.
+A test with the fixture ``pubsub`` runs on the stub, and on the emulator where it is installed.
 """
 
 from __future__ import annotations
 
 import atexit
-import shutil
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.pubsub_server import Emulator, StubServer, find_emulator
+from tests.server_process import session_folder
 
 __all__ = ["pubsub", "pubsub_emulator", "pubsub_stub", "session_emulator", "wanted_emulator"]
 
 
 @cache
 def session_emulator() -> Emulator:
-    """The emulator of this process; it ends with it."""
-    folder = Path(tempfile.mkdtemp(prefix="broadway-pubsub-"))
-    server = Emulator(folder).run()
-
-    def end() -> None:
-        server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
+    """Starts the emulator of this process, once; it ends at exit."""
+    server = Emulator(session_folder("pubsub")).run()
+    atexit.register(server.stop)
     return server
 
 
 def wanted_emulator() -> Emulator:
-    """The emulator, or a skipped test where there is none: the stub has the same test then."""
+    """Returns the emulator; skips the test where it is not installed."""
     if find_emulator() is None:
         pytest.skip("no Pub/Sub emulator here: gcloud components install pubsub-emulator")
     return session_emulator()
@@ -42,7 +33,7 @@ def wanted_emulator() -> Emulator:
 
 @pytest.fixture(params=[Emulator.kind, StubServer.kind])
 def pubsub(request):
-    """Each peer, one after another."""
+    """The emulator and the stub, one after the other."""
     if request.param == Emulator.kind:
         yield wanted_emulator()
     else:
@@ -58,6 +49,6 @@ def pubsub_emulator():
 
 @pytest.fixture
 def pubsub_stub():
-    """A server of a test's own, which does as the test says."""
+    """A stub per test, with the answers of the test."""
     with StubServer() as server:
         yield server

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from airflow_broadway.core.clock import Clock
 from scripts.local_airflow import free_port
+from tests.server_process import await_start, start_process
 
 if TYPE_CHECKING:
     import grpc
@@ -33,7 +33,7 @@ _SDKS = ("/usr/lib/google-cloud-sdk", "/usr/lib64/google-cloud-sdk", "/google-cl
 
 
 def find_emulator() -> str | None:
-    """The program, from the path or an installed SDK; it needs Java."""
+    """Returns the program of the path or of an installed SDK; it needs Java."""
     if shutil.which("java") is None:
         return None
     gcloud = shutil.which("gcloud")
@@ -45,7 +45,7 @@ def find_emulator() -> str | None:
 
 
 class PubSubServer(ABC):
-    """A server, and the clients of one process for it."""
+    """A server, and its clients in this process."""
 
     kind: ClassVar[str]
 
@@ -62,20 +62,20 @@ class PubSubServer(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End it, with all it holds."""
+        """Ends the server."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The producer's options by which it comes here."""
+        """The options of a producer for this server."""
         return {"conn_id": None, "endpoint": f"http://{self.host}", "receive_timeout": 1.0}
 
-    # -- what tests ask ------------------------------------------------------------------------
+    # -- clients of its own ---------------------------------------------------------------------
 
     @cached_property
     def _channel(self) -> grpc.Channel:
         import grpc
 
-        # As Google's client opens it: without this an answer of more than 4 MiB is refused.
+        # As in Google's client; the default refuses answers above 4 MiB.
         limit = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         return grpc.insecure_channel(self.host, options=limit)
 
@@ -95,26 +95,26 @@ class PubSubServer(ABC):
         return SubscriberClient(transport=SubscriberGrpcTransport(channel=self._channel))
 
     def topic(self, name: str | None = None) -> str:
-        """Make a topic; its full name."""
+        """Creates a topic; returns its full name."""
         full = f"projects/{PROJECT}/topics/{name or f'topic-{uuid.uuid4().hex}'}"
         self.publisher.create_topic(name=full)
         return full
 
     def subscription(self, topic: str, name: str | None = None, **settings: Any) -> str:
-        """Make a subscription; its full name."""
+        """Creates a subscription; returns its full name."""
         full = f"projects/{PROJECT}/subscriptions/{name or f'sub-{uuid.uuid4().hex}'}"
         self.subscriber.create_subscription(request={"name": full, "topic": topic, **settings})
         return full
 
     def publish(self, topic: str, bodies: Sequence[bytes], **more: Any) -> list[str]:
-        """Publish messages in order; their ids.
+        """Publishes messages in order; returns their ids.
 
         :param more: Of each message: ``attributes``, ``ordering_key``.
         """
         return self.publish_all(topic, [{"data": body, **more} for body in bodies])
 
     def publish_all(self, topic: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Publish whole messages, a thousand a request."""
+        """Publishes whole messages, a thousand per request."""
         found: list[str] = []
         for start in range(0, len(messages), 1_000):
             request = {"topic": topic, "messages": messages[start : start + 1_000]}
@@ -122,7 +122,7 @@ class PubSubServer(ABC):
         return found
 
     def pull(self, subscription: str, most: int = 1_000) -> list[Any]:
-        """What can be had at once, up to so many: received messages, not acknowledged."""
+        """Receives the messages that are available immediately, without acknowledging."""
         found: list[Any] = []
         while len(found) < most:
             request = {
@@ -137,20 +137,20 @@ class PubSubServer(ABC):
         return found
 
     def drain(self, subscription: str) -> list[Any]:
-        """What can be had at once, acknowledged: messages."""
+        """Receives and acknowledges the messages that are available immediately."""
         found: list[Any] = []
         while received := self.pull(subscription):
-            ids = [each.ack_id for each in received]
+            ids = [message.ack_id for message in received]
             self.subscriber.acknowledge(request={"subscription": subscription, "ack_ids": ids})
-            found += [each.message for each in received]
+            found += [message.message for message in received]
         return found
 
 
 class Emulator(PubSubServer):
-    """Google's own, in a process of its own; its clock is the machine's.
+    """Google's emulator as a child process, in real time.
 
     :param folder: For its log.
-    :param heap: What it may use of memory, as Java says it.
+    :param heap: The largest heap, in Java's notation.
     """
 
     kind = "emulator"
@@ -166,28 +166,17 @@ class Emulator(PubSubServer):
         return f"127.0.0.1:{self.port}"
 
     def run(self, *, wait: float = 60.0) -> Self:
-        """Start it, and wait until it answers."""
+        """Starts the emulator, and waits until it answers."""
         program = find_emulator()
         if program is None:
             raise RuntimeError("Google's Pub/Sub emulator, or Java, is not installed")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "emulator.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [program, "--host=127.0.0.1", f"--port={self.port}"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # A script that starts Java: both end by their group.
-                start_new_session=True,
-                env={**os.environ, "JAVA_TOOL_OPTIONS": f"-Xmx{self.heap} -XX:TieredStopAtLevel=1"},
-            )
-        end = time.monotonic() + wait
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > end:
-                self.stop()
-                tail = (self.folder / "emulator.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"the Pub/Sub emulator did not start: {tail}")
-            time.sleep(0.05)
+        log = self.folder / "emulator.log"
+        # The program is a script that starts Java.
+        java = f"-Xmx{self.heap} -XX:TieredStopAtLevel=1"
+        command = [program, "--host=127.0.0.1", f"--port={self.port}"]
+        self.process = start_process(command, log, env={**os.environ, "JAVA_TOOL_OPTIONS": java})
+        name = "the Pub/Sub emulator"
+        await_start(self.process, self._answers, log=log, name=name, stop=self.stop, wait=wait)
         return self
 
     def _answers(self) -> bool:
@@ -228,19 +217,21 @@ class StubServer(PubSubServer):
         self._stub.stop()
 
     def held(self, subscription: str) -> list[Any]:
-        """Every message that is left, oldest first, and none taken."""
+        """Returns the unacknowledged messages, oldest first, without receiving them."""
         with self.broker.changed:
-            return [each.message for each in self.broker.subscriptions[subscription].left.values()]
+            return [
+                lease.message for lease in self.broker.subscriptions[subscription].left.values()
+            ]
 
     def attempts(self, subscription: str) -> dict[str, int]:
-        """How often each message that is left has been delivered, by its id."""
+        """Returns the deliveries of the unacknowledged messages, by id."""
         with self.broker.changed:
             left = self.broker.subscriptions[subscription].left.values()
-            return {str(held.message.message_id): held.attempts for held in left}
+            return {str(lease.message.message_id): lease.attempts for lease in left}
 
 
 class Remote(PubSubServer):
-    """A server that runs already, as another process knows it."""
+    """A running server, as seen by another process."""
 
     kind = "remote"
 
@@ -252,4 +243,4 @@ class Remote(PubSubServer):
         return self._host
 
     def stop(self) -> None:
-        """Leave it to whoever started it."""
+        """Leaves the server running."""

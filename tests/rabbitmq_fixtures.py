@@ -1,49 +1,41 @@
-"""What broker tests share: one server for the whole session, started when first wanted."""
+"""Fixtures of RabbitMQ tests: one server for the session, started on first use."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import shutil
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.rabbitmq_server import RabbitServer, find_server, given_url
+from tests.server_process import session_folder
 
 __all__ = ["in_ci", "session_server", "skip_without_own_server", "wanted_server"]
 
 
 def in_ci() -> bool:
-    """Whether a missing broker is a failure."""
+    """Returns whether a missing broker is a failure."""
     return os.environ.get("CI") == "true" or os.environ.get("AIRFLOW_BROADWAY_CI") == "1"
 
 
 @cache
 def session_server() -> RabbitServer:
-    """The server of this process; it ends with it."""
-    folder = Path(tempfile.mkdtemp(prefix="broadway-rabbitmq-"))
-    server = RabbitServer.start(folder)
-
-    def end() -> None:
-        server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
+    """Starts the server of this process, once; it ends at exit."""
+    server = RabbitServer.start(session_folder("rabbitmq"))
+    atexit.register(server.stop)
     return server
 
 
 def wanted_server() -> RabbitServer:
-    """The server, or a skipped test where there is none; in CI it must be there."""
+    """Returns the server; skips the test where it is not installed, except in CI."""
     if given_url() is None and find_server() is None and not in_ci():
         pytest.skip("no RabbitMQ here; see docker/compose.yaml")
     return session_server()
 
 
 def skip_without_own_server() -> None:
-    """Skip a test that wants a server that it may kill; in CI there must be one."""
+    """Skips a test that needs a server to kill, except in CI."""
     if find_server() is None or given_url() is not None:
         if in_ci() and given_url() is None:
             pytest.fail("RabbitMQ is not installed")

@@ -28,13 +28,15 @@ from urllib.parse import urlsplit
 
 import pika
 
+from tests.server_process import await_start, start_process
+
 __all__ = ["RabbitServer", "find_server", "given_url"]
 
 _PLACES = ("/usr/lib/rabbitmq/bin", "/opt/homebrew/sbin", "/usr/local/sbin", "/usr/sbin")
 
 
 def given_url() -> str | None:
-    """The server that the environment names, if any."""
+    """Returns the server named by the environment, if any."""
     return os.environ.get("AIRFLOW_BROADWAY_RABBITMQ_URL") or None
 
 
@@ -227,22 +229,10 @@ class RabbitServer:
             "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 5000}]}].\n"
         )
         (self.folder / "enabled_plugins").write_text(f"[{self.plugins}].\n")
-        with (self.folder / "console.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [str(script)],
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        end = time.monotonic() + wait
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > end:
-                self.kill()
-                tail = (self.folder / "console.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"RabbitMQ did not start: {tail}")
-            time.sleep(0.2)
+        log = self.folder / "console.log"
+        self.process = start_process([str(script)], log, env=self.env)
+        name = "RabbitMQ"
+        await_start(self.process, self._answers, log=log, name=name, stop=self.kill, wait=wait)
 
     def _answers(self) -> bool:
         try:

@@ -1,17 +1,15 @@
-"""What SQS tests share: one server for the whole session, started when first wanted."""
+"""Fixtures of SQS tests: one server for the session, started on first use."""
 
 from __future__ import annotations
 
 import atexit
 import importlib.util
-import shutil
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.rabbitmq_fixtures import in_ci
+from tests.server_process import session_folder
 from tests.sqs_server import SqsServer, given_url
 
 __all__ = ["session_sqs", "wanted_sqs"]
@@ -19,20 +17,14 @@ __all__ = ["session_sqs", "wanted_sqs"]
 
 @cache
 def session_sqs() -> SqsServer:
-    """The server of this process; it ends with it."""
-    folder = Path(tempfile.mkdtemp(prefix="broadway-sqs-"))
-    server = SqsServer.start(folder)
-
-    def end() -> None:
-        server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
+    """Starts the server of this process, once; it ends at exit."""
+    server = SqsServer.start(session_folder("sqs"))
+    atexit.register(server.stop)
     return server
 
 
 def wanted_sqs() -> SqsServer:
-    """The server, or a skipped test where moto is not installed; in CI it must be there."""
+    """Returns the server; skips the test where moto is not installed, except in CI."""
     if given_url() is None and importlib.util.find_spec("moto") is None and not in_ci():
         pytest.skip("no SQS here: moto's server is not installed")
     return session_sqs()

@@ -14,20 +14,17 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from airflow_broadway.core.custody.producer import Connection
 from scripts.local_airflow import free_port
-
-if TYPE_CHECKING:
-    from mypy_boto3_sqs import SQSClient
+from tests.server_process import await_start, start_process
 
 __all__ = ["KEY", "REGION", "Connections", "SqsServer", "given_url"]
 
@@ -39,12 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def given_url() -> str | None:
-    """The endpoint that the environment names, if any."""
+    """Returns the endpoint named by the environment, if any."""
     return os.environ.get("AIRFLOW_BROADWAY_SQS_URL") or None
 
 
 class Connections:
-    """The connection to one endpoint, whatever is asked for.
+    """One connection under every id, to one endpoint.
 
     :param key: Access key id and secret key.
     :param extra: More of the connection's extras.
@@ -66,7 +63,7 @@ class Connections:
 
 @dataclass
 class SqsServer:
-    """One server, and what tests ask it without our package.
+    """One server, used without our package.
 
     :param folder: For its log.
     :param command: The module that serves, and its arguments before the port.
@@ -80,7 +77,7 @@ class SqsServer:
 
     @classmethod
     def start(cls, folder: Path) -> SqsServer:
-        """Start one, or take the one that the environment names."""
+        """Starts a server, or uses the one named by the environment."""
         given = given_url()
         server = cls(folder, given=given)
         if given is None:
@@ -107,50 +104,37 @@ class SqsServer:
             "extra": {"region_name": REGION, "endpoint_url": self.url, **extra},
         }
 
-    def client(self, **config: Any) -> SQSClient:
-        """A boto3 client of its own; ``config`` is botocore's."""
+    def client(self, **config: Any) -> Any:
+        """Opens a boto3 client; ``config`` is botocore's."""
         import boto3
         from botocore.config import Config
 
-        made: SQSClient = boto3.session.Session().client(
-            "sqs", region_name=REGION, endpoint_url=self.url, config=Config(**config), **KEY
-        )
-        return made
+        options = {"region_name": REGION, "endpoint_url": self.url, "config": Config(**config)}
+        return boto3.session.Session().client("sqs", **options, **KEY)
 
     def queue(self, name: str | None = None, **attributes: str) -> str:
-        """Make a queue, and return its URL."""
+        """Creates a queue; returns its URL."""
         name = name or f"queue-{uuid.uuid4().hex}"
-        return self.client().create_queue(QueueName=name, Attributes=attributes)["QueueUrl"]  # type: ignore[arg-type]
+        created = self.client().create_queue(QueueName=name, Attributes=attributes)
+        return str(created["QueueUrl"])
 
     def depth(self, url: str) -> tuple[int, int, int]:
-        """Messages of a queue that are visible, in flight and delayed."""
-        told = self.client().get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
+        """Returns the visible, in-flight and delayed messages of a queue."""
+        answer = self.client().get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
+        number = "ApproximateNumberOfMessages{}".format
         visible, hidden, delayed = (
-            int(told["Attributes"][f"ApproximateNumberOfMessages{which}"])  # type: ignore[index]
-            for which in ("", "NotVisible", "Delayed")
+            int(answer["Attributes"][number(kind)]) for kind in ("", "NotVisible", "Delayed")
         )
         return visible, hidden, delayed
 
     # ------------------------------------------------------------------------------------- life
     def run(self, *, wait: float = 60.0) -> None:
-        """Start the server and wait until it answers."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "moto.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *self.command, str(self.port)],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        end = time.monotonic() + wait
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > end:
-                self.stop()
-                tail = (self.folder / "moto.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"moto's server did not start: {tail}")
-            time.sleep(0.05)
+        """Starts the server, and waits until it answers."""
+        log = self.folder / "moto.log"
+        command = [sys.executable, "-m", *self.command, str(self.port)]
+        self.process = start_process(command, log, cwd=ROOT)
+        name = "moto's server"
+        await_start(self.process, self._answers, log=log, name=name, stop=self.stop, wait=wait)
 
     def _answers(self) -> bool:
         try:
@@ -160,7 +144,7 @@ class SqsServer:
             return False
 
     def stop(self) -> None:
-        """End it, with all of its queues."""
+        """Ends the server with its queues."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()

@@ -1,4 +1,4 @@
-"""Kafka, as the custody contract wants it: a topic of a test's own, whichever server serves it."""
+"""Kafka for the custody contract: a topic per test, on any server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _sender(bootstrap: str) -> Any:
 
 
 class KafkaHarness(Harness):
-    #: Others take what a lease held half a minute after its end: a tenth of it is more.
+    #: Lapsed messages are taken over half a minute after the lease: a tenth of it is more.
     lease = 400.0
 
     def __init__(self, bootstrap: str, topic: str, staging: str, order: str) -> None:
@@ -48,14 +48,14 @@ class KafkaHarness(Harness):
         producer = _sender(self._bootstrap)
         failed: list[Any] = []
 
-        def told(error: Any, _: Any) -> None:
+        def report(error: Any, _: Any) -> None:
             if error is not None:
                 failed.append(error)
 
         for number, body in enumerate(bodies):
-            # A key of its own for each: no message waits for another.
+            # Without groups every message has its own key, and waits for no other.
             key = b"%d" % (number % self.groups) if self.groups else uuid.uuid4().bytes
-            producer.produce(self._topic, body, key, on_delivery=told)
+            producer.produce(self._topic, body, key, on_delivery=report)
             producer.poll(0)
         assert not producer.flush(30)
         assert not failed

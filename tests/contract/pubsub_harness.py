@@ -1,7 +1,6 @@
-"""Pub/Sub, as the custody contract wants it: a stub whose clock is moved, or Google's emulator.
+"""Pub/Sub for the custody contract: a stub on a shared manual clock, or Google's emulator.
 
-The stub, the tests and the other processes of a test share one clock, a few bytes of a file.  The
-emulator goes by the real one: its leases are short, and time must pass.
+The emulator runs in real time, with short leases.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _server(host: str) -> PubSubServer:
 class PubSubHarness(Harness):
     """
     :param clock: The shared clock's file; empty: the real one.
-    :param keyed: Whether each message has an ordering key of its own.
+    :param keyed: Whether every message has its own ordering key.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class PubSubHarness(Harness):
         return dataclasses.replace(super().env(generation), shared=self._staging)
 
     def send(self, bodies: Sequence[bytes]) -> None:
-        # A key of its own for each: no message waits for another.
+        # Without groups every message has its own key, and waits for no other.
         messages = [
             {"data": body, **({"ordering_key": self._key(number)} if self._keyed else {})}
             for number, body in enumerate(bodies)

@@ -1,4 +1,4 @@
-"""RabbitMQ, as the custody contract wants it: a real broker and real time."""
+"""RabbitMQ for the custody contract: a real broker in real time."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ class RabbitHarness(Harness):
         with self._server.channel() as channel:
             for body in bodies:
                 channel.basic_publish("", self._queue, body, pika.BasicProperties(delivery_mode=2))
-            # Publishing is not waited for: this is, behind it.
+            # Waits for the publications before it.
             channel.confirm_delivery()
             channel.queue_declare(self._queue, passive=True)

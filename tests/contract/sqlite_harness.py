@@ -1,4 +1,4 @@
-"""The embedded queue, as the custody contract wants it."""
+"""The embedded queue for the custody contract."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""SQS, as the custody contract wants it: moto's server, whose clock can be moved.
+"""SQS for the custody contract: moto's server on a manual clock.
 
-Server, tests and the other processes of a test share one clock, a few bytes of a file: the real
-one, moved on by whatever any of them was asked to wait.
+Server, tests and the other processes of a test share one clock in a file: the real one, advanced by
+all of their waits.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import mmap
 import os
@@ -17,20 +18,18 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing.harness import Harness
+from tests.server_process import session_folder
 from tests.sqs_server import KEY, REGION, Connections, SqsServer
-
-if TYPE_CHECKING:
-    from mypy_boto3_sqs import SQSClient
 
 
 class SharedClock(SystemClock):
-    """The real clock, moved on by what anybody who shares it was asked to wait."""
+    """The real clock, advanced by the waits of all processes that share it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -56,32 +55,22 @@ class SharedClock(SystemClock):
 
 @cache
 def moved_server() -> tuple[SqsServer, str]:
-    """A server on a clock of its own, and the clock's file; it ends with this process."""
-    import atexit
-    import shutil
-    import tempfile
-
-    folder = Path(tempfile.mkdtemp(prefix="broadway-sqs-clock-"))
+    """Starts a server on its own clock, once per process; returns it and the clock's file."""
+    folder = session_folder("sqs-clock")
     path = str(folder / "clock")
     SharedClock(path)
     server = SqsServer(folder, command=("tests.contract.sqs_harness", path))
     server.run()
-
-    def end() -> None:
-        server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
+    atexit.register(server.stop)
     return server, path
 
 
 @cache
-def _client(url: str) -> SQSClient:
+def _client(url: str) -> Any:
     import boto3
 
     session = boto3.session.Session()
-    client: SQSClient = session.client("sqs", region_name=REGION, endpoint_url=url, **KEY)
-    return client
+    return session.client("sqs", region_name=REGION, endpoint_url=url, **KEY)
 
 
 class SqsHarness(Harness):
@@ -112,32 +101,21 @@ class SqsHarness(Harness):
 
     def send(self, bodies: Sequence[bytes]) -> None:
         client = _client(self._url)
-        fifo = self.queue.endswith(".fifo")
-        for start in range(0, len(bodies), 10):
-            entries: list[Any] = [
-                {
-                    "Id": str(place),
-                    "MessageBody": body.decode(),
-                    **(
-                        {
-                            # Of its own: no message waits for another.
-                            "MessageGroupId": str(place % self.groups)
-                            if self.groups
-                            else uuid.uuid4().hex,
-                            "MessageDeduplicationId": uuid.uuid4().hex,
-                        }
-                        if fifo
-                        else {}
-                    ),
-                }
-                for place, body in enumerate(bodies[start : start + 10], start)
-            ]
-            answer = client.send_message_batch(QueueUrl=self.queue, Entries=entries)
+        entries: list[dict[str, Any]] = []
+        for place, body in enumerate(bodies):
+            entries.append({"Id": str(place), "MessageBody": body.decode()})
+            if self.queue.endswith(".fifo"):
+                # Without groups every message has its own, and waits for no other.
+                group = str(place % self.groups) if self.groups else uuid.uuid4().hex
+                entries[-1] |= {"MessageGroupId": group, "MessageDeduplicationId": uuid.uuid4().hex}
+        for start in range(0, len(entries), 10):
+            part = entries[start : start + 10]
+            answer = client.send_message_batch(QueueUrl=self.queue, Entries=part)
             assert not answer.get("Failed")
 
 
-class _Moved:
-    """The module ``time``, as the server is to see it."""
+class _SharedTime:
+    """The module ``time`` for the server."""
 
     monotonic, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
 
@@ -149,11 +127,11 @@ class _Moved:
 
 
 def main() -> None:
-    """Serve on the shared clock, until killed."""
+    """Serves on the shared clock, until killed."""
     from tests import sqs_moto
 
     clock = SharedClock(sys.argv.pop(1))
-    setattr(sqs_moto, "time", _Moved(clock))  # noqa: B010 - a module of its own, replaced
+    setattr(sqs_moto, "time", _SharedTime(clock))  # noqa: B010 - a module of its own, replaced
     sqs_moto.main()
 
 

@@ -1,4 +1,4 @@
-"""The producer that ``docs/producers.md`` shows keeps the whole contract."""
+"""The producer in ``docs/producers.md`` passes the whole contract."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONCE = FolderProducer(path="/replaced", retry=RetryPolicy(max_attempts=1))
 
 
 class Numbers(Broadway):
-    """Those divisible by 7 fail, and are dead."""
+    """Multiples of 7 fail, and are dead-lettered."""
 
     producer: Any = ONCE
     processors = Processors(concurrency=1)
@@ -32,7 +32,7 @@ class Numbers(Broadway):
 
 
 class FolderSums(Sums):
-    """The same in tasks, with batches."""
+    """The same as tasks, with batches."""
 
     producer: Any = ONCE
 
@@ -52,9 +52,9 @@ class TestFolder(CustodyContract):
 
 
 def depth(folder: Folder) -> tuple[int, ...]:
-    found = FolderProducer(path=str(folder.path)).depth(ProducerEnv())
-    assert found is not None
-    return found[:4]
+    counts = FolderProducer(path=str(folder.path)).depth(ProducerEnv())
+    assert counts is not None
+    return counts[:4]
 
 
 def test_pipeline_runs_in_one_process(tmp_path):
@@ -68,7 +68,7 @@ def test_pipeline_runs_in_one_process(tmp_path):
 
 
 def test_pipeline_runs_as_dag_tasks(tmp_path):
-    # Given the steps of a run, each of which opens the queue anew
+    # Given the steps of a run, each with its own client
     run = Run(tmp_path, pipeline=FolderSums, create=False)
     folder = Folder(str(tmp_path / "queue.db"))
     folder.send([b"%d" % number for number in range(1, 41)], datetime.now(UTC))
@@ -85,7 +85,7 @@ def test_pipeline_runs_as_dag_tasks(tmp_path):
 
 
 def test_kill_during_immediate_settlement_loses_nothing(tmp_path):
-    # Given one that dies after it has recorded a failure, and before the message is released
+    # Given a settlement killed between the note of a failure and the release
     harness = FolderHarness(str(tmp_path))
     harness.send([b"a", b"b"])
     source = harness.producer().source(harness.env("g1"))
@@ -96,11 +96,11 @@ def test_kill_during_immediate_settlement_loses_nothing(tmp_path):
     with killed, pytest.raises(KeyboardInterrupt):
         custodian.settle_now(lease, [entry_of(messages[0], retry)])
 
-    # When another settles the others, and knows nothing of it
+    # When another process settles the other messages
     settlement = replace(settlement_of(messages[1:]), settled_now=SettleReport())
     report = harness.producer().custodian(harness.env("g2")).settle(lease, settlement)
 
-    # Then it is released, and comes again by its recorded failure
+    # Then the message is released, with its recorded failure
     assert report == SettleReport(acked=1, released=1)
     [again] = harness.producer().source(harness.env("g3")).receive(2, timeout=0.0)
     assert (again.data, again.attempt, again.redelivered) == (messages[0].data, 2, True)

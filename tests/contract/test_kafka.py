@@ -20,51 +20,43 @@ def harness_of(kafka: KafkaServer, folder: Path, order: str) -> KafkaHarness:
     return KafkaHarness(kafka.bootstrap, topic, f"file://{folder}", order)
 
 
-class TestUnordered(CustodyContract):
-    """A partition is one run's alone until that is settled; failures go to the retry topic."""
-
+class OnKafka:
+    order: ClassVar[str] = "none"
+    #: A partition is leased by one run until its settlement.
     shares: ClassVar[bool] = False
 
     @pytest.fixture
     def harness(self, kafka, tmp_path):
-        return harness_of(kafka, tmp_path, "none")
+        return harness_of(kafka, tmp_path, self.order)
+
+
+class TestUnordered(OnKafka, CustodyContract):
+    """Failures go to the retry topic."""
 
 
 @pytest.mark.slow
 class TestOnTheMock(TestUnordered):
-    """On librdkafka's mock cluster, which stands in for Apache Kafka where Maven is missing."""
+    """On librdkafka's mock cluster, the stand-in for Apache Kafka where Maven is missing."""
 
     @pytest.fixture
     def harness(self, kafka_mock, tmp_path):
         return harness_of(kafka_mock, tmp_path, "none")
 
 
-class TestByKey(CustodyContract):
-    """A partition is one run's alone until that is settled; each message has a key of its own."""
+class TestByKey(OnKafka, CustodyContract):
+    """Every message has its own key."""
 
-    shares: ClassVar[bool] = False
-
-    @pytest.fixture
-    def harness(self, kafka, tmp_path):
-        return harness_of(kafka, tmp_path, "key")
+    order: ClassVar[str] = "key"
 
 
-class TestInOrder(CustodyContract):
-    """A partition is one run's alone, and what comes again holds up all behind it."""
+class TestInOrder(OnKafka, CustodyContract):
+    """A redelivery blocks all later messages of its partition."""
 
-    shares: ClassVar[bool] = False
+    order: ClassVar[str] = "partition"
     independent: ClassVar[bool] = False
 
-    @pytest.fixture
-    def harness(self, kafka, tmp_path):
-        return harness_of(kafka, tmp_path, "partition")
 
-
-class TestDeadLetters(DeadLettersContract):
-    """They lie in a log: what is sent back is another message of its topic."""
+class TestDeadLetters(OnKafka, DeadLettersContract):
+    """In a log: a requeued letter is another message of its topic."""
 
     keeps_id: ClassVar[bool] = False
-
-    @pytest.fixture
-    def harness(self, kafka, tmp_path):
-        return harness_of(kafka, tmp_path, "none")

@@ -34,14 +34,14 @@ def harness_of(
 
 
 class PubSubContract(CustodyContract):
-    #: Pulls run beside each other, and without ordering keys nothing is promised.
+    #: Pulls run concurrently, and without ordering keys there is no order.
     keeps_order: ClassVar[bool] = False
-    #: What Pub/Sub carries: anything but nothing at all.
+    #: What Pub/Sub accepts: anything but an empty message.
     odd_bodies = (b"\x00\xff not UTF-8", "zażółć".encode(), b"x" * 100_000)
 
 
-class OnStub(PubSubContract):
-    """At the stub: hours are moved, and each rule can be had."""
+class OnStub:
+    """At the stub, with a manual clock and every setting."""
 
     settings: ClassVar[dict[str, Any]] = {}
     keyed: ClassVar[bool] = False
@@ -54,20 +54,14 @@ class OnStub(PubSubContract):
             yield harness_of(server, tmp_path, clock, keyed=self.keyed, **self.settings)
 
 
-class TestStub(OnStub):
-    """At least once; what is acknowledged too late changes nothing."""
+class TestStub(OnStub, PubSubContract):
+    """At least once; late acknowledgements change nothing."""
 
 
-class TestDeadLetters(DeadLettersContract):
-    #: Pub/Sub gives each message that is published an id of its own.
+class TestDeadLetters(OnStub, DeadLettersContract):
+    #: Pub/Sub assigns a new id to every published message.
     keeps_id: ClassVar[bool] = False
     hidden_seconds: ClassVar[float] = EngineDeadLetters.hidden_seconds + 1.0
-
-    @pytest.fixture
-    def harness(self, tmp_path):
-        clock = str(tmp_path / "clock")
-        with StubServer(SharedClock(clock)) as server:
-            yield harness_of(server, tmp_path, clock)
 
 
 @pytest.mark.parametrize(
@@ -85,31 +79,31 @@ def test_emulator_passes_core_dead_letter_contract(name, tmp_path):
 
 
 @pytest.mark.slow
-class TestExactlyOnce(OnStub):
+class TestExactlyOnce(OnStub, PubSubContract):
     settings: ClassVar[dict[str, Any]] = {"enable_exactly_once_delivery": True}
 
 
 @pytest.mark.slow
-class TestLateAcknowledgements(OnStub):
-    """Pub/Sub may take an acknowledgement whose time is over, whoever holds the message now."""
+class TestLateAcknowledgements(OnStub, PubSubContract):
+    """Pub/Sub may accept a late acknowledgement, even of a message leased elsewhere."""
 
     late_acks: ClassVar[bool] = True
 
 
 @pytest.mark.slow
-class TestOrdered(OnStub):
+class TestOrdered(OnStub, PubSubContract):
     keyed: ClassVar[bool] = True
 
 
 @pytest.mark.slow
-class TestOrderedExactlyOnce(OnStub):
+class TestOrderedExactlyOnce(OnStub, PubSubContract):
     keyed: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {"enable_exactly_once_delivery": True}
 
 
 @pytest.mark.slow
 class TestEmulator(PubSubContract):
-    """At Google's emulator, whose clock is the real one."""
+    """At Google's emulator, in real time."""
 
     @pytest.fixture
     def harness(self, tmp_path):
@@ -129,7 +123,7 @@ class TestEmulator(PubSubContract):
     "suite", [TestExactlyOnce, TestLateAcknowledgements, TestOrderedExactlyOnce]
 )
 def test_special_subscriptions_pass_core_contract(suite, name, tmp_path):
-    """The whole of it is slow."""
+    """The whole contract is slow."""
     clock = str(tmp_path / "clock")
     with StubServer(SharedClock(clock), late_acks=suite.late_acks) as server:
         harness: Harness = harness_of(server, tmp_path, clock, keyed=suite.keyed, **suite.settings)
@@ -145,16 +139,11 @@ def test_special_subscriptions_pass_core_contract(suite, name, tmp_path):
     ],
 )
 def test_emulator_passes_core_contract(name, tmp_path):
-    """The whole of it is slow."""
+    """The whole contract is slow."""
     harness: Harness = harness_of(wanted_emulator(), tmp_path, lease=10.0)
     getattr(TestEmulator(), name)(harness)
 
 
-class TestOrderedRedelivery(Redelivery):
-    keeps_order: ClassVar[bool] = False  # each message has an ordering key of its own
-
-    @pytest.fixture
-    def harness(self, tmp_path):
-        clock = str(tmp_path / "clock")
-        with StubServer(SharedClock(clock)) as server:
-            yield harness_of(server, tmp_path, clock, keyed=True)
+class TestOrderedRedelivery(OnStub, Redelivery):
+    keyed: ClassVar[bool] = True
+    keeps_order: ClassVar[bool] = False  # every message has its own ordering key

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,35 +15,31 @@ pytestmark = pytest.mark.broker
 
 @pytest.fixture(autouse=True)
 def young_queues(monkeypatch):
-    """Nobody kills this broker: its queues may be used at once."""
+    """No test kills this broker: its queues may be used immediately."""
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
 
 
-def harness_of(request: pytest.FixtureRequest, folder: Path, kind: str) -> RabbitHarness:
-    url, queue = wanted_server().url, f"contract-{uuid.uuid4().hex}"
-    # On a busy machine a child starts slowly.
-    lease = 60.0 if "killed_while_settling" in request.node.name else 6.0
-    made = RabbitHarness(url, queue, f"file://{folder}", kind, lease)
-    made.declare()
-    return made
+class OnRabbitMQ:
+    queue_type: ClassVar[str] = "classic"
 
-
-class TestRabbitMQ(CustodyContract):
     @pytest.fixture
     def harness(self, request, tmp_path):
-        return harness_of(request, tmp_path, "classic")
+        url, queue = wanted_server().url, f"contract-{uuid.uuid4().hex}"
+        # A child process starts slowly on a busy machine.
+        lease = 60.0 if "killed_while_settling" in request.node.name else 6.0
+        harness = RabbitHarness(url, queue, f"file://{tmp_path}", self.queue_type, lease)
+        harness.declare()
+        return harness
 
 
-class TestDeadLetters(DeadLettersContract):
+class TestRabbitMQ(OnRabbitMQ, CustodyContract):
+    pass
+
+
+class TestDeadLetters(OnRabbitMQ, DeadLettersContract):
     letters_killed: ClassVar[int] = 150
-
-    @pytest.fixture
-    def harness(self, request, tmp_path):
-        return harness_of(request, tmp_path, "classic")
 
 
 @pytest.mark.slow
-class TestRabbitMQQuorum(CustodyContract):
-    @pytest.fixture
-    def harness(self, request, tmp_path):
-        return harness_of(request, tmp_path, "quorum")
+class TestRabbitMQQuorum(OnRabbitMQ, CustodyContract):
+    queue_type: ClassVar[str] = "quorum"

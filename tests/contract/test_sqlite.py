@@ -6,13 +6,15 @@ from airflow_broadway.testing.contract import CustodyContract, DeadLettersContra
 from tests.contract.sqlite_harness import SqliteHarness
 
 
-class TestSqlite(CustodyContract):
+class OnSqlite:
     @pytest.fixture
     def harness(self, tmp_path):
         return SqliteHarness(str(tmp_path / "queue.db"))
 
 
-class TestDeadLetters(DeadLettersContract):
-    @pytest.fixture
-    def harness(self, tmp_path):
-        return SqliteHarness(str(tmp_path / "queue.db"))
+class TestSqlite(OnSqlite, CustodyContract):
+    pass
+
+
+class TestDeadLetters(OnSqlite, DeadLettersContract):
+    pass

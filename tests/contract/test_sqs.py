@@ -35,19 +35,23 @@ def harness_of(folder: Path, suffix: str = "") -> SqsHarness:
     return SqsHarness(server.url, clock, queue, dead, f"file://{folder}")
 
 
-class SqsContract(CustodyContract):
-    #: What SQS carries: text of at least one character, without control characters.
+class OnSqs:
+    suffix: ClassVar[str] = ""
+
+    @pytest.fixture
+    def harness(self, tmp_path):
+        return harness_of(tmp_path, self.suffix)
+
+
+class SqsContract(OnSqs, CustodyContract):
+    #: What SQS accepts: text of at least one character, without control characters.
     odd_bodies: ClassVar[Sequence[bytes]] = ("zażółć".encode(), "😀\t\r\n".encode(), b"x" * 100_000)
-    #: Receives run beside each other, and a standard queue promises no order.
+    #: Receives run concurrently, and a standard queue promises no order.
     keeps_order: ClassVar[bool] = False
 
 
 class TestSqs(SqsContract):
     many: ClassVar[int] = 300
-
-    @pytest.fixture
-    def harness(self, tmp_path):
-        return harness_of(tmp_path)
 
     @pytest.mark.parametrize("seed", range(2))
     def test_a_kill_during_a_settlement_loses_nothing(self, harness, seed):
@@ -59,29 +63,21 @@ class TestSqs(SqsContract):
 
 
 @pytest.fixture
-def answers_at_once(monkeypatch):
-    """moto asks all of its servers at once."""
+def immediate_answers(monkeypatch):
+    """moto has one server, which answers completely."""
     monkeypatch.setattr(dead_letters, "_WAIT_SECONDS", 0)
 
 
-@pytest.mark.usefixtures("answers_at_once")
-class TestDeadLetters(DeadLettersContract):
-    #: SQS gives each message that it is sent an id of its own.
+@pytest.mark.usefixtures("immediate_answers")
+class TestDeadLetters(OnSqs, DeadLettersContract):
+    #: SQS assigns a new id to every message that is sent.
     keeps_id: ClassVar[bool] = False
     letters_killed: ClassVar[int] = 60
     hidden_seconds: ClassVar[float] = 301.0
 
-    @pytest.fixture
-    def harness(self, tmp_path):
-        return harness_of(tmp_path)
-
 
 class _Many(SqsContract):
     many: ClassVar[int] = 20_000
-
-    @pytest.fixture
-    def harness(self, tmp_path):
-        return harness_of(tmp_path)
 
 
 @pytest.mark.slow
@@ -91,9 +87,7 @@ def test_large_lease_is_settled_after_kills(tmp_path):
 
 @pytest.mark.slow
 class TestSqsFifo(SqsContract):
-    @pytest.fixture
-    def harness(self, tmp_path):
-        return harness_of(tmp_path, ".fifo")
+    suffix: ClassVar[str] = ".fifo"
 
 
 @pytest.mark.parametrize(
@@ -106,20 +100,17 @@ class TestSqsFifo(SqsContract):
     ],
 )
 def test_fifo_queue_passes_core_contract(name, tmp_path):
-    """The whole of it is slow."""
+    """The whole contract is slow."""
     getattr(TestSqsFifo(), name)(harness_of(tmp_path, ".fifo"))
 
 
-class TestFifoRedelivery(Redelivery):
-    keeps_order: ClassVar[bool] = False  # each message has a group of its own
-
-    @pytest.fixture
-    def harness(self, tmp_path):
-        return harness_of(tmp_path, ".fifo")
+class TestFifoRedelivery(OnSqs, Redelivery):
+    suffix: ClassVar[str] = ".fifo"
+    keeps_order: ClassVar[bool] = False  # every message has its own group
 
 
 class Counting(SqsHarness):
-    """Messages say how often SQS has handed them out."""
+    """Messages carry SQS's count of their receives."""
 
     def producer(self) -> Producer:
         changes = {"attribute_names": ["approximate_receive_count"]}
@@ -139,18 +130,17 @@ def test_dead_generation_uses_one_receive_of_redrive_policy(tmp_path):
     contract = TestSqs()
     harness.send(bodies(300))
 
-    # Given five tasks that were killed, each with all messages in hand
+    # Given five killed tasks, each with all messages leased
     for number in range(5):
         lease, messages = contract.hold(harness, f"killed {number}")
         assert len(messages) == 300 + 20 * number
         contract.settle(harness, lease, Settlement(rest=RELEASE))
         harness.send(bodies(20, start=1_000 * number + 1_000))
 
-    # When one lives
+    # When one survives
     lease, messages = contract.hold(harness, "alive")
 
-    # Then it has all of them, and SQS has set none aside
-
+    # Then it has all of them, and SQS has dead-lettered none
     counts = {m.data: m.metadata["attributes"]["approximate_receive_count"] for m in messages}
     assert [counts[body] for body in bodies(300)] == [6] * 300
     assert contract.settle(harness, lease, settlement_of(messages)).acked == 400

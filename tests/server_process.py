@@ -1,0 +1,60 @@
+"""Servers of the tests, as child processes of this one: started, awaited, ended at exit."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+
+def session_folder(name: str) -> Path:
+    """Creates a folder that is removed at the exit of this process."""
+    folder = Path(tempfile.mkdtemp(prefix=f"broadway-{name}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def start_process(
+    command: Sequence[str],
+    log: Path,
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a server as a process group; appends its output to a log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+
+
+def await_start(
+    process: subprocess.Popen[bytes],
+    answers: Callable[[], bool],
+    *,
+    log: Path,
+    name: str,
+    stop: Callable[[], None],
+    wait: float,
+) -> None:
+    """Waits until a server answers.
+
+    :raises RuntimeError: With the end of its log, if it ends or stays silent; it is stopped.
+    """
+    end = time.monotonic() + wait
+    while not answers():
+        if process.poll() is not None or time.monotonic() > end:
+            stop()
+            raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.05)
