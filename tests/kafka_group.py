@@ -56,7 +56,7 @@ class KafkaGroup:
         self.options: dict[str, Any] = {"offset_reset_policy": "earliest", **options}
 
     def producer(self, **options: Any) -> KafkaProducer:
-        about: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "group_id": self.group,
             "topics": [self.topic],
             "hosts": self.kafka.bootstrap,
@@ -65,7 +65,7 @@ class KafkaGroup:
             **self.options,
             **options,
         }
-        return KafkaProducer(**about)
+        return KafkaProducer(**fields)
 
     def env(self, generation: str, index: int | None = None) -> ProducerEnv:
         return ProducerEnv(
@@ -93,16 +93,16 @@ class KafkaGroup:
     def take(self, source: KafkaSource, most: int = 100_000) -> list[Message]:
         taken: list[Message] = []
         while len(taken) < most:
-            found = source.receive(min(500, most - len(taken)), timeout=0.0)
-            if not found:
+            received = source.receive(min(500, most - len(taken)), timeout=0.0)
+            if not received:
                 break
-            taken += source.secure(found)
+            taken += source.secure(received)
         return taken
 
     def hold(
         self, generation: str = "", most: int = 100_000, **options: Any
     ) -> tuple[Lease, list[Message]]:
-        """A run that has received, and has ended; its lease as another process reads it."""
+        """Receives by a run, which ends; returns its lease as read by another process."""
         with self.source(generation, **options) as source:
             messages = self.take(source, most)
             source.stop()
@@ -128,16 +128,14 @@ class KafkaGroup:
     def die_settling(
         self, place: Any, name: str, lease: Lease, messages: Iterable[Message], *verdicts: Any
     ) -> None:
-        """A settlement that is killed where it calls a method."""
+        """Kills a settlement at a call of a method."""
 
-        def killed(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
-        with mock.patch.object(place, name, killed), pytest.raises(KeyboardInterrupt):
+        killed = mock.patch.object(place, name, side_effect=KeyboardInterrupt)
+        with killed, pytest.raises(KeyboardInterrupt):
             self.settle(lease, messages, *verdicts)
 
     def drain(self, **options: Any) -> list[Message]:
-        """What one more run receives and acknowledges."""
+        """Receives and acknowledges by another run."""
         lease, messages = self.hold(**options)
         self.settle(lease, messages, **options)
         return messages
@@ -153,11 +151,11 @@ class KafkaGroup:
         return claim
 
     def committed(self) -> dict[int, int]:
-        """Partition → the offset in Kafka."""
-        found = self.kafka.committed(self.group, self.topic)
-        return {partition: offset for partition, (offset, _) in found.items()}
+        """Returns the committed offset per partition."""
+        committed = self.kafka.committed(self.group, self.topic)
+        return {partition: offset for partition, (offset, _) in committed.items()}
 
-    def fill(self, count: int, *, start: int = 0, **about: Any) -> list[bytes]:
+    def fill(self, count: int, *, start: int = 0, **fields: Any) -> list[bytes]:
         bodies = [b"%06d" % number for number in range(start, start + count)]
-        self.kafka.fill(self.topic, bodies, **about)
+        self.kafka.fill(self.topic, bodies, **fields)
         return bodies

@@ -1,8 +1,8 @@
 """librdkafka's mock cluster, as a process: brokers in memory that end with it, on loopback alone.
 
 ``tests/kafka_server.py`` starts it.  It writes its address, one line of JSON, then carries out each
-line of its input, as ``["topic_create", "name", 3, 1]``, answers ``null`` or what went wrong, and
-ends with its input: it outlives nobody who started it.
+line of its input, as ``["topic_create", "name", 3, 1]``, answers ``null`` or the error, and ends
+with its input, so with its parent.
 
 The names are those of ``rdkafka_mock.h``, without ``rd_kafka_mock_``.
 """
@@ -24,7 +24,7 @@ _PRODUCER = 0
 
 
 def _library() -> ctypes.CDLL:
-    """The librdkafka that the client has brought with it, and has loaded."""
+    """Loads the librdkafka of the client's package."""
     package = Path(confluent_kafka.__file__).parent
     for folder in (package.with_name("confluent_kafka.libs"), package / ".dylibs"):
         for path in folder.glob("librdkafka*"):
@@ -54,18 +54,18 @@ class Mock:
 
     @property
     def bootstrap(self) -> str:
-        found: bytes = self._library.rd_kafka_mock_cluster_bootstraps(self._cluster)
-        return found.decode()
+        result: bytes = self._library.rd_kafka_mock_cluster_bootstraps(self._cluster)
+        return result.decode()
 
     def topic_create(self, name: str, partitions: int, replicas: int) -> None:
         self._checked("topic_create", name.encode(), partitions, replicas)
 
     def topic_set_error(self, name: str, code: int) -> None:
-        """Every request about a topic is answered with an error; 0 ends that."""
+        """Answers every request about a topic with an error; 0 ends that."""
         self._call("topic_set_error", name.encode(), code)
 
     def push_request_errors_array(self, api: int, codes: list[int]) -> None:
-        """The next requests of one kind are answered with these errors."""
+        """Answers the next requests of one kind with these errors."""
         array = (ctypes.c_int * len(codes))(*codes)
         self._call(
             "push_request_errors_array", ctypes.c_int16(api), ctypes.c_size_t(len(codes)), array
@@ -81,17 +81,13 @@ class Mock:
         self._checked("broker_set_up", ctypes.c_int32(broker))
 
     def broker_set_rtt(self, broker: int, milliseconds: int) -> None:
-        """Each answer takes so long."""
+        """Delays each answer."""
         self._checked("broker_set_rtt", ctypes.c_int32(broker), milliseconds)
 
     def partition_set_leader(self, topic: str, partition: int, broker: int) -> None:
-        """Another broker leads; -1: none does."""
-        self._checked(
-            "partition_set_leader",
-            topic.encode(),
-            ctypes.c_int32(partition),
-            ctypes.c_int32(broker),
-        )
+        """Moves the leader to a broker; -1: to none."""
+        place = topic.encode(), ctypes.c_int32(partition)
+        self._checked("partition_set_leader", *place, ctypes.c_int32(broker))
 
     def _checked(self, name: str, *arguments: Any) -> None:
         code = self._call(name, *arguments)
@@ -99,26 +95,26 @@ class Mock:
             raise confluent_kafka.KafkaException(confluent_kafka.KafkaError(code))
 
     def _call(self, name: str, *arguments: Any) -> int:
-        found: int = getattr(self._library, f"rd_kafka_mock_{name}")(self._cluster, *arguments)
-        return found
+        result: int = getattr(self._library, f"rd_kafka_mock_{name}")(self._cluster, *arguments)
+        return result
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Serves until the input ends."""
     mock = Mock(int(sys.argv[1]))
-    _tell(mock.bootstrap)
+    _answer(mock.bootstrap)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         command: Callable[..., None] = getattr(mock, name)
         try:
             command(*arguments)
         except confluent_kafka.KafkaException as error:
-            _tell(str(error))
+            _answer(str(error))
         else:
-            _tell(None)
+            _answer(None)
 
 
-def _tell(answer: Any) -> None:
+def _answer(answer: Any) -> None:
     print(json.dumps(answer), flush=True)
 
 

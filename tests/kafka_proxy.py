@@ -1,7 +1,7 @@
-"""A proxy before a Kafka of the tests, for what no broker does when asked: damaged answers.
+"""A proxy for a Kafka of the tests, which damages answers.
 
-A client connects to whatever address the broker tells it, so the proxy puts its own in the place of
-the broker's: both are ``127.0.0.1`` and a port of four bytes, and no answer changes its length.
+Clients connect to the address in the answers, so the proxy replaces it by its own: both are
+``127.0.0.1`` and a port of four bytes, and no answer changes its length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADER = struct.Struct(">hhi")
 
 
 class KafkaProxy:
-    """Serves from a thread of its own until the block ends.
+    """Serves from its own thread until the block ends.
 
     :param bootstrap: The broker: one, at ``127.0.0.1``.
     :param through: The port by which the broker is reached, if not its own.
@@ -53,7 +53,7 @@ class KafkaProxy:
 
     @property
     def bootstrap(self) -> str:
-        """Where clients connect to."""
+        """The address for clients."""
         return f"127.0.0.1:{self.port}"
 
     def _serve(self) -> None:
@@ -80,44 +80,44 @@ class KafkaProxy:
 
     async def _join(self, client: Any, to_client: asyncio.StreamWriter) -> None:
         broker, to_broker = await asyncio.open_connection("127.0.0.1", self._target)
-        asked: dict[int, int] = {}
-        ways = (
-            asyncio.ensure_future(self._requests(client, to_broker, asked)),
-            asyncio.ensure_future(self._answers(broker, to_client, asked)),
+        kinds: dict[int, int] = {}
+        relays = (
+            asyncio.ensure_future(self._requests(client, to_broker, kinds)),
+            asyncio.ensure_future(self._answers(broker, to_client, kinds)),
         )
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(relays, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
+            for relay in relays:
+                relay.cancel()
             for writer in (to_client, to_broker):
                 writer.close()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await asyncio.gather(*relays, return_exceptions=True)
 
     async def _requests(
-        self, client: asyncio.StreamReader, to_broker: asyncio.StreamWriter, asked: dict[int, int]
+        self, client: asyncio.StreamReader, to_broker: asyncio.StreamWriter, kinds: dict[int, int]
     ) -> None:
         while True:
             frame = await _frame(client)
             kind, _, number = _HEADER.unpack_from(frame)
-            asked[number] = kind
+            kinds[number] = kind
             _write(to_broker, frame)
             await to_broker.drain()
 
     async def _answers(
-        self, broker: asyncio.StreamReader, to_client: asyncio.StreamWriter, asked: dict[int, int]
+        self, broker: asyncio.StreamReader, to_client: asyncio.StreamWriter, kinds: dict[int, int]
     ) -> None:
         address = b"127.0.0.1"
-        theirs = address + struct.pack(">i", self._known_as)
-        ours = address + struct.pack(">i", self.port)
+        broker_address = address + struct.pack(">i", self._known_as)
+        own_address = address + struct.pack(">i", self.port)
         while True:
             frame = await _frame(broker)
             [number] = struct.unpack_from(">i", frame)
-            kind = asked.pop(number)
+            kind = kinds.pop(number)
             if kind == FETCH:
                 frame = frame if self.change is None else self.change(kind, frame)
             else:
-                frame = frame.replace(theirs, ours)
+                frame = frame.replace(broker_address, own_address)
             _write(to_client, frame)
             await to_client.drain()
 

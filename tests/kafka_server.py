@@ -2,11 +2,10 @@
 
 :class:`ApacheKafka` is Apache Kafka itself, of the jars that ``scripts/setup.sh --kafka`` resolves.
 :class:`MockKafka` is librdkafka's mock cluster, in a process of its own (``tests/kafka_mock.py``),
-for failures that no real broker shows when asked, and for machines without Maven.
+for failures on request, and for machines without Maven.
 ``tests/integration/test_kafka_peers.py`` shows what the mock lacks.
 
-Both know what tests ask of a broker without our package: to fill a topic, to read it again,
-to say what a group has committed.
+Both have operations without our package: fill and read topics, read committed offsets.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ __all__ = [
 Settings = Mapping[str, Any]
 _NONE: Settings = {}
 
-#: Of a client that does not wait half of 100 ms between the connections of its start.
+#: For a client that reconnects without delay.
 QUICK: Settings = {"reconnect.backoff.ms": 1}
-#: Of a source for which a broker does not wait half a second before it answers.
+#: For a source whose fetches wait 20 ms instead of half a second.
 QUICK_SOURCE: Settings = {**QUICK, "fetch.wait.max.ms": 20}
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,11 +61,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass
 class KafkaServer(ABC):
-    """One cluster, and what tests do to it.
+    """One cluster, and its operations.
 
-    :param folder: Where it keeps what it keeps, its log at least.
-    :param bootstrap: ``host:port``; that of a server of ours once it runs.
-    :param settings: What every client of the tests is to have besides.
+    :param folder: Of its data and log.
+    :param bootstrap: ``host:port``; set once it runs.
+    :param settings: Further settings of every client.
     """
 
     kind: ClassVar[str]
@@ -78,7 +77,7 @@ class KafkaServer(ABC):
 
     @classmethod
     def start(cls, folder: Path) -> Self:
-        """A cluster that answers."""
+        """Starts a cluster."""
         server = cls(folder)
         server.run()
         return server
@@ -89,18 +88,18 @@ class KafkaServer(ABC):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # -- its life ------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------
 
     @abstractmethod
     def run(self) -> None:
-        """Start it, with whatever it has kept, and wait until it answers."""
+        """Starts it on its data, and waits until it answers."""
 
     def kill(self) -> None:
         """``kill -9``."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it, in order if it will."""
+        """Ends it gracefully, or kills it after 20 seconds."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -117,19 +116,19 @@ class KafkaServer(ABC):
             if pipe is not None:
                 pipe.close()
 
-    # -- clients of it -------------------------------------------------------------------------
+    # -- clients -------------------------------------------------------------------------------
 
     def connection(self, **extra: Any) -> dict[str, Any]:
         """The Airflow connection of it, in Airflow's JSON form."""
         return {"conn_type": "kafka", "extra": {"bootstrap.servers": self.bootstrap, **extra}}
 
     def producer(self, settings: Settings = _NONE) -> Producer:
-        """A producer; ``settings`` are librdkafka's."""
+        """Opens a producer; ``settings`` are librdkafka's."""
         return Producer({**self.client, **settings})
 
     @contextmanager
     def consumer(self, group: str = "the tests", settings: Settings = _NONE) -> Iterator[Consumer]:
-        """A consumer that commits nothing by itself and creates no topic."""
+        """Opens a consumer without automatic commits and topic creation."""
         base = {
             "group.id": group,
             "enable.auto.commit": False,
@@ -137,17 +136,17 @@ class KafkaServer(ABC):
             "enable.partition.eof": True,
             "auto.offset.reset": "error",
             "allow.auto.create.topics": False,
-            # An end is told when the broker's wait is over.
+            # The end of a partition is reported after the broker's wait.
             "fetch.wait.max.ms": 20,
         }
-        made = Consumer({**base, **self.client, **settings})
+        consumer = Consumer({**base, **self.client, **settings})
         try:
-            yield made
+            yield consumer
         finally:
-            made.close()
+            consumer.close()
 
     def admin(self) -> AdminClient:
-        """For what :class:`KafkaServer` has no method for; it must outlive its futures."""
+        """Opens an admin client, which must outlive its futures."""
         return AdminClient(self.client)
 
     def _administer(self, operation: str, items: list[Any]) -> None:
@@ -161,12 +160,12 @@ class KafkaServer(ABC):
         """The settings of every client of it."""
         return {"bootstrap.servers": self.bootstrap, "log_level": 0, **QUICK, **self.settings}
 
-    # -- its topics ----------------------------------------------------------------------------
+    # -- topics --------------------------------------------------------------------------------
 
     def topic(
         self, name: str | None = None, partitions: int = 1, settings: Mapping[str, str] = _NONE
     ) -> str:
-        """Create a topic, with settings of topics, and return its name."""
+        """Creates a topic; returns its name."""
         name = name or f"topic-{uuid.uuid4().hex}"
         new = NewTopic(name, partitions, -1, config=dict(settings))
         self._administer("create_topics", [new])
@@ -174,7 +173,7 @@ class KafkaServer(ABC):
         return name
 
     def _wait_for_leaders(self, name: str, partitions: int) -> None:
-        """Wait until every broker knows a topic, and each partition has a leader."""
+        """Waits until every broker knows the topic with all leaders."""
         until = time.monotonic() + 30
         for address in self.bootstrap.split(","):
             while True:
@@ -190,23 +189,22 @@ class KafkaServer(ABC):
         self._administer("delete_topics", [name])
 
     def add_partitions(self, name: str, total: int) -> None:
-        """Let a topic have so many partitions."""
+        """Raises a topic's number of partitions."""
         self._administer("create_partitions", [NewPartitions(name, total)])
         self._wait_for_leaders(name, total)
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
-        """Let a partition's messages before an offset go, as retention does."""
+        """Deletes a partition's messages before an offset, as retention does."""
         self._administer("delete_records", [TopicPartition(topic, partition, offset)])
 
     def delete_group(self, group: str) -> None:
-        """Let a group's offsets go, as a week without members does."""
+        """Deletes a group's offsets, as a week without members does."""
         self._administer("delete_consumer_groups", [group])
 
     def partitions(self, topic: str) -> list[int]:
-        """The numbers of a topic's partitions; none if there is no such topic."""
+        """Returns the numbers of a topic's partitions; none for a missing topic."""
         with self.consumer() as consumer:
-            found = consumer.list_topics(topic, timeout=30).topics[topic]
-        return sorted(found.partitions)
+            return sorted(consumer.list_topics(topic, timeout=30).topics[topic].partitions)
 
     def fill(
         self,
@@ -217,9 +215,9 @@ class KafkaServer(ABC):
         key: bytes | None = None,
         settings: Settings = _NONE,
     ) -> None:
-        """Produce messages, and wait until the broker has them.
+        """Produces messages, and waits for their delivery.
 
-        :param partition: All go there; else they go round.
+        :param partition: Of all messages; ``None``: round robin.
         """
         producer = self.producer({"linger.ms": 5, **settings})
         numbers = self.partitions(topic) if partition is None else [partition]
@@ -249,8 +247,8 @@ class KafkaServer(ABC):
         timeout: float = 60.0,
         settings: Settings = _NONE,
     ) -> list[confluent_kafka.Message]:
-        """All messages that are in a topic, by partition and offset."""
-        found: list[confluent_kafka.Message] = []
+        """Reads all messages of a topic, by partition and offset."""
+        messages: list[confluent_kafka.Message] = []
         with self.consumer(settings=settings) as consumer:
             offset = confluent_kafka.OFFSET_BEGINNING if start is None else start
             places = [TopicPartition(topic, number, offset) for number in self.partitions(topic)]
@@ -262,19 +260,19 @@ class KafkaServer(ABC):
                 for message in consumer.consume(1_000, timeout=0.2):
                     error = message.error()
                     if error is None:
-                        found.append(message)
+                        messages.append(message)
                     elif error.code() == KafkaError._PARTITION_EOF:
                         ended.add(message.partition() or 0)
                     else:
                         raise KafkaException(error)
-        return sorted(found, key=lambda message: (message.partition(), message.offset()))
+        return sorted(messages, key=lambda message: (message.partition(), message.offset()))
 
     def bodies(self, topic: str) -> list[bytes | None]:
-        """What :meth:`read` finds, bodies alone."""
+        """Reads the bodies of a topic."""
         return [message.value() for message in self.read(topic)]
 
     def watermarks(self, topic: str) -> dict[int, tuple[int, int]]:
-        """Partition → its first offset and the one after its last."""
+        """Returns the first offset and the end of each partition."""
         with self.consumer() as consumer:
             return {
                 number: consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=30)
@@ -282,7 +280,7 @@ class KafkaServer(ABC):
             }
 
     def committed(self, group: str, topic: str) -> dict[int, tuple[int, str | None]]:
-        """Partition → the offset that a group has committed, and its metadata; without others."""
+        """Returns a group's committed offset and metadata per partition."""
         places = [TopicPartition(topic, number) for number in self.partitions(topic)]
         with self.consumer(group) as consumer:
             committed = consumer.committed(places, timeout=30)
@@ -293,7 +291,7 @@ class KafkaServer(ABC):
         }
 
     def lag(self, group: str, topic: str) -> int:
-        """How many offsets a group is behind the ends of a topic."""
+        """Returns a group's lag on a topic."""
         committed = self.committed(group, topic)
         return sum(
             end - committed.get(partition, (low, ""))[0]
@@ -303,14 +301,14 @@ class KafkaServer(ABC):
     def commit(
         self, group: str, topic: str, partition: int, offset: int, metadata: str = ""
     ) -> None:
-        """Commit as an operator's tool does: without a member."""
+        """Commits without a member, as an operator's tool does."""
         place = TopicPartition(topic, partition, offset, metadata)
         with self.consumer(group) as consumer:
             consumer.commit(offsets=[place], asynchronous=False)
 
     @contextmanager
     def member(self, group: str, topic: str) -> Iterator[Consumer]:
-        """A member of a group, with partitions assigned; ask it to poll to keep it one."""
+        """Joins a group; it remains a member while it polls."""
         with self.consumer(group, {"auto.offset.reset": "earliest"}) as consumer:
             consumer.subscribe([topic])
             until = time.monotonic() + 30
@@ -345,14 +343,14 @@ class MockKafka(KafkaServer):
         self.bootstrap = self._answer()
 
     def tell(self, command: str, *arguments: Any) -> None:
-        """Have a command of ``tests/kafka_mock.py`` carried out."""
+        """Executes a command of ``tests/kafka_mock.py``."""
         assert self.process is not None
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
         self.process.stdin.flush()
-        wrong = self._answer()
-        if wrong is not None:
-            raise RuntimeError(wrong)
+        error = self._answer()
+        if error is not None:
+            raise RuntimeError(error)
 
     def _answer(self) -> Any:
         assert self.process is not None
@@ -373,7 +371,7 @@ class MockKafka(KafkaServer):
         return name
 
 
-#: The principal of tests that may do only what its ACLs allow, by TLS and a password.
+#: A principal restricted by ACLs, with TLS and a password.
 USER, PASSWORD = "alice", "pass word of the tests"
 
 _CLUSTER_ID = "airflow-broadway-tests"
@@ -383,10 +381,10 @@ _LOG_LEVEL = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
 
 @dataclass
 class ApacheKafka(KafkaServer):
-    """Apache Kafka in KRaft mode; it keeps its data over :meth:`kill` and :meth:`run`.
+    """Apache Kafka in KRaft mode; its data survives :meth:`kill` and :meth:`run`.
 
-    Clients connect in plain text, and may do everything; or to :attr:`secure` by SASL_SSL, where
-    :data:`USER` has the rights that ACLs give it.
+    Clients connect in plain text, with all rights; or to :attr:`secure` by SASL_SSL, where
+    :data:`USER` has the rights of its ACLs.
 
     :param brokers: Nodes, each a broker and a controller; their ids are 1 and so on.
     """
@@ -414,7 +412,7 @@ class ApacheKafka(KafkaServer):
 
     @property
     def secure(self) -> str:
-        """Where clients connect by SASL_SSL."""
+        """The addresses for SASL_SSL."""
         return ",".join(f"127.0.0.1:{secure}" for _, secure, _ in self.ports.values())
 
     @property
@@ -430,7 +428,7 @@ class ApacheKafka(KafkaServer):
         }
 
     def allow(self, kind: str, name: str, *operations: str) -> None:
-        """Give :data:`USER` rights, as ``("topic", name, "read", "describe")``."""
+        """Gives :data:`USER` rights, as ``("topic", name, "read", "describe")``."""
         pattern, host, allow = ResourcePatternType.LITERAL, "*", AclPermissionType.ALLOW
         resource = ResourceType[kind.upper()]
         rights = [
@@ -440,7 +438,7 @@ class ApacheKafka(KafkaServer):
         self._administer("create_acls", rights)
 
     def run_node(self, node: int) -> None:
-        """Start one of the nodes."""
+        """Starts one of the nodes."""
         command = _java("kafka.Kafka", self._file(node))
         self.nodes[node] = start_process(command, self.folder / f"node-{node}.log")
 
@@ -451,7 +449,7 @@ class ApacheKafka(KafkaServer):
         process.wait()
 
     def tool(self, name: str, *arguments: str) -> str:
-        """What one of Kafka's own tools prints, as ``consumer.group.ConsumerGroupCommand``."""
+        """Runs one of Kafka's tools, e.g. ``consumer.group.ConsumerGroupCommand``; returns its output."""
         command = _java(f"org.apache.kafka.tools.{name}", "--bootstrap-server", self.bootstrap)
         done = subprocess.run(
             [*command, *arguments], check=False, capture_output=True, text=True, timeout=120
@@ -460,7 +458,7 @@ class ApacheKafka(KafkaServer):
         return done.stdout
 
     def consumer_groups(self, *arguments: str) -> str:
-        """What ``kafka-consumer-groups.sh`` prints."""
+        """Runs ``kafka-consumer-groups.sh``; returns its output."""
         return self.tool("consumer.group.ConsumerGroupCommand", *arguments)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -530,7 +528,7 @@ class ApacheKafka(KafkaServer):
         )
 
     def _wait(self, end: float) -> None:
-        """Wait until every node is known to all clients."""
+        """Waits until clients know every node."""
         while True:
             gone = [node for node, process in self.nodes.items() if process.poll() is not None]
             if gone or time.monotonic() > end:
@@ -545,13 +543,13 @@ class ApacheKafka(KafkaServer):
 
 
 def find_jars() -> Path | None:
-    """The folder with Apache Kafka's jars, which ``scripts/setup.sh --kafka`` resolves."""
+    """Returns the folder of Apache Kafka's jars, resolved by ``scripts/setup.sh --kafka``."""
     folder = ROOT / "build" / "kafka"
     return folder if (folder / ".whole").exists() else None
 
 
 def nearest_kafka() -> type[KafkaServer]:
-    """Apache Kafka where its jars are, else librdkafka's mock cluster."""
+    """Returns Apache Kafka where its jars exist, else librdkafka's mock cluster."""
     return MockKafka if find_jars() is None else ApacheKafka
 
 

@@ -1,4 +1,4 @@
-"""A Pub/Sub as its wire shows it: requests of clients go through here, and are kept."""
+"""A proxy for Pub/Sub that records the requests of clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 
 
 class Asked(NamedTuple):
-    """One request, e.g. of ``"Pull"``, as protobuf has it, and its metadata."""
+    """One request, e.g. of ``"Pull"``, as protobuf, and its metadata."""
 
     call: str
     request: Any
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 class Witness(PubSubServer):
-    """Another way to a server.
+    """A recording proxy for a server.
 
     ``asked`` is what came by, in the order of its arrival.
 
@@ -59,12 +59,12 @@ class Witness(PubSubServer):
 
     def _keep(self, call: str, request: bytes, context: grpc.ServicerContext) -> None:
         read = getattr(types, f"{call}Request").pb().FromString(request)
-        metadata = {each.key: each.value for each in context.invocation_metadata()}
+        metadata = {item.key: item.value for item in context.invocation_metadata()}
         self.asked.append(Asked(call, read, metadata))
 
 
 class _Through(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Hands bytes on, both ways."""
+    """Forwards bytes in both directions."""
 
     def __init__(
         self, behind: grpc.Channel, keep: Callable[[str, bytes, grpc.ServicerContext], None]

@@ -1,4 +1,4 @@
-"""A queue of a test's own at the tests' RabbitMQ, and what tests do with it."""
+"""A queue per test at the tests' RabbitMQ, with its operations."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from tests.rabbitmq_server import RabbitServer
 
 __all__ = ["PASSWORD", "Breaker", "Connections", "Place", "manage", "marked", "permitted"]
 
-#: That of every user that tests make: it must be in no text.
+#: The password of every user of the tests, which no text may contain.
 PASSWORD = "s3cret-of-the-rabbit"
 
 
 def marked(
     body: bytes, message_id: str, *, attempt: int = 1, giver: str = "another"
 ) -> dict[str, Any]:
-    """The headers of a message without properties that some run gave back."""
+    """Returns the headers of a message without properties that a run released."""
     held = Held(message_id, attempt, False, b"\x00\x00", b"\x00\x00", body)
     return dict(decode(republished(held, Mark(message_id, giver, attempt)))["headers"])
 
 
 class Connections:
-    """One connection, whatever is asked for."""
+    """One connection under every id."""
 
-    def __init__(self, **given: Any) -> None:
-        self._given = given
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
 
     def get(self, conn_id: str) -> Connection:
-        return Connection(conn_id=conn_id, conn_type="rabbitmq", **self._given)
+        return Connection(conn_id=conn_id, conn_type="rabbitmq", **self._fields)
 
 
 class Place:
-    """A queue of a test's own."""
+    """The queue of one test."""
 
     def __init__(self, server: RabbitServer, folder: Path) -> None:
         self.server = server
@@ -79,9 +79,11 @@ class Place:
         return RabbitMQProducer(**{"queue": self.name, "uri": self.server.uri, **options})
 
     def env(self, generation: str = "g1", **connection: Any) -> ProducerEnv:
-        given = {"host": self.host, "port": self.port, **connection}
+        fields = {"host": self.host, "port": self.port, **connection}
         return ProducerEnv(
-            generation=generation, connections=Connections(**given), staging=f"file://{self.folder}"
+            generation=generation,
+            connections=Connections(**fields),
+            staging=f"file://{self.folder}",
         )
 
     @contextmanager
@@ -93,14 +95,14 @@ class Place:
             source.close()
 
     def take(self, source: Source) -> list[Message]:
-        """Receive until nothing more is there: a source looks before it says so."""
+        """Receives until the queue is empty."""
         taken: list[Message] = []
         while got := source.secure(source.receive(500, timeout=0.0)):
             taken += got
         return taken
 
     def hold(self, generation: str = "g1", **options: Any) -> tuple[list[Message], Lease]:
-        """Take everything, as a run that settles later."""
+        """Receives all messages, as a run that settles later."""
         with self.source(generation, **options) as source:
             messages = [*self.take(source), *source.stop()]
             return messages, source.lease
@@ -108,18 +110,18 @@ class Place:
     def settle(
         self, generation: str, verdicts: Mapping[int, Verdict] | None = None, **options: Any
     ) -> tuple[list[Message], SettleReport]:
-        """Take everything, and settle it by its place."""
+        """Receives all messages, and settles them by their place."""
         messages, lease = self.hold(generation, **options)
-        chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
-        return messages, self.carry_out(lease, settlement_of(messages, chosen), **options)
+        by_id = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
+        return messages, self.carry_out(lease, settlement_of(messages, by_id), **options)
 
     def standing_queues(self, **options: Any) -> StandingQueues:
-        """The queues of our own."""
+        """Returns the standing queues."""
         journal = QueueJournal(self.env().staging, self.name)
         return StandingQueues(self.producer(**options), journal)
 
     def carry_out(self, lease: Lease, settlement: Settlement, /, **options: Any) -> SettleReport:
-        """Settle a lease."""
+        """Settles a lease."""
         custodian = self.producer(**options).custodian(self.env("custodian"))
         try:
             return custodian.settle(lease, settlement)
@@ -127,21 +129,21 @@ class Place:
             custodian.close()
 
     def give_back(self, *sent: bytes, properties: Any = None) -> list[Message]:
-        """Let a run take messages and be released: they are in the source queue again then."""
+        """Sends messages, which a run receives and releases."""
         self.send(*sent, properties=properties)
         messages, lease = self.hold("before")
         assert self.carry_out(lease, Settlement(rest=RELEASE)).released == len(sent)
         return messages
 
     def first(self, queue: str) -> tuple[Any, bytes]:
-        """Take the message that a queue has at least."""
-        found = self.server.get(queue)
-        assert found is not None
-        return found
+        """Receives the first message of a queue, which must have one."""
+        message = self.server.get(queue)
+        assert message is not None
+        return message
 
 
 def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> Any:
-    """Ask the management API."""
+    """Calls the management API."""
     if server.given is not None:
         pytest.skip("no management API of the tests' own")
     return server.manage(method, path, body)
@@ -149,9 +151,9 @@ def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> An
 
 @contextmanager
 def permitted(server: RabbitServer, *, tags: str = "", **allowed: str) -> Iterator[dict[str, str]]:
-    """A user with these permissions alone, as the fields of a connection.
+    """Creates a user with these permissions; yields its fields of a connection.
 
-    :param allowed: ``configure``, ``write`` and ``read``; everything where none is given.
+    :param allowed: ``configure``, ``write`` and ``read``; by default everything.
     """
     user = f"user-{uuid.uuid4().hex[:8]}"
     manage(server, "PUT", f"users/{user}", {"password": PASSWORD, "tags": tags})
@@ -164,22 +166,21 @@ def permitted(server: RabbitServer, *, tags: str = "", **allowed: str) -> Iterat
 
 
 class Breaker(Relay):
-    """Between a client and its broker: breaks a connection, or keeps it waiting, at what its client
-    says.
+    """Between a client and its broker: breaks or pauses a connection at certain bytes.
 
-    :param delay: Seconds that everything takes in each direction.
+    :param delay: Seconds of latency in each direction.
     """
 
     def __init__(self, target: tuple[str, int], delay: float = 0.0, port: int = 0) -> None:
         self._delay = delay
         self._awaited: bytes | None = None
         self._times: float = 0
-        self._held: bytes | None = None
+        self._paused_at: bytes | None = None
         self._answer = False
         self._flowing = threading.Event()
-        #: Connections that were broken.
+        #: The number of broken connections.
         self.broken = 0
-        #: Set once a client waits.
+        #: Set once a client is paused.
         self.holds = threading.Event()
         super().__init__(target, port=port)
 
@@ -189,28 +190,28 @@ class Breaker(Relay):
 
     @property
     def uri(self) -> str:
-        """Where clients find it."""
+        """The address for clients."""
         return f"amqp://127.0.0.1:{self.port}"
 
     def arm(self, at: bytes = b"", *, times: float = 1) -> None:
-        """Break a connection when its client says ``at``, which does not reach the broker.
+        """Breaks a connection when its client sends ``at``, which does not reach the broker.
 
         :param times: How many connections.
         """
         self._awaited, self._times = at, times
 
     def hold(self, at: bytes, *, answer: bool = False) -> None:
-        """Let ``at``, and what a client says after it, reach the broker after :meth:`release`.
+        """Pauses a connection at ``at`` until :meth:`release`.
 
-        :param answer: Whether it is the broker that says it, to a client.
+        :param answer: Whether the broker sends it to a client.
         """
-        self._held, self._answer = at, answer
+        self._paused_at, self._answer = at, answer
         self._flowing.clear()
         self.holds.clear()
 
     def release(self) -> None:
-        """Let everything through."""
-        self._held = None
+        """Resumes paused connections."""
+        self._paused_at = None
         self._flowing.set()
 
     def _join(self, client: socket.socket, broker: socket.socket) -> None:
@@ -227,16 +228,20 @@ class Breaker(Relay):
                     self._awaited = self._awaited if self._times else None
                     self.broken += 1
                     break
-                if of_client != self._answer and self._held is not None and self._held in data:
+                if (
+                    of_client != self._answer
+                    and self._paused_at is not None
+                    and self._paused_at in data
+                ):
                     self.holds.set()
                     self._flowing.wait(60)
                 time.sleep(self._delay)
                 target.sendall(data)
         except OSError:
             pass
-        for each in (source, target):
+        for end in (source, target):
             try:
-                each.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue
         source.close()

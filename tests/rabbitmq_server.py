@@ -1,9 +1,9 @@
 """A private RabbitMQ server for tests: own ports, data folder and node name; loopback only.
 
-Also what any test asks a broker without our package: to fill a queue, to count it, to look into it.
+It also has operations without our package: fill, count and read queues.
 
 ``with RabbitServer.start(folder) as server:`` gives ``server.url``.  It ends by its process ids
-alone.  ``AIRFLOW_BROADWAY_RABBITMQ_URL`` names a server that runs already: it is used as it is, and
+only.  ``AIRFLOW_BROADWAY_RABBITMQ_URL`` names a server that runs already: it is used as it is, and
 the tests that kill their broker are skipped.
 """
 
@@ -41,7 +41,7 @@ def given_url() -> str | None:
 
 
 def find_server() -> Path | None:
-    """The ``rabbitmq-server`` script, if one is installed.
+    """Returns the ``rabbitmq-server`` script, if it is installed.
 
     The one of the package's own folder is preferred: that in ``/usr/sbin`` changes the user.
     """
@@ -54,9 +54,9 @@ def find_server() -> Path | None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on.
+    """Returns an unused port of loopback.
 
-    Below those that connections get: a server that is killed and started again finds it free.
+    It is below the ephemeral ports, so it is still free when a killed server restarts.
     """
     for port in random.SystemRandom().sample(range(12_000, 32_000), 200):
         with socket.socket() as probe:
@@ -70,7 +70,7 @@ def free_port() -> int:
 
 @dataclass
 class RabbitServer:
-    """One server, and what tests do to it.
+    """One server, and its operations.
 
     :param folder: Where it keeps everything; kept over :meth:`kill` and :meth:`run`.
     """
@@ -85,7 +85,7 @@ class RabbitServer:
 
     @classmethod
     def start(cls, folder: Path) -> RabbitServer:
-        """Start one, or take the one that the environment names."""
+        """Starts a server, or uses the one named by the environment."""
         given = given_url()
         if given is not None:
             return cls(folder, given=given, management_port=15672)
@@ -145,11 +145,11 @@ class RabbitServer:
                 "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none"
                 " -kernel inet_dist_use_interface {127,0,0,1}"
             ),
-            # Its own port mapper too, so that none stays behind that other servers use.
+            # Its own port mapper, so that none outlives it.
             "ERL_EPMD_ADDRESS": "127.0.0.1",
         }
 
-    # -- its queues ----------------------------------------------------------------------------
+    # -- queues --------------------------------------------------------------------------------
 
     @contextmanager
     def channel(self) -> Iterator[Any]:
@@ -158,12 +158,12 @@ class RabbitServer:
             yield connection.channel()
 
     def declare(self, queue: str, **arguments: Any) -> None:
-        """Declare a durable queue."""
+        """Declares a durable queue."""
         with self.channel() as channel:
             channel.queue_declare(queue, durable=True, arguments=arguments)
 
     def fill(self, queue: str, bodies: Iterable[bytes]) -> None:
-        """Publish persistent messages to a queue that is empty, and wait until they are there."""
+        """Publishes persistent messages to an empty queue, and waits until they are ready."""
         properties, count = pika.BasicProperties(delivery_mode=2), 0
         with self.channel() as channel:
             for body in bodies:
@@ -173,7 +173,7 @@ class RabbitServer:
                 time.sleep(0.05)
 
     def depth(self, queue: str) -> int | None:
-        """Messages that are ready in a queue, by AMQP, which answers of now; ``None``: no queue."""
+        """Returns the ready messages of a queue, by AMQP, without delay; ``None``: no queue."""
         with self.channel() as channel:
             try:
                 return int(channel.queue_declare(queue, passive=True).method.message_count)
@@ -181,22 +181,22 @@ class RabbitServer:
                 return None
 
     def count(self, *queues: str) -> int:
-        """Messages that are ready in queues; 0 in those that do not exist."""
+        """Returns the ready messages of queues; 0 for missing queues."""
         return sum(self.depth(queue) or 0 for queue in queues)
 
     def get(self, queue: str) -> tuple[Any, bytes] | None:
-        """Take one message: its properties and body."""
+        """Receives one message; returns its properties and body."""
         with self.channel() as channel:
             method, properties, body = channel.basic_get(queue, auto_ack=True)
             return None if method is None else (properties, body)
 
     def queue_names(self, prefix: str = "") -> list[str]:
-        """The queues there are, by the management API."""
+        """Returns the names of queues, by the management API."""
         found = self.manage("GET", "queues?columns=name&disable_stats=true")
         return [queue["name"] for queue in found if queue["name"].startswith(prefix)]
 
     def manage(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask the management API."""
+        """Calls the management API."""
         request = urllib.request.Request(
             f"http://{self.address[0]}:{self.management_port}/api/{path}",
             method=method,
@@ -210,10 +210,10 @@ class RabbitServer:
             text = answer.read()
         return json.loads(text) if text else None
 
-    # -- its life ------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------
 
     def run(self, *, wait: float = 90.0) -> None:
-        """Start the server, with whatever data it has, and wait until it answers."""
+        """Starts the server on its data, and waits until it answers."""
         script = find_server()
         if script is None:
             raise RuntimeError("RabbitMQ is not installed")
@@ -224,7 +224,7 @@ class RabbitServer:
             "loopback_users.guest = true\ndisk_free_limit.absolute = 100MB\n"
             "vm_memory_high_watermark.absolute = 3GB\n"
         )
-        # A dead letter that its queue did not take is tried again after 5 seconds, not 3 minutes.
+        # A refused dead letter is retried after 5 seconds, not 3 minutes.
         (self.folder / "advanced.config").write_text(
             "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 5000}]}].\n"
         )
@@ -243,7 +243,7 @@ class RabbitServer:
             return False
 
     def control(self, *command: str) -> str:
-        """Run ``rabbitmqctl``; returns what it prints."""
+        """Runs ``rabbitmqctl``; returns its output."""
         script = find_server()
         assert script is not None
         return subprocess.run(
@@ -256,15 +256,15 @@ class RabbitServer:
         ).stdout
 
     def evaluate(self, expression: str) -> str:
-        """Evaluate an Erlang expression on the node."""
+        """Evaluates an Erlang expression on the node."""
         return self.control("eval", expression).strip()
 
     def stop_queue(self, name: str) -> None:
-        """End a quorum queue's process: who asks it for something loses the connection."""
+        """Ends a quorum queue's process: its users lose their connections."""
         self._of_queue("stop_server", name)
 
     def start_queue(self, name: str) -> None:
-        """Start a quorum queue's process again."""
+        """Starts a quorum queue's process again."""
         self._of_queue("restart_server", name)
 
     def _of_queue(self, function: str, name: str) -> None:
@@ -293,7 +293,7 @@ class RabbitServer:
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it, in order if it will."""
+        """Ends it, in order if it will."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""An S3 server on loopback that counts what it is asked: moto's, in a thread of this process."""
+"""An S3 server on loopback that counts requests: moto's, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Requests(Counter[tuple[str, str]]):
     """Requests by kind (``PUT``, ``GET``, ``HEAD``, ``LIST``, ``DELETE``) and by key or prefix."""
 
     def of(self, *kinds: str, part: str = "") -> int:
-        """How many were of these kinds, or of any, and had ``part`` in their keys."""
+        """Returns the requests of these kinds, or of any, with ``part`` in their keys."""
         return sum(
             count
             for (kind, key), count in self.items()
@@ -29,7 +29,7 @@ class Requests(Counter[tuple[str, str]]):
 
 
 class S3Server:
-    """The server, and what it was asked so far."""
+    """The server, and its requests so far."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -37,7 +37,7 @@ class S3Server:
         self._writing = threading.Lock()
         self.requests = Requests()
         self.endpoint = ""
-        #: Told of each request: ``"before"`` it is carried out, and ``"after"``, before the answer.
+        #: Called for each request: ``"before"`` its execution, and ``"after"``, before the answer.
         self.told: Callable[[str], None] = lambda moment: None
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
@@ -48,7 +48,7 @@ class S3Server:
         with self._lock:
             self.requests[kind, key] += 1
         self.told("before")
-        # S3 creates an object once; moto looks whether it is there, and writes it then.
+        # S3 creates an object atomically; moto checks, then writes.
         with self._writing if kind == "PUT" else nullcontext():
             answer = self._app(environ, start_response)
         self.told("after")
@@ -56,26 +56,26 @@ class S3Server:
 
     @contextmanager
     def counted(self) -> Iterator[Requests]:
-        """What is asked from now on; complete when the context ends."""
+        """Counts requests from now on; complete when the context ends."""
         with self._lock:
             before = Requests(self.requests)
-        found = Requests()
+        counted = Requests()
         try:
-            yield found
+            yield counted
         finally:
             with self._lock:
-                found.update({k: n - before[k] for k, n in self.requests.items() if n > before[k]})
+                counted.update(
+                    {k: n - before[k] for k, n in self.requests.items() if n > before[k]}
+                )
 
     def root(self) -> str:
-        """The URI of a staging root in a new bucket."""
+        """Returns the URI of a staging root in a new bucket."""
         bucket = f"bucket-{uuid.uuid4().hex}"
         self.store(f"s3://{bucket}").fs.mkdir(bucket)
         return f"s3://{bucket}/staging"
 
     def options(self) -> dict[str, Any]:
-        """What s3fs needs to come here; each store has a client of its own, as in processes of
-        their own.
-        """
+        """Returns s3fs's options for this server; every store opens its own client."""
         return {
             "key": "test",
             "secret": "test",
@@ -84,13 +84,13 @@ class S3Server:
         }
 
     def store(self, uri: str) -> Store:
-        """A staging root, through a client of its own."""
+        """Opens a staging root with its own client."""
         return Store.open(uri, **self.options())
 
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """A server with nothing in it."""
+    """Starts an empty server."""
     from moto.moto_server.werkzeug_app import (
         DomainDispatcherApplication,
         MotoRequestHandler,
@@ -99,26 +99,26 @@ def s3_server() -> Iterator[S3Server]:
     from werkzeug.serving import make_server
 
     class Silent(MotoRequestHandler):  # type: ignore[misc, unused-ignore]
-        def log(self, *given: Any) -> None:
-            """Say nothing of each request."""
+        def log(self, *args: Any) -> None:
+            """Logs nothing."""
 
-    made = S3Server(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, made, True, request_handler=Silent)
+    app = S3Server(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, True, request_handler=Silent)
     host, port = server.server_address[:2]
-    made.endpoint = f"http://{host!s}:{port}"
+    app.endpoint = f"http://{host!s}:{port}"
     thread = threading.Thread(target=server.serve_forever, name="s3", daemon=True)
     thread.start()
-    # Producers open the bucket by themselves, as the environment says.
+    # Producers open the bucket by the environment.
     environment = {
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_ENDPOINT_URL_S3": made.endpoint,
+        "AWS_ENDPOINT_URL_S3": app.endpoint,
     }
     clients = fsspec.get_filesystem_class("s3")
     clients.clear_instance_cache()
     try:
         with mock.patch.dict(os.environ, environment):
-            yield made
+            yield app
     finally:
         clients.clear_instance_cache()
         server.shutdown()

@@ -1,15 +1,15 @@
 """moto's SQS as a process of its own: ``python -m tests.sqs_moto PORT``.
 
-moto is a model of SQS, and as it comes neither safe nor fast enough to be measured against.  What
-is changed here is how it keeps messages, never what SQS would answer:
+moto is neither thread-safe nor fast enough for measurements.  The changes concern the storage of
+messages, never SQS's answers:
 
-- Its threads share lists without a lock: two receives at once may hand out one message twice, and a
-  delete that another overtakes is undone.  Here one lock is around all that touches messages, and a
-  long poll lets others in between its looks.
-- It counts a queue's messages for every message sent and received, and walks all of them for every
-  delete: at 2,000 messages it serves one receive a second.  Here they are counted when somebody
-  asks, found by id and receipt, and those in flight are in nobody's way.
-- When several messages of a FIFO group come back at once, it hands out the last of them first.
+- Its threads share lists without a lock: concurrent receives may deliver a message twice, and an
+  overtaken delete is undone.  Here one lock guards all messages, released between the polls of a
+  long poll.
+- It counts a queue's messages for every message sent and received, and scans all of them for every
+  delete: at 2,000 messages it serves one receive a second.  Here they are counted on request, found
+  by id and receipt, and messages in flight are stored apart.
+- When several messages of a FIFO group become visible together, it delivers the last one first.
 - It measures the 12 hours of a visibility timeout from the sending; SQS does from the receipt.
 """
 
@@ -31,30 +31,29 @@ from moto.sqs.exceptions import InvalidParameterValue, ReceiptHandleIsInvalid
 
 __all__ = ["main"]
 
-#: Looked up by name: what is replaced in it is of other types than what replaces it.
+#: Imported by name, since the replacements have other types.
 models: Any = import_module("moto.sqs.models")
 
-#: Seconds that SQS hides a message from its receipt on, at most.
+#: The longest visibility timeout from the receipt, in seconds.
 LONGEST = 43_200
 
-#: Seconds between the looks of a long poll.
-LOOK = 0.05
+#: Seconds between the polls of a long poll.
+POLL_INTERVAL = 0.05
 
 _LOCK = threading.RLock()
 
 
 class Shelf:
-    """A queue's messages in order, found by id: what moto does with its list, this does too.
+    """A queue's messages in order, found by id; replaces moto's list.
 
-    :param ordered: Of a FIFO queue, whose order counts; else those in flight are kept apart, so
-        that nobody who receives has to look at them.
+    :param ordered: Of a FIFO queue; else messages in flight are stored apart.
     """
 
     def __init__(self, *, ordered: bool) -> None:
         self.by_id: dict[str, Any] = {}
         self._ordered = ordered
         self._ready: deque[Any] = deque()
-        #: (when it is visible again, a number, message); may have several entries of one message.
+        #: (end of the timeout, a number, message); one message may have several entries.
         self._hidden: list[tuple[float, int, Any]] = []
         self._in_ready: set[str] = set()
         self._count = count()
@@ -70,13 +69,13 @@ class Shelf:
         return iter(self.by_id.values())
 
     def hide(self, message: Any) -> None:
-        """Note that it is visible at another time than before."""
+        """Records a new visibility timeout."""
         if not self._ordered:
             at = max(message.visible_at, message.delayed_until)
             heappush(self._hidden, (at, next(self._count), message))
 
     def visible(self, now: float) -> Iterator[Any]:
-        """Those that may be received; some of them may be received on the way."""
+        """Yields the visible messages, some of which may be received meanwhile."""
         if self._ordered:
             yield from (message for message in self if _shown(message, now))
             return
@@ -115,20 +114,20 @@ def _shown(message: Any, now: float) -> bool:
 
 
 class Queue(models.Queue):  # type: ignore[misc]
-    """A queue that finds a message by its receipt, and counts only when asked."""
+    """A queue that finds messages by receipt, and counts them on request."""
 
-    # moto files its models under the name of the service that it reads from here.
+    # moto derives the service of a model from its module.
     __module__ = models.__name__
 
-    def __init__(self, *args: Any, **given: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         self.counting = False
-        super().__init__(*args, **given)
+        super().__init__(*args, **options)
         self.clear()
 
     def clear(self) -> None:
         self._messages = Shelf(ordered=bool(self.fifo_queue))
         self._pending_messages: set[Any] = set()
-        #: Receipt → message, and when that receipt was given out.
+        #: Receipt → message, and the time of the receipt.
         self.receipts: dict[str, tuple[Any, float]] = {}
 
     @property
@@ -148,14 +147,14 @@ class Queue(models.Queue):  # type: ignore[misc]
         return sum(not m.visible for m in self._messages) if self.counting else 0
 
     def holder(self, receipt: str) -> tuple[Any, float]:
-        """The message of a receipt, and when it was given out."""
+        """Returns the message of a receipt, and the time of the receipt."""
         message, at = self.receipts.get(receipt, (None, 0.0))
         if message is None or self._messages.by_id.get(message.id) is not message:
             raise ReceiptHandleIsInvalid
         return message, at
 
     def forget_lapsed(self) -> None:
-        """What is visible again holds up its group no longer: all of it at once, not one by one."""
+        """Unblocks the groups of visible messages."""
         if self.fifo_queue:
             self._pending_messages = {m for m in self._pending_messages if not m.visible}
 
@@ -171,43 +170,43 @@ class Queue(models.Queue):  # type: ignore[misc]
 
 
 def alone(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the backend, one at a time."""
+    """Serializes a method of the backend."""
 
     @wraps(method)
-    def locked(*args: Any, **given: Any) -> Any:
+    def locked(*args: Any, **options: Any) -> Any:
         with _LOCK:
-            return method(*args, **given)
+            return method(*args, **options)
 
     return locked
 
 
-_look = models.SQSBackend.receive_message
-_tell = models.SQSBackend.get_queue_attributes
+_receive = models.SQSBackend.receive_message
+_get_attributes = models.SQSBackend.get_queue_attributes
 
 
 def receive_message(
-    self: Any, queue_name: str, count: int, wait_seconds_timeout: int, *rest: Any, **given: Any
+    self: Any, queue_name: str, count: int, wait_seconds_timeout: int, *rest: Any, **options: Any
 ) -> Any:
-    """moto's own look, repeated until something is found or the wait is over."""
+    """Repeats moto's receive until it returns messages or the wait is over."""
     end = time.monotonic() + wait_seconds_timeout
     while True:
         with _LOCK:
             queue = self.get_queue(queue_name)
             queue.forget_lapsed()
-            found = _look(self, queue_name, count, 0, *rest, **given)
-            for copy in found:
+            received = _receive(self, queue_name, count, 0, *rest, **options)
+            for copy in received:
                 message = queue._messages.by_id[copy.id]
                 queue.receipts[copy.receipt_handle] = (message, time.time())
         left = end - time.monotonic()
-        if found or left <= 0:
-            return found
-        time.sleep(min(LOOK, left))
+        if received or left <= 0:
+            return received
+        time.sleep(min(POLL_INTERVAL, left))
 
 
 def change_message_visibility(
     self: Any, queue_name: str, receipt_handle: str, visibility_timeout: int
 ) -> None:
-    """moto's, with the message found by its receipt, and 12 hours from that receipt on."""
+    """Changes a timeout; finds the message by receipt, limited to 12 hours from the receipt."""
     queue = self.get_queue(queue_name)
     message, at = queue.holder(receipt_handle)
     if time.time() + int(visibility_timeout) - at > LONGEST:
@@ -224,7 +223,7 @@ def change_message_visibility(
 def change_message_visibility_batch(
     self: Any, queue_name: str, entries: list[dict[str, Any]]
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """moto's, with each refusal an entry of its own."""
+    """Changes timeouts; reports each refusal as its own entry."""
     done: list[str] = []
     failed: list[dict[str, Any]] = []
     for entry in entries:
@@ -242,41 +241,37 @@ def change_message_visibility_batch(
 
 
 def get_queue_attributes(self: Any, queue_name: str, attribute_names: list[str]) -> Any:
-    """moto's, and the only one that counts messages."""
+    """Returns the attributes; the only method that counts messages."""
     queue = self.get_queue(queue_name)
     queue.counting = True
     try:
-        return _tell(self, queue_name, attribute_names)
+        return _get_attributes(self, queue_name, attribute_names)
     finally:
         queue.counting = False
 
 
 def in_retention(self: Any, queue_name: str, message: Any) -> bool:
-    """Whether a message is not too old, without asking for all attributes."""
-    kept = self.get_queue(queue_name).message_retention_period
-    return bool(kept + message.sent_timestamp / 1000 > time.time())
+    """Returns whether a message is within the retention."""
+    retention = self.get_queue(queue_name).message_retention_period
+    return bool(retention + message.sent_timestamp / 1000 > time.time())
 
 
 def purge_queue(self: Any, queue_name: str) -> None:
-    """Nothing is left."""
+    """Removes all messages."""
     self.get_queue(queue_name).clear()
 
 
 def main() -> None:
-    """Serve, until killed."""
-    # moto's own look at the time goes through datetime, 12 µs each, some times per message.
+    """Serves until killed."""
+    # moto reads the time through datetime, 12 µs per call, several calls per message.
     models.unix_time = lambda dt=None: time.time()
     models.unix_time_millis = lambda dt=None: time.time() * 1000.0
     models.Queue = Queue
     backend = models.SQSBackend
     backend.receive_message = receive_message
     backend.is_message_valid_based_on_retention_period = in_retention
-    for changed in (
-        change_message_visibility,
-        change_message_visibility_batch,
-        get_queue_attributes,
-        purge_queue,
-    ):
+    changes = change_message_visibility, change_message_visibility_batch
+    for changed in (*changes, get_queue_attributes, purge_queue):
         setattr(backend, changed.__name__, alone(changed))
     for name in ("send_message", "send_message_batch", "delete_message", "delete_message_batch"):
         setattr(backend, name, alone(getattr(backend, name)))

@@ -1,4 +1,4 @@
-"""The rules of Pub/Sub, in memory: topics, subscriptions, and what each request may say."""
+"""The rules of Pub/Sub, in memory: topics, subscriptions and valid requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.pubsub_v1.types import pubsub as types
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from tests.pubsub_stub.errors import Refused, of_ids
-from tests.pubsub_stub.subscription import INVALID, UNORDERED, Held, Subscription
+from tests.pubsub_stub.subscription import INVALID, UNORDERED, StoredMessage, Subscription
 
 __all__ = ["MOST_IDS", "MOST_REQUEST_BYTES", "Broker"]
 
@@ -29,26 +29,26 @@ _Published, _Received = types.PubsubMessage.pb(), types.ReceivedMessage.pb()
 
 
 class Broker:
-    """Every request is a method; what it refuses it raises as :class:`Refused`.
+    """Every request is a method, which raises its refusal as :class:`Refused`.
 
     :param answer: Called as ``answer(call, request)`` before each request, e.g. with ``"Pull"``: an
         error to answer, or ``None`` to do what Pub/Sub would.
-    :param late_acks: Whether an acknowledgement whose time is over ends the message all the same.
-        Without exactly-once delivery both happen in life.
+    :param late_acks: Whether late acknowledgements remove the message.  Without exactly-once
+        delivery Pub/Sub does both.
     """
 
     def __init__(self, clock: Clock | None = None, *, late_acks: bool = False) -> None:
         self.clock = clock or SystemClock()
         self.late_acks = late_acks
         self.answer: Callable[[str, Any], Refused | None] = lambda call, request: None
-        #: What becomes of one id of an exactly-once subscription, before the rules are asked.
+        #: The refusal of one id of an exactly-once subscription, before the rules.
         self.confirm: Callable[[str], str | None] = lambda ack_id: None
         #: Requests by call; and the ids or messages in them.
         self.requests: Counter[str] = Counter()
         self.entries: Counter[str] = Counter()
         self.topics: dict[str, Any] = {}
         self.subscriptions: dict[str, Subscription] = {}
-        #: By topic, what was published: place and message.
+        #: By topic: place and message of all publications.
         self.published: dict[str, list[tuple[int, Any]]] = {}
         self.snapshots: dict[str, tuple[str, list[int]]] = {}
         self.changed = threading.Condition(threading.RLock())
@@ -93,15 +93,15 @@ class Broker:
 
     def _publish(self, topic: str, message: Any) -> str:
         place = next(self._places)
-        kept = _Published()
-        kept.CopyFrom(message)
-        kept.message_id = str(place)
-        kept.publish_time.FromDatetime(self.clock.now().replace(tzinfo=None))
-        self.published[topic].append((place, kept))
+        stored_copy = _Published()
+        stored_copy.CopyFrom(message)
+        stored_copy.message_id = str(place)
+        stored_copy.publish_time.FromDatetime(self.clock.now().replace(tzinfo=None))
+        self.published[topic].append((place, stored_copy))
         for subscription in self.subscriptions.values():
             if subscription.settings.topic == topic:
-                subscription.put(place, kept)
-        return str(kept.message_id)
+                subscription.put(place, stored_copy)
+        return str(stored_copy.message_id)
 
     def _topic(self, name: str) -> Any:
         if name not in self.topics:
@@ -139,9 +139,9 @@ class Broker:
         return self.subscriptions[name]
 
     def _pulled(self, name: str) -> Subscription:
-        """A subscription that messages are pulled from."""
-        found = self._subscription(name)
-        settings = found.settings
+        """Returns a pull subscription."""
+        pulled = self._subscription(name)
+        settings = pulled.settings
         if settings.detached:
             raise Refused(
                 "FAILED_PRECONDITION", f"The subscription {name} is detached from its topic."
@@ -156,29 +156,29 @@ class Broker:
                 "Method is not supported for push and export subscriptions: the subscription"
                 f" {name} is not a pull subscription.",
             )
-        return found
+        return pulled
 
     # -- messages ------------------------------------------------------------------------------
 
-    def pull(self, request: Any) -> list[Held]:
+    def pull(self, request: Any) -> list[StoredMessage]:
         subscription = self._pulled(request.subscription)
         if request.max_messages < 1:
             raise Refused("INVALID_ARGUMENT", "The max_messages must be greater than 0.")
-        found = subscription.take(min(request.max_messages, 1_000), self.now())
-        self._bury(subscription)
-        self.entries["Pull"] += len(found)
-        return found
+        pulled = subscription.take(min(request.max_messages, 1_000), self.now())
+        self._publish_dead(subscription)
+        self.entries["Pull"] += len(pulled)
+        return pulled
 
-    def shown(self, name: str, found: Sequence[Held]) -> list[Any]:
-        """What was pulled, as its answer has it; the attempt by a dead-letter policy alone."""
+    def shown(self, name: str, pulled: Sequence[StoredMessage]) -> list[Any]:
+        """Returns the answer of a pull; with attempts only under a dead-letter policy."""
         counted = self._subscription(name).settings.dead_letter_policy.dead_letter_topic
         return [
             _Received(
-                ack_id=held.ack_id,
-                message=held.message,
-                delivery_attempt=held.attempts if counted else 0,
+                ack_id=stored.ack_id,
+                message=stored.message,
+                delivery_attempt=stored.attempts if counted else 0,
             )
-            for held in found
+            for stored in pulled
         ]
 
     def acknowledge(self, request: Any) -> None:
@@ -195,17 +195,17 @@ class Broker:
         now = self.now()
 
         def change(of: Subscription, ack_id: str) -> str | None:
-            held = of.flying.get(ack_id)
-            if held is None:
+            stored = of.flying.get(ack_id)
+            if stored is None:
                 return INVALID
             if seconds:
-                of.hide(held, now + seconds)
+                of.hide(stored, now + seconds)
             else:
-                of.give_back(held, now)
+                of.release(stored, now)
             return None
 
         self._each(subscription, request.ack_ids, change)
-        self._bury(subscription)
+        self._publish_dead(subscription)
 
     def _checked(self, request: Any) -> Subscription:
         subscription = self._pulled(request.subscription)
@@ -229,40 +229,40 @@ class Broker:
         ack_ids: Sequence[str],
         change: Callable[[Subscription, str], str | None],
     ) -> None:
-        """Change each by its id; an exactly-once subscription says which could not be."""
+        """Applies a change by id; an exactly-once subscription reports the refused ids."""
         if not subscription.exactly_once:
             for ack_id in ack_ids:
                 change(subscription, ack_id)
             return
-        found = {each: self.confirm(each) or change(subscription, each) for each in ack_ids}
-        refused = {ack_id: why for ack_id, why in found.items() if why is not None}
+        results = {key: self.confirm(key) or change(subscription, key) for key in ack_ids}
+        refused = {ack_id: refusal for ack_id, refusal in results.items() if refusal is not None}
         if refused:
             raise of_ids(refused)
 
     def _acknowledge(self, subscription: Subscription, ack_id: str) -> str | None:
-        held = subscription.flying.get(ack_id)
-        if held is None and ack_id in subscription.acked:
+        stored = subscription.flying.get(ack_id)
+        if stored is None and ack_id in subscription.acked:
             return None
-        if held is None and self.late_acks and not subscription.exactly_once:
-            held = subscription.stale.get(ack_id)
-            if held is None or held.place not in subscription.left:
+        if stored is None and self.late_acks and not subscription.exactly_once:
+            stored = subscription.stale.get(ack_id)
+            if stored is None or stored.place not in subscription.left:
                 return INVALID
-            subscription.flying.pop(held.ack_id, None)
-        if held is None:
+            subscription.flying.pop(stored.ack_id, None)
+        if stored is None:
             return INVALID
-        if subscription.exactly_once and subscription.earlier_is_open(held):
+        if subscription.exactly_once and subscription.earlier_is_open(stored):
             return UNORDERED
-        subscription.acknowledge(held)
+        subscription.acknowledge(stored)
         return None
 
-    def _bury(self, subscription: Subscription) -> None:
-        """Send what is dead by the subscription's own policy to the topic that takes it."""
+    def _publish_dead(self, subscription: Subscription) -> None:
+        """Publishes the dead letters of the subscription's own policy."""
         while subscription.dead:
-            held = subscription.dead.popleft()
+            stored = subscription.dead.popleft()
             letter = _Published()
-            letter.CopyFrom(held.message)
+            letter.CopyFrom(stored.message)
             source = "CloudPubSubDeadLetterSource"
-            letter.attributes[f"{source}DeliveryCount"] = str(held.attempts)
+            letter.attributes[f"{source}DeliveryCount"] = str(stored.attempts)
             letter.attributes[f"{source}Subscription"] = _last(subscription.name)
             letter.attributes[f"{source}SubscriptionProject"] = subscription.name.split("/")[1]
             topic = subscription.settings.dead_letter_policy.dead_letter_topic
@@ -277,10 +277,10 @@ class Broker:
         return str(subscription.settings.topic)
 
     def seek(self, request: Any) -> None:
-        """Let what a snapshot, or an instant, says be left: every id of before is void."""
+        """Restores the messages of a snapshot or a timestamp; voids all earlier ack ids."""
         subscription = self._subscription(request.subscription)
         everything = self.published.get(subscription.settings.topic, [])
-        kept = subscription.settings.retain_acked_messages
+        stored_copy = subscription.settings.retain_acked_messages
         if request.snapshot:
             if request.snapshot not in self.snapshots:
                 raise Refused("NOT_FOUND", "Resource not found (snapshot).")
@@ -291,7 +291,7 @@ class Broker:
                 place
                 for place, message in everything
                 if message.publish_time.ToNanoseconds() / 1e9 >= since
-                and (kept or place in subscription.left)
+                and (stored_copy or place in subscription.left)
             }
         again = Subscription(subscription.settings, self._numbers)
         for place, message in everything:

@@ -1,4 +1,4 @@
-"""What Pub/Sub refuses, as gRPC tells it."""
+"""Refusals of Pub/Sub as gRPC errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Refused", "of_ids"]
 
 
 class Refused(Exception):
-    """An answer that is an error.
+    """An error as an answer.
 
     :param code: gRPC's, e.g. ``"UNAVAILABLE"``.
-    :param metadata: Of an ``ErrorInfo``: what became of each acknowledgement id.
+    :param metadata: Of an ``ErrorInfo``: the refusal of each ack id.
     :param done: Whether the request is carried out nevertheless: its answer alone is lost.
     """
 
@@ -35,7 +35,7 @@ class Refused(Exception):
         self.done = done
 
     def status(self) -> Any:
-        """What a servicer aborts with."""
+        """Returns the status with which a servicer aborts."""
         from google.protobuf.any_pb2 import Any as Packed
         from google.rpc.error_details_pb2 import ErrorInfo
         from google.rpc.status_pb2 import Status
@@ -54,7 +54,7 @@ class Refused(Exception):
 
 
 def of_ids(found: Mapping[str, str]) -> Refused:
-    """The answer to an exactly-once subscription's request of which some ids were refused."""
+    """Returns the answer of an exactly-once subscription that refused some ids."""
     return Refused(
         "INVALID_ARGUMENT",
         "Some acknowledgement ids in the request were invalid. This could be because the"

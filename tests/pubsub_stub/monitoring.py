@@ -1,4 +1,4 @@
-"""Cloud Monitoring's servicer on loopback: the series of each metric, as a test gives them."""
+"""Cloud Monitoring's servicer on loopback, with the series of a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Monitoring"]
 
 
 class Monitoring:
-    """A server in this process, with a port of its own; its series are a minute apart.
+    """A server in this process, with its own port; its points are a minute apart.
 
     :param authority: Signs its certificate, for a client that logs in; ``None``: it is plain.
 
@@ -53,20 +53,20 @@ class Monitoring:
         self._server.stop(None).wait()
 
     def holds(self, messages: int, oldest: int) -> None:
-        """A subscription's backlog, from now on."""
+        """Sets a subscription's backlog."""
         self.values = {
             "num_undelivered_messages": [messages],
             "oldest_unacked_message_age": [oldest],
         }
 
     def client(self, *_: object) -> MetricServiceClient:
-        """A plain one, without credentials."""
+        """Opens a plain client, without credentials."""
         channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
         return MetricServiceClient(transport=MetricServiceGrpcTransport(channel=channel))
 
     @contextmanager
     def as_googles(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Whoever asks Google's server, in this process, comes here: by TLS, with credentials."""
+        """Redirects this process's clients of Google to here, by TLS and with credentials."""
         assert self._authority is not None
         real = MetricServiceGrpcTransport.create_channel
         trusted = grpc.ssl_channel_credentials(self._authority.certificate.read_bytes())
@@ -93,7 +93,7 @@ class Monitoring:
 
     def _list(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.asked.append(request)
-        self.metadata.append({each.key: each.value for each in context.invocation_metadata()})
+        self.metadata.append({item.key: item.value for item in context.invocation_metadata()})
         if self.refuses:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "no")
         metric = request.filter.split("subscription/")[1].split('"')[0]

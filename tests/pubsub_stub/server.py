@@ -18,17 +18,17 @@ from tests.pubsub_stub.errors import Refused
 __all__ = ["Stub"]
 
 _PULL_WAITS = 90.0
-#: Seconds of real time between two looks of a pull that waits: a clock may have been moved.
+#: Seconds of real time between two polls of a waiting pull, since the clock may be manual.
 _LOOK = 0.02
 _NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)]
 
 
 class Stub:
-    """A server in this process, with a port of its own.
+    """A server in this process, with its own port.
 
     :param patience: Seconds of real time for which a pull waits at most, if it finds nothing.
 
-    ``broker`` has its rules: tests reach into them.
+    ``broker`` has its rules, which tests change.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Stub:
         self._server.start()
 
     def stop(self) -> None:
-        """End it: nothing is kept."""
+        """Ends the server."""
         self._ending = True
         with self.broker.changed:
             self.broker.changed.notify_all()
@@ -70,7 +70,7 @@ class Stub:
         }
         return grpc.method_handlers_generic_handler(
             "google.pubsub.v1.Publisher",
-            {name: self._call(name, *each) for name, each in calls.items()},
+            {name: self._call(name, *kinds) for name, kinds in calls.items()},
         )
 
     def _subscriber(self) -> grpc.GenericRpcHandler:
@@ -93,7 +93,7 @@ class Stub:
             "CreateSnapshot": (types.CreateSnapshotRequest, snapshot),
             "Seek": (types.SeekRequest, seek),
         }
-        handlers = {name: self._call(name, *each) for name, each in calls.items()}
+        handlers = {name: self._call(name, *kinds) for name, kinds in calls.items()}
         handlers["Pull"] = grpc.unary_unary_rpc_method_handler(
             self._pull,
             request_deserializer=types.PullRequest.pb().FromString,
@@ -121,7 +121,7 @@ class Stub:
         )
 
     def _asked(self, name: str, request: Any) -> Refused | None:
-        """Count a request, and ask the test: what is refused now is raised."""
+        """Counts a request, and raises a refusal of the test."""
         self.broker.requests[name] += 1
         given = self.broker.answer(name, request)
         if given is not None and not given.done:
@@ -130,7 +130,7 @@ class Stub:
 
     def _pull(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        # As the emulator, a second before the caller gives up: what nobody reads is gone for now.
+        # As the emulator: a second before the client's deadline, since an unread answer is lost.
         wait = self._patience if remaining is None else min(self._patience, remaining - 1.0)
         end = time.monotonic() + (0.0 if request.return_immediately else wait)
         try:
