@@ -449,7 +449,7 @@ class ApacheKafka(KafkaServer):
         process.wait()
 
     def tool(self, name: str, *arguments: str) -> str:
-        """Runs one of Kafka's tools, e.g. ``consumer.group.ConsumerGroupCommand``; returns its output."""
+        """Runs a tool, e.g. ``consumer.group.ConsumerGroupCommand``; returns its output."""
         command = _java(f"org.apache.kafka.tools.{name}", "--bootstrap-server", self.bootstrap)
         done = subprocess.run(
             [*command, *arguments], check=False, capture_output=True, text=True, timeout=120

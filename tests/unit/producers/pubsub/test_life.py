@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Facts, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
@@ -366,33 +365,12 @@ def test_nack_uses_own_delay_on_every_attempt(action, delay, sub):
     assert run.producer.verdict(failed, failed=True, stage="process").delay == delay
 
 
-def test_messages_without_manifest_are_released_immediately(sub):
-    run, _ = sub.taken("a", "b")
-    report = run.custodian.settle(run.source.lease, Settlement(rest=RELEASE))
-    assert report == SettleReport(released=2)
-    assert sorted(sub.drain()) == ["a", "b"]
-
-
 def test_repeated_settlement_reports_same_without_requests(sub):
     run, messages = sub.taken("a", "b")
     first = run.settle(messages, {"a": RETRY})
     requests = dict(sub.broker.requests)
     assert run.settle(messages, {"a": RETRY}, by=run.other()) == first
     assert dict(sub.broker.requests) == requests
-
-
-def test_early_settled_messages_are_not_received_again(sub):
-    run, messages = sub.taken("a", "b")
-    a, b = sorted(messages, key=lambda message: message.data)
-    now = run.settle_now([a], RETRY)
-    assert now == SettleReport(requeued=1)
-    assert run.take() == []
-
-    run.source.stop()
-    settled = Settlement(rest=ACK, expected=1, settled_now=now, everything=lambda: iter(()))
-    assert b.data == b"b"
-    assert run.custodian.settle(run.source.lease, settled).acked == 1
-    assert sub.drain() == ["a"]
 
 
 def test_unsecured_messages_are_released_at_end(sub):

@@ -74,27 +74,6 @@ def test_messages_are_leased_for_twelve_hours_and_settled(count, sub):
     assert len(sub.drain()) == tenth
 
 
-def test_unrenewed_lease_lapses_and_redelivery_is_marked(sub):
-    fill(sub, 50)
-    run = sub.begin()
-    messages = run.take()
-    lease = run.source.lease
-    run.source.close()
-    custodian = run.other()
-    sub.clock.advance(600.0)
-
-    assert custodian.renew(lease) is None
-    again = sub.begin().take()
-
-    assert {m.message_id for m in again} == {m.message_id for m in messages}
-    assert all(message.redelivered for message in again)
-    report = run.settle(messages, by=custodian)
-    custodian.close()
-    assert report.lapsed == 50
-    assert sub.broker.requests["Acknowledge"] == 0
-    assert sub.left() == 50
-
-
 @pytest.mark.parametrize(
     ("runs", "count"), [(24, 100), pytest.param(72, 1_400, marks=pytest.mark.slow)]
 )

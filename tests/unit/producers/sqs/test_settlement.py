@@ -315,17 +315,6 @@ def test_without_staging_folder_receives_count_as_attempts():
         assert [message.attempt for message in second.take()] == [2]
 
 
-def test_early_release_waits_for_end_of_run(run):
-    messages = run.take_new(["a"])
-    run.settle_now(messages, RELEASE)
-
-    assert run.take() == []
-
-    assert run.fake.requests["ReceiveMessage"] < 10  # received once and kept
-    run.source.close()
-    assert run.fake.waiting() == ["a"]
-
-
 @options(staged=True)
 def test_early_verdict_before_outage_is_recorded(run):
     # Given two early verdicts, of which the second is not answered
