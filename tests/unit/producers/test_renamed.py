@@ -1,4 +1,4 @@
-"""A pipeline that is renamed, or a second one, knows what was handed out to the first."""
+"""A renamed or second pipeline marks messages that the first one received."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from airflow_broadway.testing.harness import settlement_of
 from tests.fake_sqs import URL, FakeSqs, installed
-from tests.unit.producers.pubsub.kit import place
+from tests.unit.producers.pubsub.kit import open_subscription
 
 MESSAGES = 100
 FAILED = Verdict(Action.RETRY, 0.0, "bad", "process")
@@ -38,17 +38,17 @@ class After(Before):
 
 @contextmanager
 def pubsub(folder: Path) -> Iterator[tuple[Producer, ManualClock]]:
-    with place() as at:
-        at.put(*[str(number) for number in range(MESSAGES)])
-        endpoint = f"http://{at.server.host}"
-        yield PubSubProducer(subscription=at.name, endpoint=endpoint), at.clock
+    with open_subscription() as sub:
+        sub.put(*map(str, range(MESSAGES)))
+        endpoint = f"http://{sub.server.host}"
+        yield PubSubProducer(subscription=sub.name, endpoint=endpoint), sub.clock
 
 
 @contextmanager
 def sqs(folder: Path) -> Iterator[tuple[Producer, ManualClock]]:
     clock = ManualClock()
     fake = FakeSqs(clock)
-    fake.put([str(number) for number in range(MESSAGES)])
+    fake.put([*map(str, range(MESSAGES))])
     with installed(fake):
         yield SqsProducer(queue_url=URL, lease=600.0), clock
 
