@@ -78,7 +78,7 @@ def at_sqs(folder: Path) -> Queue:
 
     def untouched() -> bool:
         got = client.receive_message(QueueUrl=url, AttributeNames=["ApproximateReceiveCount"])
-        return got["Messages"][0]["Attributes"]["ApproximateReceiveCount"] == "1"
+        return str(got["Messages"][0]["Attributes"]["ApproximateReceiveCount"]) == "1"
 
     return Queue(pipeline, SqsConnections(server.url), lambda: server.depth(url)[:2], untouched)
 

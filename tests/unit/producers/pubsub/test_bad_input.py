@@ -361,11 +361,11 @@ def test_refused_token_error_hides_server_text(by_grpc, text, expected, words):
     from google.auth.exceptions import RefreshError
 
     text = f"invalid_grant: {text}"
-    raised: Any = RefreshError(text)
+    kind: Any = RefreshError
     if by_grpc:
-        plugin = "Getting metadata from plugin failed with error"
-        raised = ServiceUnavailable(f"{plugin}: ('{text}', {{}})")
-    error = translated(raised, "ListTimeSeries", "projects/p", "here")
+        kind = ServiceUnavailable
+        text = f"Getting metadata from plugin failed with error: ('{text}', {{}})"
+    error = translated(kind(text), "ListTimeSeries", "projects/p", "here")
     assert isinstance(error, expected)
     assert words in str(error)
     assert SECRET not in str(error)

@@ -182,7 +182,7 @@ def test_lapse_settled_during_receive_is_marked(monkeypatch, sub):
     failures = running.source._folder.failures
     known = failures.of
 
-    def settle_meanwhile(*args: Any) -> dict[str, int]:
+    def settle_meanwhile(*args: Any) -> Any:
         counts = known(*args)
         assert dead.settle(leased, by=dead.other()) == SettleReport(lapsed=1)
         return counts

@@ -16,8 +16,8 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.formats.entries import dump_entry, load_line
 from tests.fake_sqs import URL, FakeSqs, client_error
+from tests.unit.producers.halves import DEAD
 from tests.unit.producers.sqs.kit import SqsHalves, halves, options, settlement
-from tests.unit.producers.sqs.test_settlement import DEAD
 
 TEXT = st.text(max_size=12)
 VALUE: Any = st.one_of(st.none(), st.integers(), TEXT, st.binary(max_size=8), st.just({}))

@@ -230,7 +230,7 @@ def test_late_receipt_is_written_before_lease(run):
     run.source.stop()
 
     # The manifest is published: another process settles before this source is closed.
-    assert run.other()._folder.durable  # type: ignore[attr-defined]
+    assert run.other()._folder.durable
     run.source._folder.close(run.env.generation)
     report = run.settle(messages, by=run.other())
     assert report == SettleReport(acked=1)

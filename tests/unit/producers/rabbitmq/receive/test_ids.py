@@ -19,7 +19,7 @@ def test_repeated_id_names_two_messages():
     ids = Ids("own")
 
     names = [ids.fresh(), *(ids.marked("a", number, "t", ()) for number in range(3))]
-    names += [ids.marked(key, 1, "t", ()) for key in (f"{names[1]}~{names[0]}", names[0])]
+    names += [ids.marked(f"{key}", 1, "t", ()) for key in (f"{names[1]}~{names[0]}", names[0])]
 
     assert names[:2] == ["own-1", "a"]
     assert len(set(names)) == 6
