@@ -19,6 +19,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import empty_line, lines_of, summary_line
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.deaths import TRIES
+from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.local.report import RunReport
@@ -345,6 +346,7 @@ class BatchTask:
             OpenPlans(self.staged, [plan.path]),
             self.task.file_name,
             folder=TRIES,
+            most=MOST_PROCESSES,
             cleared=self.task.cleared,
         )
         # A fork that cannot call the host would wait forever.
