@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from scripts.airflow_env import ROOT, home_of
@@ -17,7 +14,7 @@ SCREENS = ROOT / "build" / "screens"
 
 
 @pytest.fixture(scope="session")
-def site() -> Iterator[Site]:
+def site():
     """A real Airflow with users."""
     if programs() is None:
         pytest.skip("no Chromium and chromedriver on PATH: `make test-browser` sees to that")
@@ -30,7 +27,7 @@ def site() -> Iterator[Site]:
 
 
 @pytest.fixture(scope="session")
-def _chromium(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+def _chromium(site, tmp_path_factory):
     found = programs()
     assert found is not None
     browser = Chromium(site.url, *found, tmp_path_factory.mktemp("chromium"))
@@ -39,7 +36,7 @@ def _chromium(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def browser(_chromium: Chromium, request: pytest.FixtureRequest) -> Iterator[Chromium]:
+def browser(_chromium, request):
     """A browser in which nobody is logged in; a test that fails leaves a picture."""
     _chromium.fresh()
     failed_before = request.session.testsfailed
@@ -49,39 +46,39 @@ def browser(_chromium: Chromium, request: pytest.FixtureRequest) -> Iterator[Chr
 
 
 @pytest.fixture
-def as_admin(browser: Chromium, site: Site) -> Chromium:
+def as_admin(browser, site):
     """A browser whose user may do everything."""
     browser.log_in(site.token("admin"))
     return browser
 
 
 @pytest.fixture
-def as_viewer(browser: Chromium, site: Site) -> Chromium:
+def as_viewer(browser, site):
     """A browser whose user may read, and nothing else."""
     browser.log_in(site.token("viewer"))
     return browser
 
 
 @pytest.fixture(scope="session")
-def screens() -> Path:
+def screens():
     """Where pictures of pages go."""
     return SCREENS
 
 
 @pytest.fixture(scope="session")
-def letters(site: Site) -> Run:
+def letters(site):
     """A finished run whose messages were hostile."""
     return _first_run(site, "letters")
 
 
 @pytest.fixture(scope="session")
-def secret(site: Site) -> Run:
+def secret(site):
     """A finished run of a DAG that only the administrator may see."""
     return _first_run(site, "secret")
 
 
 @pytest.fixture(scope="session")
-def demo(site: Site) -> Run:
+def demo(site):
     """A finished run of the demo: the one that `test_demo` looks at, or one of its own."""
     if not site.runs("flights"):
         fill_flights(site)

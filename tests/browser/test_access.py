@@ -10,13 +10,12 @@ from fastapi.routing import APIRoute
 from selenium.webdriver.common.by import By
 
 from airflow_broadway.plugin.app import create_app
-from tests.browser.chromium import Chromium
-from tests.browser.site import Run, Site
+from tests.browser.site import Run
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 
-def test_a_user_logs_in_and_sees_the_dags(browser: Chromium, site: Site) -> None:
+def test_a_user_logs_in_and_sees_the_dags(browser, site):
     # Given somebody whom nobody knows, who is asked for a name
     site.airflow.wait_for_dag("letters")
     browser.open("/dags")
@@ -31,7 +30,7 @@ def test_a_user_logs_in_and_sees_the_dags(browser: Chromium, site: Site) -> None
     browser.wait_text("flights")
 
 
-def test_a_run_has_the_tab_and_the_menu_has_the_entry(as_admin: Chromium, letters: Run) -> None:
+def test_a_run_has_the_tab_and_the_menu_has_the_entry(as_admin, letters):
     # Given the page of a run in Airflow's UI
     as_admin.open(f"/dags/letters/runs/{letters.run_id}")
 
@@ -58,7 +57,7 @@ def routes(run: Run) -> Iterator[tuple[str, str]]:
                 yield method, "/broadway" + route.path_format.format(**given)
 
 
-def test_whoever_is_not_logged_in_gets_nothing(site: Site, letters: Run) -> None:
+def test_whoever_is_not_logged_in_gets_nothing(site, letters):
     for method, path in routes(letters):
         answer = site.request(method, path)
 
@@ -67,7 +66,7 @@ def test_whoever_is_not_logged_in_gets_nothing(site: Site, letters: Run) -> None
             assert words not in answer.text
 
 
-def test_a_viewer_changes_nothing(site: Site, letters: Run) -> None:
+def test_a_viewer_changes_nothing(site, letters):
     changing = [(method, path) for method, path in routes(letters) if method != "GET"]
 
     answers = {path: site.request(method, path, user="viewer") for method, path in changing}
@@ -77,7 +76,7 @@ def test_a_viewer_changes_nothing(site: Site, letters: Run) -> None:
     )
 
 
-def test_a_dag_that_a_user_may_not_read_tells_nothing(site: Site, secret: Run) -> None:
+def test_a_dag_that_a_user_may_not_read_tells_nothing(site, secret):
     # Given a run that the administrator may read
     assert site.get(secret.page, user="admin").status_code == 200
 
@@ -90,7 +89,7 @@ def test_a_dag_that_a_user_may_not_read_tells_nothing(site: Site, secret: Run) -
         assert "secret" not in answer.text.replace(path, "").replace("a secret", "")
 
 
-def test_a_viewer_reads_a_run(as_viewer: Chromium, letters: Run) -> None:
+def test_a_viewer_reads_a_run(as_viewer, letters):
     as_viewer.open(letters.page)
 
     assert as_viewer.text("h1") == letters.run_id

@@ -6,9 +6,6 @@ import urllib.parse
 
 import pytest
 
-from tests.browser.chromium import Chromium
-from tests.browser.site import Run, Site
-
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 PAGE = "/broadway/dags/{dag}/pipelines/Letters/dead-letters"
@@ -17,9 +14,7 @@ PAGE = "/broadway/dags/{dag}/pipelines/Letters/dead-letters"
 PATIENCE = 90.0
 
 
-def test_a_viewer_sees_the_list_no_payload_and_no_button(
-    as_viewer: Chromium, site: Site, letters: Run
-) -> None:
+def test_a_viewer_sees_the_list_no_payload_and_no_button(as_viewer, site, letters):
     as_viewer.open(PAGE.format(dag="letters"))
 
     as_viewer.wait_text("<script>window.owned='script'</script>", "main", PATIENCE)
@@ -27,9 +22,7 @@ def test_a_viewer_sees_the_list_no_payload_and_no_button(
     assert as_viewer.all("main th a") == []
 
 
-def test_a_dead_letter_is_sent_back_by_a_run_that_the_page_begins(
-    as_admin: Chromium, site: Site, letters: Run
-) -> None:
+def test_a_dead_letter_is_sent_back_by_a_run_that_the_page_begins(as_admin, site, letters):
     # Given a dead letter that an administrator looks at
     as_admin.open(PAGE.format(dag="letters") + "?reason=etc/passwd&stage=process")
     [link] = as_admin.all("main tbody th a")

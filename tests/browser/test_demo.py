@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.chromium import Chromium
 from tests.browser.messages import FLIGHTS, fill_flights
-from tests.browser.site import Site
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow, pytest.mark.spark]
 
@@ -17,9 +15,7 @@ def shown(number: int) -> str:
 
 
 @pytest.mark.timeout(400)
-def test_the_demo_is_followed_from_the_trigger_button_to_the_end(
-    as_admin: Chromium, site: Site
-) -> None:
+def test_the_demo_is_followed_from_the_trigger_button_to_the_end(as_admin, site):
     # Given flights in the queue
     before = site.queue("flights").depth().dead or 0
     never = fill_flights(site)

@@ -6,9 +6,7 @@ import urllib.parse
 
 import pytest
 
-from tests.browser.chromium import Chromium
 from tests.browser.messages import HOSTILE, ID
-from tests.browser.site import Run, Site
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
@@ -34,7 +32,7 @@ PAGES = (
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_messages_say_is_text(as_admin: Chromium, letters: Run, page: str) -> None:
+def test_what_messages_say_is_text(as_admin, letters, page):
     # When a page shows messages that attack it
     as_admin.open(page.format(run=letters.page))
     as_admin.find("main")
@@ -55,7 +53,7 @@ def test_what_messages_say_is_text(as_admin: Chromium, letters: Run, page: str) 
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_say_what_a_browser_may_do(site: Site, letters: Run, page: str) -> None:
+def test_pages_say_what_a_browser_may_do(site, letters, page):
     headers = site.get(page.format(run=letters.page), user="admin").headers
 
     policy = {
@@ -95,9 +93,7 @@ def test_pages_say_what_a_browser_may_do(site: Site, letters: Run, page: str) ->
         "/broadway/static//etc/passwd",
     ],
 )
-def test_no_path_leads_out_of_what_a_user_may_read(
-    site: Site, letters: Run, secret: Run, path: str
-) -> None:
+def test_no_path_leads_out_of_what_a_user_may_read(site, letters, secret, path):
     run_id = secret.page.rpartition("/")[2]
 
     answer = site.get(path.format(dag="letters", secret=run_id), user="viewer")
@@ -109,7 +105,7 @@ def test_no_path_leads_out_of_what_a_user_may_read(
         assert words not in answer.text
 
 
-def test_a_broken_request_is_no_stack_trace(site: Site, letters: Run) -> None:
+def test_a_broken_request_is_no_stack_trace(site, letters):
     for path in (
         "?page=x",
         "?page=-1",

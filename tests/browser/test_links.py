@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from collections.abc import Iterator
 
 import pytest
 import requests
 
-from tests.browser.chromium import Chromium
-from tests.browser.site import Run, Site
+from tests.browser.site import Run
 from tests.browser.spark_history import history_server
 from tests.rabbitmq_fixtures import wanted_server
-from tests.rabbitmq_server import RabbitServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 
@@ -26,7 +23,7 @@ TASKS = {
 
 
 @pytest.fixture
-def rabbitmq(site: Site) -> Iterator[RabbitServer]:
+def rabbitmq(site):
     """A RabbitMQ that Airflow has a connection to, with its console's address."""
     server = wanted_server()
     server.declare("linked")
@@ -58,9 +55,7 @@ def text_at(address: str) -> str:
 
 
 @pytest.mark.timeout(500)
-def test_each_link_of_each_task_leads_to_the_right_page(
-    as_admin: Chromium, site: Site, rabbitmq: RabbitServer
-) -> None:
+def test_each_link_of_each_task_leads_to_the_right_page(as_admin, site, rabbitmq):
     # Given a run whose batch is at work
     (site.folder / "events").mkdir(exist_ok=True)
     run = site.trigger("links")

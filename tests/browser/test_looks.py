@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import urllib.parse
-from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import Chromium
 from tests.browser.looks import complaints_of_looks, not_reached_by_tab, too_wide_on_a_phone
 from tests.browser.messages import ID
-from tests.browser.site import Run
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
@@ -25,13 +22,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_can_be_read_and_used_by_everyone(
-    as_admin: Chromium,
-    letters: Run,
-    screens: Path,
-    request: pytest.FixtureRequest,
-    name: str,
-) -> None:
+def test_a_page_can_be_read_and_used_by_everyone(as_admin, letters, screens, request, name):
     known = {"letters": letters.page, "id": urllib.parse.quote(ID)}
     if "{demo}" in PAGES[name]:
         known["demo"] = request.getfixturevalue("demo").page
@@ -64,7 +55,7 @@ BAD = """\
 """
 
 
-def test_a_bad_page_is_found_out(browser: Chromium) -> None:
+def test_a_bad_page_is_found_out(browser):
     browser.driver.get("data:text/html," + urllib.parse.quote(BAD))
 
     complaints = " ".join(

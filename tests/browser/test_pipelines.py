@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.chromium import Chromium
-from tests.browser.site import Run
-
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 
-def test_the_navigation_leads_to_every_pipeline_that_a_user_may_see(
-    as_admin: Chromium, letters: Run, secret: Run
-) -> None:
+def test_the_navigation_leads_to_every_pipeline_that_a_user_may_see(as_admin, letters, secret):
     # When an administrator clicks the entry in the navigation
     as_admin.open("/")
     as_admin.button("Browse").click()
@@ -27,9 +22,7 @@ def test_the_navigation_leads_to_every_pipeline_that_a_user_may_see(
         assert "unknown" not in as_admin.text(pipeline)
 
 
-def test_a_viewers_pipelines_are_those_of_dags_that_they_may_read(
-    as_viewer: Chromium, letters: Run, secret: Run
-) -> None:
+def test_a_viewers_pipelines_are_those_of_dags_that_they_may_read(as_viewer, letters, secret):
     as_viewer.open("/broadway/")
 
     as_viewer.wait_text("letters", "#pipelines", timeout=60)

@@ -19,7 +19,7 @@ def find_message(browser: Chromium, run: Run, text: str) -> None:
     browser.wait_text("Where is my message?", "h1")
 
 
-def test_batches_are_sorted_by_a_click(as_admin: Chromium, letters: Run) -> None:
+def test_batches_are_sorted_by_a_click(as_admin, letters):
     def numbers() -> list[int]:
         return [int(each.text.split()[0]) for each in as_admin.all(".batches td:nth-child(3)")]
 
@@ -35,7 +35,7 @@ def test_batches_are_sorted_by_a_click(as_admin: Chromium, letters: Run) -> None
         assert len(set(found)) > 1
 
 
-def test_a_message_is_found_by_a_text_in_it_and_by_its_id(as_admin: Chromium, letters: Run) -> None:
+def test_a_message_is_found_by_a_text_in_it_and_by_its_id(as_admin, letters):
     # Given a word of its payload
     find_message(as_admin, letters, "haystack-17")
 
@@ -55,9 +55,7 @@ def test_a_message_is_found_by_a_text_in_it_and_by_its_id(as_admin: Chromium, le
     assert as_admin.text("h2") == message_id
 
 
-def test_a_viewer_finds_a_message_by_its_id_and_sees_no_payload(
-    as_viewer: Chromium, letters: Run
-) -> None:
+def test_a_viewer_finds_a_message_by_its_id_and_sees_no_payload(as_viewer, letters):
     first = f"{ID}-{1}"
 
     # When somebody who may only read asks for a text

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.browser.chromium import Chromium
 from tests.browser.messages import ID
-from tests.browser.site import Run
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
@@ -22,7 +19,7 @@ def brightness(browser: Chromium) -> int:
     return sum(int(each) for each in colour.partition("(")[2].rstrip(")").split(",")[:3])
 
 
-def test_an_instant_is_in_utc_and_tells_the_local_time(as_admin: Chromium, letters: Run) -> None:
+def test_an_instant_is_in_utc_and_tells_the_local_time(as_admin, letters):
     # Given somebody in Kathmandu, which is 5 hours and 45 minutes ahead
     as_admin.cdp("Emulation.setTimezoneOverride", timezoneId="Asia/Kathmandu")
     try:
@@ -40,9 +37,7 @@ def test_an_instant_is_in_utc_and_tells_the_local_time(as_admin: Chromium, lette
 
 
 @pytest.mark.parametrize(("airflows", "systems"), [("dark", "light"), ("light", "dark")])
-def test_light_or_dark_is_as_airflow_has_it(
-    as_admin: Chromium, letters: Run, airflows: str, systems: str
-) -> None:
+def test_light_or_dark_is_as_airflow_has_it(as_admin, letters, airflows, systems):
     # Given a system that prefers the one, and an Airflow in which the other was chosen
     as_admin.colours(systems)
     as_admin.open(letters.page)
@@ -58,14 +53,14 @@ def test_light_or_dark_is_as_airflow_has_it(
 
 
 @pytest.fixture
-def without_script(as_admin: Chromium) -> Iterator[Chromium]:
+def without_script(as_admin):
     """A browser that runs no script."""
     as_admin.cdp("Emulation.setScriptExecutionDisabled", value=True)
     yield as_admin
     as_admin.cdp("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_pages_do_without_their_script(without_script: Chromium, letters: Run) -> None:
+def test_pages_do_without_their_script(without_script, letters):
     browser = without_script
 
     # Batches are sorted

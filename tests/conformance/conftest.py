@@ -14,7 +14,7 @@ from tests.conformance.pipelines import needs_throw
 from tests.conformance.ways import WAYS, Way
 
 if TYPE_CHECKING:
-    from tests.conformance.application import Application
+    pass
 
 OWN = Path(__file__).with_name("cases.json")
 
@@ -108,9 +108,7 @@ def _why_not(way: Way, case: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="session")
-def application(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Application:
+def application(request, tmp_path_factory):
     """The Spark application of the selected cases."""
     from tests.conformance.application import Application
     from tests.unit.spark.session import spark_session

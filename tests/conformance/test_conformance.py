@@ -5,22 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.conformance.observed import Case, differences
+from tests.conformance.observed import differences
 from tests.conformance.pipelines import needs_throw
 from tests.conformance.units import UNITS
-from tests.conformance.ways import Way
 
 
-def test_case(
-    case: Case,
-    way: Way | None,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_case(case, way, request, record_property):
     record_property("way", "unit" if case["type"] == "unit" or way is None else way.name)
     if needs_throw(case):
         pytest.skip("needs `throw`, which Python has not")

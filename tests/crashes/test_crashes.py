@@ -56,9 +56,7 @@ def strike(report: Path, broker: str, pipeline: str, share: float, pairs: int = 
 @pytest.mark.parametrize(
     "pipeline", [name for name in pipelines_of("sqlite") if not uses_spark(PIPELINES[name])]
 )
-def test_whatever_point_is_struck_every_message_is_accounted_for(
-    tmp_path: Path, pipeline: str
-) -> None:
+def test_whatever_point_is_struck_every_message_is_accounted_for(tmp_path, pipeline):
     pairs = 2 if pipeline in SHARES else 1
     share = SHARES.get(pipeline, LEAST)
     assert strike(tmp_path / "report", "sqlite", pipeline, share, pairs) >= 5
@@ -70,8 +68,8 @@ def test_whatever_point_is_struck_every_message_is_accounted_for(
     ids=["archive", "dead letters"],
 )
 def test_it_is_so_where_messages_come_again_from_the_archive_or_from_among_the_dead(
-    tmp_path: Path, source: str, pipeline: str, share: float
-) -> None:
+    tmp_path, source, pipeline, share
+):
     assert strike(tmp_path / "report", f"sqlite {source}", pipeline, share) >= 5
 
 
@@ -88,9 +86,7 @@ def test_it_is_so_where_messages_come_again_from_the_archive_or_from_among_the_d
         ("pubsub letters", "batches"),
     ],
 )
-def test_it_is_so_where_operators_are_at_work_and_at_brokers(
-    tmp_path: Path, broker: str, pipeline: str
-) -> None:
+def test_it_is_so_where_operators_are_at_work_and_at_brokers(tmp_path, broker, pipeline):
     assert strike(tmp_path / "report", broker, pipeline, 0.002) >= 3
 
 
@@ -190,7 +186,7 @@ FOUND = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("found", FOUND)
-def test_what_a_campaign_has_found_stays_mended(found: str) -> None:
+def test_what_a_campaign_has_found_stays_mended(found):
     broker, pipeline, case = FOUND[found]
     told = run("tests.crashes", "--broker", broker, "--pipeline", pipeline, "--only", case)
     assert "1 cases" in told
@@ -205,7 +201,7 @@ def test_what_a_campaign_has_found_stays_mended(found: str) -> None:
         for name, each in MUTANTS.items()
     ],
 )
-def test_a_case_finds_the_guard_that_is_gone(mutant: str) -> None:
+def test_a_case_finds_the_guard_that_is_gone(mutant):
     whole, broken = json.loads(run("tests.crashes.mutants", mutant))
 
     assert whole == []

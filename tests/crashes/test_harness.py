@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -102,9 +101,7 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
     ],
     ids=["a subject raises", "a second one sleeps", "two recover at once", "an odd pipeline"],
 )
-def test_no_process_is_left_asleep_and_no_gap_is_hidden(
-    tmp_path: Path, program: str, told: str
-) -> None:
+def test_no_process_is_left_asleep_and_no_gap_is_hidden(tmp_path, program, told):
     # A program of its own: it forks, and a test session has threads.
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from airflow_broadway.testing.crashes import (
     Strike,
     warm_spark,
 )
-from airflow_broadway.testing.plugin import CrashTesting
 from tests.crashes.campaigns import MESSAGES
 from tests.crashes.pipelines import OnSpark
 
@@ -36,13 +34,13 @@ KILLED = "one/driver/1 handle_batch default #1: killed after"
 
 
 @pytest.fixture(scope="module")
-def jvm() -> Iterator[None]:
+def jvm():
     with warm_spark():
         yield
 
 
 @pytest.fixture(scope="module")
-def campaign(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+def campaign(jvm, tmp_path_factory):
     made = Campaign(partial(Embedded, OnSpark), MESSAGES, tmp_path_factory.mktemp("cases"))
     made.baseline()
     return made
@@ -61,9 +59,7 @@ def campaign(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
         ("spark", (DRIVER, 1), Fault.ANSWER_LOST, Recovery.RETRY),
     ],
 )
-def test_every_message_is_accounted_for(
-    campaign: Campaign, task: str, call: tuple[Call, int], what: Fault, recovery: Recovery
-) -> None:
+def test_every_message_is_accounted_for(campaign, task, call, what, recovery):
     point = Point(f"one/{task}/1", *call)
 
     result, folder = campaign.run(Case((Strike(point, what),), recovery))
@@ -92,7 +88,7 @@ class Works(OnSpark):
 
 
 @pytest.mark.usefixtures("jvm")
-def test_the_jobs_of_a_driver_end_with_it(tmp_path: Path) -> None:
+def test_the_jobs_of_a_driver_end_with_it(tmp_path):
     case = Case.parse("one/driver/1 create begun #1: killed after")
 
     result, folder = Campaign(partial(Embedded, Works), MESSAGES, tmp_path).run(case)
@@ -124,18 +120,16 @@ def rows(folder: Path) -> list[str]:
     return [line for part in parts for line in part.read_text().split()]
 
 
-def test_a_users_sink_on_spark_that_appends_is_found_out(
-    broadway_crash_test: CrashTesting,
-) -> None:
+def test_a_users_sink_on_spark_that_appends_is_found_out(broadway_crash_test):
     with pytest.raises(AssertionError, match="is there twice, and should be once"):
         broadway_crash_test(Appends, MESSAGES, sink=rows, only=[KILLED])
 
 
-def test_a_users_sink_on_spark_that_replaces_is_fine(broadway_crash_test: CrashTesting) -> None:
+def test_a_users_sink_on_spark_that_replaces_is_fine(broadway_crash_test):
     assert broadway_crash_test(Replaces, MESSAGES, sink=rows, only=[KILLED]).cases == 1
 
 
-def test_the_driver_has_points_of_its_own(campaign: Campaign) -> None:
+def test_the_driver_has_points_of_its_own(campaign):
     points, _ = campaign.baseline().points
 
     calls = [point.call for point in points if point.execution == "one/driver/1"]

@@ -39,11 +39,11 @@ def real() -> dict[str, set[str]]:
     return found
 
 
-def test_the_tree_is_drawn_as_it_is() -> None:
+def test_the_tree_is_drawn_as_it_is():
     assert drawn() == real()
 
 
-def test_a_folder_can_be_read_at_a_glance() -> None:
+def test_a_folder_can_be_read_at_a_glance():
     assert {folder for folder, modules in real().items() if len(modules) > MOST} == set()
 
 
@@ -59,7 +59,7 @@ NAMES = sorted(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_document_names_is_there(name: str) -> None:
+def test_what_the_document_names_is_there(name):
     parts = ["airflow_broadway", *name.split(".")]
     for end in range(len(parts), 0, -1):
         try:
@@ -73,5 +73,5 @@ def test_what_the_document_names_is_there(name: str) -> None:
         return
 
 
-def test_the_document_names_functions() -> None:
+def test_the_document_names_functions():
     assert len(NAMES) > 40

@@ -41,7 +41,7 @@ def expressions() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("place", expressions())
-def test_a_query_asks_for_metrics_that_are_sent(place: str) -> None:
+def test_a_query_asks_for_metrics_that_are_sent(place):
     asked = {
         SUMMARY.sub("", name) for name in re.findall(r"airflow_broadway\w*", expressions()[place])
     }
@@ -50,13 +50,13 @@ def test_a_query_asks_for_metrics_that_are_sent(place: str) -> None:
     assert asked <= {exported(metric.value) for metric in Metric}
 
 
-def test_every_metric_has_a_panel() -> None:
+def test_every_metric_has_a_panel():
     text = (FILES / "dashboard.json").read_text("utf-8")
 
     assert [metric for metric in Metric if exported(metric.value) not in text] == []
 
 
-def test_labels_in_queries_are_tags_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_in_queries_are_tags_that_are_sent(monkeypatch):
     # Given Airflow's StatsD, with tags as the page sets it up
     lines: list[str] = []
 
@@ -90,7 +90,7 @@ def test_labels_in_queries_are_tags_that_are_sent(monkeypatch: pytest.MonkeyPatc
     assert labels <= {"pipeline", "dag_id", "batcher", "trigger"}
 
 
-def test_the_page_explains_each_alert_and_no_other() -> None:
+def test_the_page_explains_each_alert_and_no_other():
     page = (DOCS / "monitoring.md").read_text("utf-8")
     rules = yaml.safe_load((FILES / "alerts.yml").read_text("utf-8"))["groups"][0]["rules"]
     tested = (FILES / "alerts_test.yml").read_text("utf-8")
@@ -103,7 +103,7 @@ def test_the_page_explains_each_alert_and_no_other() -> None:
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
-def test_panels_lie_beside_each_other_and_name_their_source() -> None:
+def test_panels_lie_beside_each_other_and_name_their_source():
     panels: list[Any] = json.loads((FILES / "dashboard.json").read_text("utf-8"))["panels"]
 
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
@@ -112,7 +112,7 @@ def test_panels_lie_beside_each_other_and_name_their_source() -> None:
     assert [panel["title"] for panel in panels if not panel["description"]] == []
 
 
-def test_prometheus_agrees_with_the_alerts() -> None:
+def test_prometheus_agrees_with_the_alerts():
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool, of Prometheus, is not installed")

@@ -11,7 +11,7 @@ QUOTED = ("tests/contract/folder_producer.py", "tests/contract/test_folder.py")
 LINES = 250
 
 
-def test_what_the_page_quotes_is_the_code_that_is_tested() -> None:
+def test_what_the_page_quotes_is_the_code_that_is_tested():
     page = (ROOT / "docs" / "producers.md").read_text("utf-8")
     sources = [(ROOT / path).read_text("utf-8") for path in QUOTED]
 
@@ -22,11 +22,11 @@ def test_what_the_page_quotes_is_the_code_that_is_tested() -> None:
         assert any(quote in source for source in sources), quote
 
 
-def test_the_producer_is_as_short_as_the_page_says() -> None:
+def test_the_producer_is_as_short_as_the_page_says():
     assert len((ROOT / QUOTED[0]).read_text("utf-8").splitlines()) < LINES
 
 
-def test_the_page_names_every_module_of_the_kit() -> None:
+def test_the_page_names_every_module_of_the_kit():
     page = (ROOT / "docs" / "producers.md").read_text("utf-8")
     kit = ROOT / "airflow_broadway" / "producers" / "kit"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,7 @@ def died(step: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("inline", [recording.INLINE_BYTES, 0], ids=["inline", "apart"])
-def test_killed_before_any_of_its_calls_on_a_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: int
-) -> None:
+def test_killed_before_any_of_its_calls_on_a_disk(tmp_path, monkeypatch, inline):
     # Given exceptions that outcomes hold, or that have files of their own
     monkeypatch.setattr(recording, "INLINE_BYTES", inline)
     fatal, killed = 0, True
@@ -135,7 +133,7 @@ def deadly(fatal: int, step: Callable[[], object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
+def server():
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with s3_server() as running:
@@ -145,7 +143,7 @@ def server() -> Iterator[S3Server]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a process for each request
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_killed_at_any_of_its_requests_to_s3(server: S3Server, tmp_path: Path, moment: str) -> None:
+def test_killed_at_any_of_its_requests_to_s3(server, tmp_path, moment):
     """``after``: the request was carried out, and nobody has heard the answer."""
     fatal, killed = 0, True
     while killed:

@@ -225,9 +225,7 @@ class Topic:
     # What nothing depends on is killed in the contract suite, too.
     [pytest.param("none", marks=pytest.mark.slow), "key", "partition"],
 )
-def test_whoever_is_killed_nothing_is_lost_and_order_is_kept(
-    kafka: KafkaServer, tmp_path: Path, order: str
-) -> None:
+def test_whoever_is_killed_nothing_is_lost_and_order_is_kept(kafka, tmp_path, order):
     topic = Topic.filled(kafka, tmp_path, order, 600)
 
     assert topic.drain(kills=4, most=200, seed=3)
@@ -239,9 +237,7 @@ def test_whoever_is_killed_nothing_is_lost_and_order_is_kept(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("order", ["none", "partition", "key"])
-def test_twenty_thousand_survive_sixty_kills(
-    kafka: KafkaServer, tmp_path: Path, order: str
-) -> None:
+def test_twenty_thousand_survive_sixty_kills(kafka, tmp_path, order):
     topic = Topic.filled(kafka, tmp_path, order, 20_000)
 
     assert topic.drain(kills=75, most=200, seed=60) >= 60

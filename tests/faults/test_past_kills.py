@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from scripts.airflow_env import ROOT, home_of
@@ -18,7 +16,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 @pytest.mark.airflow
 @pytest.mark.timeout(900)
-def test_an_archive_and_its_backfills_have_each_message_once_whoever_dies(tmp_path: Path) -> None:
+def test_an_archive_and_its_backfills_have_each_message_once_whoever_dies(tmp_path):
     home = made_home(home_of(ROOT, "airflow-test-faults-past"))
 
     found = run_past(Past(messages=1_000, seed=20_130, folder=tmp_path, home=home))
@@ -30,9 +28,7 @@ def test_an_archive_and_its_backfills_have_each_message_once_whoever_dies(tmp_pa
 @pytest.mark.broker
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("broker", ["sqlite", "rabbitmq", "sqs"])
-def test_no_dead_letter_is_lost_by_a_command_that_dies_sending_it_back(
-    tmp_path: Path, broker: str
-) -> None:
+def test_no_dead_letter_is_lost_by_a_command_that_dies_sending_it_back(tmp_path, broker):
     if broker == "rabbitmq":
         skip_without_own_server()
     if broker == "sqs":

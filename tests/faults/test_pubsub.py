@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.faults.receipt_kills import Workers, check_order, check_published, dead_letters_of
-from tests.pubsub_server import PubSubServer, StubServer
+from tests.pubsub_server import PubSubServer
 
 pytestmark = [pytest.mark.faults, pytest.mark.broker, pytest.mark.slow]
 
@@ -75,9 +75,7 @@ def check(folder: Path, place: Place) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_receivers_and_settlers_that_are_killed_lose_nothing(
-    pubsub: PubSubServer, tmp_path: Path
-) -> None:
+def test_receivers_and_settlers_that_are_killed_lose_nothing(pubsub, tmp_path):
     place = fill(pubsub, keyed=False)
 
     kill_workers(tmp_path, place, seed=11)
@@ -86,7 +84,7 @@ def test_receivers_and_settlers_that_are_killed_lose_nothing(
 
 
 @pytest.mark.timeout(900)
-def test_an_exactly_once_subscription_too(pubsub: PubSubServer, tmp_path: Path) -> None:
+def test_an_exactly_once_subscription_too(pubsub, tmp_path):
     place = fill(pubsub, keyed=False, enable_exactly_once_delivery=True)
 
     kill_workers(tmp_path, place, seed=13)
@@ -95,9 +93,7 @@ def test_an_exactly_once_subscription_too(pubsub: PubSubServer, tmp_path: Path) 
 
 
 @pytest.mark.timeout(900)
-def test_ordering_keys_keep_their_order_whoever_is_killed(
-    pubsub_stub: StubServer, tmp_path: Path
-) -> None:
+def test_ordering_keys_keep_their_order_whoever_is_killed(pubsub_stub, tmp_path):
     """Google's emulator has no order for what comes again, as ``test_pubsub_peers`` shows."""
     place = fill(pubsub_stub, keyed=True)
 

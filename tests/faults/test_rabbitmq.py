@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
-from tests.faults.rabbitmq_cases import CASES, Place, RabbitCase
+from tests.faults.rabbitmq_cases import CASES, Place
 from tests.faults.rabbitmq_worker import YOUNG_QUEUES
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_server import RabbitServer
@@ -17,7 +14,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.broker]
 
 
 @pytest.fixture(scope="module")
-def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+def mortal(tmp_path_factory):
     """A server that a test may kill."""
     skip_without_own_server()
     with RabbitServer.start(tmp_path_factory.mktemp("mortal")) as server:
@@ -32,12 +29,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
         for each in CASES
     ],
 )
-def test_nothing_is_lost_and_nothing_repeated_unmarked_when(
-    case: RabbitCase,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_lost_and_nothing_repeated_unmarked_when(case, tmp_path, request, monkeypatch):
     if not case.mortal:  # nobody kills this broker: its queues may be used at once
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
         monkeypatch.setenv(YOUNG_QUEUES, "1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def _case(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Found]]:
+def run(tmp_path_factory):
     """Runs the case of a broker, each in the same Airflow."""
     folder = tmp_path_factory.mktemp("kills")
     cases = {
@@ -57,9 +56,7 @@ def _check(found: Found, kills: int) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(
-    run: Callable[[str], Found],
-) -> None:
+def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(run):
     found = run("sqlite")
 
     _check(found, kills=4)
@@ -69,7 +66,7 @@ def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(
 @pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(900)
-def test_at_rabbitmq_too_where_receiving_and_settling_die(run: Callable[[str], Found]) -> None:
+def test_at_rabbitmq_too_where_receiving_and_settling_die(run):
     skip_without_own_server()
 
     found = run("rabbitmq")
@@ -81,7 +78,7 @@ def test_at_rabbitmq_too_where_receiving_and_settling_die(run: Callable[[str], F
 @pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(1800)
-def test_at_sqs_too_whose_leases_are_its_own(tmp_path: Path) -> None:
+def test_at_sqs_too_whose_leases_are_its_own(tmp_path):
     wanted_sqs()
 
     found = run_case(_case(tmp_path, "sqs", messages=2_000, kills=12, seed=20_130))
@@ -93,7 +90,7 @@ def test_at_sqs_too_whose_leases_are_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(1800)
-def test_at_kafka_too_whose_log_is_not_taken_from(tmp_path: Path) -> None:
+def test_at_kafka_too_whose_log_is_not_taken_from(tmp_path):
     found = run_case(_case(tmp_path, "kafka", messages=2_000, kills=12, seed=20_130))
 
     _check(found, kills=12)
@@ -103,7 +100,7 @@ def test_at_kafka_too_whose_log_is_not_taken_from(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(1800)
-def test_at_pubsub_too_whose_ids_are_ours_to_keep(tmp_path: Path) -> None:
+def test_at_pubsub_too_whose_ids_are_ours_to_keep(tmp_path):
     found = run_case(_case(tmp_path, "pubsub", messages=2_000, kills=12, seed=20_130))
 
     _check(found, kills=12)

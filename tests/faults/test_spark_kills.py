@@ -116,9 +116,7 @@ def alive(pid: int) -> bool:
     ("seed", "victims"),
     [(7, ["jvm", "driver", "term"])],
 )
-def test_every_batch_is_handled_and_recorded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, victims: list[str]
-) -> None:
+def test_every_batch_is_handled_and_recorded_once(tmp_path, monkeypatch, seed, victims):
     # Given a run of 24 batches, and an application that works on them
     dice = random.Random(seed)
     (tmp_path / "slow_pipeline.py").write_text(PIPELINE)

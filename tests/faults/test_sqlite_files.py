@@ -42,24 +42,24 @@ def all_refuse(path: Path, kind: type[ProducerError], *texts: str) -> None:
             assert text in str(error.value)
 
 
-def test_a_missing_folder(tmp_path: Path) -> None:
+def test_a_missing_folder(tmp_path):
     path = tmp_path / "missing" / "q.db"
 
     all_refuse(path, ProducerError, "does not exist; make it, or correct the path")
     assert not path.parent.exists()
 
 
-def test_a_folder_in_place_of_the_file(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_the_file(tmp_path):
     all_refuse(tmp_path, ProducerError, "is a folder: name a file in it")
 
 
-def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "file").write_text("x")
 
     all_refuse(tmp_path / "file" / "q.db", ProducerError, "the folder", "does not exist")
 
 
-def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database(tmp_path):
     path = tmp_path / "q.db"
     path.write_bytes(b"these are not the messages you are looking for" * 100)
 
@@ -67,7 +67,7 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"these are")
 
 
-def test_the_database_of_another_application(tmp_path: Path) -> None:
+def test_the_database_of_another_application(tmp_path):
     path = tmp_path / "airflow.db"
     db = sqlite3.connect(path)
     db.execute("CREATE TABLE dag (id)")
@@ -76,7 +76,7 @@ def test_the_database_of_another_application(tmp_path: Path) -> None:
     all_refuse(path, ProducerError, "is another application's database")
 
 
-def test_a_newer_schema(tmp_path: Path) -> None:
+def test_a_newer_schema(tmp_path):
     path = tmp_path / "q.db"
     with SqliteQueue(path, "q") as queue:
         queue.send([b"x"])
@@ -87,7 +87,7 @@ def test_a_newer_schema(tmp_path: Path) -> None:
     all_refuse(path, ProducerError, "has schema 2", "knows schema 1: upgrade it here")
 
 
-def test_a_damaged_file(tmp_path: Path) -> None:
+def test_a_damaged_file(tmp_path):
     path = tmp_path / "q.db"
     with SqliteQueue(path, "q") as queue:
         queue.send([b"x" * 500] * 100)
@@ -99,7 +99,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
         SqliteQueue(path, "q").receive("g", 100)
 
 
-def test_a_file_locked_by_another_process(tmp_path: Path) -> None:
+def test_a_file_locked_by_another_process(tmp_path):
     path = tmp_path / "q.db"
     with SqliteQueue(path, "q", busy_timeout=0.1) as queue:
         queue.send([b"x"])
@@ -117,7 +117,7 @@ def test_a_file_locked_by_another_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where nobody may write")
-def test_a_folder_that_nobody_may_write(tmp_path: Path) -> None:
+def test_a_folder_that_nobody_may_write(tmp_path):
     path = Path("/proc/q.db")
 
     with pytest.raises(ProducerError) as error:
@@ -128,7 +128,7 @@ def test_a_folder_that_nobody_may_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
-def test_a_file_without_permission(tmp_path: Path) -> None:
+def test_a_file_without_permission(tmp_path):
     path = tmp_path / "q.db"
     with SqliteQueue(path, "q") as queue:
         queue.send([b"x"])
@@ -138,7 +138,7 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
         SqliteQueue(path, "q").send([b"y"])
 
 
-def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_changes_nothing(tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]

@@ -92,7 +92,7 @@ def _kill(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_killed_sender_loses_nothing_it_was_told_is_sent(tmp_path: Path, seed: int) -> None:
+def test_a_killed_sender_loses_nothing_it_was_told_is_sent(tmp_path, seed):
     path = tmp_path / "q.db"
     sender = _start(_SENDER, path)
     assert sender.stdout is not None
@@ -113,7 +113,7 @@ def test_a_killed_sender_loses_nothing_it_was_told_is_sent(tmp_path: Path, seed:
     assert len(found) - len(confirmed) <= 1
 
 
-def test_killed_workers_lose_and_repeat_nothing(tmp_path: Path) -> None:
+def test_killed_workers_lose_and_repeat_nothing(tmp_path):
     count, kills = 10_000, 10
     path = tmp_path / "q.db"
     chance = random.Random(7)

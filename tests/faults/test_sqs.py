@@ -79,7 +79,7 @@ def check(folder: Path, server: SqsServer, queue: str) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_standard_queue_whose_receivers_and_settlers_are_killed(tmp_path: Path) -> None:
+def test_a_standard_queue_whose_receivers_and_settlers_are_killed(tmp_path):
     server = wanted_sqs()
     queue = fill(server, fifo=False)
 
@@ -89,7 +89,7 @@ def test_a_standard_queue_whose_receivers_and_settlers_are_killed(tmp_path: Path
 
 
 @pytest.mark.timeout(900)
-def test_a_fifo_queue_keeps_its_order_whoever_is_killed(tmp_path: Path) -> None:
+def test_a_fifo_queue_keeps_its_order_whoever_is_killed(tmp_path):
     server = wanted_sqs()
     queue = fill(server, fifo=True)
 

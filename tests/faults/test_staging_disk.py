@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def mount(path: Path, size: str) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount(disk, "2m")
@@ -57,9 +56,7 @@ def noise(count: int) -> list[Message]:
     return [message(n, RANDOM.randbytes(1000), batcher="b") for n in range(count)]
 
 
-def test_a_disk_that_fills_up_while_messages_are_staged_is_one_clear_error(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_while_messages_are_staged_is_one_clear_error(small_disk, monkeypatch):
     # Given a disk of 2 MiB
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 100)
     run = open_run(small_disk)
@@ -81,7 +78,7 @@ def test_a_disk_that_fills_up_while_messages_are_staged_is_one_clear_error(
     assert run.files.create("small.json", "{}")
 
 
-def test_a_disk_that_is_full_when_lines_are_finished_is_one_clear_error(small_disk: Path) -> None:
+def test_a_disk_that_is_full_when_lines_are_finished_is_one_clear_error(small_disk):
     run = open_run(small_disk)
     generation = open_generation(run).generation
     writer = ProcessWriter(run, generation, pipeline_of())
@@ -98,9 +95,7 @@ def test_a_disk_that_is_full_when_lines_are_finished_is_one_clear_error(small_di
     assert not run.files.exists(f"{generation}/failed-00000.jsonl")
 
 
-def test_a_disk_that_fills_up_while_a_plan_is_made_leaves_no_plan(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_while_a_plan_is_made_leaves_no_plan(small_disk, monkeypatch):
     # Given a disk on which the messages fit once but not twice
     monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 200)
     run = open_run(small_disk)
@@ -112,7 +107,7 @@ def test_a_disk_that_fills_up_while_a_plan_is_made_leaves_no_plan(
     assert not list(small_disk.rglob("data-*"))
 
 
-def test_a_full_disk_refuses_small_files_whole(small_disk: Path) -> None:
+def test_a_full_disk_refuses_small_files_whole(small_disk):
     folder = Store.open(f"file://{small_disk}").folder("f")
     folder.create("first.json", "{}")
     with pytest.raises(OSError, match="No space"):
@@ -126,7 +121,7 @@ def test_a_full_disk_refuses_small_files_whole(small_disk: Path) -> None:
     assert not list(small_disk.rglob(".tmp-*"))
 
 
-def test_a_folder_mounted_read_only_is_one_clear_error(small_disk: Path) -> None:
+def test_a_folder_mounted_read_only_is_one_clear_error(small_disk):
     folder = Store.open(f"file://{small_disk}").folder("f")
     folder.create("a.json", "{}")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -137,7 +132,7 @@ def test_a_folder_mounted_read_only_is_one_clear_error(small_disk: Path) -> None
     assert folder.read("a.json") == "{}"
 
 
-def test_a_root_on_a_read_only_disk_is_one_clear_error(small_disk: Path) -> None:
+def test_a_root_on_a_read_only_disk_is_one_clear_error(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for root in (small_disk, small_disk / "new"):
         with pytest.raises(StagingError, match="its file system is read-only"):

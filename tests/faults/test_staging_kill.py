@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,7 +119,7 @@ class Nursery:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
+def nursery():
     made = Nursery()
     yield made
     made.close()
@@ -162,9 +161,7 @@ def finish(run: StagedRun) -> dict[str, str]:
     return custodian.verdicts
 
 
-def test_a_process_killed_at_any_step_leaves_what_the_next_can_finish(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_a_process_killed_at_any_step_leaves_what_the_next_can_finish(tmp_path, nursery):
     # Given how many steps there are when nobody dies
     assert nursery.work(tmp_path / "whole", 0) == 0
     steps = int((tmp_path / "whole.steps").read_text())
@@ -190,7 +187,7 @@ def test_a_process_killed_at_any_step_leaves_what_the_next_can_finish(
             assert run.state(GENERATION) == "settled"
 
 
-def test_what_is_recorded_twice_keeps_its_first_text(tmp_path: Path, nursery: Nursery) -> None:
+def test_what_is_recorded_twice_keeps_its_first_text(tmp_path, nursery):
     # Given a run that is settled, and a zombie that does its steps again
     assert nursery.work(tmp_path, 0) == 0
     run = open_run(tmp_path)

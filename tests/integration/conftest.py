@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,11 +11,11 @@ from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place
 
 if TYPE_CHECKING:
-    from tests.integration.pipelines.running import World
+    pass
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path, monkeypatch):
     """A queue of the test's own at RabbitMQ, not declared yet."""
     # Nobody kills this broker: the first holding queue of a test may be used at once.
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
@@ -25,7 +23,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(tmp_path, monkeypatch):
     """A queue, a staging root and the connections for ``dag.test()``."""
     from tests.integration.pipelines.puppets import Puppets
     from tests.integration.pipelines.running import World

@@ -8,7 +8,6 @@ import re
 import socketserver
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from email import policy
 from email.message import EmailMessage
@@ -22,7 +21,6 @@ from airflow.sdk import DAG
 from airflow_broadway import Message
 from airflow_broadway.operators.run import BroadwayRunOperator
 from tests.integration.pipelines.puppets import Puppets
-from tests.integration.pipelines.running import World
 
 pytestmark = pytest.mark.airflow
 
@@ -69,7 +67,7 @@ class MailServer(socketserver.ThreadingTCPServer):
 
 
 @pytest.fixture
-def mails(world: World) -> Iterator[list[EmailMessage]]:
+def mails(world):
     """The mails that were sent through the connection ``smtp_default``."""
     with MailServer() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -104,9 +102,7 @@ def text_of(mail: EmailMessage) -> str:
     return "\n".join([str(mail["subject"]), *bodies])
 
 
-def test_the_guides_example_mails_dead_letters_of_a_green_run(
-    world: World, mails: list[EmailMessage], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guides_example_mails_dead_letters_of_a_green_run(world, mails, monkeypatch):
     world.numbers(range(4))
     world.send({"n": 5, "text": EVIL})
 
@@ -122,9 +118,7 @@ def test_the_guides_example_mails_dead_letters_of_a_green_run(
     assert "evil" in str(ran.report["reasons"])
 
 
-def test_the_guides_example_mails_nothing_of_a_run_without_dead_letters(
-    world: World, mails: list[EmailMessage], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guides_example_mails_nothing_of_a_run_without_dead_letters(world, mails, monkeypatch):
     world.numbers(range(4))
 
     assert world.run(guides_dag(monkeypatch)).totals["acked"] == 4
@@ -132,8 +126,8 @@ def test_the_guides_example_mails_nothing_of_a_run_without_dead_letters(
 
 
 def test_the_guides_example_mails_a_run_that_needs_a_look_without_a_senders_text(
-    world: World, mails: list[EmailMessage], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    world, mails, monkeypatch
+):
     world.send({"n": 5, "text": EVIL})
 
     ran = world.run(guides_dag(monkeypatch))
@@ -148,9 +142,7 @@ def test_the_guides_example_mails_a_run_that_needs_a_look_without_a_senders_text
     assert "evil" in str(ran.report["reasons"])
 
 
-def test_a_callback_that_fails_changes_nothing_of_the_run(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_fails_changes_nothing_of_the_run(world, caplog):
     calls: list[Any] = []
 
     def fail(context: Any) -> None:
@@ -168,7 +160,7 @@ def test_a_callback_that_fails_changes_nothing_of_the_run(
     assert len(calls) == 1
 
 
-def test_a_run_in_one_task_calls_the_same_callbacks(world: World) -> None:
+def test_a_run_in_one_task_calls_the_same_callbacks(world):
     # Given a callback for each way in which a run may end
     failures: list[str] = []
     successes: list[Any] = []

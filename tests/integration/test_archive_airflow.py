@@ -62,7 +62,7 @@ def rows(folder: Path) -> Counter[int]:
     return found
 
 
-def test_an_archive_in_a_bucket_is_run_again_and_kafka_is_not_asked(tmp_path: Path) -> None:
+def test_an_archive_in_a_bucket_is_run_again_and_kafka_is_not_asked(tmp_path):
     with s3_server() as server:
         uri = server.root()
         aws = {
@@ -77,7 +77,7 @@ def test_an_archive_in_a_bucket_is_run_again_and_kafka_is_not_asked(tmp_path: Pa
 
 
 @pytest.mark.spark
-def test_an_archive_is_run_again_on_spark(tmp_path: Path) -> None:
+def test_an_archive_is_run_again_on_spark(tmp_path):
     uri = f"file://{tmp_path / 'staging'}"
     check(tmp_path, "hours_spark", uri, {}, Store.open(uri))
 

@@ -113,7 +113,7 @@ DEAD_AFTER = 8
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("events")
     for name in ("dags", "installed", "signs"):
         (made / name).mkdir()
@@ -121,13 +121,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def queue(folder: Path) -> Iterator[SqliteQueue]:
+def queue(folder):
     with SqliteQueue(folder / "queue.db", "sums") as queue:
         yield queue
 
 
 @pytest.fixture(scope="module")
-def airflow(folder: Path, queue: SqliteQueue) -> Iterator[LocalAirflow]:
+def airflow(folder, queue):
     (folder / "dags" / "sums_pipeline.py").write_text(PIPELINE)
     (folder / "dags" / "watched_pipeline.py").write_text(WATCHED)
     (folder / "dags" / "events.py").write_text(DAGS)
@@ -181,9 +181,7 @@ def log_of(airflow: LocalAirflow, run: dict[str, Any]) -> str:
     return "".join(path.read_text() for path in folder.rglob("*.log"))
 
 
-def test_events_start_runs_that_ack_and_nothing_is_lost_or_done_twice(
-    airflow: LocalAirflow, queue: SqliteQueue
-) -> None:
+def test_events_start_runs_that_ack_and_nothing_is_lost_or_done_twice(airflow, queue):
     # Given a backlog below the bound, and a few looks
     queue.send([b"1", b"2"])
     time.sleep(5.0)
@@ -226,9 +224,7 @@ def test_events_start_runs_that_ack_and_nothing_is_lost_or_done_twice(
     assert queue.depth()[:4] == (0, 0, 0, 0)
 
 
-def test_a_deferred_sensor_waits_in_the_triggerer(
-    airflow: LocalAirflow, queue: SqliteQueue
-) -> None:
+def test_a_deferred_sensor_waits_in_the_triggerer(airflow, queue):
     airflow.wait_for_dag("waits")
     run = airflow.trigger("waits")
     airflow.wait_for_task("waits", run, "wait", ("deferred",))
@@ -329,14 +325,14 @@ class World:
 
 
 @pytest.fixture
-def world(airflow: LocalAirflow, folder: Path) -> Iterator[World]:
+def world(airflow, folder):
     airflow.wait_for_dag("watched")
     with SqliteQueue(folder / "queue.db", "watched") as queue:
         yield World(airflow, folder, queue)
 
 
 @pytest.fixture
-def second_triggerer(airflow: LocalAirflow, folder: Path) -> Iterator[None]:
+def second_triggerer(airflow, folder):
     """Another one, on the same database."""
     with (folder / "logs" / "second.log").open("ab") as log:
         process = subprocess.Popen(
@@ -354,7 +350,7 @@ def second_triggerer(airflow: LocalAirflow, folder: Path) -> Iterator[None]:
             process.wait(60.0)
 
 
-def test_at_its_cap_a_dag_gets_no_event_and_what_came_meanwhile_the_next_run(world: World) -> None:
+def test_at_its_cap_a_dag_gets_no_event_and_what_came_meanwhile_the_next_run(world):
     # Given a run that is at work, and the only one that the Dag may have
     (world.signs / "busy").touch()
     world.send(3)
@@ -377,7 +373,7 @@ def test_at_its_cap_a_dag_gets_no_event_and_what_came_meanwhile_the_next_run(wor
     assert world.queue.depth()[:4] == (0, 0, 0, 0)
 
 
-def test_what_airflow_drops_while_a_dag_is_paused_is_told_again(world: World) -> None:
+def test_what_airflow_drops_while_a_dag_is_paused_is_told_again(world):
     # Given a Dag that was paused a moment ago: its trigger is still there
     with world.hangs(world.component("dag-processor")):
         world.airflow.pause("watched")
@@ -400,7 +396,7 @@ def test_what_airflow_drops_while_a_dag_is_paused_is_told_again(world: World) ->
 
 
 @pytest.mark.usefixtures("second_triggerer")
-def test_two_triggerers_tell_one_crossing_and_one_run_takes_it(world: World) -> None:
+def test_two_triggerers_tell_one_crossing_and_one_run_takes_it(world):
     # Given a scheduler that is slow, and a crossing that was told
     with ExitStack() as hung:
         with world.hangs(world.component("scheduler")):

@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +45,7 @@ def check_untouched(world: World, ran: Ran, count: int) -> None:
 # ----------------------------------------------------------------------------------------- options
 
 
-def test_a_param_that_is_wrong_stops_the_run_before_it_receives(
-    world: World, capsys: Capture
-) -> None:
+def test_a_param_that_is_wrong_stops_the_run_before_it_receives(world, capsys):
     world.numbers(range(3))
     dag = dag_of(Puppets, params={"max_messages": "many"})
 
@@ -62,7 +58,7 @@ def test_a_param_that_is_wrong_stops_the_run_before_it_receives(
 # ---------------------------------------------------------------------------------------- messages
 
 
-def test_a_message_larger_than_a_batch_and_a_receive_goes_through_alone(world: World) -> None:
+def test_a_message_larger_than_a_batch_and_a_receive_goes_through_alone(world):
     # Given one message beyond what a receive takes at a time, among small ones
     large = b'{"n": 1, "text": "' + b"x" * (65 * 1024 * 1024) + b'"}'
     world.send({"n": 0}, large, {"n": 2})
@@ -91,8 +87,8 @@ def test_a_message_larger_than_a_batch_and_a_receive_goes_through_alone(world: W
     ids=["missing", "of another type", "a relative path", "a folder that is not there"],
 )
 def test_a_connection_that_is_wrong_stops_the_run_before_it_receives(
-    world: World, capsys: Capture, connection: dict[str, Any] | None, told: str
-) -> None:
+    world, capsys, connection, told
+):
     world.numbers(range(3))
     if connection is None:
         world.patch.delenv("AIRFLOW_CONN_PUPPETS")
@@ -111,7 +107,7 @@ def test_a_connection_that_is_wrong_stops_the_run_before_it_receives(
 
 @pytest.mark.spark
 @pytest.mark.timeout(240)
-def test_one_bad_row_of_spark_spares_the_others(world: World) -> None:
+def test_one_bad_row_of_spark_spares_the_others(world):
     """Two producers, two Spark batchers, failures in both stages: one application for all."""
     import pyarrow.dataset as ds
 
@@ -149,8 +145,8 @@ def test_one_bad_row_of_spark_spares_the_others(world: World) -> None:
     ids=["read-only", "no folder", "no URI"],
 )
 def test_a_staging_root_that_cannot_be_written_stops_the_run_before_it_receives(
-    world: World, capsys: Capture, root: str, told: tuple[str, ...]
-) -> None:
+    world, capsys, root, told
+):
     world.numbers(range(3))
     (world.folder / "file").write_text("in the way")
     world.patch.setenv("AIRFLOW__BROADWAY__STAGING", root.format(folder=world.folder))
@@ -163,7 +159,7 @@ def test_a_staging_root_that_cannot_be_written_stops_the_run_before_it_receives(
 
 
 @pytest.fixture
-def small_disk(world: World) -> Iterator[Path]:
+def small_disk(world):
     disk = world.folder / "disk"
     disk.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
@@ -175,9 +171,7 @@ def small_disk(world: World) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_staging_disk_that_fills_up_gives_everything_back(
-    world: World, capsys: Capture, small_disk: Path
-) -> None:
+def test_a_staging_disk_that_fills_up_gives_everything_back(world, capsys, small_disk):
     # Given 1 MB of messages that do not compress, and less room
     chance = random.Random(1)
     world.numbers(range(1000), text=chance.randbytes(10).hex())

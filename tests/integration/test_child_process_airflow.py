@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -58,9 +57,7 @@ dag = Asking.dag("asking", schedule=None, default_args={"retries": 0})
 """
 
 
-def test_callbacks_in_child_processes_get_connections_and_variables_from_airflow(
-    tmp_path: Path,
-) -> None:
+def test_callbacks_in_child_processes_get_connections_and_variables_from_airflow(tmp_path):
     # Given a connection and a variable in Airflow's database, and a message that ends its process
     (tmp_path / "dags").mkdir()
     (tmp_path / "dags" / "asking_pipeline.py").write_text(PIPELINE)

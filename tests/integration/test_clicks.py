@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from tests.integration.click_queues import SERVERS
-from tests.integration.clicks import CLICKS, Click, Clicks, World, world_of
+from tests.integration.clicks import CLICKS, Clicks, World, world_of
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
 
@@ -24,7 +24,7 @@ def _on_every_broker() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], World]]:
+def worlds(tmp_path_factory):
     """The Airflow of a broker, one for all of its clicks."""
     here: dict[str, World] = {}
     with ExitStack() as stack:
@@ -41,9 +41,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 
 @pytest.mark.parametrize(("broker", "click"), list(_on_every_broker()))
-def test_messages_are_where_they_should_be_when_users(
-    worlds: Callable[[str], World], broker: str, click: Click
-) -> None:
+def test_messages_are_where_they_should_be_when_users(worlds, broker, click):
     clicks = Clicks(worlds(broker), click.name[:40])
 
     click.run(clicks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.kafka_fixtures import session_kafka
 from tests.kafka_server import nearest_kafka
 from tests.pubsub_fixtures import session_emulator
 from tests.pubsub_server import StubServer, find_emulator
-from tests.s3_server import S3Server, s3_server
+from tests.s3_server import s3_server
 from tests.sqs_fixtures import wanted_sqs
 
 pytestmark = pytest.mark.broker
@@ -100,13 +100,8 @@ def kafka(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 @pytest.mark.parametrize("process", [-300.0, 300.0, 0.0])
 @pytest.mark.parametrize("others", [0.0, 300.0])
 def test_messages_are_handled_once_on_hosts_whose_clocks_differ_by_the_lease(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    process: float,
-    others: float,
-    place: Callable[[pytest.MonkeyPatch], AbstractContextManager[Place]],
-) -> None:
+    tmp_path, monkeypatch, caplog, process, others, place
+):
     with place(monkeypatch) as (pipeline, left):
         check(pipeline, left, tmp_path, monkeypatch, caplog, process, others)
 
@@ -146,13 +141,13 @@ def check(
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
+def s3():
     pytest.importorskip("s3fs")
     with s3_server() as running:
         yield running
 
 
-def test_a_bucket_has_a_clock_for_two_requests(s3: S3Server) -> None:
+def test_a_bucket_has_a_clock_for_two_requests(s3):
     store = s3.store(s3.root())
     host = SystemClock()
     store.clock(60.0, host)  # the root is made

@@ -19,7 +19,6 @@ from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from tests.integration.pipelines.puppets import Plain, Puppets
-from tests.integration.pipelines.running import World
 from tests.integration.pipelines.slow import outlast_the_task
 
 pytestmark = pytest.mark.airflow
@@ -37,7 +36,7 @@ def dag_of(pipeline: Any, **given: Any) -> DAG:
 # ---------------------------------------------------------------------------------- the happy path
 
 
-def test_every_message_is_handled_and_acknowledged_once(world: World) -> None:
+def test_every_message_is_handled_and_acknowledged_once(world):
     world.numbers(range(25))
     world.numbers(range(25, 30), to="other")
 
@@ -53,9 +52,7 @@ def test_every_message_is_handled_and_acknowledged_once(world: World) -> None:
     assert world.queue.leases() == []
 
 
-def test_a_run_on_two_hosts_without_a_shared_folder_is_red_and_names_both(
-    world: World, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_two_hosts_without_a_shared_folder_is_red_and_names_both(world, capfd):
     # The process and batch tasks use one staging folder, the sensor another
     world.numbers(range(5))
     dag = dag_of(Puppets)
@@ -75,9 +72,7 @@ def test_a_run_on_two_hosts_without_a_shared_folder_is_red_and_names_both(
     assert "`[broadway] staging`" in output
 
 
-def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(world, caplog):
     # A run without a sensor in one Airflow, over with its messages leased
     world.numbers(range(3))
     with DAG("puppets") as unwatched:
@@ -99,7 +94,7 @@ def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(
     assert world.depth == (0, 0, 0, 0)
 
 
-def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world: World) -> None:
+def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world):
     ran = world.run(dag_of(Puppets))
 
     assert ran.state == "success"
@@ -114,8 +109,8 @@ def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world: World) -
 
 @pytest.mark.parametrize("count", [0, 15])
 def test_a_batcher_that_has_nothing_to_do_leaves_no_error_in_the_log(
-    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], count: int
-) -> None:
+    world, monkeypatch, capfd, count
+):
     # Given messages for one of two batchers at most, beside a Spark task without any
     batchers = {**Puppets.batchers, "spark": Batcher(schema="n long")}
     monkeypatch.setattr(Puppets, "batchers", batchers)
@@ -132,9 +127,7 @@ def test_a_batcher_that_has_nothing_to_do_leaves_no_error_in_the_log(
 
 
 @pytest.mark.parametrize("count", [0, 15])
-def test_what_follows_the_group_runs_though_a_batcher_had_nothing_to_do(
-    world: World, count: int
-) -> None:
+def test_what_follows_the_group_runs_though_a_batcher_had_nothing_to_do(world, count):
     world.numbers(range(count))  # all of them for the batcher "default"
     with DAG("puppets") as dag:
         Puppets().task_group(default_args=NO_DELAY) >> EmptyOperator(task_id="refresh_dashboard")
@@ -151,18 +144,14 @@ def test_what_follows_the_group_runs_though_a_batcher_had_nothing_to_do(
     [{"mode": "poke", "poke_interval": 1.0}, {"deferrable": True}],
     ids=["pokes", "deferrable"],
 )
-def test_a_sensor_settles_a_run_that_works_one_task_at_a_time_however_it_waits(
-    world: World, ack: dict[str, Any]
-) -> None:
+def test_a_sensor_settles_a_run_that_works_one_task_at_a_time_however_it_waits(world, ack):
     world.numbers(range(5))
     ran = world.run(dag_of(Puppets, ack=ack))
     assert ran.state == "success"
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
 
 
-def test_a_dry_run_looks_and_takes_nothing_and_the_next_run_knows_nothing_of_it(
-    world: World,
-) -> None:
+def test_a_dry_run_looks_and_takes_nothing_and_the_next_run_knows_nothing_of_it(world):
     world.numbers(range(15))
 
     ran = world.run(dag_of(Puppets), {"dry_run": True, "max_messages": 4})
@@ -184,7 +173,7 @@ def test_a_dry_run_looks_and_takes_nothing_and_the_next_run_knows_nothing_of_it(
     assert ran.totals == {"received": 15, "acked": 15, "accounted": 15}
 
 
-def test_a_dry_run_in_one_task_takes_nothing(world: World) -> None:
+def test_a_dry_run_in_one_task_takes_nothing(world):
     world.numbers(range(5))
     with DAG("puppets", params=Plain.params()) as dag:
         BroadwayRunOperator(task_id="drain", pipeline=Plain)
@@ -197,7 +186,7 @@ def test_a_dry_run_in_one_task_takes_nothing(world: World) -> None:
     assert world.depth == (5, 0, 0, 0)
 
 
-def test_two_mapped_producers_share_the_queue(world: World) -> None:
+def test_two_mapped_producers_share_the_queue(world):
     world.numbers(range(40))
 
     ran = world.run(dag_of(Puppets(producer={"concurrency": 2}), process={"max_messages": 20}))
@@ -212,7 +201,7 @@ def test_two_mapped_producers_share_the_queue(world: World) -> None:
     assert world.depth == (0, 0, 0, 0)
 
 
-def test_xcoms_are_references_of_a_few_hundred_bytes(world: World) -> None:
+def test_xcoms_are_references_of_a_few_hundred_bytes(world):
     world.numbers(range(500))
 
     ran = world.run(dag_of(Puppets))
@@ -224,7 +213,7 @@ def test_xcoms_are_references_of_a_few_hundred_bytes(world: World) -> None:
 # ------------------------------------------------------------------------------------------ budgets
 
 
-def test_params_override_the_budgets(world: World) -> None:
+def test_params_override_the_budgets(world):
     world.numbers(range(30))
 
     ran = world.run(dag_of(Puppets, process={"max_messages": 12}), {"max_messages": 5})
@@ -233,9 +222,7 @@ def test_params_override_the_budgets(world: World) -> None:
     assert world.depth == (25, 0, 0, 0)
 
 
-def test_a_queues_connection_may_come_from_a_secrets_back_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queues_connection_may_come_from_a_secrets_back_end(world, monkeypatch):
     world.numbers(range(5))
     monkeypatch.delenv("AIRFLOW_CONN_PUPPETS")
     secrets = world.folder / "connections.json"
@@ -255,7 +242,7 @@ def test_a_queues_connection_may_come_from_a_secrets_back_end(
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
 
 
-def test_overrides_are_rendered_templates(world: World) -> None:
+def test_overrides_are_rendered_templates(world):
     world.numbers(range(7))
     pipeline = Puppets(
         producer={"queue": "{{ params.which }}", "lease": "{{ 60 * 5 }}"},
@@ -274,9 +261,7 @@ def test_overrides_are_rendered_templates(world: World) -> None:
     assert contexts == {ran.run_id}
 
 
-def test_a_rendered_option_that_breaks_its_rule_fails_before_anything_is_received(
-    world: World,
-) -> None:
+def test_a_rendered_option_that_breaks_its_rule_fails_before_anything_is_received(world):
     world.numbers(range(3))
     dag = dag_of(Puppets(producer={"lease": "{{ params.lease }}"}), params={"lease": "soon"})
 
@@ -289,9 +274,7 @@ def test_a_rendered_option_that_breaks_its_rule_fails_before_anything_is_receive
 # ---------------------------------------------------------------------------- failures of callbacks
 
 
-def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(
-    world: World,
-) -> None:
+def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(world):
     world.send(
         {"n": 1, "process": "fail"},
         {"n": 2, "process": "raise"},
@@ -322,7 +305,7 @@ def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(
     assert sorted(letter.stage for letter in letters) == ["batch", "process", "process"]
 
 
-def test_configured_acknowledgement_wins_in_processors_and_batches(world: World) -> None:
+def test_configured_acknowledgement_wins_in_processors_and_batches(world):
     world.send(
         {"n": 1, "process": "on_failure=dead_letter"},
         {"n": 2, "batch": "on_failure=dead_letter"},
@@ -344,7 +327,7 @@ def test_configured_acknowledgement_wins_in_processors_and_batches(world: World)
 # ---------------------------------------------------------------------------------- shapes of a run
 
 
-def test_a_pipeline_without_batchers_settles_in_its_process_task(world: World) -> None:
+def test_a_pipeline_without_batchers_settles_in_its_process_task(world):
     world.send({"n": 1}, {"n": 2, "process": "on_failure=dead_letter"}, {"n": 3, "process": "ack"})
 
     ran = world.run(dag_of(Plain))
@@ -376,9 +359,7 @@ class Ending(Puppets):
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "an execution_timeout", "an interrupt"])
-def test_a_task_for_a_whole_pipeline_that_is_ended_leaves_its_account(
-    world: World, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
+def test_a_task_for_a_whole_pipeline_that_is_ended_leaves_its_account(world, monkeypatch, by):
     monkeypatch.setattr(Ending, "by", by)
     world.numbers(range(12))
     with DAG("one_task", schedule=None) as dag:
@@ -407,7 +388,7 @@ def test_a_task_for_a_whole_pipeline_that_is_ended_leaves_its_account(
     assert world.depth == (12 - done, 0, 0, 0)
 
 
-def test_operators_wired_by_hand_need_only_each_others_outputs(world: World) -> None:
+def test_operators_wired_by_hand_need_only_each_others_outputs(world):
     world.numbers(range(15))
     ref = f"{Puppets.__module__}:Puppets"
     with DAG("by_hand", schedule=None, default_args=NO_DELAY) as dag:
@@ -426,7 +407,7 @@ def test_operators_wired_by_hand_need_only_each_others_outputs(world: World) -> 
     assert ran.totals == {"received": 15, "acked": 15, "accounted": 15}
 
 
-def test_a_single_process_task_needs_no_mapping(world: World) -> None:
+def test_a_single_process_task_needs_no_mapping(world):
     world.numbers(range(5))
     with DAG("unmapped", schedule=None, default_args=NO_DELAY) as dag:
         pull = BroadwayProcessorOperator(task_id="pull", pipeline=Puppets)
@@ -444,9 +425,7 @@ def test_a_single_process_task_needs_no_mapping(world: World) -> None:
 # --------------------------------------------------------------------------- retries and dead tries
 
 
-def test_a_process_task_that_fails_gives_back_and_its_retry_receives_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_task_that_fails_gives_back_and_its_retry_receives_again(world, monkeypatch):
     world.numbers(range(8))
     _fail_once(monkeypatch, "airflow_broadway.staging.run_folder.StagedRun.publish")
 
@@ -459,9 +438,7 @@ def test_a_process_task_that_fails_gives_back_and_its_retry_receives_again(
     assert world.depth == (0, 0, 0, 0)
 
 
-def test_a_batcher_that_fails_runs_only_what_has_no_outcome(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batcher_that_fails_runs_only_what_has_no_outcome(world, monkeypatch):
     world.numbers(range(25))
 
     record = OpenBatch.record
@@ -485,9 +462,7 @@ def test_a_batcher_that_fails_runs_only_what_has_no_outcome(
     assert ran.totals == {"received": 25, "acked": 25, "accounted": 25}
 
 
-def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(world, monkeypatch):
     world.numbers(range(8))
     monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
 
@@ -500,9 +475,7 @@ def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(
     assert world.depth == (8, 0, 0, 0)
 
 
-def test_hold_failed_keeps_the_lease_and_then_gives_back(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hold_failed_keeps_the_lease_and_then_gives_back(world, monkeypatch):
     world.numbers(range(8))
     monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
     held: list[int] = []
@@ -525,9 +498,7 @@ def test_hold_failed_keeps_the_lease_and_then_gives_back(
     assert world.depth == (8, 0, 0, 0)
 
 
-def test_a_backfill_is_refused_before_connecting(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backfill_is_refused_before_connecting(world, monkeypatch):
     world.numbers(range(3))
     opened: list[str] = []
     from airflow_broadway.adapters.host import Host
@@ -554,7 +525,7 @@ def test_a_backfill_is_refused_before_connecting(
 # ------------------------------------------------------------------------- what callbacks may know
 
 
-def test_callbacks_see_the_run_and_what_setup_made_of_it(world: World) -> None:
+def test_callbacks_see_the_run_and_what_setup_made_of_it(world):
     world.send({"n": 1}, {"n": 2, "process": "fail"})
 
     ran = world.run(dag_of(Puppets(context={"shop": "fruit"})), {"max_messages": 2})
@@ -569,7 +540,7 @@ def test_callbacks_see_the_run_and_what_setup_made_of_it(world: World) -> None:
     assert contexts == [{"given": {"shop": "fruit"}, "run_id": ran.run_id}] * len(contexts)
 
 
-def test_a_class_of_a_dag_file_may_have_python_batchers(world: World) -> None:
+def test_a_class_of_a_dag_file_may_have_python_batchers(world):
     # Given a Dag file that holds its pipeline too
     world.numbers(range(4))
     path = world.folder / "fruit.py"

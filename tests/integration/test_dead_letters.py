@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pika
@@ -17,8 +16,6 @@ from airflow_broadway.producers.rabbitmq.amqp import channels
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, ConnectionThread
 from tests.cli_runs import ran
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import MockKafka
-from tests.rabbitmq_place import Place
 
 pytestmark = pytest.mark.broker
 
@@ -39,7 +36,7 @@ def listed(
 # -- RabbitMQ --------------------------------------------------------------------------------------
 
 
-def test_rabbitmq_sends_back_route_headers_and_properties(place: Place) -> None:
+def test_rabbitmq_sends_back_route_headers_and_properties(place):
     # Given a message that came by an exchange, and died
     place.declare()
     exchange = f"{place.name}-shop"
@@ -76,7 +73,7 @@ def test_rabbitmq_sends_back_route_headers_and_properties(place: Place) -> None:
     assert (again.attempt, again.redelivered) == (1, True)
 
 
-def test_rabbitmqs_own_dead_letters_are_known_by_their_deaths(place: Place) -> None:
+def test_rabbitmqs_own_dead_letters_are_known_by_their_deaths(place):
     # Given a queue whose dead letters the broker itself sets aside: they bear no mark
     dead = f"{place.name}-graves"
     place.server.declare(dead, **{"x-queue-type": "quorum"})
@@ -103,7 +100,7 @@ def test_rabbitmqs_own_dead_letters_are_known_by_their_deaths(place: Place) -> N
     assert again.metadata["routing_key"] == place.name
 
 
-def test_what_cannot_go_back_stays_and_says_why(place: Place) -> None:
+def test_what_cannot_go_back_stays_and_says_why(place):
     place.declare()
     place.send(b"a", b"b")
     place.settle("g1", {0: DEAD, 1: DEAD})
@@ -118,7 +115,7 @@ def test_what_cannot_go_back_stays_and_says_why(place: Place) -> None:
         assert len(moved.refused) == letters.count() == 2
 
 
-def test_an_exchange_of_dead_letters_does_not_say_where_they_are(place: Place) -> None:
+def test_an_exchange_of_dead_letters_does_not_say_where_they_are(place):
     place.declare()
     producer = place.producer(dead_letter={"exchange": "graves"})
     with pytest.raises(ProducerError, match=r"go to the exchange 'graves'.*name the queue"):
@@ -128,8 +125,8 @@ def test_an_exchange_of_dead_letters_does_not_say_where_they_are(place: Place) -
 
 
 def test_rabbitmqs_letters_are_counted_and_shown_in_pages_and_then_others_again(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    place, monkeypatch, capsys
+):
     place.declare()
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
@@ -145,8 +142,8 @@ def test_rabbitmqs_letters_are_counted_and_shown_in_pages_and_then_others_again(
 
 @pytest.mark.parametrize("look", ["list", "delete", "requeue"])
 def test_rabbitmqs_letters_are_back_before_a_queue_knows_that_their_channel_has_closed(
-    place: Place, monkeypatch: pytest.MonkeyPatch, look: str
-) -> None:
+    place, monkeypatch, look
+):
     place.declare()
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
@@ -178,8 +175,8 @@ def test_rabbitmqs_letters_are_back_before_a_queue_knows_that_their_channel_has_
     ids=["put back late", "got by others"],
 )
 def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_soon_after(
-    place: Place, monkeypatch: pytest.MonkeyPatch, late: int, within: float, counted: list[int]
-) -> None:
+    place, monkeypatch, late, within, counted
+):
     place.declare()
     place.send(b"1", b"2", b"3", b"4", b"5")
     place.settle("g1", dict.fromkeys(range(5), DEAD))
@@ -208,9 +205,7 @@ def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_
 
 
 @pytest.mark.parametrize("act", ["delete", "requeue"])
-def test_what_was_acknowledged_at_rabbitmq_is_not_waited_for(
-    place: Place, monkeypatch: pytest.MonkeyPatch, act: str
-) -> None:
+def test_what_was_acknowledged_at_rabbitmq_is_not_waited_for(place, monkeypatch, act):
     place.declare()
     place.send(b"1", b"2", b"3", b"4", b"5")
     other = DEAD._replace(reason="KeyError: other")
@@ -244,9 +239,7 @@ def died(group: KafkaGroup, **about: Any) -> None:
     group.settle(lease, [message], {message.message_id: DEAD})
 
 
-def test_kafka_sends_back_to_the_partition_with_key_and_headers(
-    kafka_mock: MockKafka, tmp_path: Path
-) -> None:
+def test_kafka_sends_back_to_the_partition_with_key_and_headers(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     own: list[Any] = [("trace", b"\xff"), ("none", None)]
     died(group, headers=own, partition=0)
@@ -268,12 +261,7 @@ def test_kafka_sends_back_to_the_partition_with_key_and_headers(
     assert (again.redelivered, again.attempt) == (True, 1)
 
 
-def test_kafkas_letters_are_counted_and_shown_in_pages(
-    kafka_mock: MockKafka,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_kafkas_letters_are_counted_and_shown_in_pages(kafka_mock, tmp_path, monkeypatch, capsys):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     died(group, partition=0)
 
@@ -284,9 +272,7 @@ def test_kafkas_letters_are_counted_and_shown_in_pages(
     assert (found["reasons"][0]["count"], found["letters"]) == (1, [])
 
 
-def test_without_staging_nobody_would_know_what_was_sent_back(
-    kafka_mock: MockKafka, tmp_path: Path
-) -> None:
+def test_without_staging_nobody_would_know_what_was_sent_back(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     died(group, partition=0)
     group.staging = None
@@ -296,9 +282,7 @@ def test_without_staging_nobody_would_know_what_was_sent_back(
             letters.requeue()
 
 
-def test_a_topic_of_dead_letters_that_is_not_there_is_named(
-    kafka_mock: MockKafka, tmp_path: Path
-) -> None:
+def test_a_topic_of_dead_letters_that_is_not_there_is_named(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     with pytest.raises(ProducerError, match=r"there is no topic 'no-such' for dead letters .*"):
         group.producer().dead_letters(group.env("letters"), place="no-such")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ from sqlalchemy import select
 from airflow_broadway.plugin.access import BROWSER_COOKIE, CSRF_FIELD, make_token
 from tests.integration.pipelines.puppets import Puppets
 from tests.integration.pipelines.running import Ran, World
-from tests.unit.plugin.site import Browser, Site, mounted
+from tests.unit.plugin.site import Browser, mounted
 
 pytestmark = pytest.mark.airflow
 
@@ -33,7 +32,7 @@ def dag_of() -> DAG:
 
 
 @pytest.fixture
-def site(world: World) -> Iterator[Site]:
+def site(world):
     """The pages over the world's staging root, after a run that set two messages aside."""
     world.numbers(range(2), process="fail")
     world.numbers(range(2, 4))
@@ -66,7 +65,7 @@ def moved(world: World) -> Ran:
     return world.run(dag_of(), conf=conf)
 
 
-def test_letters_are_listed_shown_sent_back_and_deleted(world: World, site: Site) -> None:
+def test_letters_are_listed_shown_sent_back_and_deleted(world, site):
     # Given a pipeline of which only a task knows the queue, and two letters
     first = world.queue.dead_letters(limit=None)[0].message_id
     browser = site.browser("USER")

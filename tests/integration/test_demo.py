@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def end(process: subprocess.Popen[str]) -> None:
         pytest.param(EVERY, id="every flight", marks=pytest.mark.slow),
     ],
 )
-def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def demo(request, tmp_path_factory):
     of: Counted = request.param
     some = [] if of is EVERY else ["--messages", str(of.flights)]
     return replace(run(tmp_path_factory.mktemp("flights") / "demo", *some), of=of)
@@ -124,17 +124,17 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class TestFlights:
     """The first month, and all of the year as ``make demo`` has it."""
 
-    def test_the_demo_succeeds(self, demo: Finished) -> None:
+    def test_the_demo_succeeds(self, demo):
         assert demo.code == 0, demo.text
         assert demo.report["mistakes"] == []
 
-    def test_the_output_has_every_departed_flight_once(self, demo: Finished) -> None:
+    def test_the_output_has_every_departed_flight_once(self, demo):
         rows = demo.rows("message_id")
 
         assert rows.num_rows == demo.of.rows
         assert pc.count_distinct(rows["message_id"]).as_py() == demo.of.rows
 
-    def test_flights_are_routed_by_delay_and_grouped_by_airport(self, demo: Finished) -> None:
+    def test_flights_are_routed_by_delay_and_grouped_by_airport(self, demo):
         rows = demo.rows("batcher", "origin", "dep_delay")
         delayed = rows.filter(pc.field("dep_delay") > 15)
 
@@ -146,13 +146,13 @@ class TestFlights:
             "on_time": demo.of.on_time,
         }
 
-    def test_departure_is_schedule_and_delay(self, demo: Finished) -> None:
+    def test_departure_is_schedule_and_delay(self, demo):
         rows = demo.rows("scheduled_at", "departed_at", "dep_delay")
         minutes: Any = pc.minutes_between(rows["scheduled_at"], rows["departed_at"])
 
         assert minutes.to_pylist() == rows["dep_delay"].to_pylist()
 
-    def test_the_hours_add_up_to_the_flights(self, demo: Finished) -> None:
+    def test_the_hours_add_up_to_the_flights(self, demo):
         folder = demo.folder / "output" / "hours"
         hours = ds.dataset(folder, format="parquet", partitioning="hive").to_table()
         rows = demo.rows("dep_delay")
@@ -160,9 +160,7 @@ class TestFlights:
         assert pc.sum(hours["flights"]).as_py() == demo.of.rows
         assert pc.sum(hours["minutes"]).as_py() == pc.sum(rows["dep_delay"]).as_py()
 
-    def test_flights_that_never_departed_are_dead_letters_and_only_they(
-        self, demo: Finished
-    ) -> None:
+    def test_flights_that_never_departed_are_dead_letters_and_only_they(self, demo):
         letters = demo.queue.dead_letters(limit=None)
 
         assert len(letters) == demo.of.never_departed
@@ -170,13 +168,13 @@ class TestFlights:
         assert {letter.attempt for letter in letters} == {1}
         assert all(json.loads(letter.body)["dep_delay"] is None for letter in letters)
 
-    def test_the_queue_is_empty_and_no_lease_is_left(self, demo: Finished) -> None:
+    def test_the_queue_is_empty_and_no_lease_is_left(self, demo):
         depth = demo.queue.depth()
 
         assert (depth.ready, depth.delayed, depth.leased) == (0, 0, 0)
         assert demo.queue.leases() == []
 
-    def test_the_report_accounts_for_every_message(self, demo: Finished) -> None:
+    def test_the_report_accounts_for_every_message(self, demo):
         report = demo.report
 
         assert report["received"] == demo.of.flights
@@ -187,7 +185,7 @@ class TestFlights:
         for told in report["batchers"].values():
             assert sum(told["triggers"].values()) == told["batches"]
 
-    def test_the_report_is_printed(self, demo: Finished) -> None:
+    def test_the_report_is_printed(self, demo):
         for words in (
             "received",
             f"{demo.of.flights:,}",
@@ -202,14 +200,14 @@ class TestFlights:
 
 
 @pytest.fixture
-def interrupted(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def interrupted(tmp_path):
     process = start(tmp_path / "demo", "--messages", "5000")
     yield process
     end(process)
 
 
 @pytest.mark.timeout(300)
-def test_ctrl_c_leaves_no_process_behind(interrupted: subprocess.Popen[str]) -> None:
+def test_ctrl_c_leaves_no_process_behind(interrupted):
     # Given a demo whose run has begun
     assert interrupted.stdout is not None
     for line in interrupted.stdout:
@@ -239,7 +237,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def test_without_java_one_sentence_says_so(tmp_path: Path) -> None:
+def test_without_java_one_sentence_says_so(tmp_path):
     done = run(tmp_path / "demo", JAVA_HOME="", PATH=str(tmp_path))
 
     assert done.code == 1
@@ -249,7 +247,7 @@ def test_without_java_one_sentence_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_command_that_a_developer_types_ends(tmp_path: Path) -> None:
+def test_the_first_command_that_a_developer_types_ends(tmp_path):
     # Given an Airflow that never ran, and an empty queue
     env = airflow_env(home=tmp_path, base={"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
     env["AIRFLOW_CONN_FLIGHTS_QUEUE"] = json.dumps(

@@ -115,9 +115,7 @@ class Run:
 
 
 @pytest.mark.parametrize("broker", [at_rabbitmq, at_sqs])
-def test_a_dry_run_counts_takes_nothing_and_the_next_run_takes_what_it_said(
-    tmp_path: Path, broker: Callable[[Path], Queue]
-) -> None:
+def test_a_dry_run_counts_takes_nothing_and_the_next_run_takes_what_it_said(tmp_path, broker):
     queue = broker(tmp_path)
     store = Store.open(f"file://{tmp_path}/staging")
 
@@ -143,7 +141,7 @@ def test_a_dry_run_counts_takes_nothing_and_the_next_run_takes_what_it_said(
     assert queue.untouched()
 
 
-def test_a_dry_run_of_dead_letters_leaves_them_where_they_are(tmp_path: Path) -> None:
+def test_a_dry_run_of_dead_letters_leaves_them_where_they_are(tmp_path):
     # Given a dead letter at RabbitMQ
     queue = at_rabbitmq(tmp_path)
     store = Store.open(f"file://{tmp_path}/staging")

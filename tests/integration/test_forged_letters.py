@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pika
@@ -23,7 +22,6 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs import dead_letters as sqs_letters
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import MockKafka
 from tests.rabbitmq_place import Place
 from tests.sqs_fixtures import wanted_sqs
 from tests.sqs_server import Connections, SqsServer
@@ -51,7 +49,7 @@ def refusal(moved: Moved, letter: DeadLetter) -> str:
 
 
 @pytest.fixture
-def victim(place: Place) -> str:
+def victim(place):
     """A queue of another team."""
     name = f"{place.name}-victim"
     place.server.declare(name)
@@ -76,9 +74,7 @@ def deaths(queue: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_death", [False, True], ids=["x-broadway-queue", "x-death"])
-def test_a_letter_at_rabbitmq_does_not_name_its_destination(
-    place: Place, victim: str, by_death: bool
-) -> None:
+def test_a_letter_at_rabbitmq_does_not_name_its_destination(place, victim, by_death):
     place.declare()
     place.send(b"real")
     place.settle("g1", {0: DEAD})
@@ -99,7 +95,7 @@ def test_a_letter_at_rabbitmq_does_not_name_its_destination(
     assert sorted(each.data for each in again) == [b"evil", b"real"]
 
 
-def test_a_letter_at_rabbitmq_does_not_take_another_ones_id(place: Place) -> None:
+def test_a_letter_at_rabbitmq_does_not_take_another_ones_id(place):
     place.declare()
     place.send(b"real")
     [message], _ = place.settle("g1", {0: DEAD})
@@ -115,7 +111,7 @@ def test_a_letter_at_rabbitmq_does_not_take_another_ones_id(place: Place) -> Non
         assert letters.delete(named(message.message_id)).count == 0
 
 
-def test_a_place_of_several_sources_sends_back_to_these_alone(place: Place, victim: str) -> None:
+def test_a_place_of_several_sources_sends_back_to_these_alone(place, victim):
     other = f"{place.name}-other"
     place.declare()
     place.server.declare(other)
@@ -140,9 +136,7 @@ def test_a_place_of_several_sources_sends_back_to_these_alone(place: Place, vict
     assert silent.endswith("name the destination with --to")
 
 
-def test_a_letter_that_stays_is_not_removed_by_its_queues_delivery_limit(
-    place: Place, victim: str
-) -> None:
+def test_a_letter_that_stays_is_not_removed_by_its_queues_delivery_limit(place, victim):
     place.declare()
     dead = f"{place.name}-graves"
     place.server.declare(dead, **{"x-queue-type": "quorum", "x-delivery-limit": 3})
@@ -176,12 +170,12 @@ class Sqs:
 
 
 @pytest.fixture
-def sqs(monkeypatch: pytest.MonkeyPatch) -> Sqs:
+def sqs(monkeypatch):
     monkeypatch.setattr(sqs_letters, "_WAIT_SECONDS", 0)
     return Sqs(wanted_sqs())
 
 
-def test_a_letter_at_sqs_does_not_name_its_destination(sqs: Sqs) -> None:
+def test_a_letter_at_sqs_does_not_name_its_destination(sqs):
     sqs.forge("native")
     sqs.forge("evil", broadway_queue=sqs.victim.rpartition("/")[2])
     sqs.forge("url", broadway_queue=sqs.victim)
@@ -197,7 +191,7 @@ def test_a_letter_at_sqs_does_not_name_its_destination(sqs: Sqs) -> None:
     assert (sqs.ready(sqs.source), sqs.ready(sqs.victim)) == (3, 0)
 
 
-def test_a_letter_at_sqs_does_not_take_another_ones_id(sqs: Sqs) -> None:
+def test_a_letter_at_sqs_does_not_take_another_ones_id(sqs):
     sqs.forge("real", broadway_message_id="m-1")
     with closing(sqs.letters()) as letters:
         real = by_body(letters)[b"real"]
@@ -229,9 +223,7 @@ def forged(group: KafkaGroup, body: bytes, topic: str, partition: int, offset: i
     producer.flush(30)
 
 
-def test_a_letter_at_kafka_names_neither_its_destination_nor_another_ones_id(
-    kafka_mock: MockKafka, tmp_path: Path
-) -> None:
+def test_a_letter_at_kafka_names_neither_its_destination_nor_another_ones_id(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     victim = kafka_mock.topic()
     producer = kafka_mock.producer()
@@ -258,7 +250,7 @@ def test_a_letter_at_kafka_names_neither_its_destination_nor_another_ones_id(
 # -- the embedded queue ----------------------------------------------------------------------------
 
 
-def test_letters_of_an_embedded_queue_go_back_to_its_own_file_alone(tmp_path: Path) -> None:
+def test_letters_of_an_embedded_queue_go_back_to_its_own_file_alone(tmp_path):
     path = str(tmp_path / "q.db")
     with SqliteQueue(path, "orders") as queue:
         queue.send([b"an order"])

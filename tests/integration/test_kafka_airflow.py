@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -26,7 +25,7 @@ START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta
 
 
 @pytest.fixture
-def kafka(tmp_path: Path) -> Iterator[ApacheKafka]:
+def kafka(tmp_path):
     skip_without_apache_kafka()
     with ApacheKafka.start(tmp_path / "kafka") as server:
         server.topic("hours", 2)
@@ -55,9 +54,7 @@ def handled(folder: Path, run_id: str) -> list[tuple[int, int]]:
     return sorted((int(number), int(again)) for number, again in map(str.split, lines))
 
 
-def test_a_backfill_reads_its_hours_from_the_log_beside_a_live_run(
-    kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_backfill_reads_its_hours_from_the_log_beside_a_live_run(kafka, tmp_path):
     fill(kafka)
     env = airflow_env(
         home=made_home(tmp_path / "airflow"),

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import KafkaServer, MockKafka
 
 pytestmark = pytest.mark.broker
 
@@ -61,9 +59,7 @@ class Backfill(KafkaGroup):
 
 
 @on_apache_kafka
-def test_exactly_the_interval_is_read_and_the_group_is_not_touched(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_exactly_the_interval_is_read_and_the_group_is_not_touched(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, partitions=2)
     group.send([0, 9.99, 10, 15, 19.99, 20, 30])
     group.send([5, 12, 25], partition=1)
@@ -74,9 +70,7 @@ def test_exactly_the_interval_is_read_and_the_group_is_not_touched(
 
 
 @on_apache_kafka
-def test_the_messages_of_an_interval_are_counted_and_none_is_read(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_the_messages_of_an_interval_are_counted_and_none_is_read(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, partitions=2, lateness=0.0)
     group.send([0, 9.99, 10, 15, 19.99, 20, 30])
     group.send([5, 12, 25], partition=1)
@@ -92,7 +86,7 @@ def test_the_messages_of_an_interval_are_counted_and_none_is_read(
 
 
 @on_apache_kafka
-def test_messages_out_of_order_by_a_little_are_found(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_messages_out_of_order_by_a_little_are_found(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, lateness=300.0)
     group.send([0, 12, 22, 19, 9, 24, 15, 26, 13])
 
@@ -105,9 +99,7 @@ def test_messages_out_of_order_by_a_little_are_found(kafka: KafkaServer, tmp_pat
 
 @on_apache_kafka
 @pytest.mark.parametrize("minutes", [(40, 50), (-50, -40)])
-def test_an_interval_without_messages_is_empty(
-    kafka: KafkaServer, tmp_path: Path, minutes: tuple[float, float]
-) -> None:
+def test_an_interval_without_messages_is_empty(kafka, tmp_path, minutes):
     group = Backfill(kafka, tmp_path, minutes=minutes)
     group.send([0, 10, 20])
 
@@ -115,9 +107,7 @@ def test_an_interval_without_messages_is_empty(
 
 
 @on_apache_kafka
-def test_a_backfill_and_a_live_run_hold_the_same_messages(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_backfill_and_a_live_run_hold_the_same_messages(kafka, tmp_path):
     live = KafkaGroup(kafka, tmp_path)
     group = Backfill(kafka, tmp_path)
     group.topic, group.group, group.letters = live.topic, live.group, live.letters
@@ -131,7 +121,7 @@ def test_a_backfill_and_a_live_run_hold_the_same_messages(
 
 
 @on_apache_kafka
-def test_what_failed_is_left_until_the_run_is_cleared(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_what_failed_is_left_until_the_run_is_cleared(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, order="none")
     group.send([10, 11, 12])
     lease, messages = group.hold()
@@ -151,9 +141,7 @@ def test_what_failed_is_left_until_the_run_is_cleared(kafka: KafkaServer, tmp_pa
 
 
 @on_apache_kafka
-def test_what_comes_later_does_not_change_what_a_cleared_run_reads(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_what_comes_later_does_not_change_what_a_cleared_run_reads(kafka, tmp_path):
     group = Backfill(kafka, tmp_path)
     group.send([10, 11])
     assert group.bodies() == ["10", "11"]
@@ -163,7 +151,7 @@ def test_what_comes_later_does_not_change_what_a_cleared_run_reads(
 
 
 @on_apache_kafka
-def test_a_backfill_that_ended_early_fails(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_backfill_that_ended_early_fails(kafka, tmp_path):
     group = Backfill(kafka, tmp_path)
     group.send([10, 11, 12])
     lease, messages = group.hold(most=1)
@@ -175,7 +163,7 @@ def test_a_backfill_that_ended_early_fails(kafka: KafkaServer, tmp_path: Path) -
     assert group.bodies() == ["11", "12"]
 
 
-def test_an_interval_that_is_not_over_is_refused(kafka_mock: MockKafka, tmp_path: Path) -> None:
+def test_an_interval_that_is_not_over_is_refused(kafka_mock, tmp_path):
     group = Backfill(kafka_mock, tmp_path, minutes=(10, 60 * 24))
 
     with pytest.raises(ProducerError, match=r"the interval from .* is not over yet"):
@@ -183,9 +171,7 @@ def test_an_interval_that_is_not_over_is_refused(kafka_mock: MockKafka, tmp_path
 
 
 @on_apache_kafka
-def test_the_lease_of_a_backfill_is_settled_by_whoever_reads_it(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_the_lease_of_a_backfill_is_settled_by_whoever_reads_it(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, lease=100.0)
     group.send([10, 11])
     lease, messages = group.hold()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
@@ -18,7 +15,7 @@ pytestmark = pytest.mark.broker
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ApacheKafka]:
+def cluster(tmp_path):
     skip_without_apache_kafka()
     server = ApacheKafka(tmp_path / "kafka", brokers=3)
     try:
@@ -28,9 +25,7 @@ def cluster(tmp_path: Path) -> Iterator[ApacheKafka]:
         server.kill()
 
 
-def test_one_of_three_brokers_is_killed_and_nothing_is_lost(
-    cluster: ApacheKafka, tmp_path: Path
-) -> None:
+def test_one_of_three_brokers_is_killed_and_nothing_is_lost(cluster, tmp_path):
     group = KafkaGroup(cluster, tmp_path, partitions=3)
     bodies = group.fill(300)
 

@@ -50,17 +50,17 @@ class Told:
 
 
 @pytest.fixture
-def told(kafka: KafkaServer, tmp_path: Path, capsys: Capsys) -> Told:
+def told(kafka, tmp_path, capsys):
     return Told(kafka, tmp_path / "staging", capsys)
 
 
-def test_a_group_that_nobody_has_read_can_begin(told: Told) -> None:
+def test_a_group_that_nobody_has_read_can_begin(told):
     told.group.fill(3)
 
     assert told.check().code == 0
 
 
-def test_a_check_changes_nothing(told: Told) -> None:
+def test_a_check_changes_nothing(told):
     group = told.group
     group.fill(5)
     group.drain()
@@ -77,7 +77,7 @@ def test_a_check_changes_nothing(told: Told) -> None:
     assert group.claim().start == 5
 
 
-def test_a_check_says_what_a_run_would_be_refused_for(told: Told, tmp_path: Path) -> None:
+def test_a_check_says_what_a_run_would_be_refused_for(told, tmp_path):
     group = told.group
     group.fill(5)
     group.drain()
@@ -101,7 +101,7 @@ def test_a_check_says_what_a_run_would_be_refused_for(told: Told, tmp_path: Path
 
 
 @on_apache_kafka
-def test_a_check_finds_members(told: Told) -> None:
+def test_a_check_finds_members(told):
     group = told.group
     group.fill(1)
     with group.kafka.member(group.group, group.topic):
@@ -112,7 +112,7 @@ def test_a_check_finds_members(told: Told) -> None:
 
 
 @on_apache_kafka
-def test_a_check_says_what_a_run_would_warn_of(told: Told) -> None:
+def test_a_check_says_what_a_run_would_warn_of(told):
     group = told.group
     group.fill(5)
     group.drain()
@@ -125,7 +125,7 @@ def test_a_check_says_what_a_run_would_warn_of(told: Told) -> None:
     assert f"warning: 3 messages of {group.topic}-0 (5–7) were removed by retention" in done.out
 
 
-def test_a_cluster_that_cannot_be_reached_is_one_sentence(tmp_path: Path, capsys: Capsys) -> None:
+def test_a_cluster_that_cannot_be_reached_is_one_sentence(tmp_path, capsys):
     module = __name__
     nobody = {
         "class": f"{module}:Grouped",

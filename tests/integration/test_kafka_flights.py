@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 @pytest.mark.parametrize("messages", [3_000, 336_776])
-def test_flights_through_kafka(tmp_path: Path, messages: int) -> None:
+def test_flights_through_kafka(tmp_path, messages):
     skip_without_apache_kafka()
     kafka = ApacheKafka.start(tmp_path)  # of this test alone: its topics' names are the demo's
     try:

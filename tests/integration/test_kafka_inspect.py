@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import KafkaServer
 
 pytestmark = pytest.mark.broker
 
@@ -23,7 +20,7 @@ def depth(group: KafkaGroup) -> QueueDepth:
     return found
 
 
-def test_a_depth_counts_what_waits_by_what_became_of_it(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_depth_counts_what_waits_by_what_became_of_it(kafka, tmp_path):
     # Given a partition that is finished but for one message that is retried, and one that is held
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     group.fill(20)
@@ -44,9 +41,7 @@ def test_a_depth_counts_what_waits_by_what_became_of_it(kafka: KafkaServer, tmp_
     assert depth(group)[:4] == (1, 0, 6, 0)
 
 
-def test_a_depth_counts_what_is_behind_a_message_that_waits_as_delayed(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_depth_counts_what_is_behind_a_message_that_waits_as_delayed(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
@@ -58,7 +53,7 @@ def test_a_depth_counts_what_is_behind_a_message_that_waits_as_delayed(
     assert depth(group)[:4] == (7, 0, 0, 0)
 
 
-def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka, tmp_path):
     # Given two partitions, whose first messages are finished, held by a run, or wait to be retried
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     now = group.clock.now().timestamp()
@@ -86,7 +81,7 @@ def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka: KafkaServer, tmp_
 
 
 @on_apache_kafka
-def test_what_was_aborted_has_no_age(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_what_was_aborted_has_no_age(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     sender = kafka.producer({"transactional.id": group.topic})
     sender.init_transactions(30)
@@ -100,9 +95,7 @@ def test_what_was_aborted_has_no_age(kafka: KafkaServer, tmp_path: Path) -> None
     assert (found.ready > 0, found.oldest_age) == (True, None)
 
 
-def test_a_group_of_nobody_is_counted_as_it_will_be_read_and_not_touched(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_group_of_nobody_is_counted_as_it_will_be_read_and_not_touched(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(5)
     assert depth(group).ready == 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.errors import Truncated
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import ApacheKafka, KafkaServer
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -32,9 +30,7 @@ def body_of(letter: Any) -> str:
 
 
 @on_apache_kafka
-def test_a_process_that_dies_before_an_open_transaction_holds_nothing_behind_it(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_process_that_dies_before_an_open_transaction_holds_nothing_behind_it(kafka, tmp_path):
     # Given ten messages, and ten of a transaction that nobody has ended
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(10)
@@ -60,8 +56,8 @@ def test_a_process_that_dies_before_an_open_transaction_holds_nothing_behind_it(
 
 
 def test_a_staging_folder_that_is_lost_behind_a_run_settles_nothing_and_loses_nothing(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+    kafka, tmp_path
+):
     group = KafkaGroup(kafka, tmp_path / "staging", order="none", lease=100.0)
     group.fill(6)
     group.drain()
@@ -79,9 +75,7 @@ def test_a_staging_folder_that_is_lost_behind_a_run_settles_nothing_and_loses_no
     assert group.committed() == {0: 10}
 
 
-def test_a_staging_folder_that_is_lost_under_a_run_loses_nothing_and_marks_all(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_staging_folder_that_is_lost_under_a_run_loses_nothing_and_marks_all(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path / "staging", order="none", lease=100.0)
     group.fill(4)
     with group.source("g") as source:
@@ -105,9 +99,7 @@ def made_anew(group: KafkaGroup, count: int) -> None:
     kafka.fill(group.topic, [b"other"] * count)
 
 
-def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(
-    apache_kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
@@ -131,9 +123,7 @@ def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(
     assert len(group.drain()) == 4
 
 
-def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(kafka, tmp_path, monkeypatch):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     ids = {group.topic: "first"}
@@ -149,7 +139,7 @@ def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(
         group.drain()
 
 
-def test_a_topic_made_anew_under_a_run_ends_it(apache_kafka: ApacheKafka, tmp_path: Path) -> None:
+def test_a_topic_made_anew_under_a_run_ends_it(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     with group.source() as source:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from tests.kafka_proxy import FETCH, KafkaProxy
-from tests.kafka_server import KafkaServer, MockKafka
+from tests.kafka_server import MockKafka
 
 pytestmark = pytest.mark.broker
 
 
 # ------------------------------------------------------------------------------- the mock alone
-def test_the_mock_hides_no_aborted_message(kafka_mock: MockKafka) -> None:
+def test_the_mock_hides_no_aborted_message(kafka_mock):
     """The reason why transactions are tested elsewhere."""
     topic = kafka_mock.topic()
     producer = kafka_mock.producer({"transactional.id": "t"})
@@ -29,7 +28,7 @@ def test_the_mock_hides_no_aborted_message(kafka_mock: MockKafka) -> None:
     assert kafka_mock.bodies(topic) == [b"aborted"]
 
 
-def test_the_mock_fails_as_it_is_told(kafka_mock: MockKafka) -> None:
+def test_the_mock_fails_as_it_is_told(kafka_mock):
     offset_commit = 8
     topic = kafka_mock.topic()
     kafka_mock.tell(
@@ -42,7 +41,7 @@ def test_the_mock_fails_as_it_is_told(kafka_mock: MockKafka) -> None:
     assert raised.value.args[0].code() == KafkaError.GROUP_AUTHORIZATION_FAILED
 
 
-def test_the_mock_ends_with_whoever_started_it(tmp_path: Path) -> None:
+def test_the_mock_ends_with_whoever_started_it(tmp_path):
     server = MockKafka.start(tmp_path)
     assert server.process is not None
     assert server.process.stdin is not None
@@ -54,7 +53,7 @@ def test_the_mock_ends_with_whoever_started_it(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------- behind a proxy
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
-def test_a_damaged_batch_is_told_where_sums_are_checked(kafka: KafkaServer, codec: str) -> None:
+def test_a_damaged_batch_is_told_where_sums_are_checked(kafka, codec):
     """And where they are not, it may come as it is, or never: librdkafka's default."""
     topic = kafka.topic()
     bodies = [random.Random(number).randbytes(100).hex().encode() for number in range(100)]

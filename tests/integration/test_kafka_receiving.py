@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import KafkaServer, MockKafka
+from tests.kafka_server import MockKafka
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -34,7 +33,7 @@ def offsets(messages: Any) -> list[int]:
 
 
 # ------------------------------------------------------------------------------- messages
-def test_metadata_is_broadways_and_json(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_metadata_is_broadways_and_json(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     at = round(time.time() * 1000) - 5_000
     producer = kafka.producer()
@@ -62,7 +61,7 @@ def test_metadata_is_broadways_and_json(kafka: KafkaServer, tmp_path: Path) -> N
     json.dumps([dict(each.metadata) for each in (one, two, three)])
 
 
-def test_a_tombstone_has_no_data(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_tombstone_has_no_data(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     producer = kafka.producer()
     producer.produce(group.topic, None, b"key")
@@ -74,9 +73,7 @@ def test_a_tombstone_has_no_data(kafka: KafkaServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
-def test_compressed_batches_are_claimed_whole(
-    kafka: KafkaServer, tmp_path: Path, codec: str
-) -> None:
+def test_compressed_batches_are_claimed_whole(kafka, tmp_path, codec):
     group = KafkaGroup(kafka, tmp_path)
     bodies = group.fill(300, settings={"compression.type": codec})
 
@@ -86,9 +83,7 @@ def test_compressed_batches_are_claimed_whole(
 
 # ------------------------------------------------------------------------------- the end
 @pytest.mark.parametrize("order", ["partition", "key", "none"])
-def test_a_run_takes_all_that_is_there_though_it_waits_for_nothing(
-    kafka: KafkaServer, tmp_path: Path, order: str
-) -> None:
+def test_a_run_takes_all_that_is_there_though_it_waits_for_nothing(kafka, tmp_path, order):
     group = KafkaGroup(kafka, tmp_path, partitions=3, order=order)
     group.fill(9_000)
 
@@ -100,7 +95,7 @@ def test_a_run_takes_all_that_is_there_though_it_waits_for_nothing(
     assert len({message.message_id for message in taken}) == 9_000
 
 
-def test_a_few_claims_hold_ten_thousand_messages(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_few_claims_hold_ten_thousand_messages(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10_000)
 
@@ -113,9 +108,7 @@ def test_a_few_claims_hold_ten_thousand_messages(kafka: KafkaServer, tmp_path: P
     assert group.claim().end == 10_000
 
 
-def test_what_is_claimed_ahead_does_not_reach_beyond_the_log(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_what_is_claimed_ahead_does_not_reach_beyond_the_log(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(10)
     lease, messages = group.hold(most=3)
@@ -130,9 +123,7 @@ def test_what_is_claimed_ahead_does_not_reach_beyond_the_log(
 
 
 @on_apache_kafka
-def test_what_was_aborted_is_never_read_and_the_lag_comes_to_nothing(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_what_was_aborted_is_never_read_and_the_lag_comes_to_nothing(kafka, tmp_path):
     # Given 500 messages of which 150 were aborted, and an aborted one at the end
     # (by a producer each: see test_kafka_peers)
     group = KafkaGroup(kafka, tmp_path)
@@ -163,7 +154,7 @@ def test_what_was_aborted_is_never_read_and_the_lag_comes_to_nothing(
 
 
 @on_apache_kafka
-def test_aborted_messages_alone_are_left_behind_too(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_aborted_messages_alone_are_left_behind_too(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     producer = kafka.producer({"transactional.id": group.topic})
     producer.init_transactions(30)
@@ -180,9 +171,7 @@ def test_aborted_messages_alone_are_left_behind_too(kafka: KafkaServer, tmp_path
 
 
 @on_apache_kafka
-def test_an_open_transaction_ends_a_run_early_and_loses_nothing(
-    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_open_transaction_ends_a_run_early_and_loses_nothing(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path)
     producer = kafka.producer({"transactional.id": group.topic})
     producer.init_transactions(30)
@@ -202,9 +191,7 @@ def test_an_open_transaction_ends_a_run_early_and_loses_nothing(
     assert "a transaction that is still open" in caplog.text
 
 
-def test_what_comes_as_a_run_ends_is_not_called_an_open_transaction(
-    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_comes_as_a_run_ends_is_not_called_an_open_transaction(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     with caplog.at_level(logging.WARNING), group.source() as source:
@@ -222,7 +209,7 @@ def test_what_comes_as_a_run_ends_is_not_called_an_open_transaction(
     assert offsets(group.drain()) == [3, 4]
 
 
-def test_messages_that_come_while_a_run_waits_are_taken(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_messages_that_come_while_a_run_waits_are_taken(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     with group.source() as source:
         assert source.receive(10, timeout=0.0) == []
@@ -234,7 +221,7 @@ def test_messages_that_come_while_a_run_waits_are_taken(kafka: KafkaServer, tmp_
     assert offsets(found)[0] == 0
 
 
-def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka, tmp_path):
     import dataclasses
 
     group = KafkaGroup(kafka, tmp_path)
@@ -249,7 +236,7 @@ def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka: KafkaServer, tmp_pa
     assert time.monotonic() - began < 2.0
 
 
-def test_nobody_there_is_told_before_anything_else(tmp_path: Path) -> None:
+def test_nobody_there_is_told_before_anything_else(tmp_path):
     with MockKafka.start(tmp_path / "mock") as kafka:
         group = KafkaGroup(kafka, tmp_path)
     with pytest.raises(ProducerUnavailable, match=r"the cluster cannot be reached \(_TRANSPORT"):
@@ -258,8 +245,8 @@ def test_nobody_there_is_told_before_anything_else(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------- who else
 def test_a_partition_that_another_run_holds_is_left_alone_and_taken_when_it_is_free(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+    kafka, tmp_path
+):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(4)
     lease, messages = group.hold(most=2)
@@ -271,9 +258,7 @@ def test_a_partition_that_another_run_holds_is_left_alone_and_taken_when_it_is_f
         assert offsets(source.receive(10, timeout=0.0)) == [2, 3]
 
 
-def test_a_message_that_becomes_ready_in_a_run_is_taken_by_it(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_message_that_becomes_ready_in_a_run_is_taken_by_it(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     lease, messages = group.hold()
@@ -288,9 +273,7 @@ def test_a_message_that_becomes_ready_in_a_run_is_taken_by_it(
     assert [(m.metadata["offset"], m.attempt) for m in again] == [(1, 2), (2, 1)]
 
 
-def test_by_key_what_is_behind_a_message_that_waits_waits_with_it(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_by_key_what_is_behind_a_message_that_waits_waits_with_it(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="key")
     for number in range(6):
         group.fill(1, start=number, key=b"ab"[number % 2 : number % 2 + 1])
@@ -305,9 +288,7 @@ def test_by_key_what_is_behind_a_message_that_waits_waits_with_it(
     assert group.committed() == {0: 6}
 
 
-def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(4)
     with group.source("g") as source:
@@ -327,9 +308,7 @@ def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(
     assert not any(message.redelivered for message in group.drain())
 
 
-def test_a_generation_whose_lease_is_over_receives_no_more(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_generation_whose_lease_is_over_receives_no_more(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(4)
     with group.source("g") as source:
@@ -347,9 +326,7 @@ def test_a_generation_whose_lease_is_over_receives_no_more(
 
 
 @on_apache_kafka
-def test_what_retention_removes_while_a_run_reads_is_told(
-    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_retention_removes_while_a_run_reads_is_told(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(20)
     with group.source() as source:
@@ -366,9 +343,7 @@ def test_what_retention_removes_while_a_run_reads_is_told(
 
 
 @on_apache_kafka
-def test_what_retention_removes_while_a_run_reads_may_fail_it(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_what_retention_removes_while_a_run_reads_may_fail_it(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, on_expired="fail")
     group.fill(20)
     with group.source() as source:
@@ -378,9 +353,7 @@ def test_what_retention_removes_while_a_run_reads_may_fail_it(
 
 
 @on_apache_kafka
-def test_a_message_that_waits_and_expires_is_superseded(
-    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_that_waits_and_expires_is_superseded(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
@@ -394,9 +367,7 @@ def test_a_message_that_waits_and_expires_is_superseded(
     assert f"{group.topic}-0-3 was to be retried, and is gone" in caplog.text
 
 
-def test_an_interrupted_fetch_loses_nothing(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_fetch_loses_nothing(kafka, tmp_path, monkeypatch):
     # Given a fetch that is interrupted when it has taken messages from the client
     group = KafkaGroup(kafka, tmp_path)
     group.fill(30)
@@ -417,9 +388,7 @@ def test_an_interrupted_fetch_loses_nothing(
     assert offsets(taken) == list(range(30))
 
 
-def test_a_look_at_the_logs_end_that_fails_loses_nothing(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_the_logs_end_that_fails_loses_nothing(kafka, tmp_path, monkeypatch):
     # Given a broker that does not answer when messages were fetched that reach beyond the claim
     group = KafkaGroup(kafka, tmp_path)
     monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
@@ -440,9 +409,7 @@ def test_a_look_at_the_logs_end_that_fails_loses_nothing(
     assert offsets(taken) == list(range(30))
 
 
-def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     with group.source("g") as source:
@@ -455,7 +422,7 @@ def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(
     assert [m.redelivered for m in group.drain()] == [True, True, True]
 
 
-def test_a_claim_that_is_not_committed_loses_nothing(kafka_mock: MockKafka, tmp_path: Path) -> None:
+def test_a_claim_that_is_not_committed_loses_nothing(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     group.fill(5)
     with group.source() as source:
@@ -468,7 +435,7 @@ def test_a_claim_that_is_not_committed_loses_nothing(kafka_mock: MockKafka, tmp_
     assert (offsets(messages), any(m.redelivered for m in messages)) == ([0, 1, 2, 3, 4], False)
 
 
-def test_an_instant_of_the_log_is_utc(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_an_instant_of_the_log_is_utc(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     before = datetime.now(UTC).timestamp() - 60
     group.fill(1)
@@ -480,9 +447,7 @@ def test_an_instant_of_the_log_is_utc(kafka: KafkaServer, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("index", [None, 0, 1])
 @pytest.mark.parametrize("kind", [ProcessTask, UnstagedTask])
-def test_a_task_that_is_not_mapped_reads_all_partitions(
-    kafka_mock: MockKafka, tmp_path: Path, kind: Any, index: int | None
-) -> None:
+def test_a_task_that_is_not_mapped_reads_all_partitions(kafka_mock, tmp_path, kind, index):
     # Given a producer for two tasks, and an operator that is one of them, or the only one
     group = KafkaGroup(kafka_mock, tmp_path, partitions=3, concurrency=2)
     group.fill(9)

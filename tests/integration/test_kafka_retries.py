@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.generation_log import GenerationLog
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import ApacheKafka, KafkaServer
 
 pytestmark = pytest.mark.broker
 
@@ -30,7 +28,7 @@ def offsets(messages: Any) -> list[int]:
     return [message.metadata["offset"] for message in messages]
 
 
-def test_a_retry_topic_that_is_not_there_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_retry_topic_that_is_not_there_is_refused(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none", retry_topic="no-such-retries")
     group.fill(1)
 
@@ -43,7 +41,7 @@ def test_a_retry_topic_that_is_not_there_is_refused(kafka: KafkaServer, tmp_path
     assert len(group.drain(on_failure="ack")) == 1
 
 
-def test_a_message_that_is_retried_is_the_same_message(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_message_that_is_retried_is_the_same_message(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     producer, at = kafka.producer(), round(group.clock.now().timestamp() * 1000) - 60_000
     own: list[Any] = [("trace", b"\xff"), ("broadway.requeued", b"t-0-1"), ("none", None)]
@@ -102,9 +100,7 @@ def test_a_message_that_is_retried_is_the_same_message(kafka: KafkaServer, tmp_p
     assert group.drain() == []
 
 
-def test_a_message_that_is_not_due_holds_up_nothing_but_its_retry_topic(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_message_that_is_not_due_holds_up_nothing_but_its_retry_topic(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(6)
     lease, messages = group.hold()
@@ -120,7 +116,7 @@ def test_a_message_that_is_not_due_holds_up_nothing_but_its_retry_topic(
     assert group.drain() == []
 
 
-def test_a_run_that_waits_takes_what_becomes_due(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_run_that_waits_takes_what_becomes_due(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(2)
     lease, messages = group.hold()
@@ -133,8 +129,8 @@ def test_a_run_that_waits_takes_what_becomes_due(kafka: KafkaServer, tmp_path: P
 
 
 def test_what_is_released_among_others_stays_in_its_topic_and_the_others_never_come_back(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+    kafka, tmp_path
+):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(10)
     lease, messages = group.hold()
@@ -148,9 +144,7 @@ def test_what_is_released_among_others_stays_in_its_topic_and_the_others_never_c
     assert group.committed() == {0: 10}
 
 
-def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     lease, messages = group.hold()
@@ -163,9 +157,7 @@ def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(
     assert group.drain() == []
 
 
-def test_a_run_that_takes_over_handles_a_message_and_its_copy_once(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_run_that_takes_over_handles_a_message_and_its_copy_once(kafka, tmp_path):
     # Given a settler that died when it had sent a copy, and nobody who settles again
     group = KafkaGroup(kafka, tmp_path, order="none", lease=100.0)
     group.fill(3)
@@ -181,9 +173,7 @@ def test_a_run_that_takes_over_handles_a_message_and_its_copy_once(
     assert group.drain() == []
 
 
-def test_what_a_run_has_sent_to_the_retry_topic_it_leaves_to_the_next(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_what_a_run_has_sent_to_the_retry_topic_it_leaves_to_the_next(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     custodian = group.producer().custodian(group.env("c"))
@@ -199,9 +189,7 @@ def test_what_a_run_has_sent_to_the_retry_topic_it_leaves_to_the_next(
     assert offsets(group.drain()) == [1]
 
 
-def test_copies_of_other_groups_and_what_is_none_are_not_read(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_copies_of_other_groups_and_what_is_none_are_not_read(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     other = KafkaGroup(kafka, tmp_path / "other", order="none")
     other.topic, other.retries, other.letters = group.topic, group.retries, group.letters
@@ -215,9 +203,7 @@ def test_copies_of_other_groups_and_what_is_none_are_not_read(
     assert kafka.committed(other.group, other.retries)[0][0] == 2
 
 
-def test_a_retry_topic_is_read_whatever_the_order_by_now(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_retry_topic_is_read_whatever_the_order_by_now(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     lease, messages = group.hold()
@@ -232,9 +218,7 @@ def test_a_retry_topic_is_read_whatever_the_order_by_now(
     assert [(m.metadata["offset"], m.attempt) for m in (one, two)] == [(1, 3), (2, 2)]
 
 
-def test_a_copy_that_is_too_large_stays_in_its_topic(
-    apache_kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_copy_that_is_too_large_stays_in_its_topic(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path, order="none")
     apache_kafka.fill(group.topic, [b"x" * 200_000, b"small"])
     lease, messages = group.hold()
@@ -254,9 +238,7 @@ def test_a_copy_that_is_too_large_stays_in_its_topic(
 
 
 @on_apache_kafka
-def test_each_partition_has_its_retries_in_a_partition_of_their_own(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_each_partition_has_its_retries_in_a_partition_of_their_own(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=4, order="none")
     kafka.add_partitions(group.retries, 2)
     group.fill(8)

@@ -6,7 +6,6 @@ import json
 import time
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.harness import settlement_of
 from tests.kafka_fixtures import on_apache_kafka
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka
 
 pytestmark = pytest.mark.broker
 
@@ -51,7 +49,7 @@ def offsets(messages: Any) -> list[int]:
 
 
 # ------------------------------------------------------------------------------- dead letters
-def test_a_dead_letter_is_the_message_and_why(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_dead_letter_is_the_message_and_why(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     producer = kafka.producer()
     own: list[Any] = [("trace", b"\xff"), ("broadway.again", b"old"), ("none", None)]
@@ -88,7 +86,7 @@ def test_a_dead_letter_is_the_message_and_why(kafka: KafkaServer, tmp_path: Path
     }
 
 
-def test_dead_letters_far_apart_are_all_sent(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_dead_letters_far_apart_are_all_sent(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     group.fill(12_000)
     lease, messages = group.hold()
@@ -100,9 +98,7 @@ def test_dead_letters_far_apart_are_all_sent(kafka: KafkaServer, tmp_path: Path)
     assert sorted(letter.value() for letter in letters(group)) == sorted(m.data for m in dead)
 
 
-def test_a_dead_letter_of_a_message_that_came_again_says_so(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_dead_letter_of_a_message_that_came_again_says_so(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(1)
     lease, [message] = group.hold()
@@ -116,9 +112,7 @@ def test_a_dead_letter_of_a_message_that_came_again_says_so(
     assert headers(letter)["broadway.attempt"] == "2"
 
 
-def test_a_settler_that_died_behind_its_letters_sends_them_again_marked(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_settler_that_died_behind_its_letters_sends_them_again_marked(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     lease, messages = group.hold()
@@ -136,8 +130,8 @@ def _killed(*_: Any, **__: Any) -> Any:
 
 
 def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_again(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kafka, tmp_path, monkeypatch
+):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(2)
     lease, messages = group.hold()
@@ -158,7 +152,7 @@ def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_ag
 
 
 @on_apache_kafka
-def test_a_letter_whose_body_is_gone_says_so(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_letter_whose_body_is_gone_says_so(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     lease, messages = group.hold()
@@ -173,9 +167,7 @@ def test_a_letter_whose_body_is_gone_says_so(kafka: KafkaServer, tmp_path: Path)
     assert "broadway.body" not in headers(found[2])
 
 
-def test_a_letter_that_is_too_large_goes_without_its_body(
-    apache_kafka: ApacheKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_letter_that_is_too_large_goes_without_its_body(apache_kafka, tmp_path, monkeypatch):
     # Given a dead-letter topic that takes less than the topic (here the client refuses for it)
     group = KafkaGroup(apache_kafka, tmp_path)
     apache_kafka.fill(group.topic, [b"x" * 200_000, b"small"])
@@ -192,7 +184,7 @@ def test_a_letter_that_is_too_large_goes_without_its_body(
     assert headers(found[0])["broadway.body"] == "too large for the topic: 200,000 bytes"
 
 
-def test_letters_without_a_topic_stay_where_they_are(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_letters_without_a_topic_stay_where_they_are(kafka, tmp_path):
     # Given a message that asks to be a dead letter by itself, where nobody expected any
     group = KafkaGroup(kafka, tmp_path, dead_letter="nowhere-to-go", on_failure="ack")
     group.fill(3)
@@ -206,9 +198,7 @@ def test_letters_without_a_topic_stay_where_they_are(kafka: KafkaServer, tmp_pat
     assert kafka.partitions("nowhere-to-go") == []
 
 
-def test_a_wave_of_dead_letters_finishes_no_letter_behind_it(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wave_of_dead_letters_finishes_no_letter_behind_it(kafka, tmp_path, monkeypatch):
     # Given five dead letters on one partition, moved two at a time
     monkeypatch.setattr("airflow_broadway.producers.kafka.letters._WAVE", 2)
     group = KafkaGroup(kafka, tmp_path)
@@ -229,9 +219,7 @@ def test_a_wave_of_dead_letters_finishes_no_letter_behind_it(
 
 
 # ------------------------------------------------------------------------------- the offsets
-def test_offsets_that_are_refused_settle_nothing_until_they_are_taken(
-    kafka_mock: MockKafka, tmp_path: Path
-) -> None:
+def test_offsets_that_are_refused_settle_nothing_until_they_are_taken(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     group.fill(3)
     lease, messages = group.hold()
@@ -247,9 +235,7 @@ def test_offsets_that_are_refused_settle_nothing_until_they_are_taken(
     assert group.committed() == {0: 3}
 
 
-def test_a_settlement_that_was_decided_stands_though_others_take_over(
-    kafka_mock: MockKafka, tmp_path: Path
-) -> None:
+def test_a_settlement_that_was_decided_stands_though_others_take_over(kafka_mock, tmp_path):
     # Given a settler that dies when it has decided, and before it has committed
     group = KafkaGroup(kafka_mock, tmp_path, lease=100.0)
     group.fill(6)
@@ -268,7 +254,7 @@ def test_a_settlement_that_was_decided_stands_though_others_take_over(
     assert report == SettleReport(acked=4, dead_lettered=1, requeued=1)
 
 
-def test_a_million_are_settled_by_counts_alone(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_million_are_settled_by_counts_alone(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(100)
     lease, messages = group.hold()
@@ -281,9 +267,7 @@ def test_a_million_are_settled_by_counts_alone(kafka: KafkaServer, tmp_path: Pat
     assert group.carry_out(lease, settlement) == SettleReport(acked=100)
 
 
-def test_a_manifest_that_names_fewer_releases_the_others(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_manifest_that_names_fewer_releases_the_others(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(5)
     lease, messages = group.hold()
@@ -294,9 +278,7 @@ def test_a_manifest_that_names_fewer_releases_the_others(
     assert offsets(group.drain()) == [3, 4]
 
 
-def test_a_manifest_that_names_fewer_and_not_which_settles_nothing(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_manifest_that_names_fewer_and_not_which_settles_nothing(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     lease, _ = group.hold()
@@ -307,9 +289,7 @@ def test_a_manifest_that_names_fewer_and_not_which_settles_nothing(
 
 # ------------------------------------------------------------------------------- kills
 @pytest.mark.parametrize("kill_at", range(1, 6))
-def test_a_settler_killed_at_any_write_reports_the_same(
-    kafka_mock: MockKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int
-) -> None:
+def test_a_settler_killed_at_any_write_reports_the_same(kafka_mock, tmp_path, monkeypatch, kill_at):
     group = KafkaGroup(kafka_mock, tmp_path, partitions=3, order="none")
     group.fill(30)
     lease, messages = group.hold()
@@ -336,9 +316,7 @@ def test_a_settler_killed_at_any_write_reports_the_same(
     assert {m.message_id for m in group.drain()} == {messages[0].message_id}
 
 
-def test_of_two_settlers_with_different_verdicts_the_first_that_has_decided_counts(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_of_two_settlers_with_different_verdicts_the_first_that_has_decided_counts(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(10)
     lease, messages = group.hold()
@@ -351,7 +329,7 @@ def test_of_two_settlers_with_different_verdicts_the_first_that_has_decided_coun
 
 
 # ------------------------------------------------------------------------------- order and halts
-def test_a_halt_keeps_all_behind_it_and_its_run_fails(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_halt_keeps_all_behind_it_and_its_run_fails(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(10)
     lease, messages = group.hold()
@@ -374,9 +352,7 @@ class Failing(Broadway):
         return message.failed("no") if message.data == b"000002" else message
 
 
-def test_by_default_a_partition_stops_at_its_first_failure(
-    kafka_mock: MockKafka, tmp_path: Path
-) -> None:
+def test_by_default_a_partition_stops_at_its_first_failure(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     group.fill(6)
     made = type("Failed", (Failing,), {"producer": group.producer()})
@@ -400,7 +376,7 @@ class Halting(Broadway):
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_a_pipeline_halts_by_itself(kafka: KafkaServer, tmp_path: Path, staged: bool) -> None:
+def test_a_pipeline_halts_by_itself(kafka, tmp_path, staged):
     group = KafkaGroup(kafka, tmp_path, retry=RetryPolicy(max_attempts=1))
     group.fill(6)
 
@@ -425,7 +401,7 @@ def test_a_pipeline_halts_by_itself(kafka: KafkaServer, tmp_path: Path, staged: 
     assert "1 message holds up its run" in trouble
 
 
-def test_a_per_message_verdict_wins(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_per_message_verdict_wins(kafka, tmp_path):
     class Choosing(Broadway):
         producer = KafkaGroup(kafka, tmp_path, order="none").producer()
 
@@ -445,9 +421,7 @@ def test_a_per_message_verdict_wins(kafka: KafkaServer, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- late
-def test_a_settler_that_comes_late_settles_what_nobody_took(
-    kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_a_settler_that_comes_late_settles_what_nobody_took(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2, lease=100.0, concurrency=2)
     group.fill(10)
     with group.source("late", index=0) as one:
@@ -461,8 +435,8 @@ def test_a_settler_that_comes_late_settles_what_nobody_took(
 
 
 def test_a_settler_that_comes_late_holds_what_it_settles_while_it_does(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kafka, tmp_path, monkeypatch
+):
     # Given a settlement behind the end of its lease, and another run before its plan is recorded
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(5)
@@ -481,7 +455,7 @@ def test_a_settler_that_comes_late_holds_what_it_settles_while_it_does(
     assert taken == []
 
 
-def test_a_lease_of_other_options_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_lease_of_other_options_is_refused(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(1)
     lease, messages = group.hold()

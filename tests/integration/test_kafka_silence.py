@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +15,12 @@ from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.testing.clock import ManualClock
 from tests.kafka_group import KafkaGroup
 from tests.kafka_proxy import KafkaProxy
-from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka
+from tests.kafka_server import MockKafka
 
 pytestmark = pytest.mark.broker
 
 
-def test_a_cluster_that_says_nothing_is_out_of_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_says_nothing_is_out_of_reach(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 1.0)
     with MockKafka.start(tmp_path / "mock") as kafka:
         group = KafkaGroup(kafka, tmp_path)
@@ -49,8 +46,8 @@ def without_end(marker: bytes) -> Callable[[int, bytes], bytes]:
 
 @pytest.mark.parametrize("traffic", [True, False])
 def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
-    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: bool
-) -> None:
+    kafka, tmp_path, monkeypatch, traffic
+):
     # Given a batch whose length is damaged: the client fetches it for ever, and says nothing
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
     monkeypatch.setattr(client, "_SILENCE_TIMEOUT", 0.5)
@@ -82,8 +79,8 @@ def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
 
 
 def test_an_answer_over_the_clients_limit_is_told_with_the_setting(
-    apache_kafka: ApacheKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    apache_kafka, tmp_path, monkeypatch
+):
     # Given a message that is larger than all that was asked for: the first comes all the same
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
     limit = {"fetch.max.bytes": 10_000, "message.max.bytes": 10_000}
@@ -96,9 +93,7 @@ def test_an_answer_over_the_clients_limit_is_told_with_the_setting(
         group.drain()
 
 
-def test_what_stands_behind_others_is_not_silent_nor_what_waits_while_messages_are_handled() -> (
-    None
-):
+def test_what_stands_behind_others_is_not_silent_nor_what_waits_while_messages_are_handled():
     clock, place = ManualClock(), ("a", 0)
     silence = reader.Silence(clock, wait=30.0)
     for _ in range(100):

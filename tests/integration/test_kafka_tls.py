@@ -71,9 +71,7 @@ class Through:
         return str(raised.value)
 
 
-def test_a_run_by_tls_and_a_password_with_the_rights_of_the_guide(
-    apache_kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_run_by_tls_and_a_password_with_the_rights_of_the_guide(apache_kafka, tmp_path):
     through = Through(
         apache_kafka,
         apache_kafka.secure,
@@ -96,9 +94,7 @@ def test_a_run_by_tls_and_a_password_with_the_rights_of_the_guide(
     assert through.drain() == SettleReport()
 
 
-def test_a_wrong_password_is_one_sentence_without_it(
-    apache_kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_wrong_password_is_one_sentence_without_it(apache_kafka, tmp_path):
     through = Through(
         apache_kafka,
         apache_kafka.secure,
@@ -115,9 +111,7 @@ def test_a_wrong_password_is_one_sentence_without_it(
     assert "does not accept the credentials" in through.refused()
 
 
-def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(
-    apache_kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(apache_kafka, tmp_path):
     through = Through(
         apache_kafka, apache_kafka.secure, tmp_path, extra={"security.protocol": "SSL"}
     )
@@ -128,15 +122,11 @@ def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(
     assert "ssl.ca.location" in told
 
 
-def test_a_client_without_tls_is_told_to_look_at_it(
-    apache_kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_client_without_tls_is_told_to_look_at_it(apache_kafka, tmp_path):
     assert "TLS or SASL" in Through(apache_kafka, apache_kafka.secure, tmp_path).refused()
 
 
-def test_a_damaged_batch_ends_the_run_and_loses_nothing(
-    apache_kafka: ApacheKafka, tmp_path: Path
-) -> None:
+def test_a_damaged_batch_ends_the_run_and_loses_nothing(apache_kafka, tmp_path):
     def damaged(kind: int, answer: bytes) -> bytes:
         place = len(answer) // 2
         if kind != FETCH or len(answer) < 2_000:

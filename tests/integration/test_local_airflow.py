@@ -9,10 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +40,7 @@ with DAG("endless", schedule=None):
 
 # Slow is what needs one of its own: other suites start and stop one, too.
 @pytest.fixture(scope="module")
-def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAirflow]:
+def airflow(tmp_path_factory):
     folder = tmp_path_factory.mktemp("local_airflow")
     (folder / "dags").mkdir()
     (folder / "dags" / "example.py").write_text(DAGS)
@@ -55,7 +53,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAirflow]:
 
 @pytest.mark.airflow
 @pytest.mark.slow
-def test_a_second_airflow_on_the_same_home_is_refused(airflow: LocalAirflow) -> None:
+def test_a_second_airflow_on_the_same_home_is_refused(airflow):
     second = LocalAirflow(airflow.env, airflow.log_dir)
     with pytest.raises(LocalAirflowError, match=f"already at {airflow.url}"):
         second.start()
@@ -63,7 +61,7 @@ def test_a_second_airflow_on_the_same_home_is_refused(airflow: LocalAirflow) -> 
 
 @pytest.mark.airflow
 @pytest.mark.slow
-def test_stop_ends_even_what_a_task_has_detached(airflow: LocalAirflow) -> None:
+def test_stop_ends_even_what_a_task_has_detached(airflow):
     # Given a task with a child in a session of its own
     airflow.wait_for_dag("endless")
     run_id = airflow.trigger("endless")
@@ -81,7 +79,7 @@ def test_stop_ends_even_what_a_task_has_detached(airflow: LocalAirflow) -> None:
     assert processes_with(airflow.token) == []
 
 
-def test_a_process_is_found_by_its_token_wherever_it_went() -> None:
+def test_a_process_is_found_by_its_token_wherever_it_went():
     token = f"test-{os.getpid()}"
     started = subprocess.Popen(
         ["sh", "-c", "sleep 600 & echo $!"],
@@ -100,7 +98,7 @@ def test_a_process_is_found_by_its_token_wherever_it_went() -> None:
     assert processes_with(token) == []
 
 
-def test_a_taken_port_gives_way_to_the_next_free_one() -> None:
+def test_a_taken_port_gives_way_to_the_next_free_one():
     first = free_port()
     with subprocess.Popen(
         [sys.executable, "-c", _LISTEN, str(first)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
@@ -111,7 +109,7 @@ def test_a_taken_port_gives_way_to_the_next_free_one() -> None:
         listener.terminate()
 
 
-def test_another_airflow_on_the_port_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_another_airflow_on_the_port_is_not_taken_for_this_one(tmp_path):
     # Two checkouts may choose a port at the same time: one of them answers for both
     answer = json.dumps(
         {
@@ -153,7 +151,7 @@ sys.stdin.read()
 """
 
 
-def test_a_developers_own_airflow_does_not_show_through(tmp_path: Path) -> None:
+def test_a_developers_own_airflow_does_not_show_through(tmp_path):
     env = airflow_env(
         home=tmp_path / "home",
         settings={"scheduler.task_instance_heartbeat_timeout": "10"},
@@ -172,7 +170,7 @@ def test_a_developers_own_airflow_does_not_show_through(tmp_path: Path) -> None:
     assert env["LANG"] == "C.UTF-8"
 
 
-def test_the_components_of_one_home_share_one_secret(tmp_path: Path) -> None:
+def test_the_components_of_one_home_share_one_secret(tmp_path):
     first, second = (airflow_env(home=tmp_path / "home", base={}) for _ in range(2))
 
     assert first == second

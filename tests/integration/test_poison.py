@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -83,7 +82,7 @@ DRIVER += "sys.exit(be_driver(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")
-def jvm() -> Iterator[None]:
+def jvm():
     with warm_spark():
         yield
 
@@ -145,9 +144,7 @@ def row(number: int) -> Row:
     return Row(f"m{number}", {"n": number}, receipt=f"r{number}")
 
 
-def test_a_driver_that_exits_on_a_payload_takes_no_neighbour_along(
-    jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_exits_on_a_payload_takes_no_neighbour_along(jvm, tmp_path, monkeypatch):
     # Given two batches, in one of which a message makes the driver exit
     planned = [Planned("b0", [row(1), row(2), row(3)]), Planned("b1", [row(4)])]
     task = Task(tmp_path, monkeypatch, planned, deadly=2, way="exit")
@@ -180,8 +177,8 @@ def test_a_driver_that_exits_on_a_payload_takes_no_neighbour_along(
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_one_of_a_thousand_messages_that_ends_the_driver_is_found_in_one_execution(
-    jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+    jvm, tmp_path, monkeypatch, way
+):
     planned = [
         Planned(f"b{number}", [row(number * 100 + n) for n in range(100)]) for number in range(10)
     ]
@@ -201,8 +198,8 @@ def test_one_of_a_thousand_messages_that_ends_the_driver_is_found_in_one_executi
 @pytest.mark.timeout(900)  # eight drivers
 @pytest.mark.parametrize(("count", "crashes"), [(40, 1), (1, 5)])
 def test_applications_that_are_killed_from_outside_release_their_messages_and_blame_none(
-    jvm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, crashes: int
-) -> None:
+    jvm, tmp_path, monkeypatch, count, crashes
+):
     # Given good messages in batches on Spark
     (tmp_path / "killed_pipeline.py").write_text(KILLED.replace("{crashes}", str(crashes)))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -6,7 +6,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -119,7 +119,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LocalAirflow]]:
+def airflow(tmp_path_factory):
     folder = tmp_path_factory.mktemp("poison")
     (folder / "dags").mkdir()
     (folder / "dags" / "poisoned.py").write_text(DAG)
@@ -137,7 +137,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Lo
 
 
 @pytest.fixture
-def world(airflow: tuple[Path, LocalAirflow]) -> Iterator[World]:
+def world(airflow):
     folder, running = airflow
     for path in folder.iterdir():
         if path.is_file():
@@ -149,7 +149,7 @@ def world(airflow: tuple[Path, LocalAirflow]) -> Iterator[World]:
 
 
 @pytest.mark.timeout(900)
-def test_with_no_retries_the_second_run_sets_a_message_aside_that_kills(world: World) -> None:
+def test_with_no_retries_the_second_run_sets_a_message_aside_that_kills(world):
     world.run()
     assert world.queue.depth().dead == 0
     world.run()
@@ -157,7 +157,7 @@ def test_with_no_retries_the_second_run_sets_a_message_aside_that_kills(world: W
 
 
 @pytest.mark.timeout(900)
-def test_kills_in_between_cost_runs_and_lose_nothing(world: World) -> None:
+def test_kills_in_between_cost_runs_and_lose_nothing(world):
     # Given a first run whose sensor is killed when the batch task has died
     run_id = world.begin()
     world.kill("broadway.ack", run_id, lambda: POISON in world.noted("begun"))
@@ -173,7 +173,7 @@ def test_kills_in_between_cost_runs_and_lose_nothing(world: World) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_five_kills_of_the_task_from_outside_blame_no_message(world: World) -> None:
+def test_five_kills_of_the_task_from_outside_blame_no_message(world):
     # Given one message that harms nobody
     world.empty()
     world.queue.send([b"1"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 @pytest.mark.parametrize("messages", [3_000, 336_776])
-def test_flights_through_pubsub(pubsub: PubSubServer, tmp_path: Path, messages: int) -> None:
+def test_flights_through_pubsub(pubsub, tmp_path, messages):
     purge(pubsub)
     flights = FlightsRun("pubsub", tmp_path, messages)
     assert load(pubsub.publisher, pubsub.subscriber, PROJECT, messages, SEED) == messages

@@ -11,7 +11,7 @@ import pytest
 
 from airflow_broadway.testing import ManualClock
 from tests.conformance import units_pubsub
-from tests.pubsub_server import Emulator, PubSubServer, StubServer
+from tests.pubsub_server import PubSubServer, StubServer
 from tests.pubsub_stub.errors import Refused
 
 pytestmark = pytest.mark.broker
@@ -50,7 +50,7 @@ def told_of(error: Any) -> dict[str, str]:
     return dict(info.metadata)
 
 
-def test_messages_come_with_what_they_were_published_with(pubsub: PubSubServer) -> None:
+def test_messages_come_with_what_they_were_published_with(pubsub):
     topic, subscription = queue(pubsub)
     [own] = pubsub.publish(topic, [b"one"], attributes={"kind": "a"}, ordering_key="k")
 
@@ -67,7 +67,7 @@ def test_messages_come_with_what_they_were_published_with(pubsub: PubSubServer) 
     assert pubsub.pull(subscription) == []
 
 
-def test_a_nack_gives_back_at_once_and_an_old_id_ends_nothing(pubsub: PubSubServer) -> None:
+def test_a_nack_gives_back_at_once_and_an_old_id_ends_nothing(pubsub):
     topic, subscription = queue(pubsub)
     pubsub.publish(topic, [b"one"])
     [first] = pubsub.pull(subscription)
@@ -81,7 +81,7 @@ def test_a_nack_gives_back_at_once_and_an_old_id_ends_nothing(pubsub: PubSubServ
     assert data(pubsub.pull(subscription)) == [b"one"]
 
 
-def test_what_is_held_too_long_comes_again(pubsub_emulator: Emulator) -> None:
+def test_what_is_held_too_long_comes_again(pubsub_emulator):
     topic, subscription = queue(pubsub_emulator)
     pubsub_emulator.publish(topic, [b"one"])
     [first] = pubsub_emulator.pull(subscription)
@@ -96,7 +96,7 @@ def test_what_is_held_too_long_comes_again(pubsub_emulator: Emulator) -> None:
     assert time.monotonic() - begun > 0.9
 
 
-def test_the_stub_holds_by_the_clock_that_it_is_given() -> None:
+def test_the_stub_holds_by_the_clock_that_it_is_given():
     clock = ManualClock()
     with StubServer(clock) as server:
         topic, subscription = queue(server, ack_deadline_seconds=30)
@@ -111,7 +111,7 @@ def test_the_stub_holds_by_the_clock_that_it_is_given() -> None:
         assert data(server.pull(subscription)) == [b"one"]
 
 
-def test_an_exactly_once_subscription_confirms_each_id(pubsub: PubSubServer) -> None:
+def test_an_exactly_once_subscription_confirms_each_id(pubsub):
     from google.api_core.exceptions import InvalidArgument
 
     topic, subscription = queue(pubsub, enable_exactly_once_delivery=True)
@@ -132,7 +132,7 @@ def test_an_exactly_once_subscription_confirms_each_id(pubsub: PubSubServer) -> 
     assert len(pubsub.pull(subscription)) == 1
 
 
-def test_a_key_is_delivered_in_order_and_waits_for_what_is_in_flight(pubsub: PubSubServer) -> None:
+def test_a_key_is_delivered_in_order_and_waits_for_what_is_in_flight(pubsub):
     topic, subscription = queue(pubsub, enable_message_ordering=True)
     for number in range(6):
         pubsub.publish(topic, [b"%d" % number], ordering_key=f"k{number % 2}")
@@ -149,9 +149,7 @@ def test_a_key_is_delivered_in_order_and_waits_for_what_is_in_flight(pubsub: Pub
     assert data(pubsub.pull(subscription)) == [b"8"]
 
 
-def test_an_unordered_acknowledgement_of_an_ordered_key_is_refused_for_now(
-    pubsub: PubSubServer,
-) -> None:
+def test_an_unordered_acknowledgement_of_an_ordered_key_is_refused_for_now(pubsub):
     from google.api_core.exceptions import InvalidArgument
 
     topic, subscription = queue(
@@ -168,7 +166,7 @@ def test_an_unordered_acknowledgement_of_an_ordered_key_is_refused_for_now(
     assert pubsub.pull(subscription) == []
 
 
-def test_a_dead_letter_policy_counts_deliveries_and_buries(pubsub: PubSubServer) -> None:
+def test_a_dead_letter_policy_counts_deliveries_and_buries(pubsub):
     dead = pubsub.topic()
     grave = pubsub.subscription(dead)
     policy = {"dead_letter_topic": dead, "max_delivery_attempts": 5}
@@ -188,7 +186,7 @@ def test_a_dead_letter_policy_counts_deliveries_and_buries(pubsub: PubSubServer)
     assert letter.attributes["CloudPubSubDeadLetterSourceSubscription"] == subscription[-36:]
 
 
-def test_seeking_makes_every_id_void(pubsub: PubSubServer) -> None:
+def test_seeking_makes_every_id_void(pubsub):
     topic, subscription = queue(pubsub)
     pubsub.publish(topic, [b"one"])
     snapshot = f"projects/broadway-tests/snapshots/{subscription[-36:]}"
@@ -205,7 +203,7 @@ def test_seeking_makes_every_id_void(pubsub: PubSubServer) -> None:
 
 
 @pytest.mark.parametrize("call", ["pull", "acknowledge", "modify_ack_deadline"])
-def test_what_is_not_there_is_said(pubsub: PubSubServer, call: str) -> None:
+def test_what_is_not_there_is_said(pubsub, call):
     from google.api_core.exceptions import NotFound
 
     more: dict[str, Any] = {"pull": {"max_messages": 1}}.get(call, {"ack_ids": ["a:1"]})
@@ -214,7 +212,7 @@ def test_what_is_not_there_is_said(pubsub: PubSubServer, call: str) -> None:
         getattr(pubsub.subscriber, call)(request=request, retry=None)
 
 
-def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub: StubServer) -> None:
+def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub):
     from google.api_core import exceptions as of
 
     topic, subscription = queue(pubsub_stub)
@@ -243,7 +241,7 @@ def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub: StubServer) -> None:
             pubsub_stub.publish_all(topic, [message])
 
 
-def test_the_stub_answers_as_a_test_says(pubsub_stub: StubServer) -> None:
+def test_the_stub_answers_as_a_test_says(pubsub_stub):
     from google.api_core import exceptions as of
 
     topic, subscription = queue(pubsub_stub)
@@ -265,7 +263,7 @@ def test_the_stub_answers_as_a_test_says(pubsub_stub: StubServer) -> None:
 
 
 @pytest.mark.parametrize("late_acks", [False, True])
-def test_a_late_acknowledgement_may_or_may_not_end_a_message(late_acks: bool) -> None:
+def test_a_late_acknowledgement_may_or_may_not_end_a_message(late_acks):
     clock = ManualClock()
     with StubServer(clock, late_acks=late_acks) as server:
         topic, subscription = queue(server)
@@ -280,7 +278,7 @@ def test_a_late_acknowledgement_may_or_may_not_end_a_message(late_acks: bool) ->
         assert bool(server.pull(subscription)) is not late_acks
 
 
-def test_a_nacked_message_brings_back_those_behind_it_in_its_key(pubsub_stub: StubServer) -> None:
+def test_a_nacked_message_brings_back_those_behind_it_in_its_key(pubsub_stub):
     topic, subscription = queue(pubsub_stub, enable_message_ordering=True)
     pubsub_stub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
     one, two, three = (each.ack_id for each in pubsub_stub.pull(subscription))
@@ -291,9 +289,7 @@ def test_a_nacked_message_brings_back_those_behind_it_in_its_key(pubsub_stub: St
     assert data(pubsub_stub.pull(subscription)) == [b"2", b"3"]
 
 
-def test_what_was_nacked_comes_in_order_again_but_not_from_the_emulator(
-    pubsub: PubSubServer,
-) -> None:
+def test_what_was_nacked_comes_in_order_again_but_not_from_the_emulator(pubsub):
     topic, subscription = queue(pubsub, enable_message_ordering=True)
     pubsub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
     ack_ids = [each.ack_id for each in pubsub.pull(subscription)]
@@ -304,7 +300,7 @@ def test_what_was_nacked_comes_in_order_again_but_not_from_the_emulator(
     assert again == ([b"3", b"2", b"1"] if pubsub.kind == "emulator" else [b"1", b"2", b"3"])
 
 
-def test_a_retry_policy_puts_off_what_was_nacked() -> None:
+def test_a_retry_policy_puts_off_what_was_nacked():
     clock = ManualClock()
     with StubServer(clock) as server:
         waits = {"minimum_backoff": {"seconds": 10}, "maximum_backoff": {"seconds": 15}}
@@ -320,7 +316,7 @@ def test_a_retry_policy_puts_off_what_was_nacked() -> None:
 
 
 @pytest.mark.parametrize("name", units_pubsub.AT_ANY)
-def test_the_emulator_is_asked_as_broadways_cases_say(name: str, pubsub_emulator: Emulator) -> None:
+def test_the_emulator_is_asked_as_broadways_cases_say(name, pubsub_emulator):
     file = Path(units_pubsub.__file__).with_name("cases.json")
     cases = {case["id"]: case for case in json.loads(file.read_text("utf-8"))["cases"]}
     units_pubsub.AT_ANY[name](cases[name], pubsub_emulator)

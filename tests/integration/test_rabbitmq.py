@@ -18,7 +18,7 @@ from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode
 from airflow_broadway.producers.rabbitmq.marks import MARK
 from airflow_broadway.testing.contract import entry_of
-from tests.rabbitmq_place import Place, permitted
+from tests.rabbitmq_place import permitted
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -27,9 +27,7 @@ pytestmark = pytest.mark.broker
 # -- messages ----------------------------------------------------------------------------------
 
 
-def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(place, caplog):
     place.declare()
     place.send(b"1" * 1_000, b"x" * 1_001, b"2", b"y" * 6_000)
     caplog.set_level(logging.ERROR)
@@ -46,7 +44,7 @@ def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
     assert f"Message {mark} is a dead letter, unprocessed: its body has 1001 bytes" in caplog.text
 
 
-def test_a_bundle_that_was_moved_into_the_source_queue_is_set_aside_as_it_is(place: Place) -> None:
+def test_a_bundle_that_was_moved_into_the_source_queue_is_set_aside_as_it_is(place):
     # Given a bundle of two messages that a dead run held, and an operator who moves it
     place.declare()
     place.send(b"1", b"2")
@@ -76,7 +74,7 @@ def test_a_bundle_that_was_moved_into_the_source_queue_is_set_aside_as_it_is(pla
 
 
 @pytest.mark.parametrize("arguments", [{}, {"x-stream-offset": "first"}])
-def test_a_stream_is_refused(place: Place, arguments: dict[str, Any]) -> None:
+def test_a_stream_is_refused(place, arguments):
     place.declare(**{"x-queue-type": "stream"})
     place.send(b"1", b"2", b"3")
     options: dict[str, Any] = {"consume_options": {"arguments": arguments}}
@@ -93,7 +91,7 @@ def test_a_stream_is_refused(place: Place, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
-def test_other_types_of_queues_are_not_taken_for_streams(place: Place, kind: str) -> None:
+def test_other_types_of_queues_are_not_taken_for_streams(place, kind):
     place.declare(**{"x-queue-type": kind})
 
     assert place.settle("g1")[0] == []
@@ -102,7 +100,7 @@ def test_other_types_of_queues_are_not_taken_for_streams(place: Place, kind: str
     assert not message.redelivered
 
 
-def test_a_priority_queue_gives_the_urgent_first(place: Place) -> None:
+def test_a_priority_queue_gives_the_urgent_first(place):
     place.declare(**{"x-max-priority": 5})
     for priority in (1, 5, 3):
         place.send(str(priority).encode(), properties=pika.BasicProperties(priority=priority))
@@ -112,7 +110,7 @@ def test_a_priority_queue_gives_the_urgent_first(place: Place) -> None:
     assert [message.metadata["priority"] for message in messages] == [5, 3, 1]
 
 
-def test_options_declare_bind_and_connect(place: Place) -> None:
+def test_options_declare_bind_and_connect(place):
     exchange = f"{place.name}-exchange"
     seen: list[int] = []
 
@@ -139,14 +137,14 @@ def test_options_declare_bind_and_connect(place: Place) -> None:
     assert len(seen) >= 2
 
 
-def test_after_connect_may_refuse(place: Place) -> None:
+def test_after_connect_may_refuse(place):
     place.declare()
 
     with pytest.raises(ProducerError, match="it returned 'no'"):
         place.producer(after_connect=lambda channel: "no").source(place.env())
 
 
-def test_an_empty_run_declares_nothing(place: Place) -> None:
+def test_an_empty_run_declares_nothing(place):
     place.declare()
 
     place.settle("g1")
@@ -154,7 +152,7 @@ def test_an_empty_run_declares_nothing(place: Place) -> None:
     assert place.depth(place.queues.held(0)) is None
 
 
-def test_the_depth_counts_ready_delayed_and_dead(place: Place) -> None:
+def test_the_depth_counts_ready_delayed_and_dead(place):
     place.declare()
     place.send(*[b"%d" % number for number in range(6)])
     late = Verdict(Action.RETRY, 300.0, "later", "process")
@@ -166,7 +164,7 @@ def test_the_depth_counts_ready_delayed_and_dead(place: Place) -> None:
     assert place.producer().depth(place.env()) == QueueDepth(1, 2, 0, 1, None)
 
 
-def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place: Place) -> None:
+def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place):
     place.declare()
     place.send(b"1", b"2", b"3")
     messages, lease = place.hold("g1", lease=5.0)
@@ -186,7 +184,7 @@ def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place: P
     assert sorted(again) == [b"1", b"3"]
 
 
-def test_settled_headers_hold_no_more_than_they_must(place: Place) -> None:
+def test_settled_headers_hold_no_more_than_they_must(place):
     place.declare()
     place.send(b"1", properties=pika.BasicProperties(delivery_mode=2))
     retry = Verdict(Action.RETRY, 0.0, "again", "process")

@@ -20,7 +20,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
 from airflow_broadway.testing.contract import ids, settlement_of
-from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
+from tests.rabbitmq_place import PASSWORD, manage, permitted
 
 pytestmark = pytest.mark.broker
 
@@ -31,9 +31,7 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_wrong_credentials_are_one_clear_error_without_the_password(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_credentials_are_one_clear_error_without_the_password(place, caplog):
     caplog.set_level("DEBUG")
     caplog.set_level("DEBUG", logger="pika")  # which otherwise keeps to itself
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
@@ -44,21 +42,21 @@ def test_wrong_credentials_are_one_clear_error_without_the_password(
     assert PASSWORD not in str(raised.value) + caplog.text
 
 
-def test_a_virtual_host_that_is_not_there(place: Place) -> None:
+def test_a_virtual_host_that_is_not_there(place):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
     with pytest.raises(ProducerError, match="virtual host 'nowhere'"):
         producer.source(place.env(schema="nowhere"))
 
 
-def test_a_broker_that_is_not_there(place: Place) -> None:
+def test_a_broker_that_is_not_there(place):
     producer = RabbitMQProducer(queue=place.name, uri="amqp://127.0.0.1:1", reconnect_timeout=0.1)
 
     with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
         producer.source(place.env())
 
 
-def test_a_host_whose_name_is_not_known(place: Place) -> None:
+def test_a_host_whose_name_is_not_known(place):
     producer = RabbitMQProducer(
         queue=place.name, uri="amqp://no-such-host.invalid", backoff_type="stop"
     )
@@ -67,19 +65,19 @@ def test_a_host_whose_name_is_not_known(place: Place) -> None:
         producer.source(place.env())
 
 
-def test_tls_files_that_cannot_be_read(place: Place) -> None:
+def test_tls_files_that_cannot_be_read(place):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
     with pytest.raises(ConnectionMissing, match="TLS files"):
         producer.source(place.env(extra={"tls": {"ca": "/no/such/file"}}))
 
 
-def test_a_queue_that_is_missing_is_named_with_the_cure(place: Place) -> None:
+def test_a_queue_that_is_missing_is_named_with_the_cure(place):
     with pytest.raises(ProducerError, match=rf"{place.name}.*NOT_FOUND.*declare"):
         place.producer().source(place.env())
 
 
-def test_a_queue_declared_with_other_arguments(place: Place) -> None:
+def test_a_queue_declared_with_other_arguments(place):
     place.declare()
 
     with pytest.raises(ProducerError, match=r"PRECONDITION_FAILED.*other arguments"):
@@ -89,9 +87,7 @@ def test_a_queue_declared_with_other_arguments(place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", ["held", "dead"])
-def test_a_queue_of_ours_that_somebody_made_of_another_type_takes_no_message(
-    place: Place, name: str
-) -> None:
+def test_a_queue_of_ours_that_somebody_made_of_another_type_takes_no_message(place, name):
     # Given one of our queues as a classic queue
     place.declare()
     place.send(b"1")
@@ -115,9 +111,7 @@ def test_a_queue_of_ours_that_somebody_made_of_another_type_takes_no_message(
     ("lacking", "expected"),
     [("configure", "access to queue"), ("write", "access to"), ("read", "access to queue")],
 )
-def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(
-    place: Place, lacking: str, expected: str
-) -> None:
+def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(place, lacking, expected):
     place.declare()
     place.send(b"1")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
@@ -137,7 +131,7 @@ def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(
     assert len(place.settle("g2")[0]) == 1
 
 
-def test_a_permission_that_is_lacking_when_settling_loses_nothing(place: Place) -> None:
+def test_a_permission_that_is_lacking_when_settling_loses_nothing(place):
     # Given a run of a user who may not write to queues any more when it comes to settling
     place.declare()
     place.send(b"1", b"2")
@@ -167,7 +161,7 @@ def test_a_permission_that_is_lacking_when_settling_loses_nothing(place: Place) 
 # -- messages ----------------------------------------------------------------------------------
 
 
-def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
+def test_headers_that_are_no_text_harm_nobody(place):
     place.declare()
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"
@@ -212,7 +206,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) -> None:
+def test_hostile_headers_are_received_and_survive_every_verdict(place):
     # Given messages with each of them
     place.declare()
     connection = ConnectionThread(address_for(place.producer(), place.env()))

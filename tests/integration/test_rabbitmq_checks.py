@@ -31,7 +31,7 @@ pytestmark = pytest.mark.broker
 
 
 @pytest.fixture
-def extra(place: Place) -> dict[str, Any]:
+def extra(place):
     """The extras of a connection that finds the management API."""
     return {"management_url": f"http://127.0.0.1:{place.server.management_port}"}
 
@@ -66,9 +66,7 @@ def received(place: Place, generation: str, **connection: Any) -> list[Message]:
         source.close()
 
 
-def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken(
-    place: Place, extra: dict[str, Any]
-) -> None:
+def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken(place, extra):
     place.declare()
     place.send(b"1", b"2")
     pattern = rf"^broadway\..*{place.name}"
@@ -85,9 +83,7 @@ def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken
     assert [m.data for m in received(place, "g2", extra=extra)] == [b"1", b"2"]
 
 
-def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(
-    place: Place, extra: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(place, extra, caplog):
     place.declare()
     place.send(b"1")
 
@@ -98,9 +94,7 @@ def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(
     assert "sets max-length 100: the oldest message is dropped" in told
 
 
-def test_each_run_checks_policies_even_an_empty_one(
-    place: Place, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_run_checks_policies_even_an_empty_one(place, extra, monkeypatch):
     looks: list[str] = []
 
     def look(connection: ConnectionThread, options: RabbitMQProducer) -> list[Any]:
@@ -130,8 +124,8 @@ def settled(place: Place, lease: Lease, settlement: Settlement, **connection: An
 
 @pytest.mark.parametrize("queue", ["held", "dead"])
 def test_a_dead_runs_messages_stay_where_they_are_while_a_policy_would_lose_them(
-    place: Place, extra: dict[str, Any], queue: str
-) -> None:
+    place, extra, queue
+):
     """The sweep comes before the first message: it is the first that must not move them."""
     # Given a run that checked the policies just now, and one that died and whose lease has lapsed
     place.declare()
@@ -164,12 +158,8 @@ def test_a_dead_runs_messages_stay_where_they_are_while_a_policy_would_lose_them
     ],
 )
 def test_a_policy_set_in_mid_run_keeps_a_failed_message_and_acknowledges_the_others(
-    place: Place,
-    extra: dict[str, Any],
-    verdict: Verdict,
-    queue: str,
-    definition: dict[str, Any],
-) -> None:
+    place, extra, verdict, queue, definition
+):
     place.declare()
     place.send(b"bad", b"good", b"good")
     messages, lease = place.hold()
@@ -184,9 +174,7 @@ def test_a_policy_set_in_mid_run_keeps_a_failed_message_and_acknowledges_the_oth
     assert [m.data for m in received(place, "g2", extra=extra)] == [b"bad"]
 
 
-def test_without_the_management_api_a_run_goes_on_and_warns(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_management_api_a_run_goes_on_and_warns(place, caplog):
     caplog.set_level("WARNING")
     place.declare()
     place.send(b"1")
@@ -198,9 +186,7 @@ def test_without_the_management_api_a_run_goes_on_and_warns(
     assert "the management API at http://127.0.0.1:1 cannot be reached" in told
 
 
-def test_a_user_without_the_tag_is_told_which_one_is_needed(
-    place: Place, extra: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_user_without_the_tag_is_told_which_one_is_needed(place, extra, caplog):
     caplog.set_level("WARNING")
     place.declare()
     place.send(b"1")
@@ -212,9 +198,7 @@ def test_a_user_without_the_tag_is_told_which_one_is_needed(
     assert PASSWORD not in caplog.text
 
 
-def test_the_tag_management_suffices_for_all_but_the_feature_flags(
-    place: Place, extra: dict[str, Any]
-) -> None:
+def test_the_tag_management_suffices_for_all_but_the_feature_flags(place, extra):
     place.declare()
 
     with permitted(place.server, tags="management") as user:
@@ -237,16 +221,14 @@ def test_the_tag_management_suffices_for_all_but_the_feature_flags(
         ("http://[", "must be http"),
     ],
 )
-def test_a_management_address_that_is_none_is_said_without_showing_it(url: str, told: str) -> None:
+def test_a_management_address_that_is_none_is_said_without_showing_it(url, told):
     with pytest.raises(ApiError, match=told) as raised:
         Management(Address(management_url=url))
 
     assert PASSWORD not in f"{raised.value} {Address(management_url=url)!r}"
 
 
-def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(caplog):
     with pytest.raises(ApiError, match=r"to 'http://rabbit\.example\.org:15672', or false"):
         Management(Address(host="rabbit.example.org"))
 
@@ -262,9 +244,7 @@ def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(
     )
 
 
-def test_a_connection_that_says_so_is_not_asked(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_connection_that_says_so_is_not_asked(place, caplog):
     caplog.set_level("INFO")
     place.declare()
     place.send(b"1")
@@ -279,7 +259,7 @@ def test_a_connection_that_says_so_is_not_asked(
     ]
 
 
-def test_what_answers_there_may_be_something_else(place: Place) -> None:
+def test_what_answers_there_may_be_something_else(place):
     wrong = Management(Address(management_url=f"http://127.0.0.1:{place.port}"))
 
     with pytest.raises(ApiError, match="cannot be reached"):
@@ -290,7 +270,7 @@ def test_what_answers_there_may_be_something_else(place: Place) -> None:
 
 
 @pytest.fixture
-def connection(place: Place, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
+def connection(place, extra, monkeypatch):
     value = json.dumps(place.server.connection(extra=extra))
     monkeypatch.setenv("AIRFLOW_CONN_RABBIT_CHECKED", value)
     return "rabbit_checked"
@@ -301,9 +281,7 @@ def reference(pipeline: type[Passing], **producer: Any) -> str:
     return json.dumps({"class": name, "options": {"producer": producer}})
 
 
-def test_the_command_prints_findings(
-    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_findings(place, connection, capsys):
     place.declare()
     checked = reference(Checked, queue=place.name, conn_id=connection)
 
@@ -318,7 +296,7 @@ def test_the_command_prints_findings(
     assert [finding["level"] for finding in json.loads(as_json.out)] == ["error"]
 
 
-def test_what_runs_hold_is_counted_in_bundles(place: Place) -> None:
+def test_what_runs_hold_is_counted_in_bundles(place):
     # Given 1,200 messages that a run holds
     place.declare()
     place.send(*[b"%d" % number for number in range(1_200)])
@@ -331,13 +309,7 @@ def test_what_runs_hold_is_counted_in_bundles(place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", ["no tag", "false", "nobody there"])
-def test_the_command_warns_of_policies_that_it_cannot_see(
-    place: Place,
-    extra: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-) -> None:
+def test_the_command_warns_of_policies_that_it_cannot_see(place, extra, monkeypatch, capsys, kind):
     url = {"false": False, "nobody there": "http://127.0.0.1:1"}.get(kind, extra["management_url"])
     place.declare()
     with permitted(place.server) as user:
@@ -363,9 +335,7 @@ class Sharded(Checked):
     )
 
 
-def test_the_command_checks_the_queue_of_each_producer(
-    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_checks_the_queue_of_each_producer(place, connection, capsys):
     with place.channel() as channel:
         channel.queue_declare("sharded-0", durable=True)
 
@@ -376,9 +346,7 @@ def test_the_command_checks_the_queue_of_each_producer(
     assert "has no queue 'sharded-1'" in finding["text"]
 
 
-def test_the_command_refuses_a_template(
-    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_a_template(place, connection, capsys):
     templated = ran(capsys, "check", reference(Checked, conn_id=connection))
 
     assert templated.code == 2

@@ -48,9 +48,7 @@ def one(source: Source) -> Message:
     return message
 
 
-def test_messages_keep_ids_of_their_own_when_the_connection_breaks_between_them(
-    place: Place,
-) -> None:
+def test_messages_keep_ids_of_their_own_when_the_connection_breaks_between_them(place):
     # Given a run that receives one message before its connection breaks, and one after
     place.declare()
     place.send(b"before")
@@ -79,9 +77,7 @@ def synchronise(source: Any) -> None:
     source._consumer.channel.call("basic_qos", prefetch_count=1)
 
 
-def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(
-    place: Place,
-) -> None:
+def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(place):
     # Given a run, and a message on its second attempt
     place.declare()
     place.send(b"first")
@@ -112,9 +108,7 @@ def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(
     assert place.settle("g2")[0] == []
 
 
-def test_a_run_that_dies_between_confirm_and_acknowledgement_leaves_two_marked_ids(
-    place: Place,
-) -> None:
+def test_a_run_that_dies_between_confirm_and_acknowledgement_leaves_two_marked_ids(place):
     # Given a run that has a confirmed bundle, and never reaches the broker with its acknowledgement
     place.declare()
     place.send(b"one")
@@ -137,9 +131,7 @@ def test_a_run_that_dies_between_confirm_and_acknowledgement_leaves_two_marked_i
     assert first.message_id in ids
 
 
-def test_a_run_that_starts_before_its_broker_waits_for_it(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_starts_before_its_broker_waits_for_it(place, caplog):
     place.declare()
     place.send(b"1")
     port = free_port()
@@ -159,7 +151,7 @@ def test_a_run_that_starts_before_its_broker_waits_for_it(
         pass
 
 
-def test_what_fails_after_connecting_is_tried_again_for_a_while(place: Place) -> None:
+def test_what_fails_after_connecting_is_tried_again_for_a_while(place):
     place.declare()
     place.send(b"1")
     calls: list[Any] = []
@@ -187,9 +179,7 @@ def failing(breaker: Breaker, **options: Any) -> dict[str, Any]:
     return {"uri": breaker.uri, "on_failure": "retry", **delays, **options}
 
 
-def test_connections_that_fail_at_their_first_use_are_paced_and_given_up_in_time(
-    place: Place,
-) -> None:
+def test_connections_that_fail_at_their_first_use_are_paced_and_given_up_in_time(place):
     place.declare()
     place.send(b"1")
     with Breaker(place.server.address) as breaker, place.source(**failing(breaker)) as source:
@@ -203,7 +193,7 @@ def test_connections_that_fail_at_their_first_use_are_paced_and_given_up_in_time
     assert [message.data for message in place.settle("g2")[0]] == [b"1"]
 
 
-def test_a_run_that_is_told_to_stop_does_not_wait_for_its_broker(place: Place) -> None:
+def test_a_run_that_is_told_to_stop_does_not_wait_for_its_broker(place):
     place.declare()
     place.send(b"1", b"2")
     stop = threading.Event()
@@ -228,7 +218,7 @@ def test_a_run_that_is_told_to_stop_does_not_wait_for_its_broker(place: Place) -
     assert [message.data for message in place.settle("g2")[0]] == [b"2"]
 
 
-def test_settling_outlasts_a_broker_that_breaks_each_connection_for_a_while(place: Place) -> None:
+def test_settling_outlasts_a_broker_that_breaks_each_connection_for_a_while(place):
     place.declare()
     place.send(b"1")
     messages, lease = place.hold()
@@ -250,7 +240,7 @@ def test_settling_outlasts_a_broker_that_breaks_each_connection_for_a_while(plac
 # -- consumers -------------------------------------------------------------------------------------
 
 
-def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place: Place) -> None:
+def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place):
     # Given a run that has received a message
     place.declare()
     place.send(b"1", b"2", b"3")
@@ -278,9 +268,7 @@ def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place: Pl
 
 
 @pytest.mark.parametrize("at", ["claim", "bind", "opening bundle"])
-def test_a_connection_that_breaks_as_a_holding_queue_is_opened_is_replaced(
-    place: Place, at: str
-) -> None:
+def test_a_connection_that_breaks_as_a_holding_queue_is_opened_is_replaced(place, at):
     place.declare()
     place.send(b"1")
     said = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
@@ -298,7 +286,7 @@ def test_a_connection_that_breaks_as_a_holding_queue_is_opened_is_replaced(
     assert place.count(place.name, place.queues.held(0)) == 0
 
 
-def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place: Place) -> None:
+def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place):
     place.declare()
     place.send(b"1")
 
@@ -310,7 +298,7 @@ def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place: Place) -> 
             source.receive(1, timeout=5.0)
 
 
-def test_a_queue_that_was_deleted_is_declared_anew_where_the_option_says_so(place: Place) -> None:
+def test_a_queue_that_was_deleted_is_declared_anew_where_the_option_says_so(place):
     options: dict[str, Any] = {"qos": Qos(prefetch_count=1), "declare": {"durable": True}}
     place.declare()
     place.send(b"1")
@@ -333,9 +321,7 @@ def delete(place: Place) -> None:
         channel.queue_delete(place.name)
 
 
-def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
-    place: Place,
-) -> None:
+def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(place):
     # Given a run that consumes exclusively
     place.declare()
     place.send(b"1")
@@ -358,7 +344,7 @@ def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
         assert one(source).data == b"2"
 
 
-def test_metadata_holds_every_field_that_is_asked_for(place: Place) -> None:
+def test_metadata_holds_every_field_that_is_asked_for(place):
     given: dict[str, Any] = {
         "content_type": "text/plain",
         "content_encoding": "identity",
@@ -390,7 +376,7 @@ def test_metadata_holds_every_field_that_is_asked_for(place: Place) -> None:
 # -- set-up ----------------------------------------------------------------------------------------
 
 
-def test_a_binding_without_a_key_binds_by_the_empty_key(place: Place) -> None:
+def test_a_binding_without_a_key_binds_by_the_empty_key(place):
     exchange = f"exchange-{place.name}"
     with place.channel() as channel:
         channel.exchange_declare(exchange, exchange_type="direct", auto_delete=True)
@@ -414,7 +400,7 @@ def test_a_binding_without_a_key_binds_by_the_empty_key(place: Place) -> None:
 # -- hosts -----------------------------------------------------------------------------------------
 
 
-def test_the_first_host_that_answers_is_taken_and_another_when_it_goes(place: Place) -> None:
+def test_the_first_host_that_answers_is_taken_and_another_when_it_goes(place):
     # Given a run on the second of three hosts, since the first is away
     place.declare()
     place.send(b"before")
@@ -437,7 +423,7 @@ def test_the_first_host_that_answers_is_taken_and_another_when_it_goes(place: Pl
     assert place.carry_out(lease, settlement_of([before, after])) == SettleReport(acked=2)
 
 
-def test_hosts_that_are_all_away_are_all_named(place: Place) -> None:
+def test_hosts_that_are_all_away_are_all_named(place):
     producer = place.producer(uri="amqp://127.0.0.1:1,127.0.0.1:2", backoff_type="stop")
 
     with pytest.raises(
@@ -447,9 +433,7 @@ def test_hosts_that_are_all_away_are_all_named(place: Place) -> None:
         producer.source(place.env())
 
 
-def test_a_small_frame_few_channels_and_properties_of_the_client_are_as_the_connection_says(
-    place: Place,
-) -> None:
+def test_a_small_frame_few_channels_and_properties_of_the_client_are_as_the_connection_says(place):
     extra = {"frame_max": 4096, "channel_max": 16, "client_properties": {"team": "shop"}}
     env = place.env(extra=extra)
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")

@@ -47,7 +47,7 @@ def look_from_outside(place: Place, queue: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 5, 20])
-def test_no_letter_is_deleted_by_looks_however_many(place: Place, limit: int) -> None:
+def test_no_letter_is_deleted_by_looks_however_many(place, limit):
     queue = declare(place, **{"x-delivery-limit": limit})
     seen, said = [], ""
     for _ in range(limit + 3):
@@ -64,7 +64,7 @@ def test_no_letter_is_deleted_by_looks_however_many(place: Place, limit: int) ->
     assert place.depth(queue) == LETTERS
 
 
-def test_a_limit_of_a_policy_counts_as_well(place: Place) -> None:
+def test_a_limit_of_a_policy_counts_as_well(place):
     queue = declare(place)
     policy = {"pattern": f"^{queue}$", "definition": {"delivery-limit": 4}, "apply-to": "queues"}
     manage(place.server, "PUT", f"policies/%2F/{queue}", policy)
@@ -81,7 +81,7 @@ def test_a_limit_of_a_policy_counts_as_well(place: Place) -> None:
 
 
 @pytest.mark.parametrize("times", [3, 4, 5])
-def test_looks_of_other_clients_are_counted(place: Place, times: int) -> None:
+def test_looks_of_other_clients_are_counted(place, times):
     queue = declare(place, **{"x-delivery-limit": 5})
     look_from_outside(place, queue, times)
 
@@ -92,7 +92,7 @@ def test_looks_of_other_clients_are_counted(place: Place, times: int) -> None:
     assert place.depth(queue) == LETTERS
 
 
-def test_moving_some_counts_and_moving_all_does_not(place: Place) -> None:
+def test_moving_some_counts_and_moving_all_does_not(place):
     queue = declare(place, **{"x-delivery-limit": 4})
     place.declare()
     assert [look(place, queue) for _ in range(2)] == [LETTERS, LETTERS]
@@ -114,7 +114,7 @@ def test_moving_some_counts_and_moving_all_does_not(place: Place) -> None:
 @pytest.mark.parametrize(
     "extra", [{"management_url": False}, {"management_url": "http://127.0.0.1:1"}]
 )
-def test_a_limit_that_is_not_known_refuses_the_look(place: Place, extra: dict[str, Any]) -> None:
+def test_a_limit_that_is_not_known_refuses_the_look(place, extra):
     queue = declare(place, **{"x-delivery-limit": 5})
 
     for _ in range(7):
@@ -126,7 +126,7 @@ def test_a_limit_that_is_not_known_refuses_the_look(place: Place, extra: dict[st
     assert place.depth(queue) == LETTERS
 
 
-def test_queues_without_a_limit_are_looked_at_for_ever(place: Place) -> None:
+def test_queues_without_a_limit_are_looked_at_for_ever(place):
     # RabbitMQ 3 has no default
     queue = declare(place)
     assert [look(place, queue) for _ in range(25)] == [LETTERS] * 25

@@ -71,7 +71,7 @@ def files_with(text: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("messages", [5_000, FLIGHTS])
-def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
+def test_the_flights_through_rabbitmq(tmp_path, messages):
     from airflow_broadway.producers.rabbitmq.amqp.address import address_of_uri
     from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +23,12 @@ pytestmark = pytest.mark.broker
 
 
 @pytest.fixture
-def place(place: Place) -> Place:
+def place(place):
     place.declare()
     return place
 
 
-def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place: Place) -> None:
+def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place):
     # Given small messages, and such as two of a bundle would be just too large
     half = bundle.MAX_BYTES // 2
     place.send(*[b"%d" % number for number in range(1_600)], b"x" * half, b"y" * half)
@@ -53,7 +52,7 @@ def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place: Place) -> Non
     assert max(size for _, size in sizes) < 1024 * 1024
 
 
-def test_what_came_back_comes_before_what_is_new(place: Place) -> None:
+def test_what_came_back_comes_before_what_is_new(place):
     # Given messages that a run gave back, and as many new ones
     place.send(*[b"old %d" % number for number in range(40)])
     _, lease = place.hold("g1", on_failure="retry")
@@ -79,7 +78,7 @@ class Moved(SystemClock):
         return super().now() + timedelta(seconds=self.later)
 
 
-def test_a_run_takes_nothing_more_when_two_hundredths_of_its_lease_are_left(place: Place) -> None:
+def test_a_run_takes_nothing_more_when_two_hundredths_of_its_lease_are_left(place):
     place.send(b"1", b"2", b"3")
     clock = Moved()
     env = place.env("g1")
@@ -98,7 +97,7 @@ def test_a_run_takes_nothing_more_when_two_hundredths_of_its_lease_are_left(plac
     assert [message.data for message in place.settle("g2")[0]] == [b"3"]
 
 
-def test_a_message_that_is_left_comes_again_when_its_lease_would_have_lapsed(place: Place) -> None:
+def test_a_message_that_is_left_comes_again_when_its_lease_would_have_lapsed(place):
     place.send(b"1")
     began = time.monotonic()
     messages, lease = place.hold("g1", lease=4.0)
@@ -135,15 +134,15 @@ class Waited:
 
 
 @pytest.fixture
-def waited(monkeypatch: pytest.MonkeyPatch) -> Waited:
+def waited(monkeypatch):
     made = Waited()
     monkeypatch.setattr(standing_queues, "time", made)
     return made
 
 
 def test_only_the_first_run_on_a_queue_waits_for_its_holding_queue_to_be_old_enough(
-    place: Place, monkeypatch: pytest.MonkeyPatch, waited: Waited
-) -> None:
+    place, monkeypatch, waited
+):
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 2.0)
 
     def receive(generation: str) -> None:
@@ -182,18 +181,16 @@ class TestQueuesThatStay:
         return name
 
     @pytest.fixture(autouse=True)
-    def ready(self, place: Place, waited: Waited, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ready(self, place, waited, monkeypatch):
         place.send(b"0")
         place.settle("first", on_failure="retry")  # declares all but queues of delays
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 2.0)
 
-    def test_only_the_first_to_use_one_waits(self, place: Place, waited: Waited) -> None:
+    def test_only_the_first_to_use_one_waits(self, place, waited):
         assert self.settle(place, waited, "g1") == 2.0
         assert self.settle(place, waited, "g2") == 0.0
 
-    def test_one_that_another_declared_is_waited_for(
-        self, place: Place, waited: Waited, tmp_path: Path
-    ) -> None:
+    def test_one_that_another_declared_is_waited_for(self, place, waited, tmp_path):
         # Given a queue of which this staging folder does not know how old it is
         assert self.settle(place, waited, "g1") == 2.0
         for note in tmp_path.rglob("relied/*.json"):
@@ -201,9 +198,7 @@ class TestQueuesThatStay:
 
         assert self.settle(place, waited, "g2") == 2.0
 
-    def test_one_that_was_deleted_and_declared_anew_is_waited_for(
-        self, place: Place, waited: Waited
-    ) -> None:
+    def test_one_that_was_deleted_and_declared_anew_is_waited_for(self, place, waited):
         assert self.settle(place, waited, "g1") == 2.0
         manage(place.server, "DELETE", f"queues/%2F/{self.delay(place)}")
 

@@ -41,7 +41,7 @@ BUNDLE = b"application/x-broadway-bundle"
 
 
 @pytest.fixture
-def place(place: Place) -> Place:
+def place(place):
     place.declare()
     return place
 
@@ -72,7 +72,7 @@ def atoms(place: Place) -> int:
 # -- used again ------------------------------------------------------------------------------------
 
 
-def test_a_holding_queue_is_used_again_by_one_run_after_another(place: Place) -> None:
+def test_a_holding_queue_is_used_again_by_one_run_after_another(place):
     for turn in range(4):
         place.send(b"%d" % turn)
         messages, lease = place.hold(f"g{turn}")
@@ -83,7 +83,7 @@ def test_a_holding_queue_is_used_again_by_one_run_after_another(place: Place) ->
     assert place.depth(place.queues.held(1)) is None
 
 
-def test_each_of_several_generations_has_a_holding_queue_of_its_own(place: Place) -> None:
+def test_each_of_several_generations_has_a_holding_queue_of_its_own(place):
     held = []
     for turn in range(3):
         place.send(b"%d" % turn)
@@ -96,9 +96,7 @@ def test_each_of_several_generations_has_a_holding_queue_of_its_own(place: Place
     assert place.count(*used) == 0
 
 
-def test_a_holding_queue_that_was_deleted_while_it_was_empty_is_declared_again(
-    place: Place,
-) -> None:
+def test_a_holding_queue_that_was_deleted_while_it_was_empty_is_declared_again(place):
     place.send(b"1")
     assert place.settle("g1")[1] == SettleReport(acked=1)
     with place.channel() as channel:
@@ -110,7 +108,7 @@ def test_a_holding_queue_that_was_deleted_while_it_was_empty_is_declared_again(
 
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("runs", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_runs_leave_the_nodes_atoms_where_they_were(place: Place, runs: int) -> None:
+def test_runs_leave_the_nodes_atoms_where_they_were(place, runs):
     skip_without_own_server()
     holding, body = HoldingQueues(place.queues), b""
     declare = place.standing_queues().ensure_held
@@ -149,9 +147,7 @@ def test_runs_leave_the_nodes_atoms_where_they_were(place: Place, runs: int) -> 
 # -- a dead run ------------------------------------------------------------------------------------
 
 
-def test_what_a_dead_run_held_is_in_one_named_queue_and_is_taken_over_by_the_next(
-    place: Place,
-) -> None:
+def test_what_a_dead_run_held_is_in_one_named_queue_and_is_taken_over_by_the_next(place):
     messages = die(place, "dead", 1_200)
     [(name, bundles)] = [
         (name, place.depth(name))
@@ -169,7 +165,7 @@ def test_what_a_dead_run_held_is_in_one_named_queue_and_is_taken_over_by_the_nex
     assert place.depth(name) == 0
 
 
-def test_a_run_whose_lease_lasts_is_left_alone(place: Place) -> None:
+def test_a_run_whose_lease_lasts_is_left_alone(place):
     place.send(b"1")
     messages, lease = place.hold("g1")
 
@@ -179,7 +175,7 @@ def test_a_run_whose_lease_lasts_is_left_alone(place: Place) -> None:
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
 
 
-def test_a_dead_run_of_a_pipeline_of_another_name_is_taken_over(place: Place) -> None:
+def test_a_dead_run_of_a_pipeline_of_another_name_is_taken_over(place):
     messages = die(place, "dead", 3)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
     place.folder = place.folder / "renamed"
@@ -187,9 +183,7 @@ def test_a_dead_run_of_a_pipeline_of_another_name_is_taken_over(place: Place) ->
     assert sorted(ids(place.settle("next")[0])) == sorted(ids(messages))
 
 
-def test_a_sweep_that_is_killed_is_completed_by_the_next(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_is_killed_is_completed_by_the_next(place, monkeypatch):
     messages = die(place, "dead", 1_200)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 3)
 
@@ -206,7 +200,7 @@ def test_a_sweep_that_is_killed_is_completed_by_the_next(
     assert all(message.redelivered for message in taken)
 
 
-def test_a_run_that_stops_before_it_has_swept_forgets_no_settlement(place: Place) -> None:
+def test_a_run_that_stops_before_it_has_swept_forgets_no_settlement(place):
     # Given a settlement of ten days ago that was killed before the queue was emptied
     place.send(b"1")
     _, lease = place.hold("old")
@@ -235,9 +229,7 @@ def held_behind_a_full_queue(place: Place) -> tuple[Sequence[Message], Lease]:
     return messages, lease
 
 
-def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(place, caplog):
     # Given a source queue that has room for one message, which another takes
     messages, lease = held_behind_a_full_queue(place)
 
@@ -256,8 +248,8 @@ def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(
 
 
 def test_what_a_settlement_puts_back_is_not_purged_though_the_brokers_count_lags(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    place, monkeypatch
+):
     # Given a message that is to be retried, and a source queue that has no room for it
     messages, lease = held_behind_a_full_queue(place)
     monkeypatch.setattr(HoldingQueue, "count", lambda *_: lease.state["bundles"])
@@ -274,9 +266,7 @@ def test_what_a_settlement_puts_back_is_not_purged_though_the_brokers_count_lags
 
 
 @pytest.mark.parametrize("noted", [False, True], ids=["before", "as it opens its queue"])
-def test_a_generation_that_was_swept_before_its_first_message_may_not_begin(
-    place: Place, noted: bool
-) -> None:
+def test_a_generation_that_was_swept_before_its_first_message_may_not_begin(place, noted):
     with place.source("g1") as source:
         opened = source.lease
         if noted:  # and loses its connection
@@ -306,7 +296,7 @@ def receive_until_lapsed(source: Source) -> LeaseLapsed:
 # -- the fence -------------------------------------------------------------------------------------
 
 
-def test_a_paused_publisher_that_wakes_after_the_unbind_loses_nothing(place: Place) -> None:
+def test_a_paused_publisher_that_wakes_after_the_unbind_loses_nothing(place):
     # Given a process that is paused as it publishes a bundle, and whose run is released
     with Breaker(place.server.address) as breaker:
         options: dict[str, Any] = {"uri": breaker.uri, "on_failure": "retry"}
@@ -336,7 +326,7 @@ def test_a_paused_publisher_that_wakes_after_the_unbind_loses_nothing(place: Pla
     assert sorted(message.data for message in rest) == [b"1", b"2", b"3"]
 
 
-def test_a_publisher_whose_lease_lapsed_is_fenced_off_by_the_sweep(place: Place) -> None:
+def test_a_publisher_whose_lease_lapsed_is_fenced_off_by_the_sweep(place):
     messages = die(place, "dead", 3)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
 
@@ -349,7 +339,7 @@ def test_a_publisher_whose_lease_lapsed_is_fenced_off_by_the_sweep(place: Place)
             channel.basic_publish(EXCHANGE, place.queues.key("dead"), b"late", mandatory=True)
 
 
-def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place: Place) -> None:
+def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place):
     sent = [b"%06d" % number for number in range(5_000)]
     place.send(*sent)
     with place.source("fenced", on_failure="retry") as source:
@@ -367,7 +357,7 @@ def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place: Place) -> N
     assert sorted({message.data for message in rest}) == sent
 
 
-def test_an_exchange_that_an_operator_deletes_ends_the_run_with_what_to_do(place: Place) -> None:
+def test_an_exchange_that_an_operator_deletes_ends_the_run_with_what_to_do(place):
     place.send(b"1")
     with place.source("g1", on_failure="retry") as source:
         assert len(source.receive(1, timeout=5.0)) == 1
@@ -394,9 +384,7 @@ def late_bundle(place: Place) -> None:
 
 
 @pytest.mark.parametrize("noted", [False, True], ids=["before it settles", "before it purges"])
-def test_a_bundle_of_another_generation_stays_for_the_sweep(
-    place: Place, noted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_of_another_generation_stays_for_the_sweep(place, noted, monkeypatch):
     place.send(b"1")
     messages, lease = place.hold("g1")
     if noted:
@@ -418,9 +406,7 @@ def test_a_bundle_of_another_generation_stays_for_the_sweep(
     assert place.depth(place.queues.held(0)) == 0
 
 
-def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(
-    place: Place,
-) -> None:
+def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(place):
     # Given a generation that lost its connection when it was bound, and another in its queue by now
     holding, declare = HoldingQueues(place.queues), place.standing_queues().ensure_held
     first, second = place.queues.held(0), place.queues.held(1)
@@ -451,7 +437,7 @@ def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(
     assert (place.depth(first), place.depth(second)) == (1, 2)
 
 
-def test_a_claim_ends_with_its_connection(place: Place) -> None:
+def test_a_claim_ends_with_its_connection(place):
     name, holding = place.queues.held(0), HoldingQueues(place.queues)
     with connected(place) as one, connected(place) as other:
         with holding.claim(one, name) as claimed, holding.claim(other, name) as refused:
@@ -476,9 +462,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda body: repr(body[:9]))
-def test_a_holding_queue_with_what_cannot_be_read_is_passed_over_and_said(
-    place: Place, garbage: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_holding_queue_with_what_cannot_be_read_is_passed_over_and_said(place, garbage, caplog):
     with place.channel() as channel:
         channel.queue_declare(place.queues.held(0), durable=True, arguments=KEEPING)
         channel.confirm_delivery()
@@ -493,9 +477,7 @@ def test_a_holding_queue_with_what_cannot_be_read_is_passed_over_and_said(
     assert place.first(place.queues.held(0))[1] == garbage
 
 
-def test_a_bundle_that_cannot_be_read_stays_and_the_others_are_released(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bundle_that_cannot_be_read_stays_and_the_others_are_released(place, caplog):
     messages = die(place, "dead", 3)
     with place.channel() as channel:
         channel.confirm_delivery()
@@ -509,7 +491,7 @@ def test_a_bundle_that_cannot_be_read_stays_and_the_others_are_released(
     assert place.first(place.queues.held(0))[1] == NEWER
 
 
-def test_a_bundle_in_the_holding_queue_says_whose_it_is(place: Place) -> None:
+def test_a_bundle_in_the_holding_queue_says_whose_it_is(place):
     place.send(b"1")
     place.hold("g1")
 
@@ -524,7 +506,7 @@ def test_a_bundle_in_the_holding_queue_says_whose_it_is(place: Place) -> None:
 # -- released messages -----------------------------------------------------------------------------
 
 
-def test_released_messages_come_though_the_broker_is_far_and_nobody_waits(place: Place) -> None:
+def test_released_messages_come_though_the_broker_is_far_and_nobody_waits(place):
     sent = place.give_back(*[b"%d" % number for number in range(10)])
 
     with (
@@ -536,7 +518,7 @@ def test_released_messages_come_though_the_broker_is_far_and_nobody_waits(place:
     assert sorted(m.message_id for m in messages) == sorted(m.message_id for m in sent)
 
 
-def test_an_id_of_a_released_message_is_not_given_to_another_message(place: Place) -> None:
+def test_an_id_of_a_released_message_is_not_given_to_another_message(place):
     # Given a message that was released, and others that bear a copy of its mark
     copied = pika.BasicProperties(headers=marked(b"same", "copied"))
     [first] = place.give_back(b"same", properties=copied)
@@ -554,9 +536,7 @@ def test_an_id_of_a_released_message_is_not_given_to_another_message(place: Plac
     assert len(place.settle("g2")[0]) == 3
 
 
-def test_two_runs_that_begin_together_sweep_a_dead_run_once(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_runs_that_begin_together_sweep_a_dead_run_once(place, caplog):
     caplog.set_level(logging.WARNING)
     messages = die(place, "dead", 600)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 2)

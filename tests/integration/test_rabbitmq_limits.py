@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
-from tests.rabbitmq_place import Place
-from tests.rabbitmq_server import RabbitServer
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -28,7 +25,7 @@ MAX_SIZE, TIMEOUT, TICK = 134_217_728, 1_800_000, 60_000
 
 
 @pytest.fixture
-def place(place: Place) -> Place:
+def place(place):
     place.declare()
     return place
 
@@ -36,9 +33,7 @@ def place(place: Place) -> Place:
 # -- slow callbacks --------------------------------------------------------------------------------
 
 
-def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(place, monkeypatch):
     monkeypatch.setattr(consumer, "DEMAND_TIMEOUT", 0.3)
     place.send(*[b"%d" % number for number in range(100)])
     with place.source(qos=Qos(prefetch_count=20)) as source:
@@ -65,8 +60,8 @@ def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(
 
 @pytest.mark.slow
 def test_a_broker_that_waits_no_longer_for_an_acknowledgement_ends_no_run(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    place, monkeypatch, caplog
+):
     skip_without_own_server()
     monkeypatch.setattr(
         consumer, "DEMAND_TIMEOUT", 3600.0
@@ -95,9 +90,7 @@ def test_a_broker_that_waits_no_longer_for_an_acknowledgement_ends_no_run(
 
 
 @pytest.mark.slow
-def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_under_way(
-    place: Place,
-) -> None:
+def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_under_way(place):
     # Given a source whose connection waits a second for confirms, and a broker short of memory
     skip_without_own_server()
     place.send(*[b"%d" % number for number in range(10)])
@@ -131,7 +124,7 @@ def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_u
 
 
 @pytest.fixture(scope="module")
-def narrow() -> Iterator[RabbitServer]:
+def narrow():
     """A server that takes no message of more than 200,000 bytes."""
     skip_without_own_server()
     server = wanted_server()
@@ -140,7 +133,7 @@ def narrow() -> Iterator[RabbitServer]:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_bundles_are_no_larger_than_the_broker_takes(place: Place) -> None:
+def test_bundles_are_no_larger_than_the_broker_takes(place):
     # Given more bytes than the broker takes in one message, and one too large for any bundle
     bodies = [b"%03d" % number + b"x" * 10_000 for number in range(60)]
     place.send(*bodies, b"y" * 199_990)

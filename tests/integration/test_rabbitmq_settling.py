@@ -40,7 +40,7 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 
 
 @pytest.fixture
-def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(place, monkeypatch):
     monkeypatch.setattr(settling, "COUNT_TIMEOUT", 0.3)
     return place
 
@@ -79,9 +79,7 @@ def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
 # -- another at work on the same lease -------------------------------------------------------------
 
 
-def test_of_two_settlements_together_one_settles_and_the_other_reports_the_same(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_settlements_together_one_settles_and_the_other_reports_the_same(place, monkeypatch):
     # Given a settlement that stalls with half of the bundles read
     place.declare()
     lease, messages = hold(place, "g1", 1_500)
@@ -128,9 +126,7 @@ def test_of_two_settlements_together_one_settles_and_the_other_reports_the_same(
     assert dead == Counter(message.data for message in bad)
 
 
-def test_no_bundle_stays_in_its_queue_however_many_are_read(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_bundle_stays_in_its_queue_however_many_are_read(place, monkeypatch):
     # Given more bundles than the broker takes acknowledgements of at a time
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 1)
     place.declare()
@@ -147,9 +143,7 @@ def test_no_bundle_stays_in_its_queue_however_many_are_read(
 
 
 @pytest.mark.parametrize("what", ["deleted", "emptied"])
-def test_what_was_settled_at_once_is_counted_though_the_bundles_are_not_there(
-    place: Place, what: str
-) -> None:
+def test_what_was_settled_at_once_is_counted_though_the_bundles_are_not_there(place, what):
     # Given messages that a callback settled, and a holding queue that an operator has spoilt
     place.declare()
     lease, messages = hold(place, "g1", 10)
@@ -173,8 +167,8 @@ def test_what_was_settled_at_once_is_counted_though_the_bundles_are_not_there(
 
 @pytest.mark.parametrize(("count", "held"), [(1, "1 message"), (3, "3 messages")])
 def test_a_holding_queue_that_was_deleted_before_the_manifest_is_a_loss_that_is_reported(
-    place: Place, count: int, held: str
-) -> None:
+    place, count, held
+):
     place.declare()
     lease, _ = hold(place, "g1", count)
     with place.channel() as channel:
@@ -188,9 +182,7 @@ def test_a_holding_queue_that_was_deleted_before_the_manifest_is_a_loss_that_is_
 
 
 @pytest.mark.parametrize(("rest", "acked", "released"), [(ACK, 8, 0), (RELEASE, 1, 7)])
-def test_a_holding_queue_that_was_emptied_is_settled_from_staging(
-    place: Place, rest: Verdict, acked: int, released: int
-) -> None:
+def test_a_holding_queue_that_was_emptied_is_settled_from_staging(place, rest, acked, released):
     # Given a holding queue that an operator has purged
     place.declare()
     lease, messages = hold(place, "g1", 10)
@@ -210,9 +202,7 @@ def test_a_holding_queue_that_was_emptied_is_settled_from_staging(
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_bundles_that_were_taken_out_by_hand_are_settled_from_staging(
-    place: Place, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundles_that_were_taken_out_by_hand_are_settled_from_staging(place, kept, monkeypatch):
     # Given three bundles, of which an operator has removed all but those kept
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 5)
     place.declare()
@@ -231,9 +221,7 @@ def test_bundles_that_were_taken_out_by_hand_are_settled_from_staging(
     assert place.depth(queue) == 0
 
 
-def test_bundles_that_nobody_counted_are_reported_when_their_queue_is_purged(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundles_that_nobody_counted_are_reported_when_their_queue_is_purged(place, monkeypatch):
     # Given a bundle that comes between the last count of the holding queue and its end
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -253,7 +241,7 @@ def test_bundles_that_nobody_counted_are_reported_when_their_queue_is_purged(
     assert place.carry_out(lease, settlement_of(messages)) == report
 
 
-def test_a_bundle_more_than_was_counted_keeps_its_queue(place: Place) -> None:
+def test_a_bundle_more_than_was_counted_keeps_its_queue(place):
     place.declare()
     lease, messages = hold(place, "g1", 3)
     queue = lease.state["holding_queue"]
@@ -269,9 +257,7 @@ def test_a_bundle_more_than_was_counted_keeps_its_queue(place: Place) -> None:
 # -- one message that cannot be carried out --------------------------------------------------------
 
 
-def test_one_message_that_cannot_be_published_fails_alone(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_message_that_cannot_be_published_fails_alone(place, monkeypatch):
     # Given a message that no client can encode
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -294,9 +280,7 @@ def test_one_message_that_cannot_be_published_fails_alone(
     assert ids(place.settle("g2")[0]) == [messages[1].message_id]
 
 
-def test_what_a_sweep_cannot_release_is_released_by_the_next_and_nothing_else(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_sweep_cannot_release_is_released_by_the_next_and_nothing_else(place, monkeypatch):
     # Given a settlement that cannot publish two messages of a bundle
     place.declare()
     lease, messages = hold(place, "g1", 4)
@@ -324,9 +308,7 @@ def test_what_a_sweep_cannot_release_is_released_by_the_next_and_nothing_else(
     assert place.depth(lease.state["holding_queue"]) == 0
 
 
-def test_what_cannot_be_published_is_not_settled_if_its_bundle_is_gone(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_published_is_not_settled_if_its_bundle_is_gone(place, monkeypatch):
     # Given a message whose bundle an operator has removed, and that cannot be published
     place.declare()
     lease, messages = hold(place, "g1", 2)
@@ -349,9 +331,7 @@ def test_what_cannot_be_published_is_not_settled_if_its_bundle_is_gone(
 
 
 @pytest.mark.parametrize("verdict", [RETRY, DEAD], ids=["retry", "dead letter"])
-def test_headers_that_fill_a_frame_do_not_keep_the_others_from_being_settled(
-    place: Place, verdict: Verdict
-) -> None:
+def test_headers_that_fill_a_frame_do_not_keep_the_others_from_being_settled(place, verdict):
     # Given headers as large as a frame takes, and small integers that would grow if written anew
     place.declare()
     text = b"S" + (131_000).to_bytes(4, "big") + b"x" * 131_000
@@ -388,7 +368,7 @@ def test_headers_that_fill_a_frame_do_not_keep_the_others_from_being_settled(
 # -- what a message was ----------------------------------------------------------------------------
 
 
-def test_a_retried_message_keeps_its_route_and_its_sender(place: Place) -> None:
+def test_a_retried_message_keeps_its_route_and_its_sender(place):
     # Given a message with a route, a sender and a death of its own
     place.declare()
     exchange = f"{place.name}-shop"
@@ -433,7 +413,7 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place: Place) -> None:
     assert was["x-death"] == death
 
 
-def test_a_dead_letter_that_is_sent_back_starts_with_fresh_attempts(place: Place) -> None:
+def test_a_dead_letter_that_is_sent_back_starts_with_fresh_attempts(place):
     place.declare()
     place.send(b"1")
     place.settle("g1", {0: RETRY})
@@ -448,7 +428,7 @@ def test_a_dead_letter_that_is_sent_back_starts_with_fresh_attempts(place: Place
     assert not {name for name in again.metadata["headers"] or {} if name.startswith("x-broadway")}
 
 
-def test_a_copied_header_makes_no_repetition(place: Place) -> None:
+def test_a_copied_header_makes_no_repetition(place):
     # Given a retried message, and two others that copied its headers: one of them is like it
     place.declare()
     place.send(b"ping")
@@ -467,9 +447,7 @@ def test_a_copied_header_makes_no_repetition(place: Place) -> None:
     assert report == SettleReport(acked=3)
 
 
-def test_what_two_turns_of_a_settlement_published_is_handled_once(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_two_turns_of_a_settlement_published_is_handled_once(place, monkeypatch):
     # Given a settlement that is killed when it has published a retry and a dead letter
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -498,9 +476,7 @@ def test_what_two_turns_of_a_settlement_published_is_handled_once(
 # -- a broker that cannot be reached ---------------------------------------------------------------
 
 
-def test_settling_without_back_off_or_time_for_it_says_that_the_broker_is_not_there(
-    place: Place,
-) -> None:
+def test_settling_without_back_off_or_time_for_it_says_that_the_broker_is_not_there(place):
     place.declare()
     lease, messages = hold(place, "g1", 1)
     nowhere: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "backoff_type": "stop"}
@@ -511,7 +487,7 @@ def test_settling_without_back_off_or_time_for_it_says_that_the_broker_is_not_th
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
 
 
-def test_a_settlement_whose_connection_breaks_goes_on_with_another(place: Place) -> None:
+def test_a_settlement_whose_connection_breaks_goes_on_with_another(place):
     # Given a connection that breaks as a dead letter is published
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -532,7 +508,7 @@ def test_a_settlement_whose_connection_breaks_goes_on_with_another(place: Place)
 # -- dead letters to an exchange -------------------------------------------------------------------
 
 
-def test_dead_letters_to_an_exchange_keep_their_own_key(place: Place) -> None:
+def test_dead_letters_to_an_exchange_keep_their_own_key(place):
     place.declare()
     exchange, queue = f"{place.name}-dlx", f"{place.name}-parked"
     with place.channel() as channel:
@@ -547,7 +523,7 @@ def test_dead_letters_to_an_exchange_keep_their_own_key(place: Place) -> None:
     assert everything_in(place, queue) == {b"1": 1}
 
 
-def test_an_exchange_that_is_missing_is_found_before_anything_is_taken(place: Place) -> None:
+def test_an_exchange_that_is_missing_is_found_before_anything_is_taken(place):
     place.declare()
     place.send(b"1")
     options: dict[str, Any] = {"dead_letter": {"exchange": f"{place.name}-none"}}
@@ -561,7 +537,7 @@ def test_an_exchange_that_is_missing_is_found_before_anything_is_taken(place: Pl
     assert len(place.settle("g2")[0]) == 1
 
 
-def test_an_exchange_that_vanished_fails_its_dead_letters_alone(place: Place) -> None:
+def test_an_exchange_that_vanished_fails_its_dead_letters_alone(place):
     place.declare()
     lease, messages = hold(place, "g1", 3)
     chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}

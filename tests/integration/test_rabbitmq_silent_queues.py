@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +18,14 @@ pytestmark = pytest.mark.broker
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path):
     skip_without_own_server()  # the tests end processes of the broker's
     made = Place(wanted_server(), tmp_path)
     made.declare()
     return made
 
 
-def test_a_holding_queue_that_does_not_answer_loses_nothing(place: Place) -> None:
+def test_a_holding_queue_that_does_not_answer_loses_nothing(place):
     # Given a holding queue that has no leader, as all have for a moment when their broker starts
     place.send(b"1")
     messages, lease = place.hold("g1")
@@ -65,14 +64,14 @@ class TestQueuesThatStay:
         options = {"backoff_min": 0.01, "backoff_max": 0.1, "reconnect_timeout": 3.0}
         return queue, lambda: place.carry_out(lease, settlement_of(messages, rest=later), **options)
 
-    def test_it_is_made_anew_on_the_next_connection(self, place: Place) -> None:
+    def test_it_is_made_anew_on_the_next_connection(self, place):
         queue, settle = self.delayed(place, noted=True)
 
         assert settle() == SettleReport(requeued=1)
 
         assert place.get(queue) is not None
 
-    def test_it_is_kept_if_it_may_hold_something(self, place: Place) -> None:
+    def test_it_is_kept_if_it_may_hold_something(self, place):
         queue, settle = self.delayed(place, noted=False)
 
         with pytest.raises(ProducerUnavailable, match=r"'broadway\.delay.*does not answer"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,14 +53,12 @@ class SecuredServer(RabbitServer):
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def authority(tmp_path_factory):
     return Authority.make(tmp_path_factory.mktemp("authority"), "tests")
 
 
 @pytest.fixture(scope="module")
-def server(
-    authority: Authority, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SecuredServer]:
+def server(authority, tmp_path_factory):
     skip_without_own_server()
     made = SecuredServer(
         tmp_path_factory.mktemp("secured"),
@@ -74,7 +71,7 @@ def server(
 
 
 @pytest.fixture
-def place(server: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(server, tmp_path, monkeypatch):
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     made = Place(server, tmp_path)
     made.declare()
@@ -90,9 +87,7 @@ def secured(place: Place, **tls: Any) -> dict[str, Any]:
     return {"port": place.server.tls_port, "extra": {"tls": tls, "management_url": False}}
 
 
-def test_a_connection_that_trusts_the_servers_authority_receives_and_settles(
-    place: Place, authority: Authority
-) -> None:
+def test_a_connection_that_trusts_the_servers_authority_receives_and_settles(place, authority):
     place.send(b"1", b"2")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
     env = place.env(**secured(place, ca=str(authority.certificate)))
@@ -108,9 +103,7 @@ def test_a_connection_that_trusts_the_servers_authority_receives_and_settles(
     assert report == SettleReport(acked=2)
 
 
-def test_a_server_of_an_unknown_authority_is_refused_in_one_sentence(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_server_of_an_unknown_authority_is_refused_in_one_sentence(place, tmp_path):
     other = Authority.make(tmp_path, "other")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
@@ -124,8 +117,8 @@ def test_a_server_of_an_unknown_authority_is_refused_in_one_sentence(
 
 
 def test_a_certificate_for_another_host_is_refused_and_one_for_the_name_given_is_not(
-    place: Place, authority: Authority
-) -> None:
+    place, authority
+):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
     trusted = {"ca": str(authority.certificate)}
 
@@ -135,7 +128,7 @@ def test_a_certificate_for_another_host_is_refused_and_one_for_the_name_given_is
     producer.source(place.env(**secured(place, verify=False))).close()
 
 
-def test_a_certificate_says_who_logs_in(place: Place, authority: Authority) -> None:
+def test_a_certificate_says_who_logs_in(place, authority):
     # Given a user without a password, whose name is that of a certificate
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
     place.send(b"1")
@@ -164,8 +157,8 @@ def test_a_certificate_says_who_logs_in(place: Place, authority: Authority) -> N
 
 
 def test_a_certificate_of_the_clients_own_is_shown_and_one_that_is_unknown_is_refused(
-    place: Place, authority: Authority, tmp_path: Path
-) -> None:
+    place, authority, tmp_path
+):
     other = Authority.make(tmp_path, "other")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
@@ -180,8 +173,8 @@ def test_a_certificate_of_the_clients_own_is_shown_and_one_that_is_unknown_is_re
 
 
 def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sentence(
-    place: Place, authority: Authority
-) -> None:
+    place, authority
+):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", backoff_type="stop")
     with_tls = secured(place, ca=str(authority.certificate))
     began = time.monotonic()
@@ -194,9 +187,7 @@ def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sent
     assert time.monotonic() - began < 30
 
 
-def test_the_management_api_is_held_to_the_same_authority(
-    place: Place, authority: Authority, tmp_path: Path
-) -> None:
+def test_the_management_api_is_held_to_the_same_authority(place, authority, tmp_path):
     # The AMQP port speaks TLS too: enough to see whom the look would trust.
     other = Authority.make(tmp_path, "other")
     assert isinstance(place.server, SecuredServer)
@@ -219,9 +210,7 @@ def test_the_management_api_is_held_to_the_same_authority(
 # -- short of memory -------------------------------------------------------------------------------
 
 
-def test_a_blocked_connection_waits_and_loses_nothing(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_blocked_connection_waits_and_loses_nothing(place, caplog):
     # Given a run that has begun, as the broker runs short of memory
     place.send(*[b"%d" % number for number in range(20)])
     assert isinstance(place.server, SecuredServer)
@@ -250,7 +239,7 @@ def test_a_blocked_connection_waits_and_loses_nothing(
     assert len(blocked) == 1
 
 
-def test_a_connection_that_stays_blocked_is_an_error_that_says_why(place: Place) -> None:
+def test_a_connection_that_stays_blocked_is_an_error_that_says_why(place):
     place.send(b"1", b"2")
     assert isinstance(place.server, SecuredServer)
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")

@@ -13,7 +13,6 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,13 +107,13 @@ class Alone:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Alone]:
+def alone(tmp_path):
     made = Alone(tmp_path)
     yield made
     made.queue.close()
 
 
-def test_a_pipeline_runs_without_airflow_and_spark(alone: Alone) -> None:
+def test_a_pipeline_runs_without_airflow_and_spark(alone):
     reference = alone.run("process", "one")
     assert reference["received"] == COUNT
     counts = alone.run("batch", "one")
@@ -131,9 +130,7 @@ def test_a_pipeline_runs_without_airflow_and_spark(alone: Alone) -> None:
     assert [each["outcome"] for each in seen["places"]] == ["succeeded"]
 
 
-def test_tasks_that_are_killed_at_work_are_tried_again_and_settled_by_another_process(
-    alone: Alone,
-) -> None:
+def test_tasks_that_are_killed_at_work_are_tried_again_and_settled_by_another_process(alone):
     # Given a process task and a batch task, each killed while a callback was at work
     alone.kill("process", "one", at=57)
     assert alone.queue.depth().leased, "the killed task held nothing"
@@ -153,7 +150,7 @@ def test_tasks_that_are_killed_at_work_are_tried_again_and_settled_by_another_pr
     alone.check_account(report)
 
 
-def test_what_a_killed_run_leaves_is_settled_by_the_process_task_of_the_next(alone: Alone) -> None:
+def test_what_a_killed_run_leaves_is_settled_by_the_process_task_of_the_next(alone):
     # Given a run that nobody goes on with: some of its batches have an outcome, and some have none
     alone.run("process", "one")
     alone.kill("batch", "one", at=101)

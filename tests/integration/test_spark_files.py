@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +13,11 @@ pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(params=[True, False], ids=["renames", "writes"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> HadoopFiles:
+def files(request, tmp_path):
     return HadoopFiles(spark_session(), f"file://{tmp_path}/run", renames=request.param)
 
 
-def test_a_file_is_created_once(files: HadoopFiles) -> None:
+def test_a_file_is_created_once(files):
     assert not files.exists("a/b.json")
     assert files.create("a/b.json", "one ✓")
     assert not files.create("a/b.json", "two")
@@ -26,32 +25,32 @@ def test_a_file_is_created_once(files: HadoopFiles) -> None:
     assert files.list("a") == ["b.json"]
 
 
-def test_a_file_is_replaced(files: HadoopFiles) -> None:
+def test_a_file_is_replaced(files):
     files.replace("a.json", "one")
     files.replace("a.json", "two")
     assert files.read("a.json") == "two"
 
 
-def test_a_file_has_the_time_of_its_last_writing(files: HadoopFiles) -> None:
+def test_a_file_has_the_time_of_its_last_writing(files):
     for text in ("one", "two"):
         before = time.time()
         files.replace("a.json", text)
         assert before - 0.1 <= (files.modified("a.json") or 0.0) <= time.time()
 
 
-def test_what_is_not_there(files: HadoopFiles) -> None:
+def test_what_is_not_there(files):
     with pytest.raises(FileNotFoundError):
         files.read("nothing.json")
     assert files.list("nothing") == []
 
 
-def test_lines_come_back_as_they_went(files: HadoopFiles) -> None:
+def test_lines_come_back_as_they_went(files):
     lines = ["", "ü ✓", "x" * (CHUNK + 1), '{"a": 1}']
     assert files.write_lines("x/y.jsonl", iter(lines)) == 4
     assert list(files.lines("x/y.jsonl")) == lines
 
 
-def test_other_schemes_go_through_the_jvm() -> None:
+def test_other_schemes_go_through_the_jvm():
     class Fake:
         _jvm = spark_session()._jvm
         _jsc = spark_session()._jsc

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,7 +41,7 @@ def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
     return staged.outcomes("default")
 
 
-def test_the_order_of_a_key_holds_over_batches_of_several_generations(tmp_path: Path) -> None:
+def test_the_order_of_a_key_holds_over_batches_of_several_generations(tmp_path):
     # Given messages of two keys that came to two tasks by turns, each of which counts its own
     given = open_run(tmp_path)
     pipeline = pipeline_of(wide=Batcher(schema="n bigint", batch_size=7, concurrency=3))
@@ -102,9 +101,7 @@ def test_the_order_of_a_key_holds_over_batches_of_several_generations(tmp_path: 
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_udf_that_kills_its_worker_fails_its_batch_and_no_other(
-    tmp_path: Path, lazy: bool
-) -> None:
+def test_a_udf_that_kills_its_worker_fails_its_batch_and_no_other(tmp_path, lazy):
     from pyspark.sql import functions as F  # noqa: N812
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -127,7 +124,7 @@ def test_a_udf_that_kills_its_worker_fails_its_batch_and_no_other(
     assert "Python worker exited unexpectedly" in found["b0"].error
 
 
-def test_pandas_udfs_see_data_and_say_what_failed(tmp_path: Path) -> None:
+def test_pandas_udfs_see_data_and_say_what_failed(tmp_path):
     pandas = pytest.importorskip("pandas")
     from pyspark.sql.pandas import functions
 

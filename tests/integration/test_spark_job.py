@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -74,12 +74,12 @@ class Job(Staged):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     return Job(tmp_path)
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
+def _clean():
     Counting.calls.clear()
     Mending.seen.clear()
     Mending.mend = staticmethod(lambda messages: messages)
@@ -103,7 +103,7 @@ def sleep(messages: DataFrame) -> None:
     ).collect()
 
 
-def test_a_batch_on_which_its_splitter_raised_fails_and_no_callback_sees_it(job: Job) -> None:
+def test_a_batch_on_which_its_splitter_raised_fails_and_no_callback_sees_it(job):
     three = [Row(f"m{n}", {"n": n}, payload=b"body", properties="{}") for n in range(3)]
     refused, handled = Planned("b0", three[:2], error="ValueError: 35"), Planned("b1", three[2:])
     plan = job.plan("default", [refused, handled])
@@ -119,7 +119,7 @@ def test_a_batch_on_which_its_splitter_raised_fails_and_no_callback_sees_it(job:
 # -- what a callback gets --------------------------------------------------------------------------
 
 
-def test_the_columns_and_their_types(job: Job) -> None:
+def test_the_columns_and_their_types(job):
     got: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -156,7 +156,7 @@ def test_the_columns_and_their_types(job: Job) -> None:
     assert info == BatchInfo("default", "k", None, 2, Trigger.SIZE, "b0", 1, 1)
 
 
-def test_every_type_of_a_schema(job: Job) -> None:
+def test_every_type_of_a_schema(job):
     schema = (
         "b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, m decimal(38,10),"
         " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
@@ -218,7 +218,7 @@ def test_every_type_of_a_schema(job: Job) -> None:
         (False, None, "string", None),
     ],
 )
-def test_without_a_schema(job: Job, as_bytes: bool, data: Any, kind: str, python: Any) -> None:
+def test_without_a_schema(job, as_bytes, data, kind, python):
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -235,7 +235,7 @@ def test_without_a_schema(job: Job, as_bytes: bool, data: Any, kind: str, python
     assert seen == [(kind, data), python]
 
 
-def test_a_batch_reads_only_its_own_rows(job: Job) -> None:
+def test_a_batch_reads_only_its_own_rows(job):
     seen: dict[str, list[str]] = {}
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -247,7 +247,7 @@ def test_a_batch_reads_only_its_own_rows(job: Job) -> None:
     assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(7)}
 
 
-def test_a_batch_opens_no_file_and_no_row_group_of_another(job: Job) -> None:
+def test_a_batch_opens_no_file_and_no_row_group_of_another(job):
     # Given a file whose second batch is damaged, and another that is no Parquet
     batches = [Planned(f"b{n}", rows(100, prefix=f"b{n}-")) for n in range(6)]
     plan = job.plan("default", batches, batches_per_file=3)
@@ -273,7 +273,7 @@ def test_a_batch_opens_no_file_and_no_row_group_of_another(job: Job) -> None:
     assert {made.error for made in job.outcomes("default").values()} == {""}
 
 
-def test_a_merged_batch_reads_several_ranges(job: Job) -> None:
+def test_a_merged_batch_reads_several_ranges(job):
     from dataclasses import replace
 
     from airflow_broadway.core.formats.plan import BatchPlan
@@ -296,14 +296,14 @@ def test_a_merged_batch_reads_several_ranges(job: Job) -> None:
     assert seen == [(None, ["b0-0", "b0-1", "b1-0", "b1-1", "b5-0", "b5-1"])]
 
 
-def test_a_batch_key_comes_back_as_it_was_given(job: Job) -> None:
+def test_a_batch_key_comes_back_as_it_was_given(job):
     key = ["a", [1, None]]  # JSON's text of ("a", (1, None))
     plan = job.plan("default", [Planned("b0", rows(1, batch_key=key), batch_key=key)])
     assert job.run(lambda messages, info: None, plan) == 0
     assert Counting.calls[0][1].batch_key == ("a", (1, None))
 
 
-def test_driver_code_alone_costs_no_job(job: Job) -> None:
+def test_driver_code_alone_costs_no_job(job):
     tracker = job.spark.sparkContext.statusTracker()
     plan = job.plan(
         "default", [Planned(f"quiet{n}", rows(10)) for n in range(40)], batches_per_file=1
@@ -314,14 +314,14 @@ def test_driver_code_alone_costs_no_job(job: Job) -> None:
     assert len(job.outcomes("default")) == 40
 
 
-def test_jobs_bear_the_name_of_their_batch(job: Job) -> None:
+def test_jobs_bear_the_name_of_their_batch(job):
     tracker = job.spark.sparkContext.statusTracker()
     plan = job.plan("default", [Planned("loud", rows(10))])
     assert job.run(lambda messages, info: messages.count() and None, plan) == 0
     assert len(tracker.getJobIdsForGroup("loud")) >= 1
 
 
-def test_a_path_with_odd_characters(tmp_path: Path) -> None:
+def test_a_path_with_odd_characters(tmp_path):
     job = Job(tmp_path / "we[i]r*d {a,b} !3A%3A ü")
     seen: list[int] = []
     plan = job.plan("default", [Planned("b0", rows(3))])
@@ -329,7 +329,7 @@ def test_a_path_with_odd_characters(tmp_path: Path) -> None:
     assert seen == [3]
 
 
-def test_temporary_views_are_a_batchs_own(job: Job) -> None:
+def test_temporary_views_are_a_batchs_own(job):
     seen: dict[str, set[str]] = {}
     barrier = threading.Barrier(3, timeout=60)
 
@@ -347,7 +347,7 @@ def test_temporary_views_are_a_batchs_own(job: Job) -> None:
     assert all(not made.error for made in job.outcomes("wide").values())
 
 
-def test_two_batches_write_beside_each_other(job: Job, tmp_path: Path) -> None:
+def test_two_batches_write_beside_each_other(job, tmp_path):
     lake = f"file://{tmp_path}/lake"
     barrier = threading.Barrier(3, timeout=60)
 
@@ -367,9 +367,7 @@ def test_two_batches_write_beside_each_other(job: Job, tmp_path: Path) -> None:
     }
 
 
-def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(job, tmp_path):
     keys = ["../../finance/payroll", "a/b=c:d %", "..", "", "Zürich ✓"]
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -386,7 +384,7 @@ def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(
     assert {(row.key, row.batch_id) for row in found} == expected
 
 
-def test_settings_are_given_and_may_be_overridden(job: Job) -> None:
+def test_settings_are_given_and_may_be_overridden(job):
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -399,7 +397,7 @@ def test_settings_are_given_and_may_be_overridden(job: Job) -> None:
     assert seen == [("UTC", "4")]  # the second by the session's own configuration
 
 
-def test_a_setting_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_is_there_is_left_alone(monkeypatch):
     # Given a driver whose spark-submit was told one of our settings, and another of its own
     given = {"spark.sql.session.timeZone": "Asia/Tokyo", "a.b": "c"}
     from pyspark import SparkConf
@@ -424,7 +422,7 @@ def test_a_setting_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 # -- what a callback returns -----------------------------------------------------------------------
 
 
-def test_nothing_returned_is_success(job: Job) -> None:
+def test_nothing_returned_is_success(job):
     made, entries = job.one(lambda messages, info: None)
     assert (made.successful, made.failed, made.missing, made.exceptions) == (10, 0, 0, None)
     assert (made.error, made.try_number, entries) == ("", 1, {})
@@ -475,12 +473,7 @@ def _by_status(messages: DataFrame) -> Any:
     "callback",
     [_by_frame, _by_ids, _by_column, _by_list, _by_or, _by_duplicates, _by_outcomes, _by_status],
 )
-def test_some_failed(
-    job: Job,
-    monkeypatch: pytest.MonkeyPatch,
-    callback: Callable[[Any], Any],
-    small: int,
-) -> None:
+def test_some_failed(job, monkeypatch, callback, small):
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     made, entries = job.one(lambda messages, info: callback(messages))
     assert made.error == ""
@@ -494,9 +487,7 @@ def test_some_failed(
 
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
-def test_a_message_left_out_of_the_outcomes_is_released(
-    job: Job, monkeypatch: pytest.MonkeyPatch, small: int
-) -> None:
+def test_a_message_left_out_of_the_outcomes_is_released(job, monkeypatch, small):
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     made, entries = job.one(
         lambda messages, info: messages.where("data.n > 1").selectExpr(
@@ -521,7 +512,7 @@ def _nobody(messages: DataFrame) -> Any:
 
 
 @pytest.mark.parametrize("callback", [_nobody, lambda m: failed([]), lambda m: []])
-def test_nobody_failed(job: Job, callback: Callable[[Any], Any]) -> None:
+def test_nobody_failed(job, callback):
     made, _ = job.one(lambda messages, info: callback(messages))
     assert (made.successful, made.failed, made.exceptions) == (10, 0, None)
 
@@ -578,13 +569,7 @@ def _bad_kind(messages: DataFrame) -> Any:
         (lambda messages: 42, "handle_batch returned int 42; on Spark it returns None"),
     ],
 )
-def test_the_whole_batch_failed(
-    job: Job,
-    monkeypatch: pytest.MonkeyPatch,
-    callback: Callable[[Any], Any],
-    text: str,
-    small: int,
-) -> None:
+def test_the_whole_batch_failed(job, monkeypatch, callback, text, small):
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     plan = job.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="n"))])
 
@@ -602,21 +587,21 @@ def test_the_whole_batch_failed(
     assert job.outcome("default", "b1").successful == 5
 
 
-def test_a_pipeline_without_handle_batch(job: Job) -> None:
+def test_a_pipeline_without_handle_batch(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
     work = job.work(Without, plan)
     assert job.run_work(work) == 0
     assert "Without defines no handle_batch" in job.outcome("default", "b0").error
 
 
-def test_an_empty_batch(job: Job) -> None:
+def test_an_empty_batch(job):
     made, _ = job.one(lambda messages, info: failed(messages), count=0)
     assert (made.successful, made.failed, made.exceptions) == (0, 0, None)
 
 
 @pytest.mark.parametrize("by", ["ids", "rows", "column"])
 @pytest.mark.parametrize("letter", ["x", "ü"])
-def test_reasons_are_cut_at_2048_bytes(job: Job, letter: str, by: str) -> None:
+def test_reasons_are_cut_at_2048_bytes(job, letter, by):
     from pyspark.sql import functions as F  # noqa: N812
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -627,7 +612,7 @@ def test_reasons_are_cut_at_2048_bytes(job: Job, letter: str, by: str) -> None:
     assert 2046 <= len(entries["m0"].verdict.reason.encode()) <= 2048
 
 
-def test_attempts_payload_and_own_actions(job: Job) -> None:
+def test_attempts_payload_and_own_actions(job):
     given = [
         Row("last", {"n": 0}, attempt=5, payload=b"body", properties='{"a":1}'),
         Row("own", {"n": 1}, on_failure="ack", payload=b"", properties="{}"),
@@ -660,12 +645,7 @@ def test_attempts_payload_and_own_actions(job: Job) -> None:
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 @pytest.mark.parametrize("pipeline", [Counting, Mending])
-def test_in_a_batch_of_two_generations_every_entry_names_its_own(
-    job: Job,
-    monkeypatch: pytest.MonkeyPatch,
-    pipeline: type[Counting],
-    small: int,
-) -> None:
+def test_in_a_batch_of_two_generations_every_entry_names_its_own(job, monkeypatch, pipeline, small):
     # One message has come to both: each generation settles its own delivery.
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     generations = ("0" * 31 + "a", "0" * 31 + "b")
@@ -687,7 +667,7 @@ def test_in_a_batch_of_two_generations_every_entry_names_its_own(
     ] == [("both", "first", 0), ("both", "second", 1), ("one", "third", 1)]
 
 
-def test_a_large_failure_is_streamed(job: Job) -> None:
+def test_a_large_failure_is_streamed(job):
     made, entries = job.one(
         lambda m, info: failed(m.where("data.n % 2 = 0"), reason="even"), 20_000
     )
@@ -696,8 +676,8 @@ def test_a_large_failure_is_streamed(job: Job) -> None:
 
 
 def test_the_guides_own_callback_fails_what_is_implausible_and_writes_the_rest(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job, tmp_path, monkeypatch
+):
     # Given the first sample of the guide, which writes into a folder here
     guide = (Path(__file__).parents[2] / "docs" / "spark.md").read_text("utf-8")
     sample = guide.partition("```python\n")[2].partition("```")[0]
@@ -730,7 +710,7 @@ def test_the_guides_own_callback_fails_what_is_implausible_and_writes_the_rest(
 # -- handle_failed ---------------------------------------------------------------------------------
 
 
-def test_handle_failed_may_change_verdicts(job: Job) -> None:
+def test_handle_failed_may_change_verdicts(job):
     def mend(messages: list[Message]) -> list[Message]:
         assert [m.batcher for m in messages] == ["default"] * len(messages)
         return [
@@ -756,7 +736,7 @@ def test_handle_failed_may_change_verdicts(job: Job) -> None:
     assert message.status.text == "failed by handle_batch"
 
 
-def test_handle_failed_gets_the_key_of_the_batch(job: Job) -> None:
+def test_handle_failed_gets_the_key_of_the_batch(job):
     keys = ["default", "7", 7, ["a", [1]], None]
     batches = [
         Planned(f"b{n}", rows(1, prefix=f"b{n}-", batch_key=key), batch_key=key)
@@ -779,7 +759,7 @@ def test_handle_failed_gets_the_key_of_the_batch(job: Job) -> None:
     }
 
 
-def test_handle_failed_gets_at_most_a_thousand(job: Job) -> None:
+def test_handle_failed_gets_at_most_a_thousand(job):
     made, _ = job.one(_raise_later, 2_500, pipeline=Mending)
     assert made.failed == 2_500
     assert sorted(len(chunk) for chunk in Mending.seen) == [500, 1000, 1000]
@@ -790,7 +770,7 @@ def _raise_later(messages: DataFrame, info: BatchInfo) -> Any:
     raise ValueError("later")
 
 
-def test_what_handle_failed_does_not_return_is_released(job: Job) -> None:
+def test_what_handle_failed_does_not_return_is_released(job):
     Mending.mend = staticmethod(lambda messages: messages[1:])
     some = lambda m, info: failed(["m0", "m1"])  # noqa: E731
     made, entries = job.one(some, pipeline=Mending, rows=BODY)
@@ -799,7 +779,7 @@ def test_what_handle_failed_does_not_return_is_released(job: Job) -> None:
     assert {(e.payload, e.properties) for e in entries.values()} == {(b"body", "{}")}
 
 
-def test_nobody_settles_at_once_in_the_driver(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_nobody_settles_at_once_in_the_driver(job, caplog):
     Mending.mend = staticmethod(lambda messages: [m.ack_immediately() for m in messages])
     made, entries = job.one(lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
     assert made.failed == 1
@@ -808,9 +788,7 @@ def test_nobody_settles_at_once_in_the_driver(job: Job, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York", "Europe/Berlin"])
-def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(
-    job: Job, monkeypatch: pytest.MonkeyPatch, zone: str
-) -> None:
+def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(job, monkeypatch, zone):
     # Given instants that datetime.fromtimestamp cannot build, or builds twice, in some zone
     monkeypatch.setenv("TZ", zone)
     time.tzset()
@@ -867,10 +845,8 @@ def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(
 
 
 def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
-    job: Job,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    job, monkeypatch, caplog
+):
     def to_python(value: Any, kind: Any) -> Any:
         if value[0] == 3:
             raise ValueError("year 0 is out of range")
@@ -894,7 +870,7 @@ def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
 # -- order, resume, fence --------------------------------------------------------------------------
 
 
-def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(job: Job) -> None:
+def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(job):
     running: set[Any] = set()
     order: list[tuple[str, str]] = []
     most = 0
@@ -923,7 +899,7 @@ def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(job: Job) 
     assert all(not made.error for made in job.outcomes("wide").values())
 
 
-def test_a_second_application_runs_only_what_has_no_outcome(job: Job) -> None:
+def test_a_second_application_runs_only_what_has_no_outcome(job):
     plan = job.plan("default", pairs(4))
     assert job.run(lambda messages, info: None, plan) == 0
     before = job.outcomes("default")
@@ -937,7 +913,7 @@ def test_a_second_application_runs_only_what_has_no_outcome(job: Job) -> None:
     assert after["b0"] == before["b0"]
 
 
-def test_a_zombie_stops_its_running_job(job: Job) -> None:
+def test_a_zombie_stops_its_running_job(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -950,7 +926,7 @@ def test_a_zombie_stops_its_running_job(job: Job) -> None:
     assert job.outcomes("default") == {}
 
 
-def test_it_starts_no_batch_if_a_later_try_is_there_already(job: Job) -> None:
+def test_it_starts_no_batch_if_a_later_try_is_there_already(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
     job.files.create(paths.work("handle_batches", 2), "{}")
     with pytest.raises(OwnershipLost):
@@ -958,9 +934,7 @@ def test_it_starts_no_batch_if_a_later_try_is_there_already(job: Job) -> None:
     assert Counting.calls == []
 
 
-def test_messages_that_are_no_longer_held_never_reach_the_callback(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_messages_that_are_no_longer_held_never_reach_the_callback(job, caplog):
     job.lease(generation="gone", seconds=-1)
     plan = job.plan(
         "default",
@@ -973,7 +947,7 @@ def test_messages_that_are_no_longer_held_never_reach_the_callback(
     assert "this run no longer holds its messages: clear `process`" in caplog.text
 
 
-def test_a_stop_leaves_what_runs_without_an_outcome(job: Job) -> None:
+def test_a_stop_leaves_what_runs_without_an_outcome(job):
     stop = threading.Event()
     plan = job.plan("default", pairs(3))
 
@@ -1022,13 +996,8 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_ends_the_application_in_a_batch_is_no_failure_of_it_and_what_is_recorded_stands(
-    job: Job,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    happens: Callable[[Job, pytest.MonkeyPatch], None],
-    code: int,
-    told: str,
-) -> None:
+    job, monkeypatch, caplog, happens, code, told
+):
     # Given three batches, and something that ends it all in the second
     plan = job.plan("default", pairs(3))
 
@@ -1044,9 +1013,7 @@ def test_what_ends_the_application_in_a_batch_is_no_failure_of_it_and_what_is_re
     assert told in caplog.text
 
 
-def test_an_unwritable_folder_is_one_clear_error(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_folder_is_one_clear_error(job, caplog):
     plan = job.plan("default", [Planned("b0", rows(2)), Planned("b1", rows(2, prefix="n"))])
     (job.root / "outcomes").write_text("in the way")
     assert job.run(lambda messages, info: None, plan) == 1
@@ -1055,13 +1022,13 @@ def test_an_unwritable_folder_is_one_clear_error(
     assert len(errors) == 1
 
 
-def test_an_unknown_batcher_is_one_clear_error(job: Job) -> None:
+def test_an_unknown_batcher_is_one_clear_error(job):
     plan = job.plan("nowhere", [Planned("b0", rows(2))])
     with pytest.raises(PipelineError, match="for the batcher 'nowhere', which the pipeline"):
         job.run(lambda messages, info: None, plan)
 
 
-def test_telemetry_of_a_batch(job: Job) -> None:
+def test_telemetry_of_a_batch(job):
     seen: list[tuple[str, str]] = []
 
     def handler(event: str, measurements: Any, metadata: Any) -> None:
@@ -1087,9 +1054,7 @@ def test_telemetry_of_a_batch(job: Job) -> None:
     ]
 
 
-def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_session_that_passes_over_damaged_files_passes_over_no_message(job, caplog):
     # Given a cluster set to read on without files that it cannot read, and a damaged data file
     plan = job.plan("default", pairs(2), batches_per_file=1)
     (job.root / plan.path / plan.data[0]).write_bytes(b"PAR1 and no more")
@@ -1106,9 +1071,7 @@ def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
     assert "failed messages of the batch b0 cannot be read back" in caplog.text
 
 
-def test_a_batch_whose_file_is_gone_alone_has_no_outcome(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_batch_whose_file_is_gone_alone_has_no_outcome(job, caplog):
     plan = job.plan("default", pairs(3), batches_per_file=1)
     (job.root / plan.path / plan.data[1]).unlink()
 

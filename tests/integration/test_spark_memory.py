@@ -106,9 +106,7 @@ class Place:
         return head, list(batches)
 
 
-def test_two_million_messages_fail_in_a_driver_of_512_mb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_million_messages_fail_in_a_driver_of_512_mb(tmp_path, monkeypatch):
     place = Place(tmp_path, monkeypatch, "fails")
     place.enlarge(MILLIONS)
     returned = place.operator.execute(place.context)
@@ -126,8 +124,8 @@ def test_two_million_messages_fail_in_a_driver_of_512_mb(
 
 
 def test_a_message_that_exhausts_the_drivers_memory_is_set_aside_and_its_neighbour_is_handled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     place = Place(tmp_path, monkeypatch, "eats")
     returned = place.operator.execute(place.context)
 

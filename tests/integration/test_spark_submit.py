@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +49,7 @@ class Doubling(Broadway):
 """
 
 
-def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(tmp_path, monkeypatch):
     # Given a pipeline in a package that only this process has on its path, and three batches
     package = tmp_path / "code" / "doubling_shop"
     package.mkdir(parents=True)
@@ -111,9 +108,7 @@ def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(
     assert operator.execute(context) == returned
 
 
-def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(tmp_path, monkeypatch):
     # A staging root that the driver does not see: it refuses before it starts a session.
     (tmp_path / "staging").mkdir()
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
@@ -151,7 +146,7 @@ def spark_version(options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_sparks_classes_come_from_an_archive(tmp_path: Path) -> None:
+def test_sparks_classes_come_from_an_archive(tmp_path):
     options = os.environ.get("SPARK_SUBMIT_OPTS", "")
     if "SharedArchiveFile" not in options:
         pytest.skip("this Python was not started by make, which has one made")
@@ -170,7 +165,7 @@ def test_sparks_classes_come_from_an_archive(tmp_path: Path) -> None:
     assert len(mapped) > 0.8 * len(files) > 10
 
 
-def test_an_archive_that_does_not_fit_is_done_without(tmp_path: Path) -> None:
+def test_an_archive_that_does_not_fit_is_done_without(tmp_path):
     archive = tmp_path / "other.jsa"
     archive.write_bytes(b"of another Java")
 

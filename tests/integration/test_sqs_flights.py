@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_month_of_flights_through_sqs(tmp_path: Path) -> None:
+def test_a_month_of_flights_through_sqs(tmp_path):
     server, messages = wanted_sqs(), 27_000
     flights = FlightsRun("sqs", tmp_path, messages)
     purge(server)

@@ -40,7 +40,7 @@ HANDLED: list[str] = []
 
 
 @pytest.fixture
-def server() -> SqsServer:
+def server():
     FAILING.clear()
     HANDLED.clear()
     return wanted_sqs()
@@ -158,9 +158,7 @@ def table() -> list[float]:
     return [float(value) for value in re.findall(r"\| (\d\.\d+) \|", part)]
 
 
-def test_a_message_costs_the_requests_that_the_guide_says(
-    server: SqsServer, tmp_path: Path
-) -> None:
+def test_a_message_costs_the_requests_that_the_guide_says(server, tmp_path):
     measured = []
     with recorded() as sent:
         run = Run(server, tmp_path, Held)
@@ -189,9 +187,7 @@ def test_a_message_costs_the_requests_that_the_guide_says(
     assert [round(value, 2) for value in measured] == table()
 
 
-def test_the_least_policy_of_the_guide_allows_what_tasks_ask_and_nothing_else(
-    server: SqsServer, tmp_path: Path
-) -> None:
+def test_the_least_policy_of_the_guide_allows_what_tasks_ask_and_nothing_else(server, tmp_path):
     [block] = re.findall(r"```json\n(\{\n  \"Version\".*?)```", GUIDE, re.DOTALL)
     allowed = {
         action.removeprefix("sqs:")
@@ -208,9 +204,7 @@ def test_the_least_policy_of_the_guide_allows_what_tasks_ask_and_nothing_else(
     assert {name.removesuffix("Batch") for name in sent} == allowed
 
 
-def test_by_the_guide_a_process_task_with_batchers_only_receives_and_gives_back(
-    server: SqsServer, tmp_path: Path
-) -> None:
+def test_by_the_guide_a_process_task_with_batchers_only_receives_and_gives_back(server, tmp_path):
     [row] = re.findall(r"^\| `process` \|(.*?)\|", GUIDE, re.MULTILINE)
 
     run = Run(server, tmp_path, Held)
@@ -258,9 +252,7 @@ def of(account: str) -> list[str]:
         ),
     ],
 )
-def test_a_failed_entry_that_is_retried_holds_back_those_after_it(
-    server: SqsServer, kind: type[Broadway], handled: list[str]
-) -> None:
+def test_a_failed_entry_that_is_retried_holds_back_those_after_it(server, kind, handled):
     FAILING["a1"] = "retry"
     pipeline, url = ledger(server, kind)
 
@@ -276,7 +268,7 @@ def test_a_failed_entry_that_is_retried_holds_back_those_after_it(
     assert server.depth(url) == (0, 0, 0)
 
 
-def test_what_failed_behind_a_failed_entry_is_given_back_too(server: SqsServer) -> None:
+def test_what_failed_behind_a_failed_entry_is_given_back_too(server):
     FAILING.update(a1="retry", a2="dead_letter", a3="retry")
     pipeline, url = ledger(server, Batched)
 
@@ -292,7 +284,7 @@ def test_what_failed_behind_a_failed_entry_is_given_back_too(server: SqsServer) 
     assert server.depth(url) == (0, 0, 0)
 
 
-def test_one_run_holds_a_group_at_a_time(server: SqsServer) -> None:
+def test_one_run_holds_a_group_at_a_time(server):
     pipeline, url = ledger(server)
     env = ProducerEnv(connections=Connections(server.url))
     other = pipeline.producer.source(env)
@@ -307,7 +299,7 @@ def test_one_run_holds_a_group_at_a_time(server: SqsServer) -> None:
     other.close()
 
 
-def test_a_run_takes_of_a_group_what_one_receive_brings(server: SqsServer) -> None:
+def test_a_run_takes_of_a_group_what_one_receive_brings(server):
     name = f"long-{uuid.uuid4().hex[:12]}.fifo"
     url = server.queue(name, FifoQueue="true", ContentBasedDeduplication="true")
     client = server.client()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.sqs_server import Connections
 pytestmark = pytest.mark.broker
 
 
-def test_looks_never_have_sqs_move_the_letters_to_another_queue(tmp_path: Path) -> None:
+def test_looks_never_have_sqs_move_the_letters_to_another_queue(tmp_path):
     # Given a queue of dead letters whose own policy moves what was received five times
     server, limit = wanted_sqs(), 5
     client: Any = server.client()

@@ -6,7 +6,6 @@ import json
 import logging
 import traceback
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ class Orders(Broadway):
         return message
 
 
-def test_no_key_is_written_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_key_is_written_anywhere(tmp_path, caplog):
     caplog.set_level(logging.DEBUG, "airflow_broadway")
     caplog.set_level(logging.INFO)
     server = wanted_sqs()

@@ -23,7 +23,7 @@ from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settling.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.store import Folder, Store
 from airflow_broadway.testing import ManualClock
-from tests.s3_server import S3Server, s3_server
+from tests.s3_server import s3_server
 from tests.unit.staging.kit import (
     FakeCustodian,
     batches_of,
@@ -42,18 +42,18 @@ pytest.importorskip("moto.server")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
+def server():
     with s3_server() as running:
         yield running
 
 
 @pytest.fixture
-def options(server: S3Server) -> dict[str, Any]:
+def options(server):
     return server.options()
 
 
 @pytest.fixture
-def uri(server: S3Server) -> str:
+def uri(server):
     return server.root()
 
 
@@ -63,9 +63,7 @@ def run_on(uri: str, options: dict[str, Any], clock: ManualClock | None = None) 
     return StagedRun(store, pipeline="Pipeline", dag_id="dag", run_id="run:1", clock=clock)
 
 
-def test_of_two_writers_at_once_exactly_one_creates_the_object(
-    uri: str, options: dict[str, Any]
-) -> None:
+def test_of_two_writers_at_once_exactly_one_creates_the_object(uri, options):
     # Given two clients that have both seen that there is no manifest
     folders: list[Folder] = [Store.open(uri, **options).folder("f") for _ in range(2)]
     assert not any(folder.exists("manifest.json") for folder in folders)
@@ -93,7 +91,7 @@ def test_of_two_writers_at_once_exactly_one_creates_the_object(
         assert folders[0].read(path) == won[0]
 
 
-def test_what_one_client_writes_another_sees_at_once(uri: str, options: dict[str, Any]) -> None:
+def test_what_one_client_writes_another_sees_at_once(uri, options):
     first, second = (Store.open(uri, **options).folder("f") for _ in range(2))
     assert second.list("x") == []
     assert not second.exists("x/a")
@@ -108,9 +106,7 @@ def test_what_one_client_writes_another_sees_at_once(uri: str, options: dict[str
     assert first.list("x") == []
 
 
-def test_listing_costs_one_request_for_each_thousand_names_of_that_folder(
-    server: S3Server, uri: str, options: dict[str, Any]
-) -> None:
+def test_listing_costs_one_request_for_each_thousand_names_of_that_folder(server, uri, options):
     # A Dag with many runs, whose keys are put without the store, for speed
     store = Store.open(uri, **options)
     store.folder("dag/runs/run-0000").create("x/report.json", "1")
@@ -137,9 +133,7 @@ def test_listing_costs_one_request_for_each_thousand_names_of_that_folder(
     assert folder.list("runs/run-000") == []
 
 
-def test_lines_stream_through_parts_and_a_broken_stream_leaves_no_object(
-    uri: str, options: dict[str, Any]
-) -> None:
+def test_lines_stream_through_parts_and_a_broken_stream_leaves_no_object(uri, options):
     folder = Store.open(uri, **options).folder("f")
     lines = [str(number) * 1000 for number in range(10_000, 14_000)]  # several parts
     assert folder.write_lines("big.jsonl", iter(lines)) == len(lines)
@@ -154,7 +148,7 @@ def test_lines_stream_through_parts_and_a_broken_stream_leaves_no_object(
     assert folder.list("") == ["big.jsonl"]
 
 
-def test_two_hosts_see_one_root(uri: str, options: dict[str, Any]) -> None:
+def test_two_hosts_see_one_root(uri, options):
     first, second = (Store.open(uri, **options) for _ in range(2))
     second.check_root(first.root_id(), "worker-1")
     bucket = uri.removeprefix("s3://")
@@ -162,13 +156,13 @@ def test_two_hosts_see_one_root(uri: str, options: dict[str, Any]) -> None:
     assert Store(first.fs, first.root, f"s3://conn@{bucket}").spark_uri() == f"s3a://{bucket}"
 
 
-def test_a_bucket_that_is_not_there_is_one_clear_error(options: dict[str, Any]) -> None:
+def test_a_bucket_that_is_not_there_is_one_clear_error(options):
     store = Store.open(f"s3://nowhere-{uuid.uuid4().hex}/staging", **options)
     with pytest.raises(StagingError, match=r"cannot .* s3://nowhere-.*`\[broadway\] staging`"):
         store.folder("f").create("x", "")
 
 
-def test_a_server_that_does_not_answer_is_one_clear_error(options: dict[str, Any]) -> None:
+def test_a_server_that_does_not_answer_is_one_clear_error(options):
     away = {"endpoint_url": "http://127.0.0.1:9"}
     store = Store.open(
         "s3://bucket/staging",
@@ -178,7 +172,7 @@ def test_a_server_that_does_not_answer_is_one_clear_error(options: dict[str, Any
         store.root_id()
 
 
-def test_a_run_from_its_first_record_to_its_removal(uri: str, options: dict[str, Any]) -> None:
+def test_a_run_from_its_first_record_to_its_removal(uri, options):
     # Given two generations staged by clients of their own
     pipeline = pipeline_of(
         b=Batcher(engine="python", batch_size=40, batch_timeout=None, schema="n int")
@@ -224,7 +218,7 @@ def test_a_run_from_its_first_record_to_its_removal(uri: str, options: dict[str,
     assert run_on(uri, options).generations() == []
 
 
-def test_an_execution_that_fails_uploads_nothing(uri: str, options: dict[str, Any]) -> None:
+def test_an_execution_that_fails_uploads_nothing(uri, options):
     from airflow_broadway.staging.writer import ProcessWriter
 
     run = run_on(uri, options)
@@ -238,9 +232,7 @@ def test_an_execution_that_fails_uploads_nothing(uri: str, options: dict[str, An
     assert run.files.list(generation) == []
 
 
-def test_failures_on_record_are_merged_and_read_in_a_bucket(
-    uri: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_on_record_are_merged_and_read_in_a_bucket(uri, options, monkeypatch):
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     clock = ManualClock()
     for run in range(20):

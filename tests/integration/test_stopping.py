@@ -76,7 +76,7 @@ def _timeout(seconds: float) -> Any:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path):
     return Place(tmp_path)
 
 
@@ -108,9 +108,7 @@ def killed(operator: Any, after: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("kind", "seconds"), KINDS)
-def test_max_seconds_ends_process_after_the_message_at_work(
-    place: Place, kind: type[Slow], seconds: float
-) -> None:
+def test_max_seconds_ends_process_after_the_message_at_work(place, kind, seconds):
     operator = place.operator(
         BroadwayProcessorOperator, place.pipeline(kind), max_seconds=seconds, idle_seconds=0.0
     )
@@ -128,9 +126,7 @@ def test_max_seconds_ends_process_after_the_message_at_work(
 
 
 @pytest.mark.parametrize(("kind", "seconds"), KINDS)
-def test_on_kill_ends_process_within_shutdown_and_what_is_done_is_published(
-    place: Place, kind: type[Slow], seconds: float
-) -> None:
+def test_on_kill_ends_process_within_shutdown_and_what_is_done_is_published(place, kind, seconds):
     operator = place.operator(
         BroadwayProcessorOperator, place.pipeline(kind, shutdown=0.5), idle_seconds=0.0
     )
@@ -142,7 +138,7 @@ def test_on_kill_ends_process_within_shutdown_and_what_is_done_is_published(
     assert 4 <= reference["batchers"]["default"] < 200
 
 
-def test_a_callback_that_does_not_end_is_not_waited_for_when_killed(place: Place) -> None:
+def test_a_callback_that_does_not_end_is_not_waited_for_when_killed(place):
     hangs = place.pipeline(SlowHangs, shutdown=0.2)
     operator = place.operator(BroadwayProcessorOperator, hangs, idle_seconds=0.0)
     started = time.monotonic()
@@ -152,7 +148,7 @@ def test_a_callback_that_does_not_end_is_not_waited_for_when_killed(place: Place
     assert reference["batchers"]["default"] >= 1
 
 
-def test_an_execution_timeout_stops_process_in_time(place: Place) -> None:
+def test_an_execution_timeout_stops_process_in_time(place):
     operator = place.operator(
         BroadwayProcessorOperator,
         place.pipeline(Slow),
@@ -165,9 +161,7 @@ def test_an_execution_timeout_stops_process_in_time(place: Place) -> None:
     assert 10 <= reference["batchers"]["default"] < 40
 
 
-def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(place, caplog):
     operator = place.operator(
         BroadwayProcessorOperator,
         place.pipeline(OneHangs),
@@ -192,7 +186,7 @@ def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(
     assert batch.execute(place.context())["outcomes"]["successful"] == 30
 
 
-def test_on_kill_begins_no_further_batch(place: Place) -> None:
+def test_on_kill_begins_no_further_batch(place):
     pipeline = place.pipeline(FirstBatchSeesKill, shutdown=30.0)
     reference = place.operator(
         BroadwayProcessorOperator, pipeline, max_messages=100, idle_seconds=0.0
@@ -217,7 +211,7 @@ def test_on_kill_begins_no_further_batch(place: Place) -> None:
     assert again.execute(place.context())["outcomes"]["successful"] == 100
 
 
-def test_an_execution_timeout_of_batch_keeps_the_batches_that_are_done(place: Place) -> None:
+def test_an_execution_timeout_of_batch_keeps_the_batches_that_are_done(place):
     pipeline = place.pipeline(ThirdBatchHangs)
     reference = place.operator(
         BroadwayProcessorOperator, pipeline, max_messages=40, idle_seconds=0.0

@@ -33,9 +33,7 @@ def broker_of(kind: str, folder: Path) -> LivingBroker:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["sqlite", "rabbitmq"])
-def test_runs_of_a_dag_in_traffic_lose_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_a_dag_in_traffic_lose_nothing(kind, tmp_path, monkeypatch):
     broker = broker_of(kind, tmp_path)
     sink = tmp_path / "sink.jsonl"
     pipeline: Broadway = PIPELINES[broker.kind](

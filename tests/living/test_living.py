@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.contract.sqs_harness import SharedClock, moved_server
-from tests.kafka_server import KafkaServer
 from tests.living.brokers import LivingBroker
 from tests.living.brokers_kafka import LivingKafka
 from tests.living.brokers_pubsub import LivingPubSub
@@ -50,14 +48,14 @@ def played(
     )
 
 
-def test_runs_of_the_embedded_queue_in_traffic_lose_nothing(tmp_path: Path) -> None:
+def test_runs_of_the_embedded_queue_in_traffic_lose_nothing(tmp_path):
     found = played(LivingSqlite, tmp_path, runs=len(ENDINGS))
 
     assert found.good, str(found)
     assert found.handled > 100
 
 
-def test_runs_of_rabbitmq_in_traffic_lose_nothing(tmp_path: Path) -> None:
+def test_runs_of_rabbitmq_in_traffic_lose_nothing(tmp_path):
     server = wanted_server()
 
     # The second half: the tasks of a group, each ending once.
@@ -72,7 +70,7 @@ def test_runs_of_rabbitmq_in_traffic_lose_nothing(tmp_path: Path) -> None:
     assert found.handled > 100
 
 
-def test_runs_of_a_quorum_queue_of_rabbitmq_in_traffic_lose_nothing(tmp_path: Path) -> None:
+def test_runs_of_a_quorum_queue_of_rabbitmq_in_traffic_lose_nothing(tmp_path):
     server = wanted_server()
 
     found = played(
@@ -88,7 +86,7 @@ def test_runs_of_a_quorum_queue_of_rabbitmq_in_traffic_lose_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     "fifo", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["standard", "fifo"]
 )
-def test_runs_of_sqs_in_traffic_lose_nothing(tmp_path: Path, fifo: bool) -> None:
+def test_runs_of_sqs_in_traffic_lose_nothing(tmp_path, fifo):
     server, clock = moved_server()
 
     found = played(lambda folder: LivingSqs(server, clock, fifo=fifo), tmp_path, runs=5)
@@ -106,7 +104,7 @@ def test_runs_of_sqs_in_traffic_lose_nothing(tmp_path: Path, fifo: bool) -> None
     ],
     ids=["plain", "keys", "exactly once"],
 )
-def test_runs_of_pubsub_in_traffic_lose_nothing(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_runs_of_pubsub_in_traffic_lose_nothing(tmp_path, more):
     clock = str(tmp_path / "clock")
     with StubServer(SharedClock(clock)) as server:
         found = played(lambda folder: LivingPubSub(server, clock, **more), tmp_path, runs=5)
@@ -125,9 +123,7 @@ def test_runs_of_pubsub_in_traffic_lose_nothing(tmp_path: Path, more: dict[str, 
         pytest.param("partition", "transactions", marks=pytest.mark.slow),
     ],
 )
-def test_runs_of_kafka_in_traffic_lose_nothing(
-    apache_kafka: KafkaServer, tmp_path: Path, order: str, traffic: str
-) -> None:
+def test_runs_of_kafka_in_traffic_lose_nothing(apache_kafka, tmp_path, order, traffic):
     found = played(
         lambda folder: LivingKafka(apache_kafka, folder, order=order, traffic=traffic),
         tmp_path,
@@ -147,9 +143,7 @@ def test_runs_of_kafka_in_traffic_lose_nothing(
         pytest.param("zombies", marks=pytest.mark.slow),
     ],
 )
-def test_runs_of_kafka_that_die_or_meet_others_lose_nothing(
-    kafka: KafkaServer, tmp_path: Path, weather: str
-) -> None:
+def test_runs_of_kafka_that_die_or_meet_others_lose_nothing(kafka, tmp_path, weather):
     found = played(
         lambda folder: LivingKafka(kafka, folder, order="none"),
         tmp_path,
@@ -162,7 +156,7 @@ def test_runs_of_kafka_that_die_or_meet_others_lose_nothing(
     assert found.handled > 20
 
 
-def test_runs_that_are_killed_at_any_of_their_writes_lose_nothing(tmp_path: Path) -> None:
+def test_runs_that_are_killed_at_any_of_their_writes_lose_nothing(tmp_path):
     found = played(LivingSqlite, tmp_path, runs=8, weather="killed_at_writes")
 
     assert found.good, str(found)
@@ -171,7 +165,7 @@ def test_runs_that_are_killed_at_any_of_their_writes_lose_nothing(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("queue", ["classic", "quorum"])
-def test_runs_of_rabbitmq_whose_broker_dies_lose_nothing(tmp_path: Path, queue: str) -> None:
+def test_runs_of_rabbitmq_whose_broker_dies_lose_nothing(tmp_path, queue):
     skip_without_own_server()
     with RabbitServer.start(tmp_path / "server") as server:
         found = played(
@@ -185,7 +179,7 @@ def test_runs_of_rabbitmq_whose_broker_dies_lose_nothing(tmp_path: Path, queue: 
     assert found.handled > 100
 
 
-def test_each_broker_has_the_weathers_that_it_can_have() -> None:
+def test_each_broker_has_the_weathers_that_it_can_have():
     everywhere = set(weathers_for(LivingSqlite))
 
     assert set(weathers_for(LivingKafka)) - everywhere == {"far_away", "stalls"}
@@ -196,7 +190,7 @@ def test_each_broker_has_the_weathers_that_it_can_have() -> None:
     assert {"killed", "killed_at_writes", "zombies"} <= everywhere
 
 
-def test_a_report_that_counts_what_another_counts_too_is_a_mistake() -> None:
+def test_a_report_that_counts_what_another_counts_too_is_a_mistake():
     lines = [
         Handled(number, str(number), 1, run != "first", run, run)
         for run in ("first", "zombie")
@@ -240,30 +234,26 @@ def preempted(make: Callable[[Path], LivingBroker], folder: Path) -> None:
     assert found.handled > 100
 
 
-def test_runs_of_the_embedded_queue_that_are_all_killed_leave_nothing_behind(
-    tmp_path: Path,
-) -> None:
+def test_runs_of_the_embedded_queue_that_are_all_killed_leave_nothing_behind(tmp_path):
     preempted(LivingSqlite, tmp_path)
 
 
-def test_runs_of_rabbitmq_that_are_all_killed_leave_nothing_behind(tmp_path: Path) -> None:
+def test_runs_of_rabbitmq_that_are_all_killed_leave_nothing_behind(tmp_path):
     server = wanted_server()
     preempted(lambda folder: LivingRabbit(server, folder), tmp_path)
 
 
-def test_runs_of_sqs_that_are_all_killed_leave_nothing_behind(tmp_path: Path) -> None:
+def test_runs_of_sqs_that_are_all_killed_leave_nothing_behind(tmp_path):
     server, clock = moved_server()
     preempted(lambda folder: LivingSqs(server, clock), tmp_path)
 
 
-def test_runs_of_pubsub_that_are_all_killed_leave_nothing_behind(tmp_path: Path) -> None:
+def test_runs_of_pubsub_that_are_all_killed_leave_nothing_behind(tmp_path):
     clock = str(tmp_path / "clock")
     with StubServer(SharedClock(clock)) as server:
         preempted(lambda folder: LivingPubSub(server, clock), tmp_path)
 
 
-def test_runs_of_kafka_that_are_all_killed_leave_nothing_behind(
-    apache_kafka: KafkaServer, tmp_path: Path
-) -> None:
+def test_runs_of_kafka_that_are_all_killed_leave_nothing_behind(apache_kafka, tmp_path):
     # In order, a failure holds back what is behind it until its retry.
     preempted(lambda folder: LivingKafka(apache_kafka, folder, order="none"), tmp_path)

@@ -6,7 +6,6 @@ import itertools
 import random
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from airflow_broadway.staging.crash_records import load_crash_history
 from airflow_broadway.staging.store import Store
 from tests.contract.sqs_harness import SharedClock, moved_server
-from tests.living.brokers import DEAD, Lapsing, LivingBroker
+from tests.living.brokers import DEAD, Lapsing
 from tests.living.brokers_kafka import LivingKafka
 from tests.living.brokers_pubsub import LivingPubSub
 from tests.living.brokers_rabbitmq import LivingRabbit
@@ -40,7 +39,7 @@ _SHORT = 4.0
 
 
 @pytest.fixture(params=["sqlite", "rabbitmq", "sqs", "pubsub", "kafka"])
-def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingBroker]:
+def broker(request, tmp_path):
     if request.param == "sqlite":
         yield LivingSqlite(tmp_path)
     elif request.param == "rabbitmq":
@@ -57,7 +56,7 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingBro
 
 
 @pytest.fixture
-def series(broker: LivingBroker, tmp_path: Path) -> Iterator[Series]:
+def series(broker, tmp_path):
     with Series(broker, tmp_path, rate=0.0) as made:
         yield made
 
@@ -80,8 +79,8 @@ def publish(series: Series, count: int) -> None:
 
 
 def test_a_sensor_that_is_killed_twenty_times_amid_settlement_settles_each_message_once(
-    broker: LivingBroker, series: Series, tmp_path: Path
-) -> None:
+    broker, series, tmp_path
+):
     worker = Worker(tmp_path / "worker.log")
     kills = rounds = 0
     while kills < 20:
@@ -118,8 +117,8 @@ def test_a_sensor_that_is_killed_twenty_times_amid_settlement_settles_each_messa
 
 
 def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
-    broker: LivingBroker, series: Series, tmp_path: Path
-) -> None:
+    broker, series, tmp_path
+):
     # Given a run that handles its messages slowly
     dice = random.Random(3)
     series.publisher.rate = 100.0
@@ -156,8 +155,8 @@ def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
 
 
 def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
-    broker: LivingBroker, series: Series, tmp_path: Path
-) -> None:
+    broker, series, tmp_path
+):
     # Given a pipeline that was killed under one name, then under another, and so on
     publish(series, 300)
     lapses = isinstance(broker, Lapsing)
@@ -187,8 +186,8 @@ def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
 
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "its child killed"])
 def test_a_run_that_is_stopped_while_another_takes_its_suspects_blames_none_of_them(
-    broker: LivingBroker, series: Series, tmp_path: Path, killed: bool
-) -> None:
+    broker, series, tmp_path, killed
+):
     # Given a crash on record, and messages that a run handles in a child process
     publish(series, 60)
     producer = {"max_crashes": 1}

@@ -34,7 +34,7 @@ class Jugs:
         return f"{self.forbidden} litres" if self.forbidden in state else ""
 
 
-def test_the_shortest_trace_is_shown() -> None:
+def test_the_shortest_trace_is_shown():
     broken = explore(Jugs(), most=100).broken
 
     assert broken is not None
@@ -49,14 +49,14 @@ def test_the_shortest_trace_is_shown() -> None:
     ]
 
 
-def test_all_states_are_looked_at() -> None:
+def test_all_states_are_looked_at():
     found = explore(Jugs(forbidden=6), most=100)
 
     assert found.broken is None
     assert (found.states, found.depth) == (16, 7)
 
 
-def test_what_comes_after_a_state_is_part_of_the_trace() -> None:
+def test_what_comes_after_a_state_is_part_of_the_trace():
     def then(state: tuple[int, int]) -> tuple[str, Sequence[str]] | None:
         return ("five is full", ["look"]) if state[1] == 5 else None
 
@@ -66,7 +66,7 @@ def test_what_comes_after_a_state_is_part_of_the_trace() -> None:
     assert (broken.promise, broken.trace) == ("five is full", ["fill five", "look"])
 
 
-def test_a_step_that_concerns_nobody_is_taken_alone() -> None:
+def test_a_step_that_concerns_nobody_is_taken_alone():
     class Two(Jugs):
         def steps(self, state: tuple[int, int]) -> Sequence[Step[tuple[int, int]]]:
             one, other = state
@@ -78,6 +78,6 @@ def test_a_step_that_concerns_nobody_is_taken_alone() -> None:
     assert (found.states, found.steps) == (19, 18)
 
 
-def test_too_many_states_are_an_error() -> None:
+def test_too_many_states_are_an_error():
     with pytest.raises(TooMany):
         explore(Jugs(forbidden=6), most=10)

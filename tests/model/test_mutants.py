@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.model.checker import explore
-from tests.model.mutants import MUTANTS, Mutant
+from tests.model.mutants import MUTANTS
 from tests.model.protocol import Run
 from tests.model.recovery import Recovery
 
@@ -13,7 +13,7 @@ MOST = 150_000
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.drop)
-def test_without_a_guard_a_promise_is_broken(mutant: Mutant) -> None:
+def test_without_a_guard_a_promise_is_broken(mutant):
     run = Run(mutant.custody, **mutant.options, drop=mutant.drop)
 
     found = explore(run, most=MOST, then=Recovery(run)).broken
