@@ -124,10 +124,7 @@ def make_report(
         "output": _output(output),
         "results": results(output),
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "expected": {
-            "never_departed": expected.never_departed,
-            "rows": _nested(expected.rows),
-        },
+        "expected": {"never_departed": expected.never_departed, "rows": _nested(expected.rows)},
     }
     return {**report, "mistakes": mistakes(report)}
 

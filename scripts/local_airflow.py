@@ -351,11 +351,7 @@ def processes_with(
 
 
 def kill_by_token(
-    token: str,
-    timeout: float = 10.0,
-    *,
-    variable: str = TOKEN_VARIABLE,
-    spared: Sequence[str] = (),
+    token: str, timeout: float = 10.0, *, variable: str = TOKEN_VARIABLE, spared: Sequence[str] = ()
 ) -> None:
     """Kill every process that carries ``token``, until none is left: one may just be forking."""
     deadline = time.monotonic() + timeout

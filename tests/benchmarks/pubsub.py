@@ -22,14 +22,7 @@ from itertools import repeat
 
 from tests.benchmarks.figures import Figures, Took, folder_of_its_own
 from tests.benchmarks.made_up import BODY
-from tests.benchmarks.receipt_stages import (
-    added,
-    apart,
-    processor,
-    rates,
-    requests_of,
-    with_run,
-)
+from tests.benchmarks.receipt_stages import added, apart, processor, rates, requests_of, with_run
 from tests.benchmarks.stages import run_stage
 from tests.pubsub_server import Emulator, PubSubServer
 

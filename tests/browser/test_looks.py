@@ -59,11 +59,7 @@ def test_a_bad_page_is_found_out(browser):
     browser.driver.get("data:text/html," + urllib.parse.quote(BAD))
 
     complaints = " ".join(
-        [
-            *complaints_of_looks(browser),
-            *not_reached_by_tab(browser),
-            *too_wide_on_a_phone(browser),
-        ]
+        [*complaints_of_looks(browser), *not_reached_by_tab(browser), *too_wide_on_a_phone(browser)]
     )
 
     for words in (

@@ -6,15 +6,12 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.conformance.pipelines import needs_throw
 from tests.conformance.ways import WAYS, Way
-
-if TYPE_CHECKING:
-    pass
 
 OWN = Path(__file__).with_name("cases.json")
 

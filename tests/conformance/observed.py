@@ -156,11 +156,7 @@ def alternative_of(case: Case) -> dict[str, Any] | None:
     alternative = case.get("accept", {}).get("alternative", {})
     if "acks" not in alternative:
         return None
-    expect = {
-        **case["expect"],
-        "acks_total": totals_of(alternative["acks"]),
-        **alternative,
-    }
+    expect = {**case["expect"], "acks_total": totals_of(alternative["acks"]), **alternative}
     left_out = ("sequence", "errors", "never_acked", "why")
     return {name: value for name, value in expect.items() if name not in left_out}
 
@@ -245,9 +241,7 @@ def _failed_statuses(acks: list[dict[str, Any]]) -> list[list[Any]]:
         [data, status]
         for ack in acks
         for data, status in zip(
-            ack["failed"],
-            ack.get("failed_status", [None] * len(ack["failed"])),
-            strict=True,
+            ack["failed"], ack.get("failed_status", [None] * len(ack["failed"])), strict=True
         )
     ]
 

@@ -188,9 +188,7 @@ def root_partition_by(case: Case) -> None:
     functions: dict[str, Callable[[Any], int]] = {"f_root": lambda _: 0, "f_b": lambda _: 1}
     given, expect = case["given"], case["expect"]
     batchers = {
-        name: Batcher(
-            partition_by=functions.get(spec.get("partition_by", "")),
-        )
+        name: Batcher(partition_by=functions.get(spec.get("partition_by", "")))
         for name, spec in given["batchers"].items()
     }
     pipeline = _pipeline(

@@ -147,7 +147,7 @@ def _by_size(message: Message) -> int:
 
 
 _PARTITIONED: Mapping[str, Mapping[str, Any]] = {
-    "processors.partition_by": {"processors": Processors(concurrency=2, partition_by=_by_size)},
+    "processors.partition_by": {"processors": Processors(concurrency=2, partition_by=_by_size)}
 }
 
 KAFKA: dict[str, Callable[[Case], None]] = {

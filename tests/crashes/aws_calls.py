@@ -18,12 +18,7 @@ from airflow_broadway.testing.crashes.points import Fault
 _LOOKS = ("Get", "Head", "List", "Describe")
 #: What an operation raises where it fails, each in turn: (code, status); ``None``: the connection
 #: is closed.
-_ERRORS = (
-    ("InternalError", 500),
-    ("ServiceUnavailable", 503),
-    ("ThrottlingException", 400),
-    None,
-)
+_ERRORS = (("InternalError", 500), ("ServiceUnavailable", 503), ("ThrottlingException", 400), None)
 
 
 class Aws:

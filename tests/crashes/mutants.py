@@ -174,10 +174,7 @@ MUTANTS: dict[str, Mutant] = {
 def main(name: str) -> None:
     """Break the code, strike it once, and print what the account says."""
     mutant = MUTANTS[name]
-    with (
-        tempfile.TemporaryDirectory(dir=in_memory()) as folder,
-        SUBJECTS[mutant.broker]() as make,
-    ):
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder, SUBJECTS[mutant.broker]() as make:
         made = partial(make, PIPELINES[mutant.pipeline])
         campaign = Campaign(made, MESSAGES, Path(folder))
         alone, _ = campaign.baseline().points

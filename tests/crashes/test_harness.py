@@ -93,10 +93,7 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
     [
         (RAISES, "the broker is gone\nno child is left\n"),
         (SLEEPS, "['died', 'done', 'done']\n['done', 'done']\n"),
-        (
-            BESIDE,
-            "two/process/1 three/process/1 two/look/1 three/look/1 three/ack/1 two/ack/1\n",
-        ),
+        (BESIDE, "two/process/1 three/process/1 two/look/1 three/look/1 three/ack/1 two/ack/1\n"),
         (ODD, "['create'] 0\n"),
     ],
     ids=["a subject raises", "a second one sleeps", "two recover at once", "an odd pipeline"],

@@ -196,11 +196,7 @@ def _of_the_past(case: Case, folder: Path) -> Iterator[tuple[str, int, Callable[
     yield requeues.name, requeues.letters, lambda: run_requeues(requeues)
     if case.broker == "sqlite":
         past = Past(
-            messages=NORMAL,
-            seed=case.seed,
-            folder=folder / "past",
-            home=case.home,
-            tell=case.tell,
+            messages=NORMAL, seed=case.seed, folder=folder / "past", home=case.home, tell=case.tell
         )
         yield past.name, past.messages, lambda: run_past(past)
 

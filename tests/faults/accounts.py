@@ -102,10 +102,7 @@ def _check_reports(
             found.mistakes.append(f"{path} does not balance: {report['totals']}")
     if len(reports) != runs:
         found.mistakes.append(f"{runs} runs left {len(reports)} reports")
-    for name, count in (
-        ("dead_lettered", len(dead)),
-        ("acked", found.messages - len(dead)),
-    ):
+    for name, count in (("dead_lettered", len(dead)), ("acked", found.messages - len(dead))):
         more = 0 if exact else found.duplicates
         if not count <= totals[name] <= count + more:
             found.mistakes.append(f"the reports say {totals[name]} {name}, the queue says {count}")

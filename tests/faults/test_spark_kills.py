@@ -112,10 +112,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize(
-    ("seed", "victims"),
-    [(7, ["jvm", "driver", "term"])],
-)
+@pytest.mark.parametrize(("seed", "victims"), [(7, ["jvm", "driver", "term"])])
 def test_every_batch_is_handled_and_recorded_once(tmp_path, monkeypatch, seed, victims):
     # Given a run of 24 batches, and an application that works on them
     dice = random.Random(seed)

@@ -63,8 +63,7 @@ def one_run(queue: SqliteQueue, generation: str) -> int:
         elif number % 7 == 0:
             entries.append(Entry(message.message_id, "", DEAD))
     report = queue.settle(
-        generation,
-        Settlement(rest=ACK, entries=lambda: iter(entries), expected=len(messages)),
+        generation, Settlement(rest=ACK, entries=lambda: iter(entries), expected=len(messages))
     )
     assert report.total == len(messages)
     return len(messages)

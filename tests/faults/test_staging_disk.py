@@ -20,14 +20,7 @@ from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.writer import ProcessWriter
-from tests.unit.staging.kit import (
-    message,
-    open_generation,
-    open_run,
-    pipeline_of,
-    publish,
-    stage,
-)
+from tests.unit.staging.kit import message, open_generation, open_run, pipeline_of, publish, stage
 
 pytestmark = pytest.mark.faults
 

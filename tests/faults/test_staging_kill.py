@@ -31,9 +31,7 @@ from tests.unit.staging.kit import FakeCustodian, batches_of, open_run, pipeline
 pytestmark = pytest.mark.faults
 
 MESSAGES = 50
-PIPELINE = pipeline_of(
-    b=Batcher(engine="python", batch_size=20, batch_timeout=None),
-)
+PIPELINE = pipeline_of(b=Batcher(engine="python", batch_size=20, batch_timeout=None))
 GENERATION = "f" * 32
 
 #: A process that has all modules loaded, and forks one for each line: a folder, and the fatal step.

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.fixture

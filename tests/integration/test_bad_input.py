@@ -79,10 +79,7 @@ def test_a_message_larger_than_a_batch_and_a_receive_goes_through_alone(world):
         (None, "the Airflow connection 'puppets' is not defined; add it under Admin"),
         ({"conn_type": "mysql", "host": "db"}, "'puppets' is of type 'mysql'; an embedded queue"),
         ({"conn_type": "broadway_sqlite", "host": "queue.db"}, "its host must be an absolute path"),
-        (
-            {"conn_type": "broadway_sqlite", "host": "/nowhere/queue.db"},
-            "/nowhere",
-        ),
+        ({"conn_type": "broadway_sqlite", "host": "/nowhere/queue.db"}, "/nowhere"),
     ],
     ids=["missing", "of another type", "a relative path", "a folder that is not there"],
 )

@@ -96,7 +96,7 @@ def test_reset_offsets_between_runs_does_what_it_says(apache_kafka, tmp_path, ca
     assert group.drain() == []
     reset(group, "--shift-by", "-2")
     assert [(m.metadata["offset"], m.redelivered) for m in group.drain()] == [
-        *((14, False), (15, False)),
+        *((14, False), (15, False))
     ]
     reset(group, "--to-earliest")
     assert offsets(group.drain()) == list(range(16))
@@ -108,7 +108,7 @@ def test_attempts_begin_at_the_first_after_a_reset(apache_kafka, tmp_path):
     reset(group, "--to-earliest")
 
     assert [(m.metadata["offset"], m.attempt) for m in group.drain()] == [
-        *((0, 1), (1, 1), (2, 1), (3, 1)),
+        *((0, 1), (1, 1), (2, 1), (3, 1))
     ]
 
 

@@ -30,11 +30,7 @@ def acknowledge(server: PubSubServer, subscription: str, ack_ids: list[str]) -> 
 
 def hold(server: PubSubServer, subscription: str, ack_ids: list[str], seconds: int) -> None:
     server.subscriber.modify_ack_deadline(
-        request={
-            "subscription": subscription,
-            "ack_ids": ack_ids,
-            "ack_deadline_seconds": seconds,
-        },
+        request={"subscription": subscription, "ack_ids": ack_ids, "ack_deadline_seconds": seconds},
         retry=None,
     )
 

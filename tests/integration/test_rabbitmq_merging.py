@@ -87,14 +87,10 @@ def test_sharded_queues_are_each_drained_and_settled_by_their_own_options(place)
 def test_a_merged_address_replaces_the_declared_one(place):
     [name] = shards(place, 1)
     nowhere = place.producer(
-        queue=name,
-        reconnect_timeout=0.1,
-        merge_options=lambda index: {"uri": "amqp://127.0.0.1:1"},
+        queue=name, reconnect_timeout=0.1, merge_options=lambda index: {"uri": "amqp://127.0.0.1:1"}
     )
     declared = RabbitMQProducer(
-        queue=name,
-        conn_id="not_defined",
-        merge_options=lambda index: {"uri": place.server.uri},
+        queue=name, conn_id="not_defined", merge_options=lambda index: {"uri": place.server.uri}
     )
 
     with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):

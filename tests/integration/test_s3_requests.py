@@ -28,12 +28,7 @@ def asked(server: S3Server, folder: Path, *, batches: int, tasks: int = 1) -> di
     """What each step of a run asks; its clock stands still."""
     folder.mkdir()
     steps = requests_of_a_run(
-        server,
-        folder,
-        messages=100 * batches,
-        batch_size=100,
-        tasks=tasks,
-        clock=ManualClock(),
+        server, folder, messages=100 * batches, batch_size=100, tasks=tasks, clock=ManualClock()
     )
     found = dict(steps)
     for step, requests in found.items():

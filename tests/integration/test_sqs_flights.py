@@ -51,10 +51,7 @@ def dead_letters(server: SqsServer) -> list[Any]:
     client, letters = server.client(), []
     url = client.get_queue_url(QueueName=DEAD)["QueueUrl"]
     while found := client.receive_message(
-        QueueUrl=url,
-        MaxNumberOfMessages=10,
-        MessageAttributeNames=["All"],
-        VisibilityTimeout=600,
+        QueueUrl=url, MaxNumberOfMessages=10, MessageAttributeNames=["All"], VisibilityTimeout=600
     ).get("Messages"):
         letters += found
     return letters

@@ -229,10 +229,7 @@ def ledger(server: SqsServer, kind: type[Broadway] = Some) -> tuple[Broadway, st
     client = server.client()
     for entry in ("a1", "b1", "a2", "b2", "a3"):
         client.send_message(
-            QueueUrl=url,
-            MessageBody=entry,
-            MessageGroupId=entry[0],
-            MessageDeduplicationId=entry,
+            QueueUrl=url, MessageBody=entry, MessageGroupId=entry[0], MessageDeduplicationId=entry
         )
     retry = RetryPolicy(backoff=1.0, jitter=0.0)
     options = {"queue_name": f"{name}.fifo", "retry": retry, "dead_letter": dead}

@@ -178,10 +178,7 @@ def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(plac
     # of which the log names the one that was too slow
     assert "ended handle_message at message" in caplog.text
     batch = place.operator(
-        BroadwayBatcherOperator,
-        place.pipeline(OneHangs),
-        batcher="default",
-        processed=[reference],
+        BroadwayBatcherOperator, place.pipeline(OneHangs), batcher="default", processed=[reference]
     )
     assert batch.execute(place.context())["outcomes"]["successful"] == 30
 

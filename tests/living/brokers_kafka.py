@@ -115,12 +115,7 @@ class LivingKafka:
     kind = "kafka"
 
     def __init__(
-        self,
-        server: KafkaServer,
-        folder: Path,
-        *,
-        order: str = "partition",
-        traffic: str = "plain",
+        self, server: KafkaServer, folder: Path, *, order: str = "partition", traffic: str = "plain"
     ) -> None:
         self._traffic = traffic
         self._server = server

@@ -111,13 +111,7 @@ _KINDS = {
     "kafka": _Kind(
         _kafka,
         dict.fromkeys(
-            (
-                "living",
-                "living_key",
-                "living_shared",
-                "living_transactions",
-                "living_growing",
-            ),
+            ("living", "living_key", "living_shared", "living_transactions", "living_growing"),
             LivingKafka,
         ),
         (20.0, 100.0, 1_000.0),
@@ -157,13 +151,7 @@ def living_cases(
                 weathers: Sequence[str] = weathers_for(kind.cases[name]),
             ) -> Found:
                 return series(
-                    title,
-                    make,
-                    where,
-                    runs=runs,
-                    seed=seed,
-                    rates=kind.rates,
-                    weathers=weathers,
+                    title, make, where, runs=runs, seed=seed, rates=kind.rates, weathers=weathers
                 )
 
             yield title, 0, run

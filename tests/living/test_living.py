@@ -60,10 +60,7 @@ def test_runs_of_rabbitmq_in_traffic_lose_nothing(tmp_path):
 
     # The second half: the tasks of a group, each ending once.
     found = played(
-        lambda folder: LivingRabbit(server, folder),
-        tmp_path,
-        runs=len(ENDINGS),
-        first=len(ENDINGS),
+        lambda folder: LivingRabbit(server, folder), tmp_path, runs=len(ENDINGS), first=len(ENDINGS)
     )
 
     assert found.good, str(found)
@@ -73,11 +70,7 @@ def test_runs_of_rabbitmq_in_traffic_lose_nothing(tmp_path):
 def test_runs_of_a_quorum_queue_of_rabbitmq_in_traffic_lose_nothing(tmp_path):
     server = wanted_server()
 
-    found = played(
-        lambda folder: LivingRabbit(server, folder, queue="quorum"),
-        tmp_path,
-        runs=6,
-    )
+    found = played(lambda folder: LivingRabbit(server, folder, queue="quorum"), tmp_path, runs=6)
 
     assert found.good, str(found)
     assert found.handled > 100

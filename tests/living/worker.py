@@ -74,10 +74,7 @@ class _Run:
         )
         self._task = Task(dag_id=DAG, run_id=self.name, task_id="process")
         self._staged = StagedRun(
-            Store.open(place["staging"]),
-            pipeline=self._pipeline.name,
-            dag_id=DAG,
-            run_id=self.name,
+            Store.open(place["staging"]), pipeline=self._pipeline.name, dag_id=DAG, run_id=self.name
         )
         self._stopped = ""
         self._stop: Callable[[str], object] = lambda reason: None

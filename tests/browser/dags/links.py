@@ -17,6 +17,6 @@ Linked(context={"go": str(FOLDER / "go")}).dag(
             "spark.ui.enabled": "true",
             "spark.eventLog.enabled": "true",
             "spark.eventLog.dir": f"file://{FOLDER}/events",
-        },
+        }
     },
 )

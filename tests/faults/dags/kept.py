@@ -11,11 +11,7 @@ with DAG(
     "kept",
     schedule=None,
     max_active_runs=1,
-    params={
-        **Kept.params(),
-        "rows": Param("", type="string"),
-        "refuse": Param("", type="string"),
-    },
+    params={**Kept.params(), "rows": Param("", type="string"), "refuse": Param("", type="string")},
 ):
     Kept(context={"rows": "{{ params.rows }}", "refuse": "{{ params.refuse }}"}).task_group(
         # A killed task is tried again at once, as often as it takes.

@@ -38,6 +38,6 @@ for broker, pipeline in PIPELINES.items():
                     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
                     "spark.sql.shuffle.partitions": "2",
                     "spark.ui.enabled": "false",
-                },
+                }
             },
         )

@@ -51,6 +51,5 @@ with DAG(
     params=Backfilled.params(),
 ):
     BroadwayRunOperator(
-        task_id="run",
-        pipeline=Backfilled(context={"folder": "{{ var.value.backfilled_folder }}"}),
+        task_id="run", pipeline=Backfilled(context={"folder": "{{ var.value.backfilled_folder }}"})
     )
