@@ -57,7 +57,7 @@ def routes(run: Run) -> Iterator[tuple[str, str]]:
                 yield method, "/broadway" + route.path_format.format(**given)
 
 
-def test_whoever_is_not_logged_in_gets_nothing(site, letters):
+def test_anonymous_requests_are_refused(site, letters):
     for method, path in routes(letters):
         answer = site.request(method, path)
 
@@ -76,7 +76,7 @@ def test_a_viewer_changes_nothing(site, letters):
     )
 
 
-def test_a_dag_that_a_user_may_not_read_tells_nothing(site, secret):
+def test_pages_of_an_unreadable_dag_are_refused(site, secret):
     # Given a run that the administrator may read
     assert site.get(secret.page, user="admin").status_code == 200
 

@@ -22,7 +22,7 @@ def test_a_viewer_sees_the_list_no_payload_and_no_button(as_viewer, site, letter
     assert as_viewer.all("main th a") == []
 
 
-def test_a_dead_letter_is_sent_back_by_a_run_that_the_page_begins(as_admin, site, letters):
+def test_a_dead_letter_is_requeued_by_a_run_started_from_the_page(as_admin, site, letters):
     # Given a dead letter that an administrator looks at
     as_admin.open(PAGE.format(dag="letters") + "?reason=etc/passwd&stage=process")
     [link] = as_admin.all("main tbody th a")

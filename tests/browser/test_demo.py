@@ -15,7 +15,7 @@ def shown(number: int) -> str:
 
 
 @pytest.mark.timeout(400)
-def test_the_demo_is_followed_from_the_trigger_button_to_the_end(as_admin, site):
+def test_the_demo_runs_from_trigger_to_success(as_admin, site):
     # Given flights in the queue
     before = site.queue("flights").depth().dead or 0
     never = fill_flights(site)

@@ -29,7 +29,7 @@ def form(to: str, fields: dict[str, str], method: str = "post", kind: str = "") 
 
 @pytest.mark.parametrize("action", ["requeue", "delete"])
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
-def test_a_form_of_another_site_changes_nothing(as_admin, site, letters, action, kind):
+def test_a_cross_site_form_changes_nothing(as_admin, site, letters, action, kind):
     # Given an administrator with dead letters, and a token that another user was given
     before, runs = site.queue("letters").depth().dead, site.runs("letters")
     assert before
@@ -50,7 +50,7 @@ def test_a_form_of_another_site_changes_nothing(as_admin, site, letters, action,
     assert site.runs("letters") == runs
 
 
-def test_another_site_cannot_show_our_pages_in_its_own(as_admin, site, letters):
+def test_pages_cannot_be_framed(as_admin, site, letters):
     frame = f'<iframe src="{site.url}{letters.page}" width=900 height=600></iframe>'
 
     with another_site(frame) as (address, _):

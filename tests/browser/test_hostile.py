@@ -32,7 +32,7 @@ PAGES = (
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_messages_say_is_text(as_admin, letters, page):
+def test_message_contents_are_escaped(as_admin, letters, page):
     # When a page shows messages that attack it
     as_admin.open(page.format(run=letters.page))
     as_admin.find("main")
@@ -53,7 +53,7 @@ def test_what_messages_say_is_text(as_admin, letters, page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_say_what_a_browser_may_do(site, letters, page):
+def test_pages_send_security_headers(site, letters, page):
     headers = site.get(page.format(run=letters.page), user="admin").headers
 
     policy = {
@@ -93,7 +93,7 @@ def test_pages_say_what_a_browser_may_do(site, letters, page):
         "/broadway/static//etc/passwd",
     ],
 )
-def test_no_path_leads_out_of_what_a_user_may_read(site, letters, secret, path):
+def test_path_traversal_is_refused(site, letters, secret, path):
     run_id = secret.page.rpartition("/")[2]
 
     answer = site.get(path.format(dag="letters", secret=run_id), user="viewer")
@@ -105,7 +105,7 @@ def test_no_path_leads_out_of_what_a_user_may_read(site, letters, secret, path):
         assert words not in answer.text
 
 
-def test_a_broken_request_is_no_stack_trace(site, letters):
+def test_a_malformed_request_shows_no_stack_trace(site, letters):
     for path in (
         "?page=x",
         "?page=-1",

@@ -55,7 +55,7 @@ def text_at(address: str) -> str:
 
 
 @pytest.mark.timeout(500)
-def test_each_link_of_each_task_leads_to_the_right_page(as_admin, site, rabbitmq):
+def test_task_links_open_the_right_page(as_admin, site, rabbitmq):
     # Given a run whose batch is at work
     (site.folder / "events").mkdir(exist_ok=True)
     run = site.trigger("links")

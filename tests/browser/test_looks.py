@@ -22,7 +22,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_can_be_read_and_used_by_everyone(as_admin, letters, screens, request, name):
+def test_pages_are_accessible(as_admin, letters, screens, request, name):
     known = {"letters": letters.page, "id": urllib.parse.quote(ID)}
     if "{demo}" in PAGES[name]:
         known["demo"] = request.getfixturevalue("demo").page
@@ -55,7 +55,7 @@ BAD = """\
 """
 
 
-def test_a_bad_page_is_found_out(browser):
+def test_an_inaccessible_page_is_reported(browser):
     browser.driver.get("data:text/html," + urllib.parse.quote(BAD))
 
     complaints = " ".join(

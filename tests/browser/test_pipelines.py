@@ -7,7 +7,7 @@ import pytest
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 
-def test_the_navigation_leads_to_every_pipeline_that_a_user_may_see(as_admin, letters, secret):
+def test_navigation_lists_every_readable_pipeline(as_admin, letters, secret):
     # When an administrator clicks the entry in the navigation
     as_admin.open("/")
     as_admin.button("Browse").click()
@@ -22,7 +22,7 @@ def test_the_navigation_leads_to_every_pipeline_that_a_user_may_see(as_admin, le
         assert "unknown" not in as_admin.text(pipeline)
 
 
-def test_a_viewers_pipelines_are_those_of_dags_that_they_may_read(as_viewer, letters, secret):
+def test_a_viewer_sees_only_pipelines_of_readable_dags(as_viewer, letters, secret):
     as_viewer.open("/broadway/")
 
     as_viewer.wait_text("letters", "#pipelines", timeout=60)

@@ -35,7 +35,7 @@ def test_batches_are_sorted_by_a_click(as_admin, letters):
         assert len(set(found)) > 1
 
 
-def test_a_message_is_found_by_a_text_in_it_and_by_its_id(as_admin, letters):
+def test_messages_are_searchable_by_text_and_id(as_admin, letters):
     # Given a word of its payload
     find_message(as_admin, letters, "haystack-17")
 
@@ -55,7 +55,7 @@ def test_a_message_is_found_by_a_text_in_it_and_by_its_id(as_admin, letters):
     assert as_admin.text("h2") == message_id
 
 
-def test_a_viewer_finds_a_message_by_its_id_and_sees_no_payload(as_viewer, letters):
+def test_a_viewer_finds_messages_by_id_without_payload(as_viewer, letters):
     first = f"{ID}-{1}"
 
     # When somebody who may only read asks for a text

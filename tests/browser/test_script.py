@@ -19,7 +19,7 @@ def brightness(browser: Chromium) -> int:
     return sum(int(each) for each in colour.partition("(")[2].rstrip(")").split(",")[:3])
 
 
-def test_an_instant_is_in_utc_and_tells_the_local_time(as_admin, letters):
+def test_timestamps_show_utc_and_local_time(as_admin, letters):
     # Given somebody in Kathmandu, which is 5 hours and 45 minutes ahead
     as_admin.cdp("Emulation.setTimezoneOverride", timezoneId="Asia/Kathmandu")
     try:
@@ -37,7 +37,7 @@ def test_an_instant_is_in_utc_and_tells_the_local_time(as_admin, letters):
 
 
 @pytest.mark.parametrize(("airflows", "systems"), [("dark", "light"), ("light", "dark")])
-def test_light_or_dark_is_as_airflow_has_it(as_admin, letters, airflows, systems):
+def test_the_colour_scheme_follows_airflow(as_admin, letters, airflows, systems):
     # Given a system that prefers the one, and an Airflow in which the other was chosen
     as_admin.colours(systems)
     as_admin.open(letters.page)
@@ -60,7 +60,7 @@ def without_script(as_admin):
     as_admin.cdp("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_pages_do_without_their_script(without_script, letters):
+def test_pages_work_without_javascript(without_script, letters):
     browser = without_script
 
     # Batches are sorted

@@ -65,7 +65,7 @@ def shown_run(browser: Chromium, site: Site, dag_id: str) -> Run:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_does_what_the_form_says_and_a_scheduled_one_knows_nothing_of_it(as_admin, site):
+def test_form_values_apply_to_the_triggered_run_alone(as_admin, site):
     # Given a paused Dag whose runs by hand and by schedule have a queue each
     by_hand, by_schedule = site.queue("manual"), site.queue("scheduled")
     for queue in (by_hand, by_schedule):

@@ -58,7 +58,7 @@ def is_met(case: Case, seen: Observed) -> bool:
 
 
 @pytest.mark.parametrize("recorded", CASES, ids=lambda case: case["id"])
-def test_no_changed_expectation_is_met(recorded, request):
+def test_changed_expectations_fail(recorded, request):
     seen = run_driven(recorded, request)
     assert differences(recorded, seen) == []
     # Where an alternative is what is seen, it is what is changed.
@@ -74,7 +74,7 @@ def test_no_changed_expectation_is_met(recorded, request):
     assert met == []
 
 
-def test_what_must_not_be_acknowledged_is_looked_for(request):
+def test_forbidden_acknowledgements_are_detected(request):
     [case] = [each for each in CASES if each["id"] == "hf-010"]
     seen = run_driven(case, request)
     for acked in (1, 3):

@@ -35,7 +35,7 @@ def count(why_not: Callable[[Case], str], *areas: str) -> int:
         (not_by_spark, ("handle_batch", "handle_failed", "acknowledger", "batching"), 40),
     ],
 )
-def test_enough_cases_run(why_not, areas, least):
+def test_every_way_runs_enough_cases(why_not, areas, least):
     assert count(why_not, *areas) >= least
 
 
@@ -60,5 +60,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_page_lists_what_the_ways_leave_out():
+def test_the_page_lists_skipped_cases():
     assert table() in PAGE.read_text("utf-8"), "in docs/semantics.md put:\n" + table()

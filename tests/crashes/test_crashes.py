@@ -56,7 +56,7 @@ def strike(report: Path, broker: str, pipeline: str, share: float, pairs: int = 
 @pytest.mark.parametrize(
     "pipeline", [name for name in pipelines_of("sqlite") if not uses_spark(PIPELINES[name])]
 )
-def test_whatever_point_is_struck_every_message_is_accounted_for(tmp_path, pipeline):
+def test_every_message_is_accounted_for_at_every_crash_point(tmp_path, pipeline):
     pairs = 2 if pipeline in SHARES else 1
     share = SHARES.get(pipeline, LEAST)
     assert strike(tmp_path / "report", "sqlite", pipeline, share, pairs) >= 5
@@ -67,9 +67,7 @@ def test_whatever_point_is_struck_every_message_is_accounted_for(tmp_path, pipel
     [("backfill", "refills", 0.002), ("letters", "batches", 0.003)],
     ids=["archive", "dead letters"],
 )
-def test_it_is_so_where_messages_come_again_from_the_archive_or_from_among_the_dead(
-    tmp_path, source, pipeline, share
-):
+def test_backfills_and_requeues_account_for_every_message(tmp_path, source, pipeline, share):
     assert strike(tmp_path / "report", f"sqlite {source}", pipeline, share) >= 5
 
 
@@ -86,7 +84,7 @@ def test_it_is_so_where_messages_come_again_from_the_archive_or_from_among_the_d
         ("pubsub letters", "batches"),
     ],
 )
-def test_it_is_so_where_operators_are_at_work_and_at_brokers(tmp_path, broker, pipeline):
+def test_operators_and_brokers_account_for_every_message(tmp_path, broker, pipeline):
     assert strike(tmp_path / "report", broker, pipeline, 0.002) >= 3
 
 
@@ -186,7 +184,7 @@ FOUND = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("found", FOUND)
-def test_what_a_campaign_has_found_stays_mended(found):
+def test_past_findings_stay_fixed(found):
     broker, pipeline, case = FOUND[found]
     told = run("tests.crashes", "--broker", broker, "--pipeline", pipeline, "--only", case)
     assert "1 cases" in told
@@ -201,7 +199,7 @@ def test_what_a_campaign_has_found_stays_mended(found):
         for name, each in MUTANTS.items()
     ],
 )
-def test_a_case_finds_the_guard_that_is_gone(mutant):
+def test_a_removed_guard_is_detected(mutant):
     whole, broken = json.loads(run("tests.crashes.mutants", mutant))
 
     assert whole == []

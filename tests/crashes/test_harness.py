@@ -98,7 +98,7 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
     ],
     ids=["a subject raises", "a second one sleeps", "two recover at once", "an odd pipeline"],
 )
-def test_no_process_is_left_asleep_and_no_gap_is_hidden(tmp_path, program, told):
+def test_no_process_is_left_behind_and_no_gap_is_hidden(tmp_path, program, told):
     # A program of its own: it forks, and a test session has threads.
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

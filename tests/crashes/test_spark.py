@@ -88,7 +88,7 @@ class Works(OnSpark):
 
 
 @pytest.mark.usefixtures("jvm")
-def test_the_jobs_of_a_driver_end_with_it(tmp_path):
+def test_spark_jobs_end_with_their_driver(tmp_path):
     case = Case.parse("one/driver/1 create begun #1: killed after")
 
     result, folder = Campaign(partial(Embedded, Works), MESSAGES, tmp_path).run(case)
@@ -120,16 +120,16 @@ def rows(folder: Path) -> list[str]:
     return [line for part in parts for line in part.read_text().split()]
 
 
-def test_a_users_sink_on_spark_that_appends_is_found_out(broadway_crash_test):
+def test_an_appending_spark_sink_is_reported(broadway_crash_test):
     with pytest.raises(AssertionError, match="is there twice, and should be once"):
         broadway_crash_test(Appends, MESSAGES, sink=rows, only=[KILLED])
 
 
-def test_a_users_sink_on_spark_that_replaces_is_fine(broadway_crash_test):
+def test_an_overwriting_spark_sink_passes(broadway_crash_test):
     assert broadway_crash_test(Replaces, MESSAGES, sink=rows, only=[KILLED]).cases == 1
 
 
-def test_the_driver_has_points_of_its_own(campaign):
+def test_the_driver_has_crash_points(campaign):
     points, _ = campaign.baseline().points
 
     calls = [point.call for point in points if point.execution == "one/driver/1"]

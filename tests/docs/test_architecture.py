@@ -39,11 +39,11 @@ def real() -> dict[str, set[str]]:
     return found
 
 
-def test_the_tree_is_drawn_as_it_is():
+def test_the_tree_matches_the_folders():
     assert drawn() == real()
 
 
-def test_a_folder_can_be_read_at_a_glance():
+def test_folders_stay_small():
     assert {folder for folder, modules in real().items() if len(modules) > MOST} == set()
 
 
@@ -59,7 +59,7 @@ NAMES = sorted(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_document_names_is_there(name):
+def test_named_files_and_objects_exist(name):
     parts = ["airflow_broadway", *name.split(".")]
     for end in range(len(parts), 0, -1):
         try:

@@ -99,5 +99,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_page_has_the_table():
+def test_the_page_contains_the_batch_table():
     assert table() in PAGE.read_text("utf-8"), "in docs/semantics.md put:\n" + table()

@@ -69,7 +69,7 @@ def _tests(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     "claim", _all(), ids=lambda claim: f"{claim.document.stem}: {claim.says[:60]}"
 )
-def test_a_promise_stands_in_its_document_and_has_tests(claim):
+def test_a_claim_is_in_its_document_and_has_tests(claim):
     assert _plain(claim.says) in _words(claim.document)
     assert claim.shown_by
     for shown_by in claim.shown_by:

@@ -32,7 +32,7 @@ def run(folder: Path, command: str, *more: str) -> tuple[int, list[str]]:
     return ended.returncode, ended.stdout.splitlines()
 
 
-def test_a_sink_that_appends_is_found_out_and_mended(tmp_path):
+def test_an_appending_sink_is_reported_and_fixed(tmp_path):
     module = tmp_path / "orders.py"
     module.write_text(block("python", "# orders.py\n"))
 

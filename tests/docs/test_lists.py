@@ -16,7 +16,7 @@ STAGES = [Path(airflow_broadway.__file__).parent / room for room in ("core", "sp
 NOT_LOGGED = {"rate_limiting_not_enabled"}
 
 
-def test_the_codes_of_logged_errors_are_those_of_the_guide():
+def test_logged_error_codes_match_the_guide():
     text = (ROOT / "docs" / "semantics.md").read_text("utf-8")
     [listed] = re.findall(
         r"has a `code` \(an extra of the log record\): (.*?)\.\n", text, re.DOTALL
@@ -28,5 +28,5 @@ def test_the_codes_of_logged_errors_are_those_of_the_guide():
     assert used - NOT_LOGGED == set(CODES)
 
 
-def test_the_files_of_tests_that_begin_are_there():
+def test_listed_test_files_exist():
     assert [name for name in (*LONGEST, *ONE_SPARK) if not (ROOT / "tests" / name).exists()] == []

@@ -41,7 +41,7 @@ def expressions() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("place", expressions())
-def test_a_query_asks_for_metrics_that_are_sent(place):
+def test_queries_use_existing_metrics(place):
     asked = {
         SUMMARY.sub("", name) for name in re.findall(r"airflow_broadway\w*", expressions()[place])
     }
@@ -56,7 +56,7 @@ def test_every_metric_has_a_panel():
     assert [metric for metric in Metric if exported(metric.value) not in text] == []
 
 
-def test_labels_in_queries_are_tags_that_are_sent(monkeypatch):
+def test_query_labels_are_existing_tags(monkeypatch):
     # Given Airflow's StatsD, with tags as the page sets it up
     lines: list[str] = []
 
@@ -103,7 +103,7 @@ def test_the_page_explains_each_alert_and_no_other():
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
-def test_panels_lie_beside_each_other_and_name_their_source():
+def test_panels_do_not_overlap_and_name_their_source():
     panels: list[Any] = json.loads((FILES / "dashboard.json").read_text("utf-8"))["panels"]
 
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
@@ -112,7 +112,7 @@ def test_panels_lie_beside_each_other_and_name_their_source():
     assert [panel["title"] for panel in panels if not panel["description"]] == []
 
 
-def test_prometheus_agrees_with_the_alerts():
+def test_prometheus_accepts_the_alert_rules():
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool, of Prometheus, is not installed")

@@ -90,6 +90,6 @@ MIB = 1024 * 1024
         ("staging.md", "{} at a time, whatever the number of generations", store.READERS),
     ],
 )
-def test_a_number_of_a_document_is_that_of_the_code(document, says, number):
+def test_documented_numbers_match_the_code(document, says, number):
     words = " ".join((DOCS / document).read_text("utf-8").split())
     assert says.format(number) in words

@@ -11,7 +11,7 @@ QUOTED = ("tests/contract/folder_producer.py", "tests/contract/test_folder.py")
 LINES = 250
 
 
-def test_what_the_page_quotes_is_the_code_that_is_tested():
+def test_quoted_code_is_the_tested_code():
     page = (ROOT / "docs" / "producers.md").read_text("utf-8")
     sources = [(ROOT / path).read_text("utf-8") for path in QUOTED]
 
@@ -22,7 +22,7 @@ def test_what_the_page_quotes_is_the_code_that_is_tested():
         assert any(quote in source for source in sources), quote
 
 
-def test_the_producer_is_as_short_as_the_page_says():
+def test_the_example_producer_has_the_stated_length():
     assert len((ROOT / QUOTED[0]).read_text("utf-8").splitlines()) < LINES
 
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 CLAIMS = ROOT / "tests" / "docs" / "claims" / "reliability.toml"
 
 
-def test_the_table_has_each_promise_with_the_tests_of_its_claims():
+def test_the_table_lists_each_promise_with_its_tests():
     text = (ROOT / "docs" / "reliability.md").read_text("utf-8")
     promised = text.split("## Promised")[1].split("\n## ")[0]
     promises = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", promised, re.MULTILINE | re.DOTALL)

@@ -29,7 +29,7 @@ THEIRS = "/var/lib/airflow"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_snippets_of_a_document_run(name, tmp_path, monkeypatch):
+def test_snippets_run(name, tmp_path, monkeypatch):
     text = (DOCS / name).read_text("utf-8")
     module = ModuleType(f"docs_{name.removesuffix('.md')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -94,7 +94,9 @@ def died(step: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("inline", [recording.INLINE_BYTES, 0], ids=["inline", "apart"])
-def test_killed_before_any_of_its_calls_on_a_disk(tmp_path, monkeypatch, inline):
+def test_a_batcher_killed_before_any_disk_call_is_completed_by_the_next(
+    tmp_path, monkeypatch, inline
+):
     # Given exceptions that outcomes hold, or that have files of their own
     monkeypatch.setattr(recording, "INLINE_BYTES", inline)
     fatal, killed = 0, True
@@ -143,7 +145,7 @@ def server():
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a process for each request
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_killed_at_any_of_its_requests_to_s3(server, tmp_path, moment):
+def test_a_batcher_killed_at_any_s3_request_is_completed_by_the_next(server, tmp_path, moment):
     """``after``: the request was carried out, and nobody has heard the answer."""
     fatal, killed = 0, True
     while killed:

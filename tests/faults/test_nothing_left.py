@@ -35,7 +35,7 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL", "the parent's death"])
-def test_what_a_program_started_ends_with_it(end):
+def test_child_processes_end_with_their_program(end):
     # Given a program with two children
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, PROGRAM],

@@ -58,9 +58,7 @@ def _ten_runs_beside_a_hog_and_one_more(folder: Path, group: MemoryGroup) -> tup
     return endings, runs.one(), runs.last.depth()
 
 
-def test_a_message_that_exhausts_memory_is_dead_lettered_and_the_others_are_handled(
-    tmp_path, monkeypatch
-):
+def test_a_message_that_exhausts_memory_is_dead_lettered_alone(tmp_path, monkeypatch):
     monkeypatch.setenv(NUMBER, "417")
     monkeypatch.setenv(PLACE, "handle_message")
     monkeypatch.setenv(WAY, "hog")
@@ -74,7 +72,7 @@ def test_a_message_that_exhausts_memory_is_dead_lettered_and_the_others_are_hand
     }
 
 
-def test_a_task_that_the_oom_killer_ends_for_another_process_dead_letters_nothing(tmp_path):
+def test_an_oom_kill_caused_by_another_process_dead_letters_nothing(tmp_path):
     with memory_group(LIMIT) as group:
         endings, last, depth = _in_a_small_process(
             _ten_runs_beside_a_hog_and_one_more, tmp_path, group

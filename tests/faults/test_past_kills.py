@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 @pytest.mark.airflow
 @pytest.mark.timeout(900)
-def test_an_archive_and_its_backfills_have_each_message_once_whoever_dies(tmp_path):
+def test_a_killed_archive_and_backfill_have_each_message_once(tmp_path):
     home = made_home(home_of(ROOT, "airflow-test-faults-past"))
 
     found = run_past(Past(messages=1_000, seed=20_130, folder=tmp_path, home=home))
@@ -28,7 +28,7 @@ def test_an_archive_and_its_backfills_have_each_message_once_whoever_dies(tmp_pa
 @pytest.mark.broker
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("broker", ["sqlite", "rabbitmq", "sqs"])
-def test_no_dead_letter_is_lost_by_a_command_that_dies_sending_it_back(tmp_path, broker):
+def test_a_killed_requeue_command_loses_no_dead_letter(tmp_path, broker):
     if broker == "rabbitmq":
         skip_without_own_server()
     if broker == "sqs":

@@ -7,7 +7,7 @@ import socket
 from tests.faults.proxy import Proxy
 
 
-def test_a_connection_that_is_cut_has_ended_for_its_broker_too_though_nobody_speaks():
+def test_a_cut_closes_both_ends_of_an_idle_connection():
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         Proxy(listener.getsockname()) as proxy,

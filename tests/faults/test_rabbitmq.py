@@ -29,7 +29,7 @@ def mortal(tmp_path_factory):
         for each in CASES
     ],
 )
-def test_nothing_is_lost_and_nothing_repeated_unmarked_when(case, tmp_path, request, monkeypatch):
+def test_nothing_is_lost_or_repeated_unmarked_when(case, tmp_path, request, monkeypatch):
     if not case.mortal:  # nobody kills this broker: its queues may be used at once
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
         monkeypatch.setenv(YOUNG_QUEUES, "1")

@@ -66,7 +66,7 @@ def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(run):
 @pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(900)
-def test_at_rabbitmq_too_where_receiving_and_settling_die(run):
+def test_killed_rabbitmq_tasks_lose_nothing(run):
     skip_without_own_server()
 
     found = run("rabbitmq")

@@ -117,7 +117,7 @@ def test_a_file_locked_by_another_process(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where nobody may write")
-def test_a_folder_that_nobody_may_write(tmp_path):
+def test_a_read_only_folder(tmp_path):
     path = Path("/proc/q.db")
 
     with pytest.raises(ProducerError) as error:

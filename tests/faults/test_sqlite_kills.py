@@ -91,7 +91,7 @@ def _kill(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_killed_sender_loses_nothing_it_was_told_is_sent(tmp_path, seed):
+def test_a_killed_sender_loses_no_confirmed_message(tmp_path, seed):
     path = tmp_path / "q.db"
     sender = _start(_SENDER, path)
     assert sender.stdout is not None

@@ -49,7 +49,7 @@ def noise(count: int) -> list[Message]:
     return [message(n, RANDOM.randbytes(1000), batcher="b") for n in range(count)]
 
 
-def test_a_disk_that_fills_up_while_messages_are_staged_is_one_clear_error(small_disk, monkeypatch):
+def test_a_disk_that_fills_up_during_staging_is_one_clear_error(small_disk, monkeypatch):
     # Given a disk of 2 MiB
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 100)
     run = open_run(small_disk)
@@ -71,7 +71,7 @@ def test_a_disk_that_fills_up_while_messages_are_staged_is_one_clear_error(small
     assert run.files.create("small.json", "{}")
 
 
-def test_a_disk_that_is_full_when_lines_are_finished_is_one_clear_error(small_disk):
+def test_a_full_disk_at_the_end_of_staging_is_one_clear_error(small_disk):
     run = open_run(small_disk)
     generation = open_generation(run).generation
     writer = ProcessWriter(run, generation, pipeline_of())
@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_when_lines_are_finished_is_one_clear_error(small_di
     assert not run.files.exists(f"{generation}/failed-00000.jsonl")
 
 
-def test_a_disk_that_fills_up_while_a_plan_is_made_leaves_no_plan(small_disk, monkeypatch):
+def test_a_disk_that_fills_up_during_planning_leaves_no_plan(small_disk, monkeypatch):
     # Given a disk on which the messages fit once but not twice
     monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 200)
     run = open_run(small_disk)
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_up_while_a_plan_is_made_leaves_no_plan(small_disk, mo
     assert not list(small_disk.rglob("data-*"))
 
 
-def test_a_full_disk_refuses_small_files_whole(small_disk):
+def test_a_full_disk_leaves_no_partial_file(small_disk):
     folder = Store.open(f"file://{small_disk}").folder("f")
     folder.create("first.json", "{}")
     with pytest.raises(OSError, match="No space"):

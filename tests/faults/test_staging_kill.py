@@ -159,7 +159,7 @@ def finish(run: StagedRun) -> dict[str, str]:
     return custodian.verdicts
 
 
-def test_a_process_killed_at_any_step_leaves_what_the_next_can_finish(tmp_path, nursery):
+def test_a_process_killed_at_any_step_is_completed_by_the_next(tmp_path, nursery):
     # Given how many steps there are when nobody dies
     assert nursery.work(tmp_path / "whole", 0) == 0
     steps = int((tmp_path / "whole.steps").read_text())
@@ -185,7 +185,7 @@ def test_a_process_killed_at_any_step_leaves_what_the_next_can_finish(tmp_path, 
             assert run.state(GENERATION) == "settled"
 
 
-def test_what_is_recorded_twice_keeps_its_first_text(tmp_path, nursery):
+def test_the_first_record_stands(tmp_path, nursery):
     # Given a run that is settled, and a zombie that does its steps again
     assert nursery.work(tmp_path, 0) == 0
     run = open_run(tmp_path)

@@ -125,9 +125,7 @@ def test_the_guides_example_mails_nothing_of_a_run_without_dead_letters(world, m
     assert mails == []
 
 
-def test_the_guides_example_mails_a_run_that_needs_a_look_without_a_senders_text(
-    world, mails, monkeypatch
-):
+def test_the_guides_example_mails_no_text_from_senders(world, mails, monkeypatch):
     world.send({"n": 5, "text": EVIL})
 
     ran = world.run(guides_dag(monkeypatch))

@@ -62,7 +62,7 @@ def rows(folder: Path) -> Counter[int]:
     return found
 
 
-def test_an_archive_in_a_bucket_is_run_again_and_kafka_is_not_asked(tmp_path):
+def test_a_backfill_from_a_bucket_archive_reads_nothing_from_kafka(tmp_path):
     with s3_server() as server:
         uri = server.root()
         aws = {
@@ -77,7 +77,7 @@ def test_an_archive_in_a_bucket_is_run_again_and_kafka_is_not_asked(tmp_path):
 
 
 @pytest.mark.spark
-def test_an_archive_is_run_again_on_spark(tmp_path):
+def test_an_archive_is_backfilled_on_spark(tmp_path):
     uri = f"file://{tmp_path / 'staging'}"
     check(tmp_path, "hours_spark", uri, {}, Store.open(uri))
 

@@ -181,7 +181,7 @@ def log_of(airflow: LocalAirflow, run: dict[str, Any]) -> str:
     return "".join(path.read_text() for path in folder.rglob("*.log"))
 
 
-def test_events_start_runs_that_ack_and_nothing_is_lost_or_done_twice(airflow, queue):
+def test_events_start_runs_that_handle_each_message_once(airflow, queue):
     # Given a backlog below the bound, and a few looks
     queue.send([b"1", b"2"])
     time.sleep(5.0)
@@ -350,7 +350,7 @@ def second_triggerer(airflow, folder):
             process.wait(60.0)
 
 
-def test_at_its_cap_a_dag_gets_no_event_and_what_came_meanwhile_the_next_run(world):
+def test_a_dag_at_its_run_limit_gets_its_backlog_in_the_next_run(world):
     # Given a run that is at work, and the only one that the Dag may have
     (world.signs / "busy").touch()
     world.send(3)
@@ -373,7 +373,7 @@ def test_at_its_cap_a_dag_gets_no_event_and_what_came_meanwhile_the_next_run(wor
     assert world.queue.depth()[:4] == (0, 0, 0, 0)
 
 
-def test_what_airflow_drops_while_a_dag_is_paused_is_told_again(world):
+def test_events_dropped_while_a_dag_is_paused_are_sent_again(world):
     # Given a Dag that was paused a moment ago: its trigger is still there
     with world.hangs(world.component("dag-processor")):
         world.airflow.pause("watched")
@@ -396,7 +396,7 @@ def test_what_airflow_drops_while_a_dag_is_paused_is_told_again(world):
 
 
 @pytest.mark.usefixtures("second_triggerer")
-def test_two_triggerers_tell_one_crossing_and_one_run_takes_it(world):
+def test_two_triggerers_start_one_run_per_crossing(world):
     # Given a scheduler that is slow, and a crossing that was told
     with ExitStack() as hung:
         with world.hangs(world.component("scheduler")):

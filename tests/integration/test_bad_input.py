@@ -45,7 +45,7 @@ def check_untouched(world: World, ran: Ran, count: int) -> None:
 # ----------------------------------------------------------------------------------------- options
 
 
-def test_a_param_that_is_wrong_stops_the_run_before_it_receives(world, capsys):
+def test_an_invalid_param_fails_before_the_first_receive(world, capsys):
     world.numbers(range(3))
     dag = dag_of(Puppets, params={"max_messages": "many"})
 
@@ -58,7 +58,7 @@ def test_a_param_that_is_wrong_stops_the_run_before_it_receives(world, capsys):
 # ---------------------------------------------------------------------------------------- messages
 
 
-def test_a_message_larger_than_a_batch_and_a_receive_goes_through_alone(world):
+def test_an_oversized_message_is_handled_alone(world):
     # Given one message beyond what a receive takes at a time, among small ones
     large = b'{"n": 1, "text": "' + b"x" * (65 * 1024 * 1024) + b'"}'
     world.send({"n": 0}, large, {"n": 2})
@@ -83,9 +83,7 @@ def test_a_message_larger_than_a_batch_and_a_receive_goes_through_alone(world):
     ],
     ids=["missing", "of another type", "a relative path", "a folder that is not there"],
 )
-def test_a_connection_that_is_wrong_stops_the_run_before_it_receives(
-    world, capsys, connection, told
-):
+def test_an_invalid_connection_fails_before_the_first_receive(world, capsys, connection, told):
     world.numbers(range(3))
     if connection is None:
         world.patch.delenv("AIRFLOW_CONN_PUPPETS")
@@ -141,9 +139,7 @@ def test_one_bad_row_of_spark_spares_the_others(world):
     ],
     ids=["read-only", "no folder", "no URI"],
 )
-def test_a_staging_root_that_cannot_be_written_stops_the_run_before_it_receives(
-    world, capsys, root, told
-):
+def test_an_unwritable_staging_root_fails_before_the_first_receive(world, capsys, root, told):
     world.numbers(range(3))
     (world.folder / "file").write_text("in the way")
     world.patch.setenv("AIRFLOW__BROADWAY__STAGING", root.format(folder=world.folder))
@@ -168,7 +164,7 @@ def small_disk(world):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_staging_disk_that_fills_up_gives_everything_back(world, capsys, small_disk):
+def test_a_full_staging_disk_releases_all_messages(world, capsys, small_disk):
     # Given 1 MB of messages that do not compress, and less room
     chance = random.Random(1)
     world.numbers(range(1000), text=chance.randbytes(10).hex())

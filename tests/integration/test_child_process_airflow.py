@@ -57,7 +57,7 @@ dag = Asking.dag("asking", schedule=None, default_args={"retries": 0})
 """
 
 
-def test_callbacks_in_child_processes_get_connections_and_variables_from_airflow(tmp_path):
+def test_child_process_callbacks_read_connections_and_variables(tmp_path):
     # Given a connection and a variable in Airflow's database, and a message that ends its process
     (tmp_path / "dags").mkdir()
     (tmp_path / "dags" / "asking_pipeline.py").write_text(PIPELINE)

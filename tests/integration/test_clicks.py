@@ -41,7 +41,7 @@ def worlds(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("broker", "click"), list(_on_every_broker()))
-def test_messages_are_where_they_should_be_when_users(worlds, broker, click):
+def test_messages_end_where_expected_when_users(worlds, broker, click):
     clicks = Clicks(worlds(broker), click.name[:40])
 
     click.run(clicks)

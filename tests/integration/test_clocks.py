@@ -99,7 +99,7 @@ def kafka(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 @pytest.mark.parametrize("place", [sqs, pubsub, kafka])
 @pytest.mark.parametrize("process", [-300.0, 300.0, 0.0])
 @pytest.mark.parametrize("others", [0.0, 300.0])
-def test_messages_are_handled_once_on_hosts_whose_clocks_differ_by_the_lease(
+def test_clock_skew_of_a_lease_repeats_no_message(
     tmp_path, monkeypatch, caplog, process, others, place
 ):
     with place(monkeypatch) as (pipeline, left):
@@ -147,7 +147,7 @@ def s3():
         yield running
 
 
-def test_a_bucket_has_a_clock_for_two_requests(s3):
+def test_reading_a_buckets_clock_costs_two_requests(s3):
     store = s3.store(s3.root())
     host = SystemClock()
     store.clock(60.0, host)  # the root is made

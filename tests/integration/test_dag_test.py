@@ -52,7 +52,7 @@ def test_every_message_is_handled_and_acknowledged_once(world):
     assert world.queue.leases() == []
 
 
-def test_a_run_on_two_hosts_without_a_shared_folder_is_red_and_names_both(world, capfd):
+def test_two_hosts_without_a_shared_folder_fail_naming_both(world, capfd):
     # The process and batch tasks use one staging folder, the sensor another
     world.numbers(range(5))
     dag = dag_of(Puppets)
@@ -72,7 +72,7 @@ def test_a_run_on_two_hosts_without_a_shared_folder_is_red_and_names_both(world,
     assert "`[broadway] staging`" in output
 
 
-def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(world, caplog):
+def test_another_airflows_run_keeps_its_messages_until_its_lease_lapses(world, caplog):
     # A run without a sensor in one Airflow, over with its messages leased
     world.numbers(range(3))
     with DAG("puppets") as unwatched:
@@ -108,9 +108,7 @@ def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world):
 
 
 @pytest.mark.parametrize("count", [0, 15])
-def test_a_batcher_that_has_nothing_to_do_leaves_no_error_in_the_log(
-    world, monkeypatch, capfd, count
-):
+def test_an_idle_batcher_logs_no_error(world, monkeypatch, capfd, count):
     # Given messages for one of two batchers at most, beside a Spark task without any
     batchers = {**Puppets.batchers, "spark": Batcher(schema="n long")}
     monkeypatch.setattr(Puppets, "batchers", batchers)
@@ -127,7 +125,7 @@ def test_a_batcher_that_has_nothing_to_do_leaves_no_error_in_the_log(
 
 
 @pytest.mark.parametrize("count", [0, 15])
-def test_what_follows_the_group_runs_though_a_batcher_had_nothing_to_do(world, count):
+def test_tasks_downstream_of_an_idle_batcher_run(world, count):
     world.numbers(range(count))  # all of them for the batcher "default"
     with DAG("puppets") as dag:
         Puppets().task_group(default_args=NO_DELAY) >> EmptyOperator(task_id="refresh_dashboard")
@@ -144,14 +142,14 @@ def test_what_follows_the_group_runs_though_a_batcher_had_nothing_to_do(world, c
     [{"mode": "poke", "poke_interval": 1.0}, {"deferrable": True}],
     ids=["pokes", "deferrable"],
 )
-def test_a_sensor_settles_a_run_that_works_one_task_at_a_time_however_it_waits(world, ack):
+def test_the_sensor_settles_in_every_mode_with_one_slot(world, ack):
     world.numbers(range(5))
     ran = world.run(dag_of(Puppets, ack=ack))
     assert ran.state == "success"
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
 
 
-def test_a_dry_run_looks_and_takes_nothing_and_the_next_run_knows_nothing_of_it(world):
+def test_a_dry_run_receives_nothing_and_leaves_no_trace(world):
     world.numbers(range(15))
 
     ran = world.run(dag_of(Puppets), {"dry_run": True, "max_messages": 4})
@@ -173,7 +171,7 @@ def test_a_dry_run_looks_and_takes_nothing_and_the_next_run_knows_nothing_of_it(
     assert ran.totals == {"received": 15, "acked": 15, "accounted": 15}
 
 
-def test_a_dry_run_in_one_task_takes_nothing(world):
+def test_a_dry_run_in_one_task_receives_nothing(world):
     world.numbers(range(5))
     with DAG("puppets", params=Plain.params()) as dag:
         BroadwayRunOperator(task_id="drain", pipeline=Plain)
@@ -222,7 +220,7 @@ def test_params_override_the_budgets(world):
     assert world.depth == (25, 0, 0, 0)
 
 
-def test_a_queues_connection_may_come_from_a_secrets_back_end(world, monkeypatch):
+def test_connections_come_from_a_secrets_backend(world, monkeypatch):
     world.numbers(range(5))
     monkeypatch.delenv("AIRFLOW_CONN_PUPPETS")
     secrets = world.folder / "connections.json"
@@ -261,7 +259,7 @@ def test_overrides_are_rendered_templates(world):
     assert contexts == {ran.run_id}
 
 
-def test_a_rendered_option_that_breaks_its_rule_fails_before_anything_is_received(world):
+def test_an_invalid_rendered_option_fails_before_the_first_receive(world):
     world.numbers(range(3))
     dag = dag_of(Puppets(producer={"lease": "{{ params.lease }}"}), params={"lease": "soon"})
 
@@ -359,7 +357,7 @@ class Ending(Puppets):
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "an execution_timeout", "an interrupt"])
-def test_a_task_for_a_whole_pipeline_that_is_ended_leaves_its_account(world, monkeypatch, by):
+def test_a_terminated_single_task_run_leaves_its_report(world, monkeypatch, by):
     monkeypatch.setattr(Ending, "by", by)
     world.numbers(range(12))
     with DAG("one_task", schedule=None) as dag:
@@ -388,7 +386,7 @@ def test_a_task_for_a_whole_pipeline_that_is_ended_leaves_its_account(world, mon
     assert world.depth == (12 - done, 0, 0, 0)
 
 
-def test_operators_wired_by_hand_need_only_each_others_outputs(world):
+def test_operators_can_be_wired_by_hand(world):
     world.numbers(range(15))
     ref = f"{Puppets.__module__}:Puppets"
     with DAG("by_hand", schedule=None, default_args=NO_DELAY) as dag:
@@ -425,7 +423,7 @@ def test_a_single_process_task_needs_no_mapping(world):
 # --------------------------------------------------------------------------- retries and dead tries
 
 
-def test_a_process_task_that_fails_gives_back_and_its_retry_receives_again(world, monkeypatch):
+def test_a_failed_process_task_releases_and_its_retry_receives(world, monkeypatch):
     world.numbers(range(8))
     _fail_once(monkeypatch, "airflow_broadway.staging.run_folder.StagedRun.publish")
 
@@ -438,7 +436,7 @@ def test_a_process_task_that_fails_gives_back_and_its_retry_receives_again(world
     assert world.depth == (0, 0, 0, 0)
 
 
-def test_a_batcher_that_fails_runs_only_what_has_no_outcome(world, monkeypatch):
+def test_a_retried_batcher_runs_only_batches_without_outcome(world, monkeypatch):
     world.numbers(range(25))
 
     record = OpenBatch.record
@@ -462,7 +460,7 @@ def test_a_batcher_that_fails_runs_only_what_has_no_outcome(world, monkeypatch):
     assert ran.totals == {"received": 25, "acked": 25, "accounted": 25}
 
 
-def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(world, monkeypatch):
+def test_a_batcher_that_fails_for_good_loses_nothing_and_fails_the_run(world, monkeypatch):
     world.numbers(range(8))
     monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
 
@@ -475,7 +473,7 @@ def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(world, m
     assert world.depth == (8, 0, 0, 0)
 
 
-def test_hold_failed_keeps_the_lease_and_then_gives_back(world, monkeypatch):
+def test_hold_failed_keeps_the_lease_then_releases(world, monkeypatch):
     world.numbers(range(8))
     monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
     held: list[int] = []
@@ -525,7 +523,7 @@ def test_a_backfill_is_refused_before_connecting(world, monkeypatch):
 # ------------------------------------------------------------------------- what callbacks may know
 
 
-def test_callbacks_see_the_run_and_what_setup_made_of_it(world):
+def test_callbacks_see_the_run_and_the_result_of_setup(world):
     world.send({"n": 1}, {"n": 2, "process": "fail"})
 
     ran = world.run(dag_of(Puppets(context={"shop": "fruit"})), {"max_messages": 2})

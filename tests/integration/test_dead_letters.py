@@ -36,7 +36,7 @@ def listed(
 # -- RabbitMQ --------------------------------------------------------------------------------------
 
 
-def test_rabbitmq_sends_back_route_headers_and_properties(place):
+def test_requeued_rabbitmq_letters_keep_route_headers_and_properties(place):
     # Given a message that came by an exchange, and died
     place.declare()
     exchange = f"{place.name}-shop"
@@ -73,7 +73,7 @@ def test_rabbitmq_sends_back_route_headers_and_properties(place):
     assert (again.attempt, again.redelivered) == (1, True)
 
 
-def test_rabbitmqs_own_dead_letters_are_known_by_their_deaths(place):
+def test_rabbitmqs_own_dead_letters_are_recognized_by_x_death(place):
     # Given a queue whose dead letters the broker itself sets aside: they bear no mark
     dead = f"{place.name}-graves"
     place.server.declare(dead, **{"x-queue-type": "quorum"})
@@ -100,7 +100,7 @@ def test_rabbitmqs_own_dead_letters_are_known_by_their_deaths(place):
     assert again.metadata["routing_key"] == place.name
 
 
-def test_what_cannot_go_back_stays_and_says_why(place):
+def test_letters_that_cannot_be_requeued_stay_with_a_reason(place):
     place.declare()
     place.send(b"a", b"b")
     place.settle("g1", {0: DEAD, 1: DEAD})
@@ -115,7 +115,7 @@ def test_what_cannot_go_back_stays_and_says_why(place):
         assert len(moved.refused) == letters.count() == 2
 
 
-def test_an_exchange_of_dead_letters_does_not_say_where_they_are(place):
+def test_a_dead_letter_exchange_needs_the_queues_name(place):
     place.declare()
     producer = place.producer(dead_letter={"exchange": "graves"})
     with pytest.raises(ProducerError, match=r"go to the exchange 'graves'.*name the queue"):
@@ -124,9 +124,7 @@ def test_an_exchange_of_dead_letters_does_not_say_where_they_are(place):
         assert letters.place == f"queue {place.name!r}"
 
 
-def test_rabbitmqs_letters_are_counted_and_shown_in_pages_and_then_others_again(
-    place, monkeypatch, capsys
-):
+def test_rabbitmq_letters_are_counted_listed_and_returned(place, monkeypatch, capsys):
     place.declare()
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
@@ -141,9 +139,7 @@ def test_rabbitmqs_letters_are_counted_and_shown_in_pages_and_then_others_again(
 
 
 @pytest.mark.parametrize("look", ["list", "delete", "requeue"])
-def test_rabbitmqs_letters_are_back_before_a_queue_knows_that_their_channel_has_closed(
-    place, monkeypatch, look
-):
+def test_rabbitmq_letters_are_back_before_the_channel_is_seen_closed(place, monkeypatch, look):
     place.declare()
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
@@ -174,7 +170,7 @@ def test_rabbitmqs_letters_are_back_before_a_queue_knows_that_their_channel_has_
     [(4, 60.0, [2, 2, 2, 2, 5]), (9, 0.0, [2, 2])],
     ids=["put back late", "got by others"],
 )
-def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_soon_after(
+def test_browsing_rabbitmq_letters_waits_until_they_are_counted_again(
     place, monkeypatch, late, within, counted
 ):
     place.declare()
@@ -205,7 +201,7 @@ def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_
 
 
 @pytest.mark.parametrize("act", ["delete", "requeue"])
-def test_what_was_acknowledged_at_rabbitmq_is_not_waited_for(place, monkeypatch, act):
+def test_acknowledged_rabbitmq_letters_are_not_waited_for(place, monkeypatch, act):
     place.declare()
     place.send(b"1", b"2", b"3", b"4", b"5")
     other = DEAD._replace(reason="KeyError: other")
@@ -239,7 +235,7 @@ def died(group: KafkaGroup, **about: Any) -> None:
     group.settle(lease, [message], {message.message_id: DEAD})
 
 
-def test_kafka_sends_back_to_the_partition_with_key_and_headers(kafka_mock, tmp_path):
+def test_requeued_kafka_letters_keep_partition_key_and_headers(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     own: list[Any] = [("trace", b"\xff"), ("none", None)]
     died(group, headers=own, partition=0)
@@ -261,7 +257,7 @@ def test_kafka_sends_back_to_the_partition_with_key_and_headers(kafka_mock, tmp_
     assert (again.redelivered, again.attempt) == (True, 1)
 
 
-def test_kafkas_letters_are_counted_and_shown_in_pages(kafka_mock, tmp_path, monkeypatch, capsys):
+def test_kafka_letters_are_counted_and_listed(kafka_mock, tmp_path, monkeypatch, capsys):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     died(group, partition=0)
 
@@ -272,7 +268,7 @@ def test_kafkas_letters_are_counted_and_shown_in_pages(kafka_mock, tmp_path, mon
     assert (found["reasons"][0]["count"], found["letters"]) == (1, [])
 
 
-def test_without_staging_nobody_would_know_what_was_sent_back(kafka_mock, tmp_path):
+def test_requeueing_kafka_letters_needs_staging(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     died(group, partition=0)
     group.staging = None
@@ -282,7 +278,7 @@ def test_without_staging_nobody_would_know_what_was_sent_back(kafka_mock, tmp_pa
             letters.requeue()
 
 
-def test_a_topic_of_dead_letters_that_is_not_there_is_named(kafka_mock, tmp_path):
+def test_a_missing_dead_letter_topic_is_named(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     with pytest.raises(ProducerError, match=r"there is no topic 'no-such' for dead letters .*"):
         group.producer().dead_letters(group.env("letters"), place="no-such")

@@ -65,7 +65,7 @@ def moved(world: World) -> Ran:
     return world.run(dag_of(), conf=conf)
 
 
-def test_letters_are_listed_shown_sent_back_and_deleted(world, site):
+def test_letters_are_listed_shown_requeued_and_deleted(world, site):
     # Given a pipeline of which only a task knows the queue, and two letters
     first = world.queue.dead_letters(limit=None)[0].message_id
     browser = site.browser("USER")

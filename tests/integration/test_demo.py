@@ -237,7 +237,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def test_without_java_one_sentence_says_so(tmp_path):
+def test_a_missing_java_is_one_clear_error(tmp_path):
     done = run(tmp_path / "demo", JAVA_HOME="", PATH=str(tmp_path))
 
     assert done.code == 1
@@ -247,7 +247,7 @@ def test_without_java_one_sentence_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_command_that_a_developer_types_ends(tmp_path):
+def test_make_help_ends(tmp_path):
     # Given an Airflow that never ran, and an empty queue
     env = airflow_env(home=tmp_path, base={"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
     env["AIRFLOW_CONN_FLIGHTS_QUEUE"] = json.dumps(

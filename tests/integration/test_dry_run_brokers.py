@@ -115,7 +115,7 @@ class Run:
 
 
 @pytest.mark.parametrize("broker", [at_rabbitmq, at_sqs])
-def test_a_dry_run_counts_takes_nothing_and_the_next_run_takes_what_it_said(tmp_path, broker):
+def test_a_dry_run_counts_what_the_next_run_receives(tmp_path, broker):
     queue = broker(tmp_path)
     store = Store.open(f"file://{tmp_path}/staging")
 

@@ -32,7 +32,7 @@ DAYS = int(os.environ.get("DAYS", "3"))
 
 
 @pytest.mark.timeout(7200)
-def test_each_day_is_right_after_each_backfill(tmp_path):
+def test_every_day_is_correct_after_every_backfill(tmp_path):
     last = f"2013-01-{DAYS:02d}"
     sent = list(takewhile(lambda flight: flight["month"] == 1, flights()))
     sent = [flight for flight in sent if flight["time_hour"][:10] <= last]

@@ -74,7 +74,7 @@ def deaths(queue: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_death", [False, True], ids=["x-broadway-queue", "x-death"])
-def test_a_letter_at_rabbitmq_does_not_name_its_destination(place, victim, by_death):
+def test_a_rabbitmq_letter_cannot_choose_its_destination(place, victim, by_death):
     place.declare()
     place.send(b"real")
     place.settle("g1", {0: DEAD})
@@ -95,7 +95,7 @@ def test_a_letter_at_rabbitmq_does_not_name_its_destination(place, victim, by_de
     assert sorted(each.data for each in again) == [b"evil", b"real"]
 
 
-def test_a_letter_at_rabbitmq_does_not_take_another_ones_id(place):
+def test_a_rabbitmq_letter_cannot_take_another_id(place):
     place.declare()
     place.send(b"real")
     [message], _ = place.settle("g1", {0: DEAD})
@@ -111,7 +111,7 @@ def test_a_letter_at_rabbitmq_does_not_take_another_ones_id(place):
         assert letters.delete(named(message.message_id)).count == 0
 
 
-def test_a_place_of_several_sources_sends_back_to_these_alone(place, victim):
+def test_shared_dead_letters_are_requeued_to_declared_sources_only(place, victim):
     other = f"{place.name}-other"
     place.declare()
     place.server.declare(other)
@@ -136,7 +136,7 @@ def test_a_place_of_several_sources_sends_back_to_these_alone(place, victim):
     assert silent.endswith("name the destination with --to")
 
 
-def test_a_letter_that_stays_is_not_removed_by_its_queues_delivery_limit(place, victim):
+def test_refused_letters_do_not_reach_the_delivery_limit(place, victim):
     place.declare()
     dead = f"{place.name}-graves"
     place.server.declare(dead, **{"x-queue-type": "quorum", "x-delivery-limit": 3})
@@ -175,7 +175,7 @@ def sqs(monkeypatch):
     return Sqs(wanted_sqs())
 
 
-def test_a_letter_at_sqs_does_not_name_its_destination(sqs):
+def test_an_sqs_letter_cannot_choose_its_destination(sqs):
     sqs.forge("native")
     sqs.forge("evil", broadway_queue=sqs.victim.rpartition("/")[2])
     sqs.forge("url", broadway_queue=sqs.victim)
@@ -191,7 +191,7 @@ def test_a_letter_at_sqs_does_not_name_its_destination(sqs):
     assert (sqs.ready(sqs.source), sqs.ready(sqs.victim)) == (3, 0)
 
 
-def test_a_letter_at_sqs_does_not_take_another_ones_id(sqs):
+def test_an_sqs_letter_cannot_take_another_id(sqs):
     sqs.forge("real", broadway_message_id="m-1")
     with closing(sqs.letters()) as letters:
         real = by_body(letters)[b"real"]
@@ -223,7 +223,7 @@ def forged(group: KafkaGroup, body: bytes, topic: str, partition: int, offset: i
     producer.flush(30)
 
 
-def test_a_letter_at_kafka_names_neither_its_destination_nor_another_ones_id(kafka_mock, tmp_path):
+def test_a_kafka_letter_cannot_choose_destination_or_id(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     victim = kafka_mock.topic()
     producer = kafka_mock.producer()
@@ -250,7 +250,7 @@ def test_a_letter_at_kafka_names_neither_its_destination_nor_another_ones_id(kaf
 # -- the embedded queue ----------------------------------------------------------------------------
 
 
-def test_letters_of_an_embedded_queue_go_back_to_its_own_file_alone(tmp_path):
+def test_sqlite_letters_return_to_their_own_file_only(tmp_path):
     path = str(tmp_path / "q.db")
     with SqliteQueue(path, "orders") as queue:
         queue.send([b"an order"])

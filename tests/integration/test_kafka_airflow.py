@@ -54,7 +54,7 @@ def handled(folder: Path, run_id: str) -> list[tuple[int, int]]:
     return sorted((int(number), int(again)) for number, again in map(str.split, lines))
 
 
-def test_a_backfill_reads_its_hours_from_the_log_beside_a_live_run(kafka, tmp_path):
+def test_a_backfill_reads_its_interval_next_to_a_live_run(kafka, tmp_path):
     fill(kafka)
     env = airflow_env(
         home=made_home(tmp_path / "airflow"),

@@ -59,7 +59,7 @@ class Backfill(KafkaGroup):
 
 
 @on_apache_kafka
-def test_exactly_the_interval_is_read_and_the_group_is_not_touched(kafka, tmp_path):
+def test_exactly_the_interval_is_read_and_the_group_is_untouched(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, partitions=2)
     group.send([0, 9.99, 10, 15, 19.99, 20, 30])
     group.send([5, 12, 25], partition=1)
@@ -86,7 +86,7 @@ def test_the_messages_of_an_interval_are_counted_and_none_is_read(kafka, tmp_pat
 
 
 @on_apache_kafka
-def test_messages_out_of_order_by_a_little_are_found(kafka, tmp_path):
+def test_slightly_disordered_timestamps_are_found(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, lateness=300.0)
     group.send([0, 12, 22, 19, 9, 24, 15, 26, 13])
 
@@ -121,7 +121,7 @@ def test_a_backfill_and_a_live_run_hold_the_same_messages(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_what_failed_is_left_until_the_run_is_cleared(kafka, tmp_path):
+def test_failed_messages_wait_until_the_run_is_cleared(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, order="none")
     group.send([10, 11, 12])
     lease, messages = group.hold()
@@ -141,7 +141,7 @@ def test_what_failed_is_left_until_the_run_is_cleared(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_what_comes_later_does_not_change_what_a_cleared_run_reads(kafka, tmp_path):
+def test_a_cleared_run_reads_the_same_messages_again(kafka, tmp_path):
     group = Backfill(kafka, tmp_path)
     group.send([10, 11])
     assert group.bodies() == ["10", "11"]
@@ -163,7 +163,7 @@ def test_a_backfill_that_ended_early_fails(kafka, tmp_path):
     assert group.bodies() == ["11", "12"]
 
 
-def test_an_interval_that_is_not_over_is_refused(kafka_mock, tmp_path):
+def test_an_unfinished_interval_is_refused(kafka_mock, tmp_path):
     group = Backfill(kafka_mock, tmp_path, minutes=(10, 60 * 24))
 
     with pytest.raises(ProducerError, match=r"the interval from .* is not over yet"):
@@ -171,7 +171,7 @@ def test_an_interval_that_is_not_over_is_refused(kafka_mock, tmp_path):
 
 
 @on_apache_kafka
-def test_the_lease_of_a_backfill_is_settled_by_whoever_reads_it(kafka, tmp_path):
+def test_a_backfills_lease_is_settled_by_any_process(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, lease=100.0)
     group.send([10, 11])
     lease, messages = group.hold()

@@ -54,7 +54,7 @@ def told(kafka, tmp_path, capsys):
     return Told(kafka, tmp_path / "staging", capsys)
 
 
-def test_a_group_that_nobody_has_read_can_begin(told):
+def test_an_unused_group_can_begin(told):
     told.group.fill(3)
 
     assert told.check().code == 0
@@ -77,7 +77,7 @@ def test_a_check_changes_nothing(told):
     assert group.claim().start == 5
 
 
-def test_a_check_says_what_a_run_would_be_refused_for(told, tmp_path):
+def test_a_check_reports_errors_that_would_fail_a_run(told, tmp_path):
     group = told.group
     group.fill(5)
     group.drain()
@@ -112,7 +112,7 @@ def test_a_check_finds_members(told):
 
 
 @on_apache_kafka
-def test_a_check_says_what_a_run_would_warn_of(told):
+def test_a_check_reports_warnings_of_a_run(told):
     group = told.group
     group.fill(5)
     group.drain()
@@ -125,7 +125,7 @@ def test_a_check_says_what_a_run_would_warn_of(told):
     assert f"warning: 3 messages of {group.topic}-0 (5–7) were removed by retention" in done.out
 
 
-def test_a_cluster_that_cannot_be_reached_is_one_sentence(tmp_path, capsys):
+def test_an_unreachable_cluster_is_one_clear_error(tmp_path, capsys):
     module = __name__
     nobody = {
         "class": f"{module}:Grouped",

@@ -20,7 +20,7 @@ def depth(group: KafkaGroup) -> QueueDepth:
     return found
 
 
-def test_a_depth_counts_what_waits_by_what_became_of_it(kafka, tmp_path):
+def test_depth_splits_the_backlog_by_state(kafka, tmp_path):
     # Given a partition that is finished but for one message that is retried, and one that is held
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     group.fill(20)
@@ -41,7 +41,7 @@ def test_a_depth_counts_what_waits_by_what_became_of_it(kafka, tmp_path):
     assert depth(group)[:4] == (1, 0, 6, 0)
 
 
-def test_a_depth_counts_what_is_behind_a_message_that_waits_as_delayed(kafka, tmp_path):
+def test_depth_counts_messages_behind_a_retry_as_delayed(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
@@ -53,7 +53,7 @@ def test_a_depth_counts_what_is_behind_a_message_that_waits_as_delayed(kafka, tm
     assert depth(group)[:4] == (7, 0, 0, 0)
 
 
-def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka, tmp_path):
+def test_oldest_age_is_that_of_the_timestamp(kafka, tmp_path):
     # Given two partitions, whose first messages are finished, held by a run, or wait to be retried
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     now = group.clock.now().timestamp()
@@ -81,7 +81,7 @@ def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_what_was_aborted_has_no_age(kafka, tmp_path):
+def test_aborted_messages_have_no_age(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     sender = kafka.producer({"transactional.id": group.topic})
     sender.init_transactions(30)
@@ -95,7 +95,7 @@ def test_what_was_aborted_has_no_age(kafka, tmp_path):
     assert (found.ready > 0, found.oldest_age) == (True, None)
 
 
-def test_a_group_of_nobody_is_counted_as_it_will_be_read_and_not_touched(kafka, tmp_path):
+def test_the_depth_of_an_unused_group_is_counted_without_touching_it(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(5)
     assert depth(group).ready == 5

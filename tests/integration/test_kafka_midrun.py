@@ -30,7 +30,7 @@ def body_of(letter: Any) -> str:
 
 
 @on_apache_kafka
-def test_a_process_that_dies_before_an_open_transaction_holds_nothing_behind_it(kafka, tmp_path):
+def test_a_process_that_dies_before_an_open_transaction_holds_no_later_messages(kafka, tmp_path):
     # Given ten messages, and ten of a transaction that nobody has ended
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(10)
@@ -55,9 +55,7 @@ def test_a_process_that_dies_before_an_open_transaction_holds_nothing_behind_it(
     assert (len(after), any(m.redelivered for m in after)) == (10, False)
 
 
-def test_a_staging_folder_that_is_lost_behind_a_run_settles_nothing_and_loses_nothing(
-    kafka, tmp_path
-):
+def test_staging_lost_after_a_run_settles_and_loses_nothing(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path / "staging", order="none", lease=100.0)
     group.fill(6)
     group.drain()
@@ -75,7 +73,7 @@ def test_a_staging_folder_that_is_lost_behind_a_run_settles_nothing_and_loses_no
     assert group.committed() == {0: 10}
 
 
-def test_a_staging_folder_that_is_lost_under_a_run_loses_nothing_and_marks_all(kafka, tmp_path):
+def test_staging_lost_during_a_run_loses_nothing_and_marks_all(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path / "staging", order="none", lease=100.0)
     group.fill(4)
     with group.source("g") as source:
@@ -99,7 +97,7 @@ def made_anew(group: KafkaGroup, count: int) -> None:
     kafka.fill(group.topic, [b"other"] * count)
 
 
-def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(apache_kafka, tmp_path):
+def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
@@ -123,7 +121,7 @@ def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(apache_kafka, 
     assert len(group.drain()) == 4
 
 
-def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(kafka, tmp_path, monkeypatch):
+def test_a_recreated_topic_is_detected_by_its_id(kafka, tmp_path, monkeypatch):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     ids = {group.topic: "first"}
@@ -139,7 +137,7 @@ def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(kafka, tmp_path
         group.drain()
 
 
-def test_a_topic_made_anew_under_a_run_ends_it(apache_kafka, tmp_path):
+def test_a_topic_recreated_during_a_run_ends_it(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     with group.source() as source:

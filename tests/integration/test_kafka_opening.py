@@ -46,7 +46,7 @@ def test_a_new_group_begins_by_its_policy(kafka, tmp_path, policy, expected):
 
 
 @on_apache_kafka
-def test_a_new_group_begins_at_an_instant(kafka, tmp_path):
+def test_a_new_group_begins_at_a_timestamp(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     first = datetime.now(UTC) - timedelta(hours=1)
     producer = kafka.producer()
@@ -60,7 +60,7 @@ def test_a_new_group_begins_at_an_instant(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_behind_the_last_instant_a_new_group_begins_at_the_end(kafka, tmp_path):
+def test_a_new_group_begins_at_the_end_past_the_last_timestamp(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, offset_reset_policy="2100-01-01T00:00:00Z")
     group.fill(3)
 
@@ -68,7 +68,7 @@ def test_behind_the_last_instant_a_new_group_begins_at_the_end(kafka, tmp_path):
     assert group.committed() == {0: 3}
 
 
-def test_two_sources_that_begin_at_once_agree_where(kafka, tmp_path):
+def test_two_concurrent_sources_agree_on_the_start(kafka, tmp_path):
     # Given a new group that begins at the end
     group = KafkaGroup(kafka, tmp_path, partitions=4, offset_reset_policy="latest", concurrency=2)
     group.fill(40)
@@ -94,7 +94,7 @@ def _partitions_of(source: KafkaSource, number: int) -> list[int]:
 
 
 @on_apache_kafka
-def test_a_partition_that_is_added_is_read_from_its_beginning(kafka, tmp_path):
+def test_an_added_partition_is_read_from_its_beginning(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, offset_reset_policy="latest")
     group.fill(3)
     assert group.drain() == []
@@ -106,7 +106,7 @@ def test_a_partition_that_is_added_is_read_from_its_beginning(kafka, tmp_path):
 
 
 # ------------------------------------------------------------------------------- an offset is there
-def test_a_plain_consumers_group_is_taken_over_where_it_is(kafka, tmp_path):
+def test_a_plain_consumers_offsets_are_taken_over(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     kafka.commit(group.group, group.topic, 0, 3, "of somebody")
@@ -117,7 +117,7 @@ def test_a_plain_consumers_group_is_taken_over_where_it_is(kafka, tmp_path):
     assert not any(message.redelivered for message in messages)
 
 
-def test_idle_partitions_are_committed_once_too(kafka, tmp_path):
+def test_idle_partitions_are_committed_once(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=3)
     group.fill(2, partition=1)
 
@@ -130,7 +130,7 @@ def test_idle_partitions_are_committed_once_too(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_an_offset_that_expired_is_no_loss(kafka, tmp_path, caplog):
+def test_an_expired_offset_loses_nothing(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path, offset_reset_policy="latest")
     group.drain()
     group.fill(4)
@@ -145,7 +145,7 @@ def test_an_offset_that_expired_is_no_loss(kafka, tmp_path, caplog):
     assert group.committed() == {0: 6}
 
 
-def test_a_late_commit_of_an_earlier_run_brings_messages_again_marked(kafka, tmp_path, caplog):
+def test_a_late_commit_of_an_earlier_run_redelivers_marked_messages(kafka, tmp_path, caplog):
     # Given a settler that slept between its last look and its commit, until others had gone on
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
@@ -181,7 +181,7 @@ def test_an_operators_reset_is_honoured(kafka, tmp_path, caplog):
     assert "was reset from 6 to 2 by another program: it is honoured" in caplog.text
 
 
-def test_a_reset_while_a_run_holds_messages_counts_and_what_it_held_has_lapsed(kafka, tmp_path):
+def test_a_reset_during_a_run_counts_and_lapses_its_messages(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(6)
     group.drain()
@@ -202,7 +202,7 @@ def test_a_reset_while_a_run_holds_messages_counts_and_what_it_held_has_lapsed(k
     assert group.committed() == {0: 10}
 
 
-def test_a_reset_counts_though_the_run_claims_more_after_it(kafka, tmp_path, monkeypatch):
+def test_a_reset_counts_despite_later_claims(kafka, tmp_path, monkeypatch):
     group = KafkaGroup(kafka, tmp_path)
     monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
     group.fill(6)
@@ -220,7 +220,7 @@ def test_a_reset_counts_though_the_run_claims_more_after_it(kafka, tmp_path, mon
     assert offsets(group.drain()) == list(range(2, 36))
 
 
-def test_a_late_commit_while_a_run_holds_messages_is_no_reset(kafka, tmp_path):
+def test_a_late_commit_during_a_run_is_no_reset(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     group.drain()
@@ -240,7 +240,7 @@ def test_a_late_commit_while_a_run_holds_messages_is_no_reset(kafka, tmp_path):
 
 
 # ------------------------------------------------------------------------------- refusals
-def test_a_topic_that_is_not_there_is_refused(kafka, tmp_path):
+def test_a_missing_topic_is_refused(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, topics=["nowhere"], retry=RetryPolicy(dead_letter=False))
 
     with pytest.raises(ProducerError) as raised:
@@ -253,7 +253,7 @@ def test_a_topic_that_is_not_there_is_refused(kafka, tmp_path):
     assert kafka.partitions("nowhere") == []  # nor was it created
 
 
-def test_a_dead_letter_topic_that_is_not_there_is_refused(kafka, tmp_path):
+def test_a_missing_dead_letter_topic_is_refused(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, dead_letter="no-such-letters")
     group.fill(1)
 
@@ -276,7 +276,7 @@ def test_a_group_with_members_is_refused(kafka, tmp_path):
         group.drain()
 
 
-def test_another_staging_folder_goes_on_where_the_group_is(kafka, tmp_path):
+def test_another_staging_folder_continues_at_the_committed_offset(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path / "one")
     group.fill(3)
     group.drain()
@@ -289,7 +289,7 @@ def test_another_staging_folder_goes_on_where_the_group_is(kafka, tmp_path):
     assert not any(message.redelivered for message in messages)
 
 
-def test_what_a_run_with_another_staging_folder_holds_is_left_alone_until_its_lease_is_over(
+def test_messages_held_from_another_staging_folder_are_spared_until_the_lease_lapses(
     kafka, tmp_path, caplog
 ):
     group = KafkaGroup(kafka, tmp_path / "one", lease=100.0)
@@ -312,7 +312,7 @@ def test_what_a_run_with_another_staging_folder_holds_is_left_alone_until_its_le
     assert group.committed() == {0: 3}
 
 
-def test_two_staging_folders_that_begin_a_group_together_handle_each_message_once(kafka, tmp_path):
+def test_two_staging_folders_begin_a_group_without_repetition(kafka, tmp_path):
     # Given two that have opened before either has claimed anything
     one = KafkaGroup(kafka, tmp_path / "one")
     one.fill(300)
@@ -342,9 +342,7 @@ def two_staging_folders(kafka: KafkaServer, folder: Path) -> tuple[KafkaGroup, K
     return one, two
 
 
-def test_of_two_staging_folders_that_claim_in_the_same_moment_the_last_commit_counts(
-    kafka, tmp_path, monkeypatch
-):
+def test_the_last_commit_of_two_staging_folders_counts(kafka, tmp_path, monkeypatch):
     one, two = two_staging_folders(kafka, tmp_path)
     with one.source("first") as first, two.source("second") as second:
         # Given one that commits its claim when the other has looked, and not committed yet
@@ -370,9 +368,7 @@ def test_of_two_staging_folders_that_claim_in_the_same_moment_the_last_commit_co
     assert one.committed() == {0: 60}
 
 
-def test_of_two_staging_folders_the_one_whose_commit_was_overtaken_hands_out_nothing(
-    kafka, tmp_path, monkeypatch
-):
+def test_an_overtaken_commit_delivers_nothing(kafka, tmp_path, monkeypatch):
     # Given two that have both looked when the first commits its claim
     one, two = two_staging_folders(kafka, tmp_path)
     committed, looked, may_commit = Cluster.commit, threading.Event(), threading.Event()
@@ -402,9 +398,7 @@ def test_of_two_staging_folders_the_one_whose_commit_was_overtaken_hands_out_not
     assert (len(found), len(taken)) == (0, 30)
 
 
-def test_a_staging_folder_that_was_restored_from_an_older_copy_loses_and_repeats_nothing(
-    kafka, tmp_path, caplog
-):
+def test_a_staging_folder_restored_from_backup_loses_and_repeats_nothing(kafka, tmp_path, caplog):
     # Given a copy of the staging folder, and runs after it; of the last nobody has settled anything
     group = KafkaGroup(kafka, tmp_path / "staging", lease=100.0)
     group.fill(50)
@@ -427,7 +421,7 @@ def test_a_staging_folder_that_was_restored_from_an_older_copy_loses_and_repeats
     assert "staging knows of 50: it is older, or was restored" in caplog.text
 
 
-def test_what_a_run_without_staging_has_finished_stands(kafka, tmp_path):
+def test_offsets_finished_without_staging_stand(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     staging, group.staging = group.staging, None
     group.fill(4)
@@ -441,7 +435,7 @@ def test_what_a_run_without_staging_has_finished_stands(kafka, tmp_path):
     assert all(message.redelivered for message in again)
 
 
-def test_a_topic_that_was_made_anew_is_refused(apache_kafka, tmp_path):
+def test_a_recreated_topic_is_refused(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     group.drain()
@@ -463,9 +457,7 @@ def test_a_topic_that_was_made_anew_is_refused(apache_kafka, tmp_path):
     assert group.drain() == []
 
 
-def test_a_topic_that_was_made_anew_before_anything_was_finished_starts_over_by_a_reset(
-    apache_kafka, tmp_path
-):
+def test_a_reset_restarts_a_recreated_topic_before_its_first_commit(apache_kafka, tmp_path):
     # Given a claim that begins where the group is reset to
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(3)
@@ -489,7 +481,7 @@ def test_a_topic_that_was_made_anew_before_anything_was_finished_starts_over_by_
 
 
 @on_apache_kafka
-def test_a_compacted_topic_is_no_place_for_dead_letters(kafka, tmp_path):
+def test_a_compacted_dead_letter_topic_is_refused(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     policy = {"cleanup.policy": "compact,delete"}
@@ -504,7 +496,7 @@ def test_a_compacted_topic_is_no_place_for_dead_letters(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_a_compacted_topic_is_no_place_for_retries(kafka, tmp_path):
+def test_a_compacted_retry_topic_is_refused(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     compacted = kafka.topic(f"{group.topic}-compacted", settings={"cleanup.policy": "compact"})
@@ -517,7 +509,7 @@ def test_a_compacted_topic_is_no_place_for_retries(kafka, tmp_path):
     assert offsets(group.drain()) == [0, 1, 2]
 
 
-def test_a_topic_with_another_id_was_made_anew(kafka, tmp_path, monkeypatch):
+def test_a_topic_with_another_id_is_refused(kafka, tmp_path, monkeypatch):
     # Given a cluster that names its topics by an id (no peer here does)
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
@@ -539,7 +531,7 @@ def test_a_topic_with_another_id_was_made_anew(kafka, tmp_path, monkeypatch):
 
 
 @on_apache_kafka
-def test_what_retention_removed_is_told_and_left_behind(kafka, tmp_path, caplog):
+def test_messages_removed_by_retention_are_reported_and_skipped(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold(most=4)
@@ -558,7 +550,7 @@ def test_what_retention_removed_is_told_and_left_behind(kafka, tmp_path, caplog)
     assert f"{group.topic}-0-2 was to be retried, and is gone" in caplog.text
 
 
-def test_a_group_that_may_not_be_written_is_refused(kafka_mock, tmp_path):
+def test_a_group_without_write_permission_is_refused(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     group.fill(1)
     kafka_mock.tell("push_request_errors_array", 8, [30])  # OffsetCommit: GROUP_AUTHORIZATION_…
@@ -568,7 +560,7 @@ def test_a_group_that_may_not_be_written_is_refused(kafka_mock, tmp_path):
 
 
 # ------------------------------------------------------------------------------- who died
-def test_others_take_what_a_dead_run_held_half_a_minute_after_its_lease(kafka, tmp_path):
+def test_a_dead_runs_messages_are_free_half_a_minute_after_its_lease(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(3)
     lease, _ = group.hold()
@@ -594,7 +586,7 @@ def test_superseded_versions_of_a_claim_are_removed(kafka, tmp_path):
     assert len(list(folder.iterdir())) <= 11
 
 
-def test_a_writer_that_slept_finds_that_others_went_on(kafka, tmp_path):
+def test_a_writer_that_slept_is_fenced_off(kafka, tmp_path):
     # Given a process that has read a claim, and slept until all versions that it knew were removed
     group = KafkaGroup(kafka, tmp_path)
     group.fill(2)
@@ -616,7 +608,7 @@ def test_a_writer_that_slept_finds_that_others_went_on(kafka, tmp_path):
     assert (group.claim().start, group.claim().epoch) == (8, 7)
 
 
-def test_a_process_that_sleeps_as_it_begins_a_group_marks_what_others_have_handled(
+def test_a_process_that_sleeps_while_beginning_a_group_marks_handled_messages(
     kafka, tmp_path, monkeypatch
 ):
     # Given one that sleeps before its first commit, until another has handled all
@@ -641,7 +633,7 @@ def test_a_process_that_sleeps_as_it_begins_a_group_marks_what_others_have_handl
     assert group.committed() == {0: 6}
 
 
-def test_a_process_that_dies_as_it_begins_a_group_holds_nobody_up(kafka, tmp_path, monkeypatch):
+def test_a_process_that_dies_while_beginning_a_group_blocks_no_other(kafka, tmp_path, monkeypatch):
     # Given one that is killed when it has claimed where the group begins, and not committed it
     group = KafkaGroup(kafka, tmp_path, lease=3600.0)
     group.fill(3)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.broker
 
 
 # ------------------------------------------------------------------------------- the mock alone
-def test_the_mock_hides_no_aborted_message(kafka_mock):
+def test_the_mock_shows_aborted_messages(kafka_mock):
     """The reason why transactions are tested elsewhere."""
     topic = kafka_mock.topic()
     producer = kafka_mock.producer({"transactional.id": "t"})
@@ -28,7 +28,7 @@ def test_the_mock_hides_no_aborted_message(kafka_mock):
     assert kafka_mock.bodies(topic) == [b"aborted"]
 
 
-def test_the_mock_fails_as_it_is_told(kafka_mock):
+def test_the_mock_injects_errors(kafka_mock):
     offset_commit = 8
     topic = kafka_mock.topic()
     kafka_mock.tell(
@@ -41,7 +41,7 @@ def test_the_mock_fails_as_it_is_told(kafka_mock):
     assert raised.value.args[0].code() == KafkaError.GROUP_AUTHORIZATION_FAILED
 
 
-def test_the_mock_ends_with_whoever_started_it(tmp_path):
+def test_the_mock_ends_with_its_parent(tmp_path):
     server = MockKafka.start(tmp_path)
     assert server.process is not None
     assert server.process.stdin is not None
@@ -53,7 +53,7 @@ def test_the_mock_ends_with_whoever_started_it(tmp_path):
 
 # ------------------------------------------------------------------------------- behind a proxy
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
-def test_a_damaged_batch_is_told_where_sums_are_checked(kafka, codec):
+def test_a_damaged_batch_is_reported_where_checksums_are_checked(kafka, codec):
     """And where they are not, it may come as it is, or never: librdkafka's default."""
     topic = kafka.topic()
     bodies = [random.Random(number).randbytes(100).hex().encode() for number in range(100)]

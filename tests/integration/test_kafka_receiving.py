@@ -33,7 +33,7 @@ def offsets(messages: Any) -> list[int]:
 
 
 # ------------------------------------------------------------------------------- messages
-def test_metadata_is_broadways_and_json(kafka, tmp_path):
+def test_metadata_is_json_in_broadways_terms(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     at = round(time.time() * 1000) - 5_000
     producer = kafka.producer()
@@ -83,7 +83,7 @@ def test_compressed_batches_are_claimed_whole(kafka, tmp_path, codec):
 
 # ------------------------------------------------------------------------------- the end
 @pytest.mark.parametrize("order", ["partition", "key", "none"])
-def test_a_run_takes_all_that_is_there_though_it_waits_for_nothing(kafka, tmp_path, order):
+def test_a_run_without_waiting_receives_the_whole_backlog(kafka, tmp_path, order):
     group = KafkaGroup(kafka, tmp_path, partitions=3, order=order)
     group.fill(9_000)
 
@@ -95,7 +95,7 @@ def test_a_run_takes_all_that_is_there_though_it_waits_for_nothing(kafka, tmp_pa
     assert len({message.message_id for message in taken}) == 9_000
 
 
-def test_a_few_claims_hold_ten_thousand_messages(kafka, tmp_path):
+def test_ten_thousand_messages_need_few_claims(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10_000)
 
@@ -108,7 +108,7 @@ def test_a_few_claims_hold_ten_thousand_messages(kafka, tmp_path):
     assert group.claim().end == 10_000
 
 
-def test_what_is_claimed_ahead_does_not_reach_beyond_the_log(kafka, tmp_path):
+def test_claims_do_not_exceed_the_log(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(10)
     lease, messages = group.hold(most=3)
@@ -123,7 +123,7 @@ def test_what_is_claimed_ahead_does_not_reach_beyond_the_log(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_what_was_aborted_is_never_read_and_the_lag_comes_to_nothing(kafka, tmp_path):
+def test_aborted_messages_are_never_received_and_the_lag_ends_at_zero(kafka, tmp_path):
     # Given 500 messages of which 150 were aborted, and an aborted one at the end
     # (by a producer each: see test_kafka_peers)
     group = KafkaGroup(kafka, tmp_path)
@@ -154,7 +154,7 @@ def test_what_was_aborted_is_never_read_and_the_lag_comes_to_nothing(kafka, tmp_
 
 
 @on_apache_kafka
-def test_aborted_messages_alone_are_left_behind_too(kafka, tmp_path):
+def test_aborted_messages_alone_are_committed(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     producer = kafka.producer({"transactional.id": group.topic})
     producer.init_transactions(30)
@@ -191,7 +191,7 @@ def test_an_open_transaction_ends_a_run_early_and_loses_nothing(kafka, tmp_path,
     assert "a transaction that is still open" in caplog.text
 
 
-def test_what_comes_as_a_run_ends_is_not_called_an_open_transaction(kafka, tmp_path, caplog):
+def test_messages_arriving_at_the_end_are_not_reported_as_open_transaction(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     with caplog.at_level(logging.WARNING), group.source() as source:
@@ -209,7 +209,7 @@ def test_what_comes_as_a_run_ends_is_not_called_an_open_transaction(kafka, tmp_p
     assert offsets(group.drain()) == [3, 4]
 
 
-def test_messages_that_come_while_a_run_waits_are_taken(kafka, tmp_path):
+def test_a_waiting_run_receives_new_messages(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     with group.source() as source:
         assert source.receive(10, timeout=0.0) == []
@@ -221,7 +221,7 @@ def test_messages_that_come_while_a_run_waits_are_taken(kafka, tmp_path):
     assert offsets(found)[0] == 0
 
 
-def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka, tmp_path):
+def test_a_stopped_run_does_not_wait(kafka, tmp_path):
     import dataclasses
 
     group = KafkaGroup(kafka, tmp_path)
@@ -236,7 +236,7 @@ def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka, tmp_path):
     assert time.monotonic() - began < 2.0
 
 
-def test_nobody_there_is_told_before_anything_else(tmp_path):
+def test_an_unreachable_broker_is_reported_first(tmp_path):
     with MockKafka.start(tmp_path / "mock") as kafka:
         group = KafkaGroup(kafka, tmp_path)
     with pytest.raises(ProducerUnavailable, match=r"the cluster cannot be reached \(_TRANSPORT"):
@@ -244,9 +244,7 @@ def test_nobody_there_is_told_before_anything_else(tmp_path):
 
 
 # ------------------------------------------------------------------------------- who else
-def test_a_partition_that_another_run_holds_is_left_alone_and_taken_when_it_is_free(
-    kafka, tmp_path
-):
+def test_a_partition_held_by_another_run_is_received_once_free(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(4)
     lease, messages = group.hold(most=2)
@@ -258,7 +256,7 @@ def test_a_partition_that_another_run_holds_is_left_alone_and_taken_when_it_is_f
         assert offsets(source.receive(10, timeout=0.0)) == [2, 3]
 
 
-def test_a_message_that_becomes_ready_in_a_run_is_taken_by_it(kafka, tmp_path):
+def test_a_retry_that_becomes_due_during_a_run_is_received(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     lease, messages = group.hold()
@@ -273,7 +271,7 @@ def test_a_message_that_becomes_ready_in_a_run_is_taken_by_it(kafka, tmp_path):
     assert [(m.metadata["offset"], m.attempt) for m in again] == [(1, 2), (2, 1)]
 
 
-def test_by_key_what_is_behind_a_message_that_waits_waits_with_it(kafka, tmp_path):
+def test_a_waiting_retry_holds_back_its_key(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="key")
     for number in range(6):
         group.fill(1, start=number, key=b"ab"[number % 2 : number % 2 + 1])
@@ -288,7 +286,7 @@ def test_by_key_what_is_behind_a_message_that_waits_waits_with_it(kafka, tmp_pat
     assert group.committed() == {0: 6}
 
 
-def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(kafka, tmp_path):
+def test_a_generation_ended_while_claiming_withdraws_its_claim(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(4)
     with group.source("g") as source:
@@ -308,7 +306,7 @@ def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(kafka
     assert not any(message.redelivered for message in group.drain())
 
 
-def test_a_generation_whose_lease_is_over_receives_no_more(kafka, tmp_path):
+def test_a_lapsed_generation_receives_no_more(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(4)
     with group.source("g") as source:
@@ -326,7 +324,7 @@ def test_a_generation_whose_lease_is_over_receives_no_more(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_what_retention_removes_while_a_run_reads_is_told(kafka, tmp_path, caplog):
+def test_messages_removed_by_retention_during_a_run_are_reported(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(20)
     with group.source() as source:
@@ -343,7 +341,7 @@ def test_what_retention_removes_while_a_run_reads_is_told(kafka, tmp_path, caplo
 
 
 @on_apache_kafka
-def test_what_retention_removes_while_a_run_reads_may_fail_it(kafka, tmp_path):
+def test_messages_removed_by_retention_may_fail_the_run(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, on_expired="fail")
     group.fill(20)
     with group.source() as source:
@@ -353,7 +351,7 @@ def test_what_retention_removes_while_a_run_reads_may_fail_it(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_a_message_that_waits_and_expires_is_superseded(kafka, tmp_path, caplog):
+def test_an_expired_retry_is_superseded(kafka, tmp_path, caplog):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(10)
     lease, messages = group.hold()
@@ -388,7 +386,7 @@ def test_an_interrupted_fetch_loses_nothing(kafka, tmp_path, monkeypatch):
     assert offsets(taken) == list(range(30))
 
 
-def test_a_look_at_the_logs_end_that_fails_loses_nothing(kafka, tmp_path, monkeypatch):
+def test_a_failed_watermark_query_loses_nothing(kafka, tmp_path, monkeypatch):
     # Given a broker that does not answer when messages were fetched that reach beyond the claim
     group = KafkaGroup(kafka, tmp_path)
     monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
@@ -409,7 +407,7 @@ def test_a_look_at_the_logs_end_that_fails_loses_nothing(kafka, tmp_path, monkey
     assert offsets(taken) == list(range(30))
 
 
-def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(kafka, tmp_path):
+def test_any_process_releases_a_dead_process_messages(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     with group.source("g") as source:
@@ -422,7 +420,7 @@ def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(kafka, tmp
     assert [m.redelivered for m in group.drain()] == [True, True, True]
 
 
-def test_a_claim_that_is_not_committed_loses_nothing(kafka_mock, tmp_path):
+def test_an_uncommitted_claim_loses_nothing(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     group.fill(5)
     with group.source() as source:
@@ -435,7 +433,7 @@ def test_a_claim_that_is_not_committed_loses_nothing(kafka_mock, tmp_path):
     assert (offsets(messages), any(m.redelivered for m in messages)) == ([0, 1, 2, 3, 4], False)
 
 
-def test_an_instant_of_the_log_is_utc(kafka, tmp_path):
+def test_log_timestamps_are_utc(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     before = datetime.now(UTC).timestamp() - 60
     group.fill(1)
@@ -447,7 +445,7 @@ def test_an_instant_of_the_log_is_utc(kafka, tmp_path):
 
 @pytest.mark.parametrize("index", [None, 0, 1])
 @pytest.mark.parametrize("kind", [ProcessTask, UnstagedTask])
-def test_a_task_that_is_not_mapped_reads_all_partitions(kafka_mock, tmp_path, kind, index):
+def test_an_unmapped_task_reads_all_partitions(kafka_mock, tmp_path, kind, index):
     # Given a producer for two tasks, and an operator that is one of them, or the only one
     group = KafkaGroup(kafka_mock, tmp_path, partitions=3, concurrency=2)
     group.fill(9)

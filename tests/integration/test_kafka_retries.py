@@ -28,7 +28,7 @@ def offsets(messages: Any) -> list[int]:
     return [message.metadata["offset"] for message in messages]
 
 
-def test_a_retry_topic_that_is_not_there_is_refused(kafka, tmp_path):
+def test_a_missing_retry_topic_is_refused(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none", retry_topic="no-such-retries")
     group.fill(1)
 
@@ -41,7 +41,7 @@ def test_a_retry_topic_that_is_not_there_is_refused(kafka, tmp_path):
     assert len(group.drain(on_failure="ack")) == 1
 
 
-def test_a_message_that_is_retried_is_the_same_message(kafka, tmp_path):
+def test_a_retried_message_keeps_its_identity(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     producer, at = kafka.producer(), round(group.clock.now().timestamp() * 1000) - 60_000
     own: list[Any] = [("trace", b"\xff"), ("broadway.requeued", b"t-0-1"), ("none", None)]
@@ -100,7 +100,7 @@ def test_a_message_that_is_retried_is_the_same_message(kafka, tmp_path):
     assert group.drain() == []
 
 
-def test_a_message_that_is_not_due_holds_up_nothing_but_its_retry_topic(kafka, tmp_path):
+def test_a_retry_not_yet_due_blocks_only_its_retry_topic(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(6)
     lease, messages = group.hold()
@@ -116,7 +116,7 @@ def test_a_message_that_is_not_due_holds_up_nothing_but_its_retry_topic(kafka, t
     assert group.drain() == []
 
 
-def test_a_run_that_waits_takes_what_becomes_due(kafka, tmp_path):
+def test_a_waiting_run_receives_due_retries(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(2)
     lease, messages = group.hold()
@@ -128,9 +128,7 @@ def test_a_run_that_waits_takes_what_becomes_due(kafka, tmp_path):
         assert offsets(source.receive(10, timeout=0.0)) == [1]
 
 
-def test_what_is_released_among_others_stays_in_its_topic_and_the_others_never_come_back(
-    kafka, tmp_path
-):
+def test_released_messages_stay_in_their_topic_without_repeating_others(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(10)
     lease, messages = group.hold()
@@ -144,7 +142,7 @@ def test_what_is_released_among_others_stays_in_its_topic_and_the_others_never_c
     assert group.committed() == {0: 10}
 
 
-def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(kafka, tmp_path):
+def test_a_retry_copied_twice_is_handled_once(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     lease, messages = group.hold()
@@ -157,7 +155,7 @@ def test_a_settler_that_died_sends_a_copy_twice_and_it_is_handled_once(kafka, tm
     assert group.drain() == []
 
 
-def test_a_run_that_takes_over_handles_a_message_and_its_copy_once(kafka, tmp_path):
+def test_a_takeover_handles_a_message_and_its_copy_once(kafka, tmp_path):
     # Given a settler that died when it had sent a copy, and nobody who settles again
     group = KafkaGroup(kafka, tmp_path, order="none", lease=100.0)
     group.fill(3)
@@ -173,7 +171,7 @@ def test_a_run_that_takes_over_handles_a_message_and_its_copy_once(kafka, tmp_pa
     assert group.drain() == []
 
 
-def test_what_a_run_has_sent_to_the_retry_topic_it_leaves_to_the_next(kafka, tmp_path):
+def test_a_run_leaves_its_own_retries_to_the_next(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     custodian = group.producer().custodian(group.env("c"))
@@ -189,7 +187,7 @@ def test_what_a_run_has_sent_to_the_retry_topic_it_leaves_to_the_next(kafka, tmp
     assert offsets(group.drain()) == [1]
 
 
-def test_copies_of_other_groups_and_what_is_none_are_not_read(kafka, tmp_path):
+def test_foreign_records_in_the_retry_topic_are_ignored(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     other = KafkaGroup(kafka, tmp_path / "other", order="none")
     other.topic, other.retries, other.letters = group.topic, group.retries, group.letters
@@ -203,7 +201,7 @@ def test_copies_of_other_groups_and_what_is_none_are_not_read(kafka, tmp_path):
     assert kafka.committed(other.group, other.retries)[0][0] == 2
 
 
-def test_a_retry_topic_is_read_whatever_the_order_by_now(kafka, tmp_path):
+def test_a_retry_topic_is_read_after_a_change_of_order(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(3)
     lease, messages = group.hold()
@@ -218,7 +216,7 @@ def test_a_retry_topic_is_read_whatever_the_order_by_now(kafka, tmp_path):
     assert [(m.metadata["offset"], m.attempt) for m in (one, two)] == [(1, 3), (2, 2)]
 
 
-def test_a_copy_that_is_too_large_stays_in_its_topic(apache_kafka, tmp_path):
+def test_a_retry_too_large_to_copy_stays_in_its_topic(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path, order="none")
     apache_kafka.fill(group.topic, [b"x" * 200_000, b"small"])
     lease, messages = group.hold()
@@ -238,7 +236,7 @@ def test_a_copy_that_is_too_large_stays_in_its_topic(apache_kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_each_partition_has_its_retries_in_a_partition_of_their_own(kafka, tmp_path):
+def test_retries_keep_their_partition(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=4, order="none")
     kafka.add_partitions(group.retries, 2)
     group.fill(8)

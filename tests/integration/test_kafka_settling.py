@@ -49,7 +49,7 @@ def offsets(messages: Any) -> list[int]:
 
 
 # ------------------------------------------------------------------------------- dead letters
-def test_a_dead_letter_is_the_message_and_why(kafka, tmp_path):
+def test_a_dead_letter_has_message_and_reason(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     producer = kafka.producer()
     own: list[Any] = [("trace", b"\xff"), ("broadway.again", b"old"), ("none", None)]
@@ -98,7 +98,7 @@ def test_dead_letters_far_apart_are_all_sent(kafka, tmp_path):
     assert sorted(letter.value() for letter in letters(group)) == sorted(m.data for m in dead)
 
 
-def test_a_dead_letter_of_a_message_that_came_again_says_so(kafka, tmp_path):
+def test_a_redelivered_messages_dead_letter_is_marked(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(1)
     lease, [message] = group.hold()
@@ -112,7 +112,7 @@ def test_a_dead_letter_of_a_message_that_came_again_says_so(kafka, tmp_path):
     assert headers(letter)["broadway.attempt"] == "2"
 
 
-def test_a_settler_that_died_behind_its_letters_sends_them_again_marked(kafka, tmp_path):
+def test_dead_letters_sent_again_after_a_crash_are_marked(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     lease, messages = group.hold()
@@ -129,9 +129,7 @@ def _killed(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_again(
-    kafka, tmp_path, monkeypatch
-):
+def test_an_unrecorded_immediate_dead_letter_is_marked_when_repeated(kafka, tmp_path, monkeypatch):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(2)
     lease, messages = group.hold()
@@ -152,7 +150,7 @@ def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_ag
 
 
 @on_apache_kafka
-def test_a_letter_whose_body_is_gone_says_so(kafka, tmp_path):
+def test_a_dead_letter_without_body_is_marked(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     lease, messages = group.hold()
@@ -167,7 +165,7 @@ def test_a_letter_whose_body_is_gone_says_so(kafka, tmp_path):
     assert "broadway.body" not in headers(found[2])
 
 
-def test_a_letter_that_is_too_large_goes_without_its_body(apache_kafka, tmp_path, monkeypatch):
+def test_an_oversized_dead_letter_is_sent_without_body(apache_kafka, tmp_path, monkeypatch):
     # Given a dead-letter topic that takes less than the topic (here the client refuses for it)
     group = KafkaGroup(apache_kafka, tmp_path)
     apache_kafka.fill(group.topic, [b"x" * 200_000, b"small"])
@@ -184,7 +182,7 @@ def test_a_letter_that_is_too_large_goes_without_its_body(apache_kafka, tmp_path
     assert headers(found[0])["broadway.body"] == "too large for the topic: 200,000 bytes"
 
 
-def test_letters_without_a_topic_stay_where_they_are(kafka, tmp_path):
+def test_dead_letters_without_topic_stay_in_their_partition(kafka, tmp_path):
     # Given a message that asks to be a dead letter by itself, where nobody expected any
     group = KafkaGroup(kafka, tmp_path, dead_letter="nowhere-to-go", on_failure="ack")
     group.fill(3)
@@ -198,7 +196,7 @@ def test_letters_without_a_topic_stay_where_they_are(kafka, tmp_path):
     assert kafka.partitions("nowhere-to-go") == []
 
 
-def test_a_wave_of_dead_letters_finishes_no_letter_behind_it(kafka, tmp_path, monkeypatch):
+def test_offsets_are_finished_only_after_their_dead_letters(kafka, tmp_path, monkeypatch):
     # Given five dead letters on one partition, moved two at a time
     monkeypatch.setattr("airflow_broadway.producers.kafka.letters._WAVE", 2)
     group = KafkaGroup(kafka, tmp_path)
@@ -219,7 +217,7 @@ def test_a_wave_of_dead_letters_finishes_no_letter_behind_it(kafka, tmp_path, mo
 
 
 # ------------------------------------------------------------------------------- the offsets
-def test_offsets_that_are_refused_settle_nothing_until_they_are_taken(kafka_mock, tmp_path):
+def test_a_refused_commit_settles_nothing(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     group.fill(3)
     lease, messages = group.hold()
@@ -235,7 +233,7 @@ def test_offsets_that_are_refused_settle_nothing_until_they_are_taken(kafka_mock
     assert group.committed() == {0: 3}
 
 
-def test_a_settlement_that_was_decided_stands_though_others_take_over(kafka_mock, tmp_path):
+def test_a_decided_settlement_survives_a_takeover(kafka_mock, tmp_path):
     # Given a settler that dies when it has decided, and before it has committed
     group = KafkaGroup(kafka_mock, tmp_path, lease=100.0)
     group.fill(6)
@@ -254,7 +252,7 @@ def test_a_settlement_that_was_decided_stands_though_others_take_over(kafka_mock
     assert report == SettleReport(acked=4, dead_lettered=1, requeued=1)
 
 
-def test_a_million_are_settled_by_counts_alone(kafka, tmp_path):
+def test_a_million_messages_are_settled_by_counts(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(100)
     lease, messages = group.hold()
@@ -267,7 +265,7 @@ def test_a_million_are_settled_by_counts_alone(kafka, tmp_path):
     assert group.carry_out(lease, settlement) == SettleReport(acked=100)
 
 
-def test_a_manifest_that_names_fewer_releases_the_others(kafka, tmp_path):
+def test_messages_missing_from_the_manifest_are_released(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     group.fill(5)
     lease, messages = group.hold()
@@ -278,7 +276,7 @@ def test_a_manifest_that_names_fewer_releases_the_others(kafka, tmp_path):
     assert offsets(group.drain()) == [3, 4]
 
 
-def test_a_manifest_that_names_fewer_and_not_which_settles_nothing(kafka, tmp_path):
+def test_an_inconsistent_manifest_settles_nothing(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     lease, _ = group.hold()
@@ -289,7 +287,9 @@ def test_a_manifest_that_names_fewer_and_not_which_settles_nothing(kafka, tmp_pa
 
 # ------------------------------------------------------------------------------- kills
 @pytest.mark.parametrize("kill_at", range(1, 6))
-def test_a_settler_killed_at_any_write_reports_the_same(kafka_mock, tmp_path, monkeypatch, kill_at):
+def test_a_settlement_killed_at_any_write_reports_the_same(
+    kafka_mock, tmp_path, monkeypatch, kill_at
+):
     group = KafkaGroup(kafka_mock, tmp_path, partitions=3, order="none")
     group.fill(30)
     lease, messages = group.hold()
@@ -316,7 +316,7 @@ def test_a_settler_killed_at_any_write_reports_the_same(kafka_mock, tmp_path, mo
     assert {m.message_id for m in group.drain()} == {messages[0].message_id}
 
 
-def test_of_two_settlers_with_different_verdicts_the_first_that_has_decided_counts(kafka, tmp_path):
+def test_the_first_of_two_conflicting_settlements_counts(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(10)
     lease, messages = group.hold()
@@ -329,7 +329,7 @@ def test_of_two_settlers_with_different_verdicts_the_first_that_has_decided_coun
 
 
 # ------------------------------------------------------------------------------- order and halts
-def test_a_halt_keeps_all_behind_it_and_its_run_fails(kafka, tmp_path):
+def test_a_halt_keeps_later_messages_and_fails_the_run(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(10)
     lease, messages = group.hold()
@@ -421,7 +421,7 @@ def test_a_per_message_verdict_wins(kafka, tmp_path):
 
 
 # ------------------------------------------------------------------------------- late
-def test_a_settler_that_comes_late_settles_what_nobody_took(kafka, tmp_path):
+def test_a_late_settlement_settles_unclaimed_messages(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2, lease=100.0, concurrency=2)
     group.fill(10)
     with group.source("late", index=0) as one:
@@ -434,9 +434,7 @@ def test_a_settler_that_comes_late_settles_what_nobody_took(kafka, tmp_path):
     assert group.committed()[0] == 5
 
 
-def test_a_settler_that_comes_late_holds_what_it_settles_while_it_does(
-    kafka, tmp_path, monkeypatch
-):
+def test_a_late_settlement_holds_its_messages_meanwhile(kafka, tmp_path, monkeypatch):
     # Given a settlement behind the end of its lease, and another run before its plan is recorded
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(5)

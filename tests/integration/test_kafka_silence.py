@@ -20,7 +20,7 @@ from tests.kafka_server import MockKafka
 pytestmark = pytest.mark.broker
 
 
-def test_a_cluster_that_says_nothing_is_out_of_reach(tmp_path, monkeypatch):
+def test_a_silent_cluster_is_unreachable(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 1.0)
     with MockKafka.start(tmp_path / "mock") as kafka:
         group = KafkaGroup(kafka, tmp_path)
@@ -45,9 +45,7 @@ def without_end(marker: bytes) -> Callable[[int, bytes], bytes]:
 
 
 @pytest.mark.parametrize("traffic", [True, False])
-def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
-    kafka, tmp_path, monkeypatch, traffic
-):
+def test_a_silent_partition_is_reported(kafka, tmp_path, monkeypatch, traffic):
     # Given a batch whose length is damaged: the client fetches it for ever, and says nothing
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
     monkeypatch.setattr(client, "_SILENCE_TIMEOUT", 0.5)
@@ -78,9 +76,7 @@ def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
         cluster.close()
 
 
-def test_an_answer_over_the_clients_limit_is_told_with_the_setting(
-    apache_kafka, tmp_path, monkeypatch
-):
+def test_a_response_over_the_clients_limit_names_the_setting(apache_kafka, tmp_path, monkeypatch):
     # Given a message that is larger than all that was asked for: the first comes all the same
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
     limit = {"fetch.max.bytes": 10_000, "message.max.bytes": 10_000}
@@ -93,7 +89,7 @@ def test_an_answer_over_the_clients_limit_is_told_with_the_setting(
         group.drain()
 
 
-def test_what_stands_behind_others_is_not_silent_nor_what_waits_while_messages_are_handled():
+def test_waiting_partitions_are_not_silent():
     clock, place = ManualClock(), ("a", 0)
     silence = reader.Silence(clock, wait=30.0)
     for _ in range(100):

@@ -71,7 +71,7 @@ class Through:
         return str(raised.value)
 
 
-def test_a_run_by_tls_and_a_password_with_the_rights_of_the_guide(apache_kafka, tmp_path):
+def test_a_run_with_tls_and_the_guides_acls(apache_kafka, tmp_path):
     through = Through(
         apache_kafka,
         apache_kafka.secure,
@@ -94,7 +94,7 @@ def test_a_run_by_tls_and_a_password_with_the_rights_of_the_guide(apache_kafka, 
     assert through.drain() == SettleReport()
 
 
-def test_a_wrong_password_is_one_sentence_without_it(apache_kafka, tmp_path):
+def test_a_wrong_password_is_one_clear_error_without_it(apache_kafka, tmp_path):
     through = Through(
         apache_kafka,
         apache_kafka.secure,
@@ -111,7 +111,7 @@ def test_a_wrong_password_is_one_sentence_without_it(apache_kafka, tmp_path):
     assert "does not accept the credentials" in through.refused()
 
 
-def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(apache_kafka, tmp_path):
+def test_an_untrusted_certificate_is_reported_as_tls(apache_kafka, tmp_path):
     through = Through(
         apache_kafka, apache_kafka.secure, tmp_path, extra={"security.protocol": "SSL"}
     )
@@ -122,7 +122,7 @@ def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(apache_kafka, tmp_
     assert "ssl.ca.location" in told
 
 
-def test_a_client_without_tls_is_told_to_look_at_it(apache_kafka, tmp_path):
+def test_a_client_without_tls_is_pointed_to_it(apache_kafka, tmp_path):
     assert "TLS or SASL" in Through(apache_kafka, apache_kafka.secure, tmp_path).refused()
 
 

@@ -56,7 +56,7 @@ def offsets(messages: Any) -> list[int]:
     return [message.metadata["offset"] for message in messages]
 
 
-def test_describe_shows_offsets_and_lag_during_runs_and_after_them(apache_kafka, tmp_path):
+def test_describe_shows_offsets_and_lag_during_and_after_runs(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path, partitions=2, order="none")
     group.fill(20)
     lease, messages = group.hold()
@@ -74,13 +74,13 @@ def test_describe_shows_offsets_and_lag_during_runs_and_after_them(apache_kafka,
     assert described(group)[group.retries, 0] == ("1", "1", "0")
 
 
-def test_describe_shows_where_a_partition_in_order_has_stopped(apache_kafka, tmp_path):
+def test_describe_shows_where_an_ordered_partition_stopped(apache_kafka, tmp_path):
     group = stopped(apache_kafka, tmp_path, 10, at=4)
 
     assert described(group) == {(group.topic, 0): ("4", "10", "6")}
 
 
-def test_reset_offsets_between_runs_does_what_it_says(apache_kafka, tmp_path, caplog):
+def test_reset_offsets_works_between_runs(apache_kafka, tmp_path, caplog):
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(10)
     group.drain()
@@ -102,7 +102,7 @@ def test_reset_offsets_between_runs_does_what_it_says(apache_kafka, tmp_path, ca
     assert offsets(group.drain()) == list(range(16))
 
 
-def test_attempts_begin_at_the_first_after_a_reset(apache_kafka, tmp_path):
+def test_attempts_restart_after_a_reset(apache_kafka, tmp_path):
     group = stopped(apache_kafka, tmp_path, 4, at=2)
 
     reset(group, "--to-earliest")
@@ -112,9 +112,7 @@ def test_attempts_begin_at_the_first_after_a_reset(apache_kafka, tmp_path):
     ]
 
 
-def test_a_foreign_consumer_that_joins_the_group_in_mid_run_is_told_when_the_run_is_settled(
-    apache_kafka, tmp_path
-):
+def test_a_foreign_consumer_in_the_group_is_reported_at_settlement(apache_kafka, tmp_path):
     # Given a run that holds messages, and a consumer that joins its group: the group rebalances
     group = KafkaGroup(apache_kafka, tmp_path, lease=100.0)
     group.fill(5)
@@ -132,7 +130,7 @@ def test_a_foreign_consumer_that_joins_the_group_in_mid_run_is_told_when_the_run
     assert group.committed() == {0: 5}
 
 
-def test_a_mark_is_small_and_names_no_secret(apache_kafka, tmp_path):
+def test_a_marker_is_small_and_contains_no_secret(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
     group.fill(5)
     lease, messages = group.hold()

@@ -61,7 +61,7 @@ def test_a_second_airflow_on_the_same_home_is_refused(airflow):
 
 @pytest.mark.airflow
 @pytest.mark.slow
-def test_stop_ends_even_what_a_task_has_detached(airflow):
+def test_stop_ends_detached_processes(airflow):
     # Given a task with a child in a session of its own
     airflow.wait_for_dag("endless")
     run_id = airflow.trigger("endless")
@@ -79,7 +79,7 @@ def test_stop_ends_even_what_a_task_has_detached(airflow):
     assert processes_with(airflow.token) == []
 
 
-def test_a_process_is_found_by_its_token_wherever_it_went():
+def test_processes_are_found_by_token():
     token = f"test-{os.getpid()}"
     started = subprocess.Popen(
         ["sh", "-c", "sleep 600 & echo $!"],
@@ -98,7 +98,7 @@ def test_a_process_is_found_by_its_token_wherever_it_went():
     assert processes_with(token) == []
 
 
-def test_a_taken_port_gives_way_to_the_next_free_one():
+def test_a_port_in_use_is_skipped():
     first = free_port()
     with subprocess.Popen(
         [sys.executable, "-c", _LISTEN, str(first)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
@@ -109,7 +109,7 @@ def test_a_taken_port_gives_way_to_the_next_free_one():
         listener.terminate()
 
 
-def test_another_airflow_on_the_port_is_not_taken_for_this_one(tmp_path):
+def test_another_airflow_on_the_port_is_recognized(tmp_path):
     # Two checkouts may choose a port at the same time: one of them answers for both
     answer = json.dumps(
         {
@@ -151,7 +151,7 @@ sys.stdin.read()
 """
 
 
-def test_a_developers_own_airflow_does_not_show_through(tmp_path):
+def test_a_developers_own_airflow_is_ignored(tmp_path):
     env = airflow_env(
         home=tmp_path / "home",
         settings={"scheduler.task_instance_heartbeat_timeout": "10"},

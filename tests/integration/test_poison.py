@@ -144,7 +144,7 @@ def row(number: int) -> Row:
     return Row(f"m{number}", {"n": number}, receipt=f"r{number}")
 
 
-def test_a_driver_that_exits_on_a_payload_takes_no_neighbour_along(jvm, tmp_path, monkeypatch):
+def test_a_payload_that_exits_the_driver_is_dead_lettered_alone(jvm, tmp_path, monkeypatch):
     # Given two batches, in one of which a message makes the driver exit
     planned = [Planned("b0", [row(1), row(2), row(3)]), Planned("b1", [row(4)])]
     task = Task(tmp_path, monkeypatch, planned, deadly=2, way="exit")
@@ -176,7 +176,7 @@ def test_a_driver_that_exits_on_a_payload_takes_no_neighbour_along(jvm, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_one_of_a_thousand_messages_that_ends_the_driver_is_found_in_one_execution(
+def test_one_poison_message_of_a_thousand_is_isolated_in_one_execution(
     jvm, tmp_path, monkeypatch, way
 ):
     planned = [
@@ -197,9 +197,7 @@ def test_one_of_a_thousand_messages_that_ends_the_driver_is_found_in_one_executi
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # eight drivers
 @pytest.mark.parametrize(("count", "crashes"), [(40, 1), (1, 5)])
-def test_applications_that_are_killed_from_outside_release_their_messages_and_blame_none(
-    jvm, tmp_path, monkeypatch, count, crashes
-):
+def test_outside_kills_release_messages_and_blame_none(jvm, tmp_path, monkeypatch, count, crashes):
     # Given good messages in batches on Spark
     (tmp_path / "killed_pipeline.py").write_text(KILLED.replace("{crashes}", str(crashes)))
     monkeypatch.syspath_prepend(str(tmp_path))

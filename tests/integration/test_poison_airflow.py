@@ -149,7 +149,7 @@ def world(airflow):
 
 
 @pytest.mark.timeout(900)
-def test_with_no_retries_the_second_run_sets_a_message_aside_that_kills(world):
+def test_without_retries_the_second_run_dead_letters_a_poison_message(world):
     world.run()
     assert world.queue.depth().dead == 0
     world.run()
@@ -157,7 +157,7 @@ def test_with_no_retries_the_second_run_sets_a_message_aside_that_kills(world):
 
 
 @pytest.mark.timeout(900)
-def test_kills_in_between_cost_runs_and_lose_nothing(world):
+def test_outside_kills_while_isolating_lose_nothing(world):
     # Given a first run whose sensor is killed when the batch task has died
     run_id = world.begin()
     world.kill("broadway.ack", run_id, lambda: POISON in world.noted("begun"))
@@ -173,7 +173,7 @@ def test_kills_in_between_cost_runs_and_lose_nothing(world):
 
 
 @pytest.mark.timeout(900)
-def test_five_kills_of_the_task_from_outside_blame_no_message(world):
+def test_five_outside_kills_blame_no_message(world):
     # Given one message that harms nobody
     world.empty()
     world.queue.send([b"1"])

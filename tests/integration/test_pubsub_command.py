@@ -61,7 +61,7 @@ class Told:
         return ("--pipeline", json.dumps(reference), "--staging", f"file://{self.root}")
 
 
-def test_what_the_next_run_would_say_is_found_before(pubsub, tmp_path, capsys):
+def test_check_reports_the_next_runs_findings(pubsub, tmp_path, capsys):
     told = Told(pubsub, tmp_path, capsys)
     fine = told.check()
     assert (fine.code, fine.out) == (0, "A run of Subscribed can begin.\n")
@@ -76,7 +76,7 @@ def test_a_subscription_that_does_not_exist_is_an_error(pubsub, tmp_path, capsys
     assert (gone.code, "error: there is no subscription" in gone.out) == (1, True)
 
 
-def test_dead_letters_are_listed_shown_sent_back_and_deleted(pubsub, tmp_path, capsys):
+def test_dead_letters_are_listed_shown_requeued_and_deleted(pubsub, tmp_path, capsys):
     told = Told(pubsub, tmp_path, capsys)
     dead = pubsub.topic()
     pubsub.subscription(dead, dead.rpartition("/")[2])

@@ -46,7 +46,7 @@ def told_of(error: Any) -> dict[str, str]:
     return dict(info.metadata)
 
 
-def test_messages_come_with_what_they_were_published_with(pubsub):
+def test_messages_keep_their_published_fields(pubsub):
     topic, subscription = queue(pubsub)
     [own] = pubsub.publish(topic, [b"one"], attributes={"kind": "a"}, ordering_key="k")
 
@@ -63,7 +63,7 @@ def test_messages_come_with_what_they_were_published_with(pubsub):
     assert pubsub.pull(subscription) == []
 
 
-def test_a_nack_gives_back_at_once_and_an_old_id_ends_nothing(pubsub):
+def test_a_nack_releases_immediately_and_an_old_id_is_void(pubsub):
     topic, subscription = queue(pubsub)
     pubsub.publish(topic, [b"one"])
     [first] = pubsub.pull(subscription)
@@ -77,7 +77,7 @@ def test_a_nack_gives_back_at_once_and_an_old_id_ends_nothing(pubsub):
     assert data(pubsub.pull(subscription)) == [b"one"]
 
 
-def test_what_is_held_too_long_comes_again(pubsub_emulator):
+def test_a_lapsed_lease_is_redelivered(pubsub_emulator):
     topic, subscription = queue(pubsub_emulator)
     pubsub_emulator.publish(topic, [b"one"])
     [first] = pubsub_emulator.pull(subscription)
@@ -92,7 +92,7 @@ def test_what_is_held_too_long_comes_again(pubsub_emulator):
     assert time.monotonic() - begun > 0.9
 
 
-def test_the_stub_holds_by_the_clock_that_it_is_given():
+def test_the_stub_uses_the_given_clock():
     clock = ManualClock()
     with StubServer(clock) as server:
         topic, subscription = queue(server, ack_deadline_seconds=30)
@@ -128,7 +128,7 @@ def test_an_exactly_once_subscription_confirms_each_id(pubsub):
     assert len(pubsub.pull(subscription)) == 1
 
 
-def test_a_key_is_delivered_in_order_and_waits_for_what_is_in_flight(pubsub):
+def test_a_key_is_delivered_in_order_after_messages_in_flight(pubsub):
     topic, subscription = queue(pubsub, enable_message_ordering=True)
     for number in range(6):
         pubsub.publish(topic, [b"%d" % number], ordering_key=f"k{number % 2}")
@@ -145,7 +145,7 @@ def test_a_key_is_delivered_in_order_and_waits_for_what_is_in_flight(pubsub):
     assert data(pubsub.pull(subscription)) == [b"8"]
 
 
-def test_an_unordered_acknowledgement_of_an_ordered_key_is_refused_for_now(pubsub):
+def test_an_out_of_order_ack_of_a_key_is_refused(pubsub):
     from google.api_core.exceptions import InvalidArgument
 
     topic, subscription = queue(
@@ -162,7 +162,7 @@ def test_an_unordered_acknowledgement_of_an_ordered_key_is_refused_for_now(pubsu
     assert pubsub.pull(subscription) == []
 
 
-def test_a_dead_letter_policy_counts_deliveries_and_buries(pubsub):
+def test_a_dead_letter_policy_counts_deliveries(pubsub):
     dead = pubsub.topic()
     grave = pubsub.subscription(dead)
     policy = {"dead_letter_topic": dead, "max_delivery_attempts": 5}
@@ -182,7 +182,7 @@ def test_a_dead_letter_policy_counts_deliveries_and_buries(pubsub):
     assert letter.attributes["CloudPubSubDeadLetterSourceSubscription"] == subscription[-36:]
 
 
-def test_seeking_makes_every_id_void(pubsub):
+def test_a_seek_invalidates_ack_ids(pubsub):
     topic, subscription = queue(pubsub)
     pubsub.publish(topic, [b"one"])
     snapshot = f"projects/broadway-tests/snapshots/{subscription[-36:]}"
@@ -199,7 +199,7 @@ def test_seeking_makes_every_id_void(pubsub):
 
 
 @pytest.mark.parametrize("call", ["pull", "acknowledge", "modify_ack_deadline"])
-def test_what_is_not_there_is_said(pubsub, call):
+def test_missing_resources_are_reported(pubsub, call):
     from google.api_core.exceptions import NotFound
 
     more: dict[str, Any] = {"pull": {"max_messages": 1}}.get(call, {"ack_ids": ["a:1"]})
@@ -237,7 +237,7 @@ def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub):
             pubsub_stub.publish_all(topic, [message])
 
 
-def test_the_stub_answers_as_a_test_says(pubsub_stub):
+def test_the_stub_injects_responses(pubsub_stub):
     from google.api_core import exceptions as of
 
     topic, subscription = queue(pubsub_stub)
@@ -259,7 +259,7 @@ def test_the_stub_answers_as_a_test_says(pubsub_stub):
 
 
 @pytest.mark.parametrize("late_acks", [False, True])
-def test_a_late_acknowledgement_may_or_may_not_end_a_message(late_acks):
+def test_a_late_ack_may_or_may_not_succeed(late_acks):
     clock = ManualClock()
     with StubServer(clock, late_acks=late_acks) as server:
         topic, subscription = queue(server)
@@ -274,7 +274,7 @@ def test_a_late_acknowledgement_may_or_may_not_end_a_message(late_acks):
         assert bool(server.pull(subscription)) is not late_acks
 
 
-def test_a_nacked_message_brings_back_those_behind_it_in_its_key(pubsub_stub):
+def test_a_nack_redelivers_later_messages_of_its_key(pubsub_stub):
     topic, subscription = queue(pubsub_stub, enable_message_ordering=True)
     pubsub_stub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
     one, two, three = (each.ack_id for each in pubsub_stub.pull(subscription))
@@ -285,7 +285,7 @@ def test_a_nacked_message_brings_back_those_behind_it_in_its_key(pubsub_stub):
     assert data(pubsub_stub.pull(subscription)) == [b"2", b"3"]
 
 
-def test_what_was_nacked_comes_in_order_again_but_not_from_the_emulator(pubsub):
+def test_nacked_messages_are_redelivered_in_order_except_by_the_emulator(pubsub):
     topic, subscription = queue(pubsub, enable_message_ordering=True)
     pubsub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
     ack_ids = [each.ack_id for each in pubsub.pull(subscription)]
@@ -296,7 +296,7 @@ def test_what_was_nacked_comes_in_order_again_but_not_from_the_emulator(pubsub):
     assert again == ([b"3", b"2", b"1"] if pubsub.kind == "emulator" else [b"1", b"2", b"3"])
 
 
-def test_a_retry_policy_puts_off_what_was_nacked():
+def test_a_retry_policy_delays_nacked_messages():
     clock = ManualClock()
     with StubServer(clock) as server:
         waits = {"minimum_backoff": {"seconds": 10}, "maximum_backoff": {"seconds": 15}}
@@ -312,7 +312,7 @@ def test_a_retry_policy_puts_off_what_was_nacked():
 
 
 @pytest.mark.parametrize("name", units_pubsub.AT_ANY)
-def test_the_emulator_is_asked_as_broadways_cases_say(name, pubsub_emulator):
+def test_requests_match_broadways_cases(name, pubsub_emulator):
     file = Path(units_pubsub.__file__).with_name("cases.json")
     cases = {case["id"]: case for case in json.loads(file.read_text("utf-8"))["cases"]}
     units_pubsub.AT_ANY[name](cases[name], pubsub_emulator)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.broker
 # -- messages ----------------------------------------------------------------------------------
 
 
-def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(place, caplog):
+def test_an_oversized_body_is_dead_lettered_and_reported(place, caplog):
     place.declare()
     place.send(b"1" * 1_000, b"x" * 1_001, b"2", b"y" * 6_000)
     caplog.set_level(logging.ERROR)
@@ -44,7 +44,7 @@ def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(place, c
     assert f"Message {mark} is a dead letter, unprocessed: its body has 1001 bytes" in caplog.text
 
 
-def test_a_bundle_that_was_moved_into_the_source_queue_is_set_aside_as_it_is(place):
+def test_a_bundle_in_the_source_queue_is_dead_lettered_unchanged(place):
     # Given a bundle of two messages that a dead run held, and an operator who moves it
     place.declare()
     place.send(b"1", b"2")
@@ -91,7 +91,7 @@ def test_a_stream_is_refused(place, arguments):
 
 
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
-def test_other_types_of_queues_are_not_taken_for_streams(place, kind):
+def test_other_queue_types_are_not_taken_for_streams(place, kind):
     place.declare(**{"x-queue-type": kind})
 
     assert place.settle("g1")[0] == []
@@ -100,7 +100,7 @@ def test_other_types_of_queues_are_not_taken_for_streams(place, kind):
     assert not message.redelivered
 
 
-def test_a_priority_queue_gives_the_urgent_first(place):
+def test_a_priority_queue_delivers_urgent_messages_first(place):
     place.declare(**{"x-max-priority": 5})
     for priority in (1, 5, 3):
         place.send(str(priority).encode(), properties=pika.BasicProperties(priority=priority))
@@ -164,7 +164,7 @@ def test_the_depth_counts_ready_delayed_and_dead(place):
     assert place.producer().depth(place.env()) == QueueDepth(1, 2, 0, 1, None)
 
 
-def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place):
+def test_immediately_settled_messages_are_not_redelivered_after_a_crash(place):
     place.declare()
     place.send(b"1", b"2", b"3")
     messages, lease = place.hold("g1", lease=5.0)
@@ -184,7 +184,7 @@ def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place):
     assert sorted(again) == [b"1", b"3"]
 
 
-def test_settled_headers_hold_no_more_than_they_must(place):
+def test_settled_headers_are_minimal(place):
     place.declare()
     place.send(b"1", properties=pika.BasicProperties(delivery_mode=2))
     retry = Verdict(Action.RETRY, 0.0, "again", "process")

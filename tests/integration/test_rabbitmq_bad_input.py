@@ -42,21 +42,21 @@ def test_wrong_credentials_are_one_clear_error_without_the_password(place, caplo
     assert PASSWORD not in str(raised.value) + caplog.text
 
 
-def test_a_virtual_host_that_is_not_there(place):
+def test_a_missing_virtual_host(place):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
     with pytest.raises(ProducerError, match="virtual host 'nowhere'"):
         producer.source(place.env(schema="nowhere"))
 
 
-def test_a_broker_that_is_not_there(place):
+def test_an_unreachable_broker(place):
     producer = RabbitMQProducer(queue=place.name, uri="amqp://127.0.0.1:1", reconnect_timeout=0.1)
 
     with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
         producer.source(place.env())
 
 
-def test_a_host_whose_name_is_not_known(place):
+def test_an_unknown_host_name(place):
     producer = RabbitMQProducer(
         queue=place.name, uri="amqp://no-such-host.invalid", backoff_type="stop"
     )
@@ -65,14 +65,14 @@ def test_a_host_whose_name_is_not_known(place):
         producer.source(place.env())
 
 
-def test_tls_files_that_cannot_be_read(place):
+def test_unreadable_tls_files(place):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
     with pytest.raises(ConnectionMissing, match="TLS files"):
         producer.source(place.env(extra={"tls": {"ca": "/no/such/file"}}))
 
 
-def test_a_queue_that_is_missing_is_named_with_the_cure(place):
+def test_a_missing_queue_is_named_with_the_remedy(place):
     with pytest.raises(ProducerError, match=rf"{place.name}.*NOT_FOUND.*declare"):
         place.producer().source(place.env())
 
@@ -87,7 +87,7 @@ def test_a_queue_declared_with_other_arguments(place):
 
 
 @pytest.mark.parametrize("name", ["held", "dead"])
-def test_a_queue_of_ours_that_somebody_made_of_another_type_takes_no_message(place, name):
+def test_a_holding_queue_of_another_type_receives_no_message(place, name):
     # Given one of our queues as a classic queue
     place.declare()
     place.send(b"1")
@@ -111,7 +111,7 @@ def test_a_queue_of_ours_that_somebody_made_of_another_type_takes_no_message(pla
     ("lacking", "expected"),
     [("configure", "access to queue"), ("write", "access to"), ("read", "access to queue")],
 )
-def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(place, lacking, expected):
+def test_a_missing_permission_is_named(place, lacking, expected):
     place.declare()
     place.send(b"1")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
@@ -131,7 +131,7 @@ def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(place, lacking,
     assert len(place.settle("g2")[0]) == 1
 
 
-def test_a_permission_that_is_lacking_when_settling_loses_nothing(place):
+def test_a_missing_permission_at_settlement_loses_nothing(place):
     # Given a run of a user who may not write to queues any more when it comes to settling
     place.declare()
     place.send(b"1", b"2")
@@ -161,7 +161,7 @@ def test_a_permission_that_is_lacking_when_settling_loses_nothing(place):
 # -- messages ----------------------------------------------------------------------------------
 
 
-def test_headers_that_are_no_text_harm_nobody(place):
+def test_undecodable_headers_are_harmless(place):
     place.declare()
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"

@@ -66,7 +66,7 @@ def received(place: Place, generation: str, **connection: Any) -> list[Message]:
         source.close()
 
 
-def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken(place, extra):
+def test_a_lossy_policy_is_an_error_before_the_first_receive(place, extra):
     place.declare()
     place.send(b"1", b"2")
     pattern = rf"^broadway\..*{place.name}"
@@ -83,7 +83,7 @@ def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken
     assert [m.data for m in received(place, "g2", extra=extra)] == [b"1", b"2"]
 
 
-def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(place, extra, caplog):
+def test_a_policy_on_the_source_is_a_warning_with_its_effect(place, extra, caplog):
     place.declare()
     place.send(b"1")
 
@@ -94,7 +94,7 @@ def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(place, extra
     assert "sets max-length 100: the oldest message is dropped" in told
 
 
-def test_each_run_checks_policies_even_an_empty_one(place, extra, monkeypatch):
+def test_every_run_checks_policies(place, extra, monkeypatch):
     looks: list[str] = []
 
     def look(connection: ConnectionThread, options: RabbitMQProducer) -> list[Any]:
@@ -123,9 +123,7 @@ def settled(place: Place, lease: Lease, settlement: Settlement, **connection: An
 
 
 @pytest.mark.parametrize("queue", ["held", "dead"])
-def test_a_dead_runs_messages_stay_where_they_are_while_a_policy_would_lose_them(
-    place, extra, queue
-):
+def test_a_lossy_policy_keeps_a_dead_runs_messages_in_place(place, extra, queue):
     """The sweep comes before the first message: it is the first that must not move them."""
     # Given a run that checked the policies just now, and one that died and whose lease has lapsed
     place.declare()
@@ -157,7 +155,7 @@ def test_a_dead_runs_messages_stay_where_they_are_while_a_policy_would_lose_them
         (Verdict(Action.RETRY, 60.0), "delay.60", {"expires": 100}),
     ],
 )
-def test_a_policy_set_in_mid_run_keeps_a_failed_message_and_acknowledges_the_others(
+def test_a_policy_set_during_a_run_keeps_only_failed_messages(
     place, extra, verdict, queue, definition
 ):
     place.declare()
@@ -174,7 +172,7 @@ def test_a_policy_set_in_mid_run_keeps_a_failed_message_and_acknowledges_the_oth
     assert [m.data for m in received(place, "g2", extra=extra)] == [b"bad"]
 
 
-def test_without_the_management_api_a_run_goes_on_and_warns(place, caplog):
+def test_a_run_without_management_api_warns(place, caplog):
     caplog.set_level("WARNING")
     place.declare()
     place.send(b"1")
@@ -186,7 +184,7 @@ def test_without_the_management_api_a_run_goes_on_and_warns(place, caplog):
     assert "the management API at http://127.0.0.1:1 cannot be reached" in told
 
 
-def test_a_user_without_the_tag_is_told_which_one_is_needed(place, extra, caplog):
+def test_a_missing_user_tag_is_named(place, extra, caplog):
     caplog.set_level("WARNING")
     place.declare()
     place.send(b"1")
@@ -198,7 +196,7 @@ def test_a_user_without_the_tag_is_told_which_one_is_needed(place, extra, caplog
     assert PASSWORD not in caplog.text
 
 
-def test_the_tag_management_suffices_for_all_but_the_feature_flags(place, extra):
+def test_the_management_tag_suffices_except_for_feature_flags(place, extra):
     place.declare()
 
     with permitted(place.server, tags="management") as user:
@@ -221,14 +219,14 @@ def test_the_tag_management_suffices_for_all_but_the_feature_flags(place, extra)
         ("http://[", "must be http"),
     ],
 )
-def test_a_management_address_that_is_none_is_said_without_showing_it(url, told):
+def test_an_invalid_management_address_is_reported_without_showing_it(url, told):
     with pytest.raises(ApiError, match=told) as raised:
         Management(Address(management_url=url))
 
     assert PASSWORD not in f"{raised.value} {Address(management_url=url)!r}"
 
 
-def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(caplog):
+def test_the_password_is_not_sent_unencrypted_to_another_port(caplog):
     with pytest.raises(ApiError, match=r"to 'http://rabbit\.example\.org:15672', or false"):
         Management(Address(host="rabbit.example.org"))
 
@@ -244,7 +242,7 @@ def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(capl
     )
 
 
-def test_a_connection_that_says_so_is_not_asked(place, caplog):
+def test_management_checks_can_be_disabled(place, caplog):
     caplog.set_level("INFO")
     place.declare()
     place.send(b"1")
@@ -259,7 +257,7 @@ def test_a_connection_that_says_so_is_not_asked(place, caplog):
     ]
 
 
-def test_what_answers_there_may_be_something_else(place):
+def test_a_foreign_server_at_the_management_port_is_a_warning(place):
     wrong = Management(Address(management_url=f"http://127.0.0.1:{place.port}"))
 
     with pytest.raises(ApiError, match="cannot be reached"):
@@ -296,7 +294,7 @@ def test_the_command_prints_findings(place, connection, capsys):
     assert [finding["level"] for finding in json.loads(as_json.out)] == ["error"]
 
 
-def test_what_runs_hold_is_counted_in_bundles(place):
+def test_depth_counts_held_bundles(place):
     # Given 1,200 messages that a run holds
     place.declare()
     place.send(*[b"%d" % number for number in range(1_200)])
@@ -309,7 +307,7 @@ def test_what_runs_hold_is_counted_in_bundles(place):
 
 
 @pytest.mark.parametrize("kind", ["no tag", "false", "nobody there"])
-def test_the_command_warns_of_policies_that_it_cannot_see(place, extra, monkeypatch, capsys, kind):
+def test_the_command_warns_of_unreadable_policies(place, extra, monkeypatch, capsys, kind):
     url = {"false": False, "nobody there": "http://127.0.0.1:1"}.get(kind, extra["management_url"])
     place.declare()
     with permitted(place.server) as user:
@@ -335,7 +333,7 @@ class Sharded(Checked):
     )
 
 
-def test_the_command_checks_the_queue_of_each_producer(place, connection, capsys):
+def test_the_command_checks_every_producers_queue(place, connection, capsys):
     with place.channel() as channel:
         channel.queue_declare("sharded-0", durable=True)
 

@@ -48,7 +48,7 @@ def one(source: Source) -> Message:
     return message
 
 
-def test_messages_keep_ids_of_their_own_when_the_connection_breaks_between_them(place):
+def test_generated_ids_stay_unique_after_a_reconnect(place):
     # Given a run that receives one message before its connection breaks, and one after
     place.declare()
     place.send(b"before")
@@ -77,7 +77,7 @@ def synchronise(source: Any) -> None:
     source._consumer.channel.call("basic_qos", prefetch_count=1)
 
 
-def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(place):
+def test_a_retry_with_a_lost_ack_is_redelivered_under_another_id(place):
     # Given a run, and a message on its second attempt
     place.declare()
     place.send(b"first")
@@ -108,7 +108,7 @@ def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(p
     assert place.settle("g2")[0] == []
 
 
-def test_a_run_that_dies_between_confirm_and_acknowledgement_leaves_two_marked_ids(place):
+def test_a_run_killed_between_confirm_and_ack_leaves_two_marked_ids(place):
     # Given a run that has a confirmed bundle, and never reaches the broker with its acknowledgement
     place.declare()
     place.send(b"one")
@@ -131,7 +131,7 @@ def test_a_run_that_dies_between_confirm_and_acknowledgement_leaves_two_marked_i
     assert first.message_id in ids
 
 
-def test_a_run_that_starts_before_its_broker_waits_for_it(place, caplog):
+def test_a_run_waits_for_a_starting_broker(place, caplog):
     place.declare()
     place.send(b"1")
     port = free_port()
@@ -151,7 +151,7 @@ def test_a_run_that_starts_before_its_broker_waits_for_it(place, caplog):
         pass
 
 
-def test_what_fails_after_connecting_is_tried_again_for_a_while(place):
+def test_failures_after_connecting_are_retried(place):
     place.declare()
     place.send(b"1")
     calls: list[Any] = []
@@ -179,7 +179,7 @@ def failing(breaker: Breaker, **options: Any) -> dict[str, Any]:
     return {"uri": breaker.uri, "on_failure": "retry", **delays, **options}
 
 
-def test_connections_that_fail_at_their_first_use_are_paced_and_given_up_in_time(place):
+def test_connections_that_fail_at_first_use_back_off_and_time_out(place):
     place.declare()
     place.send(b"1")
     with Breaker(place.server.address) as breaker, place.source(**failing(breaker)) as source:
@@ -193,7 +193,7 @@ def test_connections_that_fail_at_their_first_use_are_paced_and_given_up_in_time
     assert [message.data for message in place.settle("g2")[0]] == [b"1"]
 
 
-def test_a_run_that_is_told_to_stop_does_not_wait_for_its_broker(place):
+def test_a_stopped_run_does_not_wait_for_its_broker(place):
     place.declare()
     place.send(b"1", b"2")
     stop = threading.Event()
@@ -218,7 +218,7 @@ def test_a_run_that_is_told_to_stop_does_not_wait_for_its_broker(place):
     assert [message.data for message in place.settle("g2")[0]] == [b"2"]
 
 
-def test_settling_outlasts_a_broker_that_breaks_each_connection_for_a_while(place):
+def test_settlement_survives_repeated_connection_losses(place):
     place.declare()
     place.send(b"1")
     messages, lease = place.hold()
@@ -240,7 +240,7 @@ def test_settling_outlasts_a_broker_that_breaks_each_connection_for_a_while(plac
 # -- consumers -------------------------------------------------------------------------------------
 
 
-def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place):
+def test_a_run_survives_connections_closed_at_the_broker(place):
     # Given a run that has received a message
     place.declare()
     place.send(b"1", b"2", b"3")
@@ -249,7 +249,7 @@ def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place):
         synchronise(source)
 
         # When its connection is closed at the broker, in words: 320, CONNECTION_FORCED
-        connection = source._connection  # type: ignore[attr-defined]
+        connection = source._connection
 
         def closed() -> bool:
             for each in manage(place.server, "GET", "connections"):
@@ -268,7 +268,7 @@ def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place):
 
 
 @pytest.mark.parametrize("at", ["claim", "bind", "opening bundle"])
-def test_a_connection_that_breaks_as_a_holding_queue_is_opened_is_replaced(place, at):
+def test_a_connection_lost_while_opening_a_holding_queue_is_replaced(place, at):
     place.declare()
     place.send(b"1")
     said = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
@@ -286,7 +286,7 @@ def test_a_connection_that_breaks_as_a_holding_queue_is_opened_is_replaced(place
     assert place.count(place.name, place.queues.held(0)) == 0
 
 
-def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place):
+def test_a_cancelled_consumer_is_one_clear_error(place):
     place.declare()
     place.send(b"1")
 
@@ -298,7 +298,7 @@ def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place):
             source.receive(1, timeout=5.0)
 
 
-def test_a_queue_that_was_deleted_is_declared_anew_where_the_option_says_so(place):
+def test_a_deleted_queue_is_redeclared_if_configured(place):
     options: dict[str, Any] = {"qos": Qos(prefetch_count=1), "declare": {"durable": True}}
     place.declare()
     place.send(b"1")
@@ -344,7 +344,7 @@ def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
         assert one(source).data == b"2"
 
 
-def test_metadata_holds_every_field_that_is_asked_for(place):
+def test_metadata_has_every_requested_field(place):
     given: dict[str, Any] = {
         "content_type": "text/plain",
         "content_encoding": "identity",
@@ -376,7 +376,7 @@ def test_metadata_holds_every_field_that_is_asked_for(place):
 # -- set-up ----------------------------------------------------------------------------------------
 
 
-def test_a_binding_without_a_key_binds_by_the_empty_key(place):
+def test_a_binding_without_key_uses_the_empty_key(place):
     exchange = f"exchange-{place.name}"
     with place.channel() as channel:
         channel.exchange_declare(exchange, exchange_type="direct", auto_delete=True)
@@ -400,7 +400,7 @@ def test_a_binding_without_a_key_binds_by_the_empty_key(place):
 # -- hosts -----------------------------------------------------------------------------------------
 
 
-def test_the_first_host_that_answers_is_taken_and_another_when_it_goes(place):
+def test_the_first_reachable_host_is_used_with_failover(place):
     # Given a run on the second of three hosts, since the first is away
     place.declare()
     place.send(b"before")
@@ -423,7 +423,7 @@ def test_the_first_host_that_answers_is_taken_and_another_when_it_goes(place):
     assert place.carry_out(lease, settlement_of([before, after])) == SettleReport(acked=2)
 
 
-def test_hosts_that_are_all_away_are_all_named(place):
+def test_unreachable_hosts_are_all_named(place):
     producer = place.producer(uri="amqp://127.0.0.1:1,127.0.0.1:2", backoff_type="stop")
 
     with pytest.raises(
@@ -433,7 +433,7 @@ def test_hosts_that_are_all_away_are_all_named(place):
         producer.source(place.env())
 
 
-def test_a_small_frame_few_channels_and_properties_of_the_client_are_as_the_connection_says(place):
+def test_connection_tuning_and_client_properties_are_applied(place):
     extra = {"frame_max": 4096, "channel_max": 16, "client_properties": {"team": "shop"}}
     env = place.env(extra=extra)
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")

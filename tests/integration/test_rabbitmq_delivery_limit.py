@@ -47,7 +47,7 @@ def look_from_outside(place: Place, queue: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 5, 20])
-def test_no_letter_is_deleted_by_looks_however_many(place, limit):
+def test_browsing_never_deletes_letters(place, limit):
     queue = declare(place, **{"x-delivery-limit": limit})
     seen, said = [], ""
     for _ in range(limit + 3):
@@ -81,7 +81,7 @@ def test_a_limit_of_a_policy_counts_as_well(place):
 
 
 @pytest.mark.parametrize("times", [3, 4, 5])
-def test_looks_of_other_clients_are_counted(place, times):
+def test_deliveries_to_other_clients_are_counted(place, times):
     queue = declare(place, **{"x-delivery-limit": 5})
     look_from_outside(place, queue, times)
 
@@ -92,7 +92,7 @@ def test_looks_of_other_clients_are_counted(place, times):
     assert place.depth(queue) == LETTERS
 
 
-def test_moving_some_counts_and_moving_all_does_not(place):
+def test_moving_some_letters_counts_and_moving_all_does_not(place):
     queue = declare(place, **{"x-delivery-limit": 4})
     place.declare()
     assert [look(place, queue) for _ in range(2)] == [LETTERS, LETTERS]
@@ -114,7 +114,7 @@ def test_moving_some_counts_and_moving_all_does_not(place):
 @pytest.mark.parametrize(
     "extra", [{"management_url": False}, {"management_url": "http://127.0.0.1:1"}]
 )
-def test_a_limit_that_is_not_known_refuses_the_look(place, extra):
+def test_an_unknown_limit_refuses_browsing(place, extra):
     queue = declare(place, **{"x-delivery-limit": 5})
 
     for _ in range(7):
@@ -126,7 +126,7 @@ def test_a_limit_that_is_not_known_refuses_the_look(place, extra):
     assert place.depth(queue) == LETTERS
 
 
-def test_queues_without_a_limit_are_looked_at_for_ever(place):
+def test_queues_without_limit_can_be_browsed_forever(place):
     # RabbitMQ 3 has no default
     queue = declare(place)
     assert [look(place, queue) for _ in range(25)] == [LETTERS] * 25

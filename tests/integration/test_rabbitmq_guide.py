@@ -52,7 +52,7 @@ def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place):
     assert max(size for _, size in sizes) < 1024 * 1024
 
 
-def test_what_came_back_comes_before_what_is_new(place):
+def test_redelivered_messages_come_before_new_ones(place):
     # Given messages that a run gave back, and as many new ones
     place.send(*[b"old %d" % number for number in range(40)])
     _, lease = place.hold("g1", on_failure="retry")
@@ -78,7 +78,7 @@ class Moved(SystemClock):
         return super().now() + timedelta(seconds=self.later)
 
 
-def test_a_run_takes_nothing_more_when_two_hundredths_of_its_lease_are_left(place):
+def test_a_run_stops_receiving_at_two_percent_of_its_lease(place):
     place.send(b"1", b"2", b"3")
     clock = Moved()
     env = place.env("g1")
@@ -97,7 +97,7 @@ def test_a_run_takes_nothing_more_when_two_hundredths_of_its_lease_are_left(plac
     assert [message.data for message in place.settle("g2")[0]] == [b"3"]
 
 
-def test_a_message_that_is_left_comes_again_when_its_lease_would_have_lapsed(place):
+def test_an_unsettled_message_is_redelivered_after_its_lease(place):
     place.send(b"1")
     began = time.monotonic()
     messages, lease = place.hold("g1", lease=4.0)
@@ -140,9 +140,7 @@ def waited(monkeypatch):
     return made
 
 
-def test_only_the_first_run_on_a_queue_waits_for_its_holding_queue_to_be_old_enough(
-    place, monkeypatch, waited
-):
+def test_only_the_first_run_waits_for_a_young_holding_queue(place, monkeypatch, waited):
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 2.0)
 
     def receive(generation: str) -> None:

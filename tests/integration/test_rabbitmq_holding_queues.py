@@ -72,7 +72,7 @@ def atoms(place: Place) -> int:
 # -- used again ------------------------------------------------------------------------------------
 
 
-def test_a_holding_queue_is_used_again_by_one_run_after_another(place):
+def test_consecutive_runs_reuse_a_holding_queue(place):
     for turn in range(4):
         place.send(b"%d" % turn)
         messages, lease = place.hold(f"g{turn}")
@@ -83,7 +83,7 @@ def test_a_holding_queue_is_used_again_by_one_run_after_another(place):
     assert place.depth(place.queues.held(1)) is None
 
 
-def test_each_of_several_generations_has_a_holding_queue_of_its_own(place):
+def test_concurrent_generations_have_separate_holding_queues(place):
     held = []
     for turn in range(3):
         place.send(b"%d" % turn)
@@ -96,7 +96,7 @@ def test_each_of_several_generations_has_a_holding_queue_of_its_own(place):
     assert place.count(*used) == 0
 
 
-def test_a_holding_queue_that_was_deleted_while_it_was_empty_is_declared_again(place):
+def test_a_deleted_empty_holding_queue_is_redeclared(place):
     place.send(b"1")
     assert place.settle("g1")[1] == SettleReport(acked=1)
     with place.channel() as channel:
@@ -108,7 +108,7 @@ def test_a_holding_queue_that_was_deleted_while_it_was_empty_is_declared_again(p
 
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("runs", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_runs_leave_the_nodes_atoms_where_they_were(place, runs):
+def test_runs_create_no_erlang_atoms(place, runs):
     skip_without_own_server()
     holding, body = HoldingQueues(place.queues), b""
     declare = place.standing_queues().ensure_held
@@ -147,7 +147,7 @@ def test_runs_leave_the_nodes_atoms_where_they_were(place, runs):
 # -- a dead run ------------------------------------------------------------------------------------
 
 
-def test_what_a_dead_run_held_is_in_one_named_queue_and_is_taken_over_by_the_next(place):
+def test_a_dead_runs_messages_are_taken_over_from_its_holding_queue(place):
     messages = die(place, "dead", 1_200)
     [(name, bundles)] = [
         (name, place.depth(name))
@@ -165,7 +165,7 @@ def test_what_a_dead_run_held_is_in_one_named_queue_and_is_taken_over_by_the_nex
     assert place.depth(name) == 0
 
 
-def test_a_run_whose_lease_lasts_is_left_alone(place):
+def test_a_run_with_a_valid_lease_is_not_swept(place):
     place.send(b"1")
     messages, lease = place.hold("g1")
 
@@ -175,7 +175,7 @@ def test_a_run_whose_lease_lasts_is_left_alone(place):
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
 
 
-def test_a_dead_run_of_a_pipeline_of_another_name_is_taken_over(place):
+def test_a_dead_run_of_a_renamed_pipeline_is_taken_over(place):
     messages = die(place, "dead", 3)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
     place.folder = place.folder / "renamed"
@@ -200,7 +200,7 @@ def test_a_sweep_that_is_killed_is_completed_by_the_next(place, monkeypatch):
     assert all(message.redelivered for message in taken)
 
 
-def test_a_run_that_stops_before_it_has_swept_forgets_no_settlement(place):
+def test_a_run_stopped_before_its_sweep_forgets_no_settlement(place):
     # Given a settlement of ten days ago that was killed before the queue was emptied
     place.send(b"1")
     _, lease = place.hold("old")
@@ -229,7 +229,7 @@ def held_behind_a_full_queue(place: Place) -> tuple[Sequence[Message], Lease]:
     return messages, lease
 
 
-def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(place, caplog):
+def test_messages_rejected_by_a_full_source_stay_in_the_holding_queue(place, caplog):
     # Given a source queue that has room for one message, which another takes
     messages, lease = held_behind_a_full_queue(place)
 
@@ -247,9 +247,7 @@ def test_what_the_full_source_queue_does_not_take_stays_in_the_holding_queue(pla
     assert place.depth(lease.state["holding_queue"]) == 0
 
 
-def test_what_a_settlement_puts_back_is_not_purged_though_the_brokers_count_lags(
-    place, monkeypatch
-):
+def test_released_messages_are_not_purged_while_counts_lag(place, monkeypatch):
     # Given a message that is to be retried, and a source queue that has no room for it
     messages, lease = held_behind_a_full_queue(place)
     monkeypatch.setattr(HoldingQueue, "count", lambda *_: lease.state["bundles"])
@@ -266,7 +264,7 @@ def test_what_a_settlement_puts_back_is_not_purged_though_the_brokers_count_lags
 
 
 @pytest.mark.parametrize("noted", [False, True], ids=["before", "as it opens its queue"])
-def test_a_generation_that_was_swept_before_its_first_message_may_not_begin(place, noted):
+def test_a_generation_swept_before_its_first_message_cannot_begin(place, noted):
     with place.source("g1") as source:
         opened = source.lease
         if noted:  # and loses its connection
@@ -296,7 +294,7 @@ def receive_until_lapsed(source: Source) -> LeaseLapsed:
 # -- the fence -------------------------------------------------------------------------------------
 
 
-def test_a_paused_publisher_that_wakes_after_the_unbind_loses_nothing(place):
+def test_a_publisher_paused_across_the_unbind_loses_nothing(place):
     # Given a process that is paused as it publishes a bundle, and whose run is released
     with Breaker(place.server.address) as breaker:
         options: dict[str, Any] = {"uri": breaker.uri, "on_failure": "retry"}
@@ -326,7 +324,7 @@ def test_a_paused_publisher_that_wakes_after_the_unbind_loses_nothing(place):
     assert sorted(message.data for message in rest) == [b"1", b"2", b"3"]
 
 
-def test_a_publisher_whose_lease_lapsed_is_fenced_off_by_the_sweep(place):
+def test_a_lapsed_publisher_is_fenced_off_by_the_sweep(place):
     messages = die(place, "dead", 3)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
 
@@ -339,7 +337,7 @@ def test_a_publisher_whose_lease_lapsed_is_fenced_off_by_the_sweep(place):
             channel.basic_publish(EXCHANGE, place.queues.key("dead"), b"late", mandatory=True)
 
 
-def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place):
+def test_a_publisher_unbound_in_traffic_loses_nothing(place):
     sent = [b"%06d" % number for number in range(5_000)]
     place.send(*sent)
     with place.source("fenced", on_failure="retry") as source:
@@ -357,7 +355,7 @@ def test_a_publisher_that_is_unbound_in_traffic_loses_nothing(place):
     assert sorted({message.data for message in rest}) == sent
 
 
-def test_an_exchange_that_an_operator_deletes_ends_the_run_with_what_to_do(place):
+def test_a_deleted_exchange_ends_the_run_with_a_remedy(place):
     place.send(b"1")
     with place.source("g1", on_failure="retry") as source:
         assert len(source.receive(1, timeout=5.0)) == 1
@@ -384,7 +382,7 @@ def late_bundle(place: Place) -> None:
 
 
 @pytest.mark.parametrize("noted", [False, True], ids=["before it settles", "before it purges"])
-def test_a_bundle_of_another_generation_stays_for_the_sweep(place, noted, monkeypatch):
+def test_foreign_bundles_stay_for_the_sweep(place, noted, monkeypatch):
     place.send(b"1")
     messages, lease = place.hold("g1")
     if noted:
@@ -406,7 +404,7 @@ def test_a_bundle_of_another_generation_stays_for_the_sweep(place, noted, monkey
     assert place.depth(place.queues.held(0)) == 0
 
 
-def test_a_generation_that_opens_another_queue_is_no_longer_bound_to_the_first(place):
+def test_opening_another_queue_unbinds_the_first(place):
     # Given a generation that lost its connection when it was bound, and another in its queue by now
     holding, declare = HoldingQueues(place.queues), place.standing_queues().ensure_held
     first, second = place.queues.held(0), place.queues.held(1)
@@ -462,7 +460,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda body: repr(body[:9]))
-def test_a_holding_queue_with_what_cannot_be_read_is_passed_over_and_said(place, garbage, caplog):
+def test_a_holding_queue_with_unreadable_messages_is_skipped_and_reported(place, garbage, caplog):
     with place.channel() as channel:
         channel.queue_declare(place.queues.held(0), durable=True, arguments=KEEPING)
         channel.confirm_delivery()
@@ -477,7 +475,7 @@ def test_a_holding_queue_with_what_cannot_be_read_is_passed_over_and_said(place,
     assert place.first(place.queues.held(0))[1] == garbage
 
 
-def test_a_bundle_that_cannot_be_read_stays_and_the_others_are_released(place, caplog):
+def test_an_unreadable_bundle_stays_and_the_others_are_released(place, caplog):
     messages = die(place, "dead", 3)
     with place.channel() as channel:
         channel.confirm_delivery()
@@ -491,7 +489,7 @@ def test_a_bundle_that_cannot_be_read_stays_and_the_others_are_released(place, c
     assert place.first(place.queues.held(0))[1] == NEWER
 
 
-def test_a_bundle_in_the_holding_queue_says_whose_it_is(place):
+def test_a_bundle_names_its_owner(place):
     place.send(b"1")
     place.hold("g1")
 
@@ -506,7 +504,7 @@ def test_a_bundle_in_the_holding_queue_says_whose_it_is(place):
 # -- released messages -----------------------------------------------------------------------------
 
 
-def test_released_messages_come_though_the_broker_is_far_and_nobody_waits(place):
+def test_released_messages_arrive_despite_latency(place):
     sent = place.give_back(*[b"%d" % number for number in range(10)])
 
     with (
@@ -518,7 +516,7 @@ def test_released_messages_come_though_the_broker_is_far_and_nobody_waits(place)
     assert sorted(m.message_id for m in messages) == sorted(m.message_id for m in sent)
 
 
-def test_an_id_of_a_released_message_is_not_given_to_another_message(place):
+def test_ids_of_released_messages_are_not_reused(place):
     # Given a message that was released, and others that bear a copy of its mark
     copied = pika.BasicProperties(headers=marked(b"same", "copied"))
     [first] = place.give_back(b"same", properties=copied)
@@ -536,7 +534,7 @@ def test_an_id_of_a_released_message_is_not_given_to_another_message(place):
     assert len(place.settle("g2")[0]) == 3
 
 
-def test_two_runs_that_begin_together_sweep_a_dead_run_once(place, caplog):
+def test_concurrent_runs_sweep_a_dead_run_once(place, caplog):
     caplog.set_level(logging.WARNING)
     messages = die(place, "dead", 600)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 2)

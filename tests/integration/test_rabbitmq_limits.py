@@ -33,7 +33,7 @@ def place(place):
 # -- slow callbacks --------------------------------------------------------------------------------
 
 
-def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(place, monkeypatch):
+def test_no_message_is_unacknowledged_during_slow_callbacks(place, monkeypatch):
     monkeypatch.setattr(consumer, "DEMAND_TIMEOUT", 0.3)
     place.send(*[b"%d" % number for number in range(100)])
     with place.source(qos=Qos(prefetch_count=20)) as source:
@@ -59,9 +59,7 @@ def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(place, mon
 
 
 @pytest.mark.slow
-def test_a_broker_that_waits_no_longer_for_an_acknowledgement_ends_no_run(
-    place, monkeypatch, caplog
-):
+def test_the_consumer_timeout_ends_no_run(place, monkeypatch, caplog):
     skip_without_own_server()
     monkeypatch.setattr(
         consumer, "DEMAND_TIMEOUT", 3600.0
@@ -90,7 +88,7 @@ def test_a_broker_that_waits_no_longer_for_an_acknowledgement_ends_no_run(
 
 
 @pytest.mark.slow
-def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_under_way(place):
+def test_stopping_on_a_blocked_connection_waits_for_pending_confirms(place):
     # Given a source whose connection waits a second for confirms, and a broker short of memory
     skip_without_own_server()
     place.send(*[b"%d" % number for number in range(10)])
@@ -133,7 +131,7 @@ def narrow():
 
 
 @pytest.mark.usefixtures("narrow")
-def test_bundles_are_no_larger_than_the_broker_takes(place):
+def test_bundles_respect_the_brokers_size_limit(place):
     # Given more bytes than the broker takes in one message, and one too large for any bundle
     bodies = [b"%03d" % number + b"x" * 10_000 for number in range(60)]
     place.send(*bodies, b"y" * 199_990)

@@ -41,7 +41,7 @@ def taken(place: Place, producer: RabbitMQProducer, index: int) -> tuple[list[Me
         source.close()
 
 
-def test_sharded_queues_are_each_drained_and_settled_by_their_own_options(place):
+def test_sharded_queues_are_settled_by_their_own_options(place):
     # Given two producers, each with a queue and a place for dead letters of its own
     names = shards(place)
     graves = [f"{name}-grave" for name in names]
@@ -117,7 +117,7 @@ def test_a_pipeline_settles_by_the_merged_actions(place):
     assert place.depth(f"broadway.dead.{name}") == 2
 
 
-def test_a_lease_of_a_queue_that_is_merged_no_more_is_not_settled_elsewhere(place):
+def test_a_lease_of_a_removed_shard_is_not_settled_elsewhere(place):
     names = shards(place)
     before = place.producer(merge_options=lambda index: {"queue": names[0]})
     after = place.producer(merge_options=lambda index: {"queue": names[1]})
@@ -130,7 +130,7 @@ def test_a_lease_of_a_queue_that_is_merged_no_more_is_not_settled_elsewhere(plac
 
 
 @pytest.mark.parametrize("name", ["concurrency", "retry", "rate_limiting", "transformer"])
-def test_what_a_producer_does_not_decide_alone_cannot_be_merged(name):
+def test_pipeline_wide_options_cannot_be_merged(name):
     producer = RabbitMQProducer(queue="q", merge_options=lambda index: {name: None})
 
     with pytest.raises(OptionsError, match=rf"merge_options\.{name}.* for all producers"):

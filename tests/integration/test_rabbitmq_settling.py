@@ -79,7 +79,7 @@ def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
 # -- another at work on the same lease -------------------------------------------------------------
 
 
-def test_of_two_settlements_together_one_settles_and_the_other_reports_the_same(place, monkeypatch):
+def test_concurrent_settlements_report_the_same(place, monkeypatch):
     # Given a settlement that stalls with half of the bundles read
     place.declare()
     lease, messages = hold(place, "g1", 1_500)
@@ -126,7 +126,7 @@ def test_of_two_settlements_together_one_settles_and_the_other_reports_the_same(
     assert dead == Counter(message.data for message in bad)
 
 
-def test_no_bundle_stays_in_its_queue_however_many_are_read(place, monkeypatch):
+def test_settlement_removes_any_number_of_bundles(place, monkeypatch):
     # Given more bundles than the broker takes acknowledgements of at a time
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 1)
     place.declare()
@@ -143,7 +143,7 @@ def test_no_bundle_stays_in_its_queue_however_many_are_read(place, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["deleted", "emptied"])
-def test_what_was_settled_at_once_is_counted_though_the_bundles_are_not_there(place, what):
+def test_immediate_settlements_are_counted_without_their_bundles(place, what):
     # Given messages that a callback settled, and a holding queue that an operator has spoilt
     place.declare()
     lease, messages = hold(place, "g1", 10)
@@ -166,9 +166,7 @@ def test_what_was_settled_at_once_is_counted_though_the_bundles_are_not_there(pl
 
 
 @pytest.mark.parametrize(("count", "held"), [(1, "1 message"), (3, "3 messages")])
-def test_a_holding_queue_that_was_deleted_before_the_manifest_is_a_loss_that_is_reported(
-    place, count, held
-):
+def test_a_holding_queue_deleted_before_the_manifest_is_a_reported_loss(place, count, held):
     place.declare()
     lease, _ = hold(place, "g1", count)
     with place.channel() as channel:
@@ -182,7 +180,7 @@ def test_a_holding_queue_that_was_deleted_before_the_manifest_is_a_loss_that_is_
 
 
 @pytest.mark.parametrize(("rest", "acked", "released"), [(ACK, 8, 0), (RELEASE, 1, 7)])
-def test_a_holding_queue_that_was_emptied_is_settled_from_staging(place, rest, acked, released):
+def test_an_emptied_holding_queue_is_settled_from_staging(place, rest, acked, released):
     # Given a holding queue that an operator has purged
     place.declare()
     lease, messages = hold(place, "g1", 10)
@@ -202,7 +200,7 @@ def test_a_holding_queue_that_was_emptied_is_settled_from_staging(place, rest, a
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_bundles_that_were_taken_out_by_hand_are_settled_from_staging(place, kept, monkeypatch):
+def test_manually_removed_bundles_are_settled_from_staging(place, kept, monkeypatch):
     # Given three bundles, of which an operator has removed all but those kept
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 5)
     place.declare()
@@ -221,7 +219,7 @@ def test_bundles_that_were_taken_out_by_hand_are_settled_from_staging(place, kep
     assert place.depth(queue) == 0
 
 
-def test_bundles_that_nobody_counted_are_reported_when_their_queue_is_purged(place, monkeypatch):
+def test_uncounted_bundles_are_reported_at_the_purge(place, monkeypatch):
     # Given a bundle that comes between the last count of the holding queue and its end
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -241,7 +239,7 @@ def test_bundles_that_nobody_counted_are_reported_when_their_queue_is_purged(pla
     assert place.carry_out(lease, settlement_of(messages)) == report
 
 
-def test_a_bundle_more_than_was_counted_keeps_its_queue(place):
+def test_an_extra_bundle_prevents_the_purge(place):
     place.declare()
     lease, messages = hold(place, "g1", 3)
     queue = lease.state["holding_queue"]
@@ -257,7 +255,7 @@ def test_a_bundle_more_than_was_counted_keeps_its_queue(place):
 # -- one message that cannot be carried out --------------------------------------------------------
 
 
-def test_one_message_that_cannot_be_published_fails_alone(place, monkeypatch):
+def test_an_unpublishable_message_fails_alone(place, monkeypatch):
     # Given a message that no client can encode
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -280,7 +278,7 @@ def test_one_message_that_cannot_be_published_fails_alone(place, monkeypatch):
     assert ids(place.settle("g2")[0]) == [messages[1].message_id]
 
 
-def test_what_a_sweep_cannot_release_is_released_by_the_next_and_nothing_else(place, monkeypatch):
+def test_an_incomplete_release_is_completed_by_the_next_sweep(place, monkeypatch):
     # Given a settlement that cannot publish two messages of a bundle
     place.declare()
     lease, messages = hold(place, "g1", 4)
@@ -308,7 +306,7 @@ def test_what_a_sweep_cannot_release_is_released_by_the_next_and_nothing_else(pl
     assert place.depth(lease.state["holding_queue"]) == 0
 
 
-def test_what_cannot_be_published_is_not_settled_if_its_bundle_is_gone(place, monkeypatch):
+def test_an_unpublishable_message_without_bundle_is_not_settled(place, monkeypatch):
     # Given a message whose bundle an operator has removed, and that cannot be published
     place.declare()
     lease, messages = hold(place, "g1", 2)
@@ -331,7 +329,7 @@ def test_what_cannot_be_published_is_not_settled_if_its_bundle_is_gone(place, mo
 
 
 @pytest.mark.parametrize("verdict", [RETRY, DEAD], ids=["retry", "dead letter"])
-def test_headers_that_fill_a_frame_do_not_keep_the_others_from_being_settled(place, verdict):
+def test_oversized_headers_fail_alone(place, verdict):
     # Given headers as large as a frame takes, and small integers that would grow if written anew
     place.declare()
     text = b"S" + (131_000).to_bytes(4, "big") + b"x" * 131_000
@@ -413,7 +411,7 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place):
     assert was["x-death"] == death
 
 
-def test_a_dead_letter_that_is_sent_back_starts_with_fresh_attempts(place):
+def test_a_requeued_dead_letter_starts_with_fresh_attempts(place):
     place.declare()
     place.send(b"1")
     place.settle("g1", {0: RETRY})
@@ -428,7 +426,7 @@ def test_a_dead_letter_that_is_sent_back_starts_with_fresh_attempts(place):
     assert not {name for name in again.metadata["headers"] or {} if name.startswith("x-broadway")}
 
 
-def test_a_copied_header_makes_no_repetition(place):
+def test_a_copied_header_is_no_duplicate(place):
     # Given a retried message, and two others that copied its headers: one of them is like it
     place.declare()
     place.send(b"ping")
@@ -447,7 +445,7 @@ def test_a_copied_header_makes_no_repetition(place):
     assert report == SettleReport(acked=3)
 
 
-def test_what_two_turns_of_a_settlement_published_is_handled_once(place, monkeypatch):
+def test_a_retry_published_twice_is_handled_once(place, monkeypatch):
     # Given a settlement that is killed when it has published a retry and a dead letter
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -476,7 +474,7 @@ def test_what_two_turns_of_a_settlement_published_is_handled_once(place, monkeyp
 # -- a broker that cannot be reached ---------------------------------------------------------------
 
 
-def test_settling_without_back_off_or_time_for_it_says_that_the_broker_is_not_there(place):
+def test_settlement_without_backoff_reports_an_unreachable_broker(place):
     place.declare()
     lease, messages = hold(place, "g1", 1)
     nowhere: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "backoff_type": "stop"}
@@ -487,7 +485,7 @@ def test_settling_without_back_off_or_time_for_it_says_that_the_broker_is_not_th
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
 
 
-def test_a_settlement_whose_connection_breaks_goes_on_with_another(place):
+def test_a_settlement_reconnects(place):
     # Given a connection that breaks as a dead letter is published
     place.declare()
     lease, messages = hold(place, "g1", 3)
@@ -523,7 +521,7 @@ def test_dead_letters_to_an_exchange_keep_their_own_key(place):
     assert everything_in(place, queue) == {b"1": 1}
 
 
-def test_an_exchange_that_is_missing_is_found_before_anything_is_taken(place):
+def test_a_missing_exchange_is_an_error_before_the_first_receive(place):
     place.declare()
     place.send(b"1")
     options: dict[str, Any] = {"dead_letter": {"exchange": f"{place.name}-none"}}
@@ -537,7 +535,7 @@ def test_an_exchange_that_is_missing_is_found_before_anything_is_taken(place):
     assert len(place.settle("g2")[0]) == 1
 
 
-def test_an_exchange_that_vanished_fails_its_dead_letters_alone(place):
+def test_a_deleted_exchange_fails_only_its_dead_letters(place):
     place.declare()
     lease, messages = hold(place, "g1", 3)
     chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}

@@ -25,7 +25,7 @@ def place(tmp_path):
     return made
 
 
-def test_a_holding_queue_that_does_not_answer_loses_nothing(place):
+def test_an_unresponsive_holding_queue_loses_nothing(place):
     # Given a holding queue that has no leader, as all have for a moment when their broker starts
     place.send(b"1")
     messages, lease = place.hold("g1")

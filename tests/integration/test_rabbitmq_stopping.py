@@ -84,7 +84,7 @@ def enough(seconds: float) -> Callable[[], str]:
     ],
     ids=["max_messages", "max_seconds", "max_bytes", "told to stop", "rate limit"],
 )
-def test_however_a_run_ends_no_message_is_lost_that_comes_meanwhile(place, budget, more):
+def test_a_run_ending_in_traffic_loses_nothing(place, budget, more):
     options: dict[str, Any] = {"on_failure": "retry"}
     clock = SystemClock()
     rate = more.get("rate")
@@ -153,7 +153,7 @@ def receive_in_vain(source: Any) -> None:
     [(False, False), (False, True), (True, False)],
     ids=["confirm too late", "lease gone", "released before"],
 )
-def test_a_confirm_that_comes_after_the_stop_acknowledges_nothing(place, breaker, released, lapses):
+def test_a_confirm_after_the_stop_acknowledges_nothing(place, breaker, released, lapses):
     (place.give_back if released else place.send)(b"1", b"2")
     with place.source(**waiting(place, breaker)) as source:
         breaker.hold(BUNDLE)
@@ -179,7 +179,7 @@ def test_a_confirm_that_comes_after_the_stop_acknowledges_nothing(place, breaker
     assert all(message.redelivered for message in rest)
 
 
-def test_nothing_is_acknowledged_before_its_bundle_is_confirmed(place, breaker):
+def test_messages_are_acknowledged_after_their_bundle_is_confirmed(place, breaker):
     # Given a broker that has every bundle, and whose confirms do not come
     sent = [b"%d" % number for number in range(5)]
     place.send(b"first")
@@ -200,7 +200,7 @@ def test_nothing_is_acknowledged_before_its_bundle_is_confirmed(place, breaker):
     assert sorted(bodies(place.settle("the rest")[0])) == sent
 
 
-def test_a_connection_that_is_lost_while_a_source_stops_loses_nothing(place, breaker):
+def test_a_connection_lost_while_stopping_loses_nothing(place, breaker):
     place.send(b"1")
     options: dict[str, Any] = {"uri": breaker.uri, "on_failure": "retry"}
     with place.source(**options, qos=Qos(prefetch_count=2)) as source:
@@ -234,7 +234,7 @@ def fail_to_receive(source: Any, *until: Callable[[], object]) -> None:
     lapsing.join()
 
 
-def test_a_stopped_source_leaves_nothing_unacknowledged_at_the_broker(place):
+def test_a_stopped_source_leaves_no_unacknowledged_message(place):
     place.send(*[b"%d" % number for number in range(50)])
     with place.source() as source:
         got = [*source.receive(5, timeout=5.0), *source.receive(1, timeout=5.0), *source.stop()]
@@ -249,7 +249,7 @@ def test_a_stopped_source_leaves_nothing_unacknowledged_at_the_broker(place):
 # -- the order of acknowledgements -----------------------------------------------------------------
 
 
-def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(place, breaker):
+def test_a_quarantined_message_acknowledges_no_earlier_ones(place, breaker):
     # Given a broker that is slow to get the bundle of the messages before
     place.send(*[b"%d" % number for number in range(40)], b"x" * 2_000)
     with place.source(**waiting(place, breaker), max_message_bytes=1_000) as source:
@@ -266,7 +266,7 @@ def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(place,
 
 
 @pytest.mark.parametrize("error", [OSError(75, "Value too large"), KeyError("x")])
-def test_an_unexpected_error_closes_the_connection_and_is_told(place, monkeypatch, error):
+def test_an_unexpected_error_closes_the_connection_and_is_raised(place, monkeypatch, error):
     from airflow_broadway.producers.rabbitmq import marks
 
     def broken(properties: bytes) -> None:
@@ -285,7 +285,7 @@ def test_an_unexpected_error_closes_the_connection_and_is_told(place, monkeypatc
     source.close()
 
 
-def test_a_source_that_stops_before_it_received_anything_holds_nothing(place):
+def test_a_source_stopped_before_receiving_holds_nothing(place):
     place.send(b"1")
     with place.source() as source:
         assert list(source.stop()) == []

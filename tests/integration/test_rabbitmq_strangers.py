@@ -72,7 +72,7 @@ def run(
 GUEST = {"login": "guest", "password": "guest"}
 
 
-def test_the_guides_user_may_do_all_that_runs_do(place):
+def test_the_guides_permissions_suffice_for_runs(place):
     # Given a run with the permissions that the guide grants
     place.declare()
     place.send(b"1", b"2", b"3", b"4")
@@ -91,7 +91,7 @@ def test_the_guides_user_may_do_all_that_runs_do(place):
     assert used == place.queues.held(0)
 
 
-def test_the_guides_user_may_not_touch_the_queues_of_another_source(place, victim):
+def test_the_guides_permissions_exclude_other_sources(place, victim):
     place.declare()
 
     with permitted(place.server, tags="management", **guide_permissions(place.name)) as user:
@@ -106,7 +106,7 @@ def test_the_guides_user_may_not_touch_the_queues_of_another_source(place, victi
                 getattr(connection.channel(), forbidden)(victim)
 
 
-def test_a_sender_to_a_holding_queue_does_not_choose_what_is_settled(place):
+def test_forged_bundles_settle_nothing(place):
     # Given a run, and a sender by the default exchange who names its generation
     place.declare()
     place.send(b"1")
@@ -136,7 +136,7 @@ def test_a_sender_to_a_holding_queue_does_not_choose_what_is_settled(place):
     assert place.depth(lease.state["holding_queue"]) == 0
 
 
-def test_a_queue_with_a_holding_queues_name_and_other_arguments_is_an_error(place):
+def test_a_holding_queue_with_other_arguments_is_an_error(place):
     place.declare()
     place.send(b"1")
     with place.channel() as channel:
@@ -152,7 +152,7 @@ def test_a_queue_with_a_holding_queues_name_and_other_arguments_is_an_error(plac
 
 
 @pytest.mark.parametrize("where", ["journal", "lease"])
-def test_a_lease_that_names_another_queue_is_not_settled_on_it(place, victim, where):
+def test_a_lease_of_another_queue_is_not_settled(place, victim, where):
     # Given a run whose holding queue another name has been put in place of
     place.declare()
     place.send(b"1")
@@ -175,7 +175,7 @@ def test_a_lease_that_names_another_queue_is_not_settled_on_it(place, victim, wh
     assert place.depth(victim) == 1
 
 
-def test_names_of_generations_that_strangers_make_up_keep_no_connection_waiting(place, monkeypatch):
+def test_forged_generation_names_block_no_connection(place, monkeypatch):
     # Given messages with marks of two generations, and others that bear copies of such marks
     place.declare()
     proper = [marked(b"proper", f"m{n}", giver=f"giver-{n % 2}") for n in range(20)]

@@ -87,7 +87,7 @@ def secured(place: Place, **tls: Any) -> dict[str, Any]:
     return {"port": place.server.tls_port, "extra": {"tls": tls, "management_url": False}}
 
 
-def test_a_connection_that_trusts_the_servers_authority_receives_and_settles(place, authority):
+def test_a_trusted_server_receives_and_settles(place, authority):
     place.send(b"1", b"2")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
     env = place.env(**secured(place, ca=str(authority.certificate)))
@@ -103,7 +103,7 @@ def test_a_connection_that_trusts_the_servers_authority_receives_and_settles(pla
     assert report == SettleReport(acked=2)
 
 
-def test_a_server_of_an_unknown_authority_is_refused_in_one_sentence(place, tmp_path):
+def test_an_untrusted_server_is_refused(place, tmp_path):
     other = Authority.make(tmp_path, "other")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
@@ -116,9 +116,7 @@ def test_a_server_of_an_unknown_authority_is_refused_in_one_sentence(place, tmp_
         assert not isinstance(raised.value, ProducerUnavailable)  # trying again would not help
 
 
-def test_a_certificate_for_another_host_is_refused_and_one_for_the_name_given_is_not(
-    place, authority
-):
+def test_the_server_hostname_is_verified(place, authority):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
     trusted = {"ca": str(authority.certificate)}
 
@@ -128,7 +126,7 @@ def test_a_certificate_for_another_host_is_refused_and_one_for_the_name_given_is
     producer.source(place.env(**secured(place, verify=False))).close()
 
 
-def test_a_certificate_says_who_logs_in(place, authority):
+def test_a_client_certificate_authenticates(place, authority):
     # Given a user without a password, whose name is that of a certificate
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
     place.send(b"1")
@@ -156,9 +154,7 @@ def test_a_certificate_says_who_logs_in(place, authority):
         producer.source(place.env(**connection("nobody")))
 
 
-def test_a_certificate_of_the_clients_own_is_shown_and_one_that_is_unknown_is_refused(
-    place, authority, tmp_path
-):
+def test_an_unknown_client_certificate_is_refused(place, authority, tmp_path):
     other = Authority.make(tmp_path, "other")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
@@ -172,9 +168,7 @@ def test_a_certificate_of_the_clients_own_is_shown_and_one_that_is_unknown_is_re
         producer.source(place.env(**connection(other)))
 
 
-def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sentence(
-    place, authority
-):
+def test_a_tls_mismatch_of_port_and_client_is_one_clear_error(place, authority):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", backoff_type="stop")
     with_tls = secured(place, ca=str(authority.certificate))
     began = time.monotonic()
@@ -187,7 +181,7 @@ def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sent
     assert time.monotonic() - began < 30
 
 
-def test_the_management_api_is_held_to_the_same_authority(place, authority, tmp_path):
+def test_the_management_api_uses_the_same_ca(place, authority, tmp_path):
     # The AMQP port speaks TLS too: enough to see whom the look would trust.
     other = Authority.make(tmp_path, "other")
     assert isinstance(place.server, SecuredServer)
@@ -239,7 +233,7 @@ def test_a_blocked_connection_waits_and_loses_nothing(place, caplog):
     assert len(blocked) == 1
 
 
-def test_a_connection_that_stays_blocked_is_an_error_that_says_why(place):
+def test_a_connection_blocked_for_too_long_is_an_error_with_the_reason(place):
     place.send(b"1", b"2")
     assert isinstance(place.server, SecuredServer)
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")

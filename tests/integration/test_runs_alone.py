@@ -130,7 +130,7 @@ def test_a_pipeline_runs_without_airflow_and_spark(alone):
     assert [each["outcome"] for each in seen["places"]] == ["succeeded"]
 
 
-def test_tasks_that_are_killed_at_work_are_tried_again_and_settled_by_another_process(alone):
+def test_killed_tasks_are_retried_and_settled_by_another_process(alone):
     # Given a process task and a batch task, each killed while a callback was at work
     alone.kill("process", "one", at=57)
     assert alone.queue.depth().leased, "the killed task held nothing"
@@ -150,7 +150,7 @@ def test_tasks_that_are_killed_at_work_are_tried_again_and_settled_by_another_pr
     alone.check_account(report)
 
 
-def test_what_a_killed_run_leaves_is_settled_by_the_process_task_of_the_next(alone):
+def test_a_killed_run_is_settled_by_the_next_runs_process_task(alone):
     # Given a run that nobody goes on with: some of its batches have an outcome, and some have none
     alone.run("process", "one")
     alone.kill("batch", "one", at=101)

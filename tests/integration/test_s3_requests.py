@@ -38,7 +38,7 @@ def asked(server: S3Server, folder: Path, *, batches: int, tasks: int = 1) -> di
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
-def test_a_batch_costs_two_requests_at_most_failures_included(server, tmp_path, tasks):
+def test_a_batch_costs_at_most_two_requests(server, tmp_path, tasks):
     few = asked(server, tmp_path / "few", batches=10, tasks=tasks)
     many = asked(server, tmp_path / "many", batches=110, tasks=tasks)
 
@@ -58,12 +58,12 @@ def test_a_batch_costs_two_requests_at_most_failures_included(server, tmp_path, 
     assert more <= A_BATCH * 100
 
 
-def test_a_run_of_a_hundred_small_batches_keeps_to_it_as_a_whole(server, tmp_path):
+def test_a_run_of_a_hundred_batches_keeps_to_two_requests_each(server, tmp_path):
     found = asked(server, tmp_path / "run", batches=100)
     assert sum(requests.total() for requests in found.values()) <= A_BATCH * 100
 
 
-def test_a_small_file_is_read_by_one_request(server):
+def test_a_small_file_is_read_with_one_request(server):
     uri = server.root()
     server.store(uri).folder("f").create("x", "text")
     folder = server.store(uri).folder("f")
@@ -72,7 +72,7 @@ def test_a_small_file_is_read_by_one_request(server):
     assert requests.of("GET") == requests.total() == 1
 
 
-def test_a_batcher_that_is_cleared_reads_what_was_recorded_together(server, tmp_path):
+def test_a_cleared_batcher_reads_merged_records(server, tmp_path):
     # Given a run whose batches are done
     uri = server.root()
 

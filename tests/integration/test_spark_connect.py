@@ -54,7 +54,7 @@ spark.stop()
 """
 
 
-def test_batches_that_need_no_code_on_the_server_run_in_a_session_of_spark_connect(tmp_path):
+def test_batches_without_server_side_code_run_on_spark_connect(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         cwd=Path(__file__).parents[2],

@@ -58,7 +58,7 @@ def application(root: Path) -> None:
     (root / "found.json").write_text(json.dumps([code, found]))
 
 
-def test_a_batch_whose_executors_die_again_and_again_fails_and_the_next_goes_on(tmp_path):
+def test_a_batch_with_repeatedly_dying_executors_fails_alone(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(tmp_path)],
         cwd=Path(__file__).parents[2],

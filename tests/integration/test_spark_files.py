@@ -31,20 +31,20 @@ def test_a_file_is_replaced(files):
     assert files.read("a.json") == "two"
 
 
-def test_a_file_has_the_time_of_its_last_writing(files):
+def test_a_file_has_its_modification_time(files):
     for text in ("one", "two"):
         before = time.time()
         files.replace("a.json", text)
         assert before - 0.1 <= (files.modified("a.json") or 0.0) <= time.time()
 
 
-def test_what_is_not_there(files):
+def test_missing_files(files):
     with pytest.raises(FileNotFoundError):
         files.read("nothing.json")
     assert files.list("nothing") == []
 
 
-def test_lines_come_back_as_they_went(files):
+def test_lines_round_trip(files):
     lines = ["", "ü ✓", "x" * (CHUNK + 1), '{"a": 1}']
     assert files.write_lines("x/y.jsonl", iter(lines)) == 4
     assert list(files.lines("x/y.jsonl")) == lines

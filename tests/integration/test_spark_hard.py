@@ -41,7 +41,7 @@ def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
     return staged.outcomes("default")
 
 
-def test_the_order_of_a_key_holds_over_batches_of_several_generations(tmp_path):
+def test_a_key_stays_in_order_across_generations(tmp_path):
     # Given messages of two keys that came to two tasks by turns, each of which counts its own
     given = open_run(tmp_path)
     pipeline = pipeline_of(wide=Batcher(schema="n bigint", batch_size=7, concurrency=3))
@@ -101,7 +101,7 @@ def test_the_order_of_a_key_holds_over_batches_of_several_generations(tmp_path):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_udf_that_kills_its_worker_fails_its_batch_and_no_other(tmp_path, lazy):
+def test_a_udf_that_kills_its_worker_fails_its_batch_alone(tmp_path, lazy):
     from pyspark.sql import functions as F  # noqa: N812
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -124,7 +124,7 @@ def test_a_udf_that_kills_its_worker_fails_its_batch_and_no_other(tmp_path, lazy
     assert "Python worker exited unexpectedly" in found["b0"].error
 
 
-def test_pandas_udfs_see_data_and_say_what_failed(tmp_path):
+def test_pandas_udfs_read_data_and_report_failures(tmp_path):
     pandas = pytest.importorskip("pandas")
     from pyspark.sql.pandas import functions
 

@@ -103,7 +103,7 @@ def sleep(messages: DataFrame) -> None:
     ).collect()
 
 
-def test_a_batch_on_which_its_splitter_raised_fails_and_no_callback_sees_it(job):
+def test_a_batch_with_a_raising_splitter_fails_before_its_callback(job):
     three = [Row(f"m{n}", {"n": n}, payload=b"body", properties="{}") for n in range(3)]
     refused, handled = Planned("b0", three[:2], error="ValueError: 35"), Planned("b1", three[2:])
     plan = job.plan("default", [refused, handled])
@@ -119,7 +119,7 @@ def test_a_batch_on_which_its_splitter_raised_fails_and_no_callback_sees_it(job)
 # -- what a callback gets --------------------------------------------------------------------------
 
 
-def test_the_columns_and_their_types(job):
+def test_a_frame_has_the_documented_columns_and_types(job):
     got: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -156,7 +156,7 @@ def test_the_columns_and_their_types(job):
     assert info == BatchInfo("default", "k", None, 2, Trigger.SIZE, "b0", 1, 1)
 
 
-def test_every_type_of_a_schema(job):
+def test_every_schema_type_round_trips(job):
     schema = (
         "b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, m decimal(38,10),"
         " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
@@ -218,7 +218,7 @@ def test_every_type_of_a_schema(job):
         (False, None, "string", None),
     ],
 )
-def test_without_a_schema(job, as_bytes, data, kind, python):
+def test_data_without_schema_is_json_text(job, as_bytes, data, kind, python):
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -247,7 +247,7 @@ def test_a_batch_reads_only_its_own_rows(job):
     assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(7)}
 
 
-def test_a_batch_opens_no_file_and_no_row_group_of_another(job):
+def test_a_batch_reads_only_its_own_row_groups(job):
     # Given a file whose second batch is damaged, and another that is no Parquet
     batches = [Planned(f"b{n}", rows(100, prefix=f"b{n}-")) for n in range(6)]
     plan = job.plan("default", batches, batches_per_file=3)
@@ -296,14 +296,14 @@ def test_a_merged_batch_reads_several_ranges(job):
     assert seen == [(None, ["b0-0", "b0-1", "b1-0", "b1-1", "b5-0", "b5-1"])]
 
 
-def test_a_batch_key_comes_back_as_it_was_given(job):
+def test_a_batch_key_round_trips(job):
     key = ["a", [1, None]]  # JSON's text of ("a", (1, None))
     plan = job.plan("default", [Planned("b0", rows(1, batch_key=key), batch_key=key)])
     assert job.run(lambda messages, info: None, plan) == 0
     assert Counting.calls[0][1].batch_key == ("a", (1, None))
 
 
-def test_driver_code_alone_costs_no_job(job):
+def test_driver_only_callbacks_start_no_job(job):
     tracker = job.spark.sparkContext.statusTracker()
     plan = job.plan(
         "default", [Planned(f"quiet{n}", rows(10)) for n in range(40)], batches_per_file=1
@@ -314,7 +314,7 @@ def test_driver_code_alone_costs_no_job(job):
     assert len(job.outcomes("default")) == 40
 
 
-def test_jobs_bear_the_name_of_their_batch(job):
+def test_jobs_are_named_after_their_batch(job):
     tracker = job.spark.sparkContext.statusTracker()
     plan = job.plan("default", [Planned("loud", rows(10))])
     assert job.run(lambda messages, info: messages.count() and None, plan) == 0
@@ -329,7 +329,7 @@ def test_a_path_with_odd_characters(tmp_path):
     assert seen == [3]
 
 
-def test_temporary_views_are_a_batchs_own(job):
+def test_temporary_views_belong_to_one_batch(job):
     seen: dict[str, set[str]] = {}
     barrier = threading.Barrier(3, timeout=60)
 
@@ -347,7 +347,7 @@ def test_temporary_views_are_a_batchs_own(job):
     assert all(not made.error for made in job.outcomes("wide").values())
 
 
-def test_two_batches_write_beside_each_other(job, tmp_path):
+def test_concurrent_batches_write_to_separate_paths(job, tmp_path):
     lake = f"file://{tmp_path}/lake"
     barrier = threading.Barrier(3, timeout=60)
 
@@ -367,7 +367,7 @@ def test_two_batches_write_beside_each_other(job, tmp_path):
     }
 
 
-def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(job, tmp_path):
+def test_a_batch_key_in_a_path_round_trips_below_the_root(job, tmp_path):
     keys = ["../../finance/payroll", "a/b=c:d %", "..", "", "Zürich ✓"]
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -384,7 +384,7 @@ def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(job, tmp_p
     assert {(row.key, row.batch_id) for row in found} == expected
 
 
-def test_settings_are_given_and_may_be_overridden(job):
+def test_settings_have_defaults_and_overrides(job):
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -397,7 +397,7 @@ def test_settings_are_given_and_may_be_overridden(job):
     assert seen == [("UTC", "4")]  # the second by the session's own configuration
 
 
-def test_a_setting_that_is_there_is_left_alone(monkeypatch):
+def test_an_existing_setting_is_kept(monkeypatch):
     # Given a driver whose spark-submit was told one of our settings, and another of its own
     given = {"spark.sql.session.timeZone": "Asia/Tokyo", "a.b": "c"}
     from pyspark import SparkConf
@@ -422,7 +422,7 @@ def test_a_setting_that_is_there_is_left_alone(monkeypatch):
 # -- what a callback returns -----------------------------------------------------------------------
 
 
-def test_nothing_returned_is_success(job):
+def test_returning_none_is_success(job):
     made, entries = job.one(lambda messages, info: None)
     assert (made.successful, made.failed, made.missing, made.exceptions) == (10, 0, 0, None)
     assert (made.error, made.try_number, entries) == ("", 1, {})
@@ -512,7 +512,7 @@ def _nobody(messages: DataFrame) -> Any:
 
 
 @pytest.mark.parametrize("callback", [_nobody, lambda m: failed([]), lambda m: []])
-def test_nobody_failed(job, callback):
+def test_no_message_failed(job, callback):
     made, _ = job.one(lambda messages, info: callback(messages))
     assert (made.successful, made.failed, made.exceptions) == (10, 0, None)
 
@@ -645,7 +645,7 @@ def test_attempts_payload_and_own_actions(job):
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 @pytest.mark.parametrize("pipeline", [Counting, Mending])
-def test_in_a_batch_of_two_generations_every_entry_names_its_own(job, monkeypatch, pipeline, small):
+def test_entries_name_their_generation(job, monkeypatch, pipeline, small):
     # One message has come to both: each generation settles its own delivery.
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     generations = ("0" * 31 + "a", "0" * 31 + "b")
@@ -675,9 +675,7 @@ def test_a_large_failure_is_streamed(job):
     assert len(entries) == 10_000
 
 
-def test_the_guides_own_callback_fails_what_is_implausible_and_writes_the_rest(
-    job, tmp_path, monkeypatch
-):
+def test_the_guides_callback_fails_implausible_rows(job, tmp_path, monkeypatch):
     # Given the first sample of the guide, which writes into a folder here
     guide = (Path(__file__).parents[2] / "docs" / "spark.md").read_text("utf-8")
     sample = guide.partition("```python\n")[2].partition("```")[0]
@@ -770,7 +768,7 @@ def _raise_later(messages: DataFrame, info: BatchInfo) -> Any:
     raise ValueError("later")
 
 
-def test_what_handle_failed_does_not_return_is_released(job):
+def test_messages_missing_from_handle_failed_are_released(job):
     Mending.mend = staticmethod(lambda messages: messages[1:])
     some = lambda m, info: failed(["m0", "m1"])  # noqa: E731
     made, entries = job.one(some, pipeline=Mending, rows=BODY)
@@ -779,7 +777,7 @@ def test_what_handle_failed_does_not_return_is_released(job):
     assert {(e.payload, e.properties) for e in entries.values()} == {(b"body", "{}")}
 
 
-def test_nobody_settles_at_once_in_the_driver(job, caplog):
+def test_the_driver_settles_nothing_immediately(job, caplog):
     Mending.mend = staticmethod(lambda messages: [m.ack_immediately() for m in messages])
     made, entries = job.one(lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
     assert made.failed == 1
@@ -788,7 +786,7 @@ def test_nobody_settles_at_once_in_the_driver(job, caplog):
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York", "Europe/Berlin"])
-def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(job, monkeypatch, zone):
+def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
     # Given instants that datetime.fromtimestamp cannot build, or builds twice, in some zone
     monkeypatch.setenv("TZ", zone)
     time.tzset()
@@ -844,9 +842,7 @@ def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(job, monkeyp
     assert sorted(job.outcomes("default")) == ["b0", "b1"]
 
 
-def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
-    job, monkeypatch, caplog
-):
+def test_a_batch_with_unreadable_data_fails_without_handle_failed(job, monkeypatch, caplog):
     def to_python(value: Any, kind: Any) -> Any:
         if value[0] == 3:
             raise ValueError("year 0 is out of range")
@@ -870,7 +866,7 @@ def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
 # -- order, resume, fence --------------------------------------------------------------------------
 
 
-def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(job):
+def test_batches_of_a_key_run_in_order_and_batchers_in_parallel(job):
     running: set[Any] = set()
     order: list[tuple[str, str]] = []
     most = 0
@@ -899,7 +895,7 @@ def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(job):
     assert all(not made.error for made in job.outcomes("wide").values())
 
 
-def test_a_second_application_runs_only_what_has_no_outcome(job):
+def test_a_second_application_runs_only_batches_without_outcome(job):
     plan = job.plan("default", pairs(4))
     assert job.run(lambda messages, info: None, plan) == 0
     before = job.outcomes("default")
@@ -913,7 +909,7 @@ def test_a_second_application_runs_only_what_has_no_outcome(job):
     assert after["b0"] == before["b0"]
 
 
-def test_a_zombie_stops_its_running_job(job):
+def test_a_zombie_cancels_its_job(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -926,7 +922,7 @@ def test_a_zombie_stops_its_running_job(job):
     assert job.outcomes("default") == {}
 
 
-def test_it_starts_no_batch_if_a_later_try_is_there_already(job):
+def test_a_zombie_starts_no_batch(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
     job.files.create(paths.work("handle_batches", 2), "{}")
     with pytest.raises(OwnershipLost):
@@ -934,7 +930,7 @@ def test_it_starts_no_batch_if_a_later_try_is_there_already(job):
     assert Counting.calls == []
 
 
-def test_messages_that_are_no_longer_held_never_reach_the_callback(job, caplog):
+def test_lapsed_messages_never_reach_the_callback(job, caplog):
     job.lease(generation="gone", seconds=-1)
     plan = job.plan(
         "default",
@@ -947,7 +943,7 @@ def test_messages_that_are_no_longer_held_never_reach_the_callback(job, caplog):
     assert "this run no longer holds its messages: clear `process`" in caplog.text
 
 
-def test_a_stop_leaves_what_runs_without_an_outcome(job):
+def test_a_stop_leaves_running_batches_without_outcome(job):
     stop = threading.Event()
     plan = job.plan("default", pairs(3))
 
@@ -995,7 +991,7 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
         (_stops_spark, 1, "the SparkContext was stopped"),
     ],
 )
-def test_what_ends_the_application_in_a_batch_is_no_failure_of_it_and_what_is_recorded_stands(
+def test_an_exception_that_ends_the_application_fails_no_batch(
     job, monkeypatch, caplog, happens, code, told
 ):
     # Given three batches, and something that ends it all in the second
@@ -1054,7 +1050,7 @@ def test_telemetry_of_a_batch(job):
     ]
 
 
-def test_a_session_that_passes_over_damaged_files_passes_over_no_message(job, caplog):
+def test_ignore_corrupt_files_skips_no_message(job, caplog):
     # Given a cluster set to read on without files that it cannot read, and a damaged data file
     plan = job.plan("default", pairs(2), batches_per_file=1)
     (job.root / plan.path / plan.data[0]).write_bytes(b"PAR1 and no more")
@@ -1071,7 +1067,7 @@ def test_a_session_that_passes_over_damaged_files_passes_over_no_message(job, ca
     assert "failed messages of the batch b0 cannot be read back" in caplog.text
 
 
-def test_a_batch_whose_file_is_gone_alone_has_no_outcome(job, caplog):
+def test_only_a_batch_with_a_missing_file_has_no_outcome(job, caplog):
     plan = job.plan("default", pairs(3), batches_per_file=1)
     (job.root / plan.path / plan.data[1]).unlink()
 

@@ -106,7 +106,7 @@ class Place:
         return head, list(batches)
 
 
-def test_two_million_messages_fail_in_a_driver_of_512_mb(tmp_path, monkeypatch):
+def test_two_million_failures_fit_in_a_512_mb_driver(tmp_path, monkeypatch):
     place = Place(tmp_path, monkeypatch, "fails")
     place.enlarge(MILLIONS)
     returned = place.operator.execute(place.context)
@@ -123,9 +123,7 @@ def test_two_million_messages_fail_in_a_driver_of_512_mb(tmp_path, monkeypatch):
     assert len(ids) == MILLIONS
 
 
-def test_a_message_that_exhausts_the_drivers_memory_is_set_aside_and_its_neighbour_is_handled(
-    tmp_path, monkeypatch
-):
+def test_a_message_that_exhausts_driver_memory_is_dead_lettered_alone(tmp_path, monkeypatch):
     place = Place(tmp_path, monkeypatch, "eats")
     returned = place.operator.execute(place.context)
 

@@ -108,7 +108,7 @@ def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(tmp_path, 
     assert operator.execute(context) == returned
 
 
-def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(tmp_path, monkeypatch):
+def test_a_dead_application_reports_its_end_and_is_retried(tmp_path, monkeypatch):
     # A staging root that the driver does not see: it refuses before it starts a session.
     (tmp_path / "staging").mkdir()
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
@@ -146,7 +146,7 @@ def spark_version(options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_sparks_classes_come_from_an_archive(tmp_path):
+def test_sparks_classes_are_loaded_from_an_archive(tmp_path):
     options = os.environ.get("SPARK_SUBMIT_OPTS", "")
     if "SharedArchiveFile" not in options:
         pytest.skip("this Python was not started by make, which has one made")
@@ -165,7 +165,7 @@ def test_sparks_classes_come_from_an_archive(tmp_path):
     assert len(mapped) > 0.8 * len(files) > 10
 
 
-def test_an_archive_that_does_not_fit_is_done_without(tmp_path):
+def test_an_unsuitable_class_archive_is_ignored(tmp_path):
     archive = tmp_path / "other.jsa"
     archive.write_bytes(b"of another Java")
 

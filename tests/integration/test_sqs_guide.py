@@ -158,7 +158,7 @@ def table() -> list[float]:
     return [float(value) for value in re.findall(r"\| (\d\.\d+) \|", part)]
 
 
-def test_a_message_costs_the_requests_that_the_guide_says(server, tmp_path):
+def test_a_message_costs_the_documented_requests(server, tmp_path):
     measured = []
     with recorded() as sent:
         run = Run(server, tmp_path, Held)
@@ -187,7 +187,7 @@ def test_a_message_costs_the_requests_that_the_guide_says(server, tmp_path):
     assert [round(value, 2) for value in measured] == table()
 
 
-def test_the_least_policy_of_the_guide_allows_what_tasks_ask_and_nothing_else(server, tmp_path):
+def test_the_guides_minimal_policy_is_sufficient_and_necessary(server, tmp_path):
     [block] = re.findall(r"```json\n(\{\n  \"Version\".*?)```", GUIDE, re.DOTALL)
     allowed = {
         action.removeprefix("sqs:")
@@ -204,7 +204,7 @@ def test_the_least_policy_of_the_guide_allows_what_tasks_ask_and_nothing_else(se
     assert {name.removesuffix("Batch") for name in sent} == allowed
 
 
-def test_by_the_guide_a_process_task_with_batchers_only_receives_and_gives_back(server, tmp_path):
+def test_a_process_task_with_batchers_only_receives_and_releases(server, tmp_path):
     [row] = re.findall(r"^\| `process` \|(.*?)\|", GUIDE, re.MULTILINE)
 
     run = Run(server, tmp_path, Held)
@@ -249,7 +249,7 @@ def of(account: str) -> list[str]:
         ),
     ],
 )
-def test_a_failed_entry_that_is_retried_holds_back_those_after_it(server, kind, handled):
+def test_a_retried_entry_holds_back_later_ones_of_its_group(server, kind, handled):
     FAILING["a1"] = "retry"
     pipeline, url = ledger(server, kind)
 
@@ -265,7 +265,7 @@ def test_a_failed_entry_that_is_retried_holds_back_those_after_it(server, kind, 
     assert server.depth(url) == (0, 0, 0)
 
 
-def test_what_failed_behind_a_failed_entry_is_given_back_too(server):
+def test_failures_behind_a_failed_entry_are_released(server):
     FAILING.update(a1="retry", a2="dead_letter", a3="retry")
     pipeline, url = ledger(server, Batched)
 
@@ -296,7 +296,7 @@ def test_one_run_holds_a_group_at_a_time(server):
     other.close()
 
 
-def test_a_run_takes_of_a_group_what_one_receive_brings(server):
+def test_a_run_receives_one_batch_per_group(server):
     name = f"long-{uuid.uuid4().hex[:12]}.fifo"
     url = server.queue(name, FifoQueue="true", ContentBasedDeduplication="true")
     client = server.client()

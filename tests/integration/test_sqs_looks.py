@@ -20,7 +20,7 @@ from tests.sqs_server import Connections
 pytestmark = pytest.mark.broker
 
 
-def test_looks_never_have_sqs_move_the_letters_to_another_queue(tmp_path):
+def test_browsing_never_redrives_letters(tmp_path):
     # Given a queue of dead letters whose own policy moves what was received five times
     server, limit = wanted_sqs(), 5
     client: Any = server.client()

@@ -63,7 +63,7 @@ def run_on(uri: str, options: dict[str, Any], clock: ManualClock | None = None) 
     return StagedRun(store, pipeline="Pipeline", dag_id="dag", run_id="run:1", clock=clock)
 
 
-def test_of_two_writers_at_once_exactly_one_creates_the_object(uri, options):
+def test_one_of_two_concurrent_writers_creates_the_object(uri, options):
     # Given two clients that have both seen that there is no manifest
     folders: list[Folder] = [Store.open(uri, **options).folder("f") for _ in range(2)]
     assert not any(folder.exists("manifest.json") for folder in folders)
@@ -91,7 +91,7 @@ def test_of_two_writers_at_once_exactly_one_creates_the_object(uri, options):
         assert folders[0].read(path) == won[0]
 
 
-def test_what_one_client_writes_another_sees_at_once(uri, options):
+def test_writes_are_visible_to_other_clients_immediately(uri, options):
     first, second = (Store.open(uri, **options).folder("f") for _ in range(2))
     assert second.list("x") == []
     assert not second.exists("x/a")
@@ -106,7 +106,7 @@ def test_what_one_client_writes_another_sees_at_once(uri, options):
     assert first.list("x") == []
 
 
-def test_listing_costs_one_request_for_each_thousand_names_of_that_folder(server, uri, options):
+def test_listing_costs_one_request_per_thousand_names(server, uri, options):
     # A Dag with many runs, whose keys are put without the store, for speed
     store = Store.open(uri, **options)
     store.folder("dag/runs/run-0000").create("x/report.json", "1")
@@ -133,7 +133,7 @@ def test_listing_costs_one_request_for_each_thousand_names_of_that_folder(server
     assert folder.list("runs/run-000") == []
 
 
-def test_lines_stream_through_parts_and_a_broken_stream_leaves_no_object(uri, options):
+def test_lines_are_uploaded_in_parts_and_an_abort_leaves_no_object(uri, options):
     folder = Store.open(uri, **options).folder("f")
     lines = [str(number) * 1000 for number in range(10_000, 14_000)]  # several parts
     assert folder.write_lines("big.jsonl", iter(lines)) == len(lines)
@@ -148,7 +148,7 @@ def test_lines_stream_through_parts_and_a_broken_stream_leaves_no_object(uri, op
     assert folder.list("") == ["big.jsonl"]
 
 
-def test_two_hosts_see_one_root(uri, options):
+def test_two_hosts_share_one_root(uri, options):
     first, second = (Store.open(uri, **options) for _ in range(2))
     second.check_root(first.root_id(), "worker-1")
     bucket = uri.removeprefix("s3://")
@@ -156,13 +156,13 @@ def test_two_hosts_see_one_root(uri, options):
     assert Store(first.fs, first.root, f"s3://conn@{bucket}").spark_uri() == f"s3a://{bucket}"
 
 
-def test_a_bucket_that_is_not_there_is_one_clear_error(options):
+def test_a_missing_bucket_is_one_clear_error(options):
     store = Store.open(f"s3://nowhere-{uuid.uuid4().hex}/staging", **options)
     with pytest.raises(StagingError, match=r"cannot .* s3://nowhere-.*`\[broadway\] staging`"):
         store.folder("f").create("x", "")
 
 
-def test_a_server_that_does_not_answer_is_one_clear_error(options):
+def test_an_unreachable_server_is_one_clear_error(options):
     away = {"endpoint_url": "http://127.0.0.1:9"}
     store = Store.open(
         "s3://bucket/staging",

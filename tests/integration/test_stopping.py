@@ -108,7 +108,7 @@ def killed(operator: Any, after: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("kind", "seconds"), KINDS)
-def test_max_seconds_ends_process_after_the_message_at_work(place, kind, seconds):
+def test_max_seconds_ends_process_after_the_current_message(place, kind, seconds):
     operator = place.operator(
         BroadwayProcessorOperator, place.pipeline(kind), max_seconds=seconds, idle_seconds=0.0
     )
@@ -126,7 +126,7 @@ def test_max_seconds_ends_process_after_the_message_at_work(place, kind, seconds
 
 
 @pytest.mark.parametrize(("kind", "seconds"), KINDS)
-def test_on_kill_ends_process_within_shutdown_and_what_is_done_is_published(place, kind, seconds):
+def test_on_kill_ends_process_within_shutdown_and_publishes_its_work(place, kind, seconds):
     operator = place.operator(
         BroadwayProcessorOperator, place.pipeline(kind, shutdown=0.5), idle_seconds=0.0
     )
@@ -138,7 +138,7 @@ def test_on_kill_ends_process_within_shutdown_and_what_is_done_is_published(plac
     assert 4 <= reference["batchers"]["default"] < 200
 
 
-def test_a_callback_that_does_not_end_is_not_waited_for_when_killed(place):
+def test_on_kill_does_not_wait_for_a_hanging_callback(place):
     hangs = place.pipeline(SlowHangs, shutdown=0.2)
     operator = place.operator(BroadwayProcessorOperator, hangs, idle_seconds=0.0)
     started = time.monotonic()
@@ -161,7 +161,7 @@ def test_an_execution_timeout_stops_process_in_time(place):
     assert 10 <= reference["batchers"]["default"] < 40
 
 
-def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(place, caplog):
+def test_a_message_beyond_the_execution_timeout_loses_no_other_work(place, caplog):
     operator = place.operator(
         BroadwayProcessorOperator,
         place.pipeline(OneHangs),
@@ -208,7 +208,7 @@ def test_on_kill_begins_no_further_batch(place):
     assert again.execute(place.context())["outcomes"]["successful"] == 100
 
 
-def test_an_execution_timeout_of_batch_keeps_the_batches_that_are_done(place):
+def test_an_execution_timeout_of_batch_keeps_finished_batches(place):
     pipeline = place.pipeline(ThirdBatchHangs)
     reference = place.operator(
         BroadwayProcessorOperator, pipeline, max_messages=40, idle_seconds=0.0

@@ -49,14 +49,14 @@ def test_the_shortest_trace_is_shown():
     ]
 
 
-def test_all_states_are_looked_at():
+def test_all_states_are_explored():
     found = explore(Jugs(forbidden=6), most=100)
 
     assert found.broken is None
     assert (found.states, found.depth) == (16, 7)
 
 
-def test_what_comes_after_a_state_is_part_of_the_trace():
+def test_the_trace_includes_the_final_checks():
     def then(state: tuple[int, int]) -> tuple[str, Sequence[str]] | None:
         return ("five is full", ["look"]) if state[1] == 5 else None
 
@@ -66,7 +66,7 @@ def test_what_comes_after_a_state_is_part_of_the_trace():
     assert (broken.promise, broken.trace) == ("five is full", ["fill five", "look"])
 
 
-def test_a_step_that_concerns_nobody_is_taken_alone():
+def test_an_independent_step_is_taken_alone():
     class Two(Jugs):
         def steps(self, state: tuple[int, int]) -> Sequence[Step[tuple[int, int]]]:
             one, other = state

@@ -13,7 +13,7 @@ MOST = 150_000
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.drop)
-def test_without_a_guard_a_promise_is_broken(mutant):
+def test_removing_a_guard_violates_an_invariant(mutant):
     run = Run(mutant.custody, **mutant.options, drop=mutant.drop)
 
     found = explore(run, most=MOST, then=Recovery(run)).broken

@@ -35,10 +35,10 @@ def found(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES | GUARDS))
-def test_what_the_model_names_is_there(name):
+def test_names_in_the_model_exist(name):
     assert callable(found(name))
 
 
-def test_a_name_that_is_gone_is_noticed():
+def test_a_missing_name_is_detected():
     with pytest.raises(AttributeError):
         found("staging.run_folder.StagedRun.publish_it")

@@ -68,11 +68,11 @@ DEEP: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
-def test_no_promise_is_broken(case):
+def test_no_invariant_is_violated(case):
     check(*case, most=150_000)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DEEP.values(), ids=DEEP)
-def test_no_promise_is_broken_by_more_trouble(case):
+def test_no_invariant_is_violated_under_more_faults(case):
     check(*case, most=1_500_000)

@@ -23,7 +23,7 @@ from tests.mutants.operators import mutants_of
         ("c = a + b", "c = (a - b)"),
     ],
 )
-def test_a_line_is_changed(line, changed):
+def test_a_mutant_changes_a_line(line, changed):
     source = dedent(f"""
         class Queue:
             def take(self, a, b, c):
@@ -35,14 +35,14 @@ def test_a_line_is_changed(line, changed):
     assert source.replace(line, changed) in sources
 
 
-def test_what_is_logged_and_text_that_is_joined_stay():
+def test_log_calls_and_joined_text_are_not_mutated():
     source = "def f(a):\n    log.info(a)\n    return a + ' s'\n"
 
     assert list(mutants_of("f.py", source)) == []
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_a_target_has_its_mutants_and_each_compiles_and_has_a_name_of_its_own(target):
+def test_mutants_compile_and_have_unique_names(target):
     mutants = list(choose_mutants(target, set()))
 
     for mutant in mutants:
