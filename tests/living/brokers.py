@@ -47,6 +47,10 @@ class LivingBroker(Protocol):
         """Connections by id."""
         ...
 
+    def group_of(self, number: int) -> int | None:
+        """The group within which the message is handled in order; ``None`` without order."""
+        ...
+
     def free(self) -> bool:
         """Whether nobody keeps all others from the queue, as a stopped writer of a file does."""
         ...

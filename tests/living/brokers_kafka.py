@@ -118,6 +118,7 @@ class LivingKafka:
         self, server: KafkaServer, folder: Path, *, order: str = "partition", traffic: str = "plain"
     ) -> None:
         self._traffic = traffic
+        self._order = order
         self._server = server
         self._folder = folder
         self._topic = server.topic(f"living-{uuid.uuid4().hex[:12]}", _PARTITIONS)
@@ -146,6 +147,12 @@ class LivingKafka:
         self.connections = {
             "living": self._server.connection(**{"bootstrap.servers": self._proxy.bootstrap})
         }
+
+    def group_of(self, number: int) -> int | None:
+        if self._traffic == "growing":  # a key's later messages go to another partition
+            return None
+        key = number % _KEYS
+        return {"none": None, "partition": key % _PARTITIONS, "key": key}[self._order]
 
     def free(self) -> bool:
         return True

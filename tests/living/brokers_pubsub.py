@@ -76,6 +76,9 @@ class LivingPubSub:
         """Let runs go through a proxy at this port."""
         self.options = {**self.options, "endpoint": f"http://127.0.0.1:{port}"}
 
+    def group_of(self, number: int) -> int | None:
+        return number % _KEYS if self._keyed else None
+
     def free(self) -> bool:
         return True
 

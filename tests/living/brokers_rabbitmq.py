@@ -103,6 +103,9 @@ class LivingRabbit:
         uri = f"amqp://{self._server.address[0]}:{port}"
         self.options: Mapping[str, Any] = {"queue": self._name, "uri": uri}
 
+    def group_of(self, number: int) -> None:
+        pass
+
     def free(self) -> bool:
         return True
 

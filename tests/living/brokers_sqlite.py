@@ -44,6 +44,9 @@ class LivingSqlite:
             queue.create()
         self.options: Mapping[str, Any] = {"queue": "living", "path": str(self._path)}
 
+    def group_of(self, number: int) -> None:
+        pass
+
     def free(self) -> bool:
         try:
             with closing(sqlite3.connect(self._path, timeout=0.1, isolation_level=None)) as db:

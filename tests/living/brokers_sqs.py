@@ -58,6 +58,7 @@ class LivingSqs:
     def __init__(self, server: SqsServer, clock: str, *, fifo: bool = False) -> None:
         self._server = server
         self._clock = SharedClock(clock)
+        self._fifo = fifo
         name, suffix = f"living-{uuid.uuid4().hex[:12]}", ".fifo" if fifo else ""
         attributes = {"FifoQueue": "true"} if fifo else {}
         self._url = server.queue(f"{name}{suffix}", **attributes)
@@ -77,6 +78,9 @@ class LivingSqs:
     def _connection(self, url: str) -> dict[str, Any]:
         known = self._server.connection()
         return {**known, "extra": {**known["extra"], "endpoint_url": url}}
+
+    def group_of(self, number: int) -> int | None:
+        return number % _GROUPS if self._fifo else None
 
     def free(self) -> bool:
         return True

@@ -7,11 +7,12 @@ itself reports is held against that at the end, never used for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.living.brokers import DEAD, Left
+from tests.living.pipelines import fails_at_first
 from tests.living.sink import Handled
 
 
@@ -83,6 +84,43 @@ def account(
     if strange:
         made.mistakes.append(f"messages that nobody published: {sorted(strange)[:10]}")
     return made
+
+
+def check_order(
+    made: Account,
+    lines: Sequence[Handled],
+    left: Sequence[Left],
+    group_of: Callable[[int], int | None],
+) -> None:
+    """Checks that a message is settled only after all earlier messages of its group.
+
+    A message may be handled before an earlier one if it is handled again afterwards.
+    """
+    queued = {each.number for each in left if each.place != DEAD}
+    stacks: dict[int, list[int]] = defaultdict(list)
+    for line in lines:
+        group = group_of(line.number)
+        if group is not None:
+            stack = stacks[group]
+            while stack and stack[-1] >= line.number:
+                stack.pop()
+            stack.append(line.number)
+    in_order = {number for stack in stacks.values() for number in stack}
+    settled = {line.number for line in lines if group_of(line.number) in stacks} - queued
+    overtaking = settled - in_order | {
+        number
+        for number in settled
+        if any(earlier < number and group_of(earlier) == group_of(number) for earlier in queued)
+    }
+    if overtaking:
+        made.mistakes.append(f"settled before earlier ones: {sorted(overtaking)[:10]}")
+
+
+def check_attempts(made: Account, lines: Sequence[Handled]) -> None:
+    """Checks that only failures use up attempts: kills do not."""
+    wrong = {line.number for line in lines if line.attempt != 1 + fails_at_first(line.number)}
+    if wrong:
+        made.mistakes.append(f"handled at a wrong attempt: {sorted(wrong)[:10]}")
 
 
 def compare(made: Account, reports: Sequence[Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.proxy import Proxy
-from tests.living.brokers import LivingBroker, Mortal, Networked
+from tests.living.brokers import Lapsing, LivingBroker, Mortal, Networked
 from tests.living.endings import ENDINGS, HARMS, Ending
 from tests.living.ledger import Account
 from tests.living.series import Series
@@ -221,10 +221,12 @@ def _two(table: _Table, turn: tuple[Ending, str]) -> None:
 
 
 def _killed(table: _Table, turn: tuple[Ending, str]) -> None:
-    """``kill -9`` at a random instant.  What was held is given back by the next run, or lapses."""
+    """``kill -9`` at a random time; its messages are released by the next run, or lapse."""
     table.begin(turn, table.worker())
     time.sleep(table.dice.uniform(0.2, 2.5))
     table.kill()
+    if isinstance(table.broker, Lapsing) and table.dice.random() < 0.5:
+        table.broker.lapse()
 
 
 def _killed_at_writes(table: _Table, turn: tuple[Ending, str]) -> None:

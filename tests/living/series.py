@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.living.brokers import Left, LivingBroker
-from tests.living.ledger import Account, account, bound, compare
+from tests.living.ledger import Account, account, bound, check_attempts, check_order, compare
 from tests.living.publisher import Publisher
 from tests.living.sink import handled
 from tests.living.workers import Worker
@@ -83,6 +83,8 @@ class Series:
             if not made.lost or time.monotonic() > limit:
                 break
             time.sleep(0.5)
+        check_order(made, lines, left, self._broker.group_of)
+        check_attempts(made, lines)
         reports = [told["report"] for told in self.told]
         if exact and all(reports):
             compare(made, reports)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_broadway import Broadway
 from tests.integration.pipelines.running import World
-from tests.living.brokers import LivingBroker
-from tests.living.brokers_rabbitmq import LivingRabbit
-from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.ledger import account, compare
 from tests.living.pipelines import PIPELINES
 from tests.living.publisher import Publisher
 from tests.living.sink import handled
-from tests.rabbitmq_fixtures import wanted_server
 
 pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow]
 
@@ -25,16 +20,10 @@ RUNS = 4
 BUDGET = {"max_seconds": 2.0, "wait_seconds": 60.0, "idle_seconds": 60.0}
 
 
-def broker_of(kind: str, folder: Path) -> LivingBroker:
-    if kind == "sqlite":
-        return LivingSqlite(folder)
-    return LivingRabbit(wanted_server(), folder)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["sqlite", "rabbitmq"])
-def test_runs_of_a_dag_in_traffic_lose_nothing(kind, tmp_path, monkeypatch):
-    broker = broker_of(kind, tmp_path)
+def test_runs_of_a_dag_in_traffic_lose_nothing(kind, open_broker, tmp_path, monkeypatch):
+    broker = open_broker(kind)(tmp_path)
     sink = tmp_path / "sink.jsonl"
     pipeline: Broadway = PIPELINES[broker.kind](
         producer=broker.options, context={"sink": str(sink), "run": "dag"}

@@ -246,7 +246,7 @@ class World:
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(runs=st.lists(RUNS, min_size=1, max_size=4), schedule=st.lists(STEPS, max_size=60))
-def test_whatever_happens_between_two_calls_loses_nothing(runs, schedule):
+def test_any_interleaving_of_calls_loses_nothing(runs, schedule):
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), schedule)
         world.send()

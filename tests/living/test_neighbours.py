@@ -15,20 +15,13 @@ import pytest
 
 from airflow_broadway.staging.crash_records import load_crash_history
 from airflow_broadway.staging.store import Store
-from tests.contract.sqs_harness import SharedClock, moved_server
+from tests.contract.sqs_harness import SharedClock
 from tests.living.brokers import DEAD, Lapsing
-from tests.living.brokers_kafka import LivingKafka
-from tests.living.brokers_pubsub import LivingPubSub
-from tests.living.brokers_rabbitmq import LivingRabbit
-from tests.living.brokers_sqlite import LivingSqlite
-from tests.living.brokers_sqs import LivingSqs
 from tests.living.pipelines import fails_for_good
 from tests.living.preemptions import HARM, close_quietly
 from tests.living.series import Series
 from tests.living.sink import handled
 from tests.living.workers import Worker
-from tests.pubsub_server import StubServer
-from tests.rabbitmq_fixtures import wanted_server
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
@@ -38,21 +31,10 @@ _HUNGRY = {"wait_seconds": 60.0, "idle_seconds": 60.0, "max_seconds": 60.0}
 _SHORT = 4.0
 
 
-@pytest.fixture(params=["sqlite", "rabbitmq", "sqs", "pubsub", "kafka"])
-def broker(request, tmp_path):
-    if request.param == "sqlite":
-        yield LivingSqlite(tmp_path)
-    elif request.param == "rabbitmq":
-        yield LivingRabbit(wanted_server(), tmp_path)
-    elif request.param == "sqs":
-        yield LivingSqs(*moved_server())
-    elif request.param == "pubsub":
-        clock = str(tmp_path / "clock")
-        with StubServer(SharedClock(clock)) as server:
-            yield LivingPubSub(server, clock)
-    else:
-        server = request.getfixturevalue("apache_kafka")
-        yield LivingKafka(server, tmp_path, order="none")
+@pytest.fixture(params=["sqlite", "rabbitmq", "sqs", "pubsub", "apache_kafka"])
+def broker(request, open_broker, tmp_path):
+    options = {"order": "none"} if request.param == "apache_kafka" else {}
+    return open_broker(request.param, **options)(tmp_path)
 
 
 @pytest.fixture
@@ -78,9 +60,7 @@ def publish(series: Series, count: int) -> None:
     series.publisher.rate = 0.0
 
 
-def test_a_sensor_that_is_killed_twenty_times_amid_settlement_settles_each_message_once(
-    broker, series, tmp_path
-):
+def test_a_sensor_killed_twenty_times_settles_each_message_once(broker, series, tmp_path):
     worker = Worker(tmp_path / "worker.log")
     kills = rounds = 0
     while kills < 20:
@@ -116,7 +96,7 @@ def test_a_sensor_that_is_killed_twenty_times_amid_settlement_settles_each_messa
     assert made.handled > 60 * rounds
 
 
-def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
+def test_a_run_keeps_its_messages_while_its_neighbour_is_killed_thirty_times(
     broker, series, tmp_path
 ):
     # Given a run that handles its messages slowly
@@ -154,9 +134,7 @@ def test_of_two_runs_the_one_that_is_not_killed_thirty_times_keeps_its_messages(
     assert not others & set(mine)
 
 
-def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
-    broker, series, tmp_path
-):
+def test_a_pipeline_renamed_between_crashes_blames_and_loses_nothing(broker, series, tmp_path):
     # Given a pipeline that was killed under one name, then under another, and so on
     publish(series, 300)
     lapses = isinstance(broker, Lapsing)
@@ -185,9 +163,7 @@ def test_a_pipeline_that_is_renamed_between_deaths_blames_and_loses_nothing(
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "its child killed"])
-def test_a_run_that_is_stopped_while_another_takes_its_suspects_blames_none_of_them(
-    broker, series, tmp_path, killed
-):
+def test_a_paused_run_whose_suspects_are_taken_over_blames_none(broker, series, tmp_path, killed):
     # Given a crash on record, and messages that a run handles in a child process
     publish(series, 60)
     producer = {"max_crashes": 1}
