@@ -1,4 +1,4 @@
-"""RabbitMQ under kill -9, broken networks, and queues that vanish or refuse: nothing is lost."""
+"""RabbitMQ under broker crashes, and with queues that vanish or reject: nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from tests.faults.rabbitmq_cases import CASES, Place
-from tests.faults.rabbitmq_worker import YOUNG_QUEUES
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_server import RabbitServer
 
@@ -32,7 +31,6 @@ def mortal(tmp_path_factory):
 def test_nothing_is_lost_or_repeated_unmarked_when(case, tmp_path, request, monkeypatch):
     if not case.mortal:  # nobody kills this broker: its queues may be used at once
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
-        monkeypatch.setenv(YOUNG_QUEUES, "1")
     server = request.getfixturevalue("mortal") if case.mortal else wanted_server()
 
     found = case.run(Place(server, tmp_path))

@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.faults.proxy import Proxy
 from tests.living.brokers import Lapsing, LivingBroker, Mortal, Networked
+from tests.living.brokers_rabbitmq import LivingRabbit
 from tests.living.endings import ENDINGS, HARMS, Ending
 from tests.living.ledger import Account
 from tests.living.series import Series
@@ -172,18 +173,23 @@ class _Weather:
     :param latency: Seconds each way through a proxy; ``None``: no proxy.
     :param deadly: Whether the broker's server is killed: acknowledgements of a classic queue that
         RabbitMQ has not written down by then it forgets.
+    :param only: The brokers with which it is played.
     """
 
     play: Callable[[_Table, tuple[Ending, str]], None]
     exact: bool = True
     latency: float | None = None
     deadly: bool = False
+    only: type = object
 
     def fits(self, broker: type[LivingBroker]) -> bool:
         """Whether it can be played with this broker."""
-        return (self.latency is None or issubclass(broker, Networked)) and (
-            not self.deadly or issubclass(broker, Mortal)
+        wanted = (
+            self.only,
+            object if self.latency is None else Networked,
+            Mortal if self.deadly else object,
         )
+        return all(issubclass(broker, kind) for kind in wanted)
 
 
 def _one(harm: str) -> Callable[[_Table, tuple[Ending, str]], None]:
@@ -207,6 +213,20 @@ def _stalls(table: _Table, turn: tuple[Ending, str]) -> None:
         time.sleep(table.dice.uniform(0.2, 1.2))
         table.proxy.go_on()
     table.finish(turn, worker)
+
+
+def _broken(harm: str) -> Callable[[_Table, tuple[Ending, str]], None]:
+    """The network drops or half-closes all connections, three times in a run."""
+
+    def play(table: _Table, turn: tuple[Ending, str]) -> None:
+        worker = table.worker()
+        table.begin(turn, worker)
+        for _ in range(3):
+            time.sleep(table.dice.uniform(0.1, 0.7))
+            getattr(table.proxy, harm)()
+        table.finish(turn, worker)
+
+    return play
 
 
 def _two(table: _Table, turn: tuple[Ending, str]) -> None:
@@ -291,6 +311,10 @@ WEATHERS = {
     "slow_journal": _Weather(play=_one("slow_journal")),
     "far_away": _Weather(play=_one("quick"), latency=0.04),
     "stalls": _Weather(play=_stalls, latency=0.0),
+    "cut": _Weather(play=_broken("cut"), exact=False, latency=0.0, only=LivingRabbit),
+    "half_closed": _Weather(
+        play=_broken("half_close"), exact=False, latency=0.0, only=LivingRabbit
+    ),
     "two_at_once": _Weather(play=_two),
     "killed": _Weather(play=_killed, exact=False),
     "killed_at_writes": _Weather(play=_killed_at_writes, exact=False),

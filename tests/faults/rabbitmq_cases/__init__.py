@@ -1,12 +1,12 @@
-"""RabbitMQ under kill -9, broken networks, and queues that vanish or refuse.
+"""RabbitMQ under broker crashes, and with queues that vanish or reject.
 
-Without Airflow: workers that drain a queue and are killed, or generations opened and settled by
-hand with a fault between two calls.  ``make faults`` runs all, the tests those that are fast.
+Generations are opened and settled by hand, with a fault between two calls.  ``make faults`` runs
+all cases, the tests the fast ones; ``tests/living`` kills runs and breaks their network.
 """
 
 from __future__ import annotations
 
-from tests.faults.rabbitmq_cases import broker, lapsing, network, others, queues, workers
+from tests.faults.rabbitmq_cases import broker, lapsing, others, queues
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import CASES, RabbitCase
 
@@ -16,8 +16,6 @@ __all__ = [
     "RabbitCase",
     "broker",
     "lapsing",
-    "network",
     "others",
     "queues",
-    "workers",
 ]

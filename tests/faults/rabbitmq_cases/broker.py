@@ -1,4 +1,4 @@
-"""A broker that is killed and started again: in transfer, lease, lapse and settlement."""
+"""A broker that is killed and restarted: in lease, lapse and settlement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from airflow_broadway.core.model.message import Message
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case
-from tests.faults.rabbitmq_cases.working import ends_well, finish, found_by_workers, spawn
 
 _AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
 _DEAD = Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
@@ -22,31 +21,6 @@ _DEAD = Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
 def _restart(place: Place) -> None:
     place.server.kill()
     place.server.run()
-
-
-def _at_work(place: Place, name: str, kind: str) -> Found:
-    place.fill(6_000, kind=kind)
-    worker = spawn(place, lease=60.0, most=800)
-    for pause in (0.4, 1.5):
-        time.sleep(pause)
-        _restart(place)
-    ends_well(worker)
-
-    finish(place, lease=60.0, most=800)
-
-    found = found_by_workers(place, name, 6_000)
-    found.killed["broker"] = 2
-    return found
-
-
-@case(mortal=True)
-def the_broker_is_killed_in_transfer(place: Place, name: str) -> Found:
-    return _at_work(place, name, "classic")
-
-
-@case(mortal=True)
-def the_broker_is_killed_in_transfer_from_a_quorum_queue(place: Place, name: str) -> Found:
-    return _at_work(place, name, "quorum")
 
 
 @case(mortal=True)

@@ -174,14 +174,6 @@ class Place:
         """What became of the numbers below ``count``, if generations by hand handled them all."""
         found = Found(f"rabbitmq.{case}", count)
         found.lost = [number for number in range(count) if number not in self._done]
-        for marks in self._taken.values():
-            found.duplicates += len(marks) - 1
-            found.unmarked += max(0, marks.count(False) - 1)
-        self.look_for_rest(found)
-        return found
-
-    def look_for_rest(self, found: Found) -> None:
-        """Add what queues hold that must be empty, and how often which dead letter is there."""
         delays = [self.queues.delay(step) for step in LADDER]
         for name in (self.queue, *delays, *self.holding_queues()):
             if left := self.count(name):
@@ -189,6 +181,7 @@ class Place:
         copies: dict[int, list[bool]] = defaultdict(list)
         for letter in dead_letters(self.server, self.queues.dead):
             copies[letter.number].append(letter.marked)
-        for marks in copies.values():
+        for marks in (*self._taken.values(), *copies.values()):
             found.duplicates += len(marks) - 1
             found.unmarked += max(0, marks.count(False) - 1)
+        return found
