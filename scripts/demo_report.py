@@ -150,7 +150,7 @@ def _batchers(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 def _stages(runs: Sequence[Run], received: int) -> Iterator[dict[str, Any]]:
     """Seconds and messages per second of each stage, as Airflow saw its tasks."""
-    batched = sum(each["messages"] for each in _batchers(runs).values())
+    batched = sum(batcher["messages"] for batcher in _batchers(runs).values())
     for stage, prefix in STAGES.items():
         seconds = 0.0
         for run in runs:
@@ -187,8 +187,8 @@ def _span(several: Sequence[Mapping[str, Any]]) -> float:
     """Seconds from the first start to the last end."""
     if not several:
         return 0.0
-    start = min(datetime.fromisoformat(each["start_date"]) for each in several)
-    end = max(datetime.fromisoformat(each["end_date"]) for each in several)
+    start = min(datetime.fromisoformat(instance["start_date"]) for instance in several)
+    end = max(datetime.fromisoformat(instance["end_date"]) for instance in several)
     return (end - start).total_seconds()
 
 

@@ -63,7 +63,7 @@ def load(
 def _batches(messages: int | None, seed: int | None) -> Iterator[list[dict[str, Any]]]:
     found = flights(messages, seed)
     while batch := list(islice(found, BATCH)):
-        yield [{"data": json.dumps(each, separators=(",", ":")).encode()} for each in batch]
+        yield [{"data": json.dumps(flight, separators=(",", ":")).encode()} for flight in batch]
 
 
 def make(publisher: Any, subscriber: Any, project: str) -> str:

@@ -155,8 +155,8 @@ def page() -> str:
             *rows,
             CALLS.format(run=run),
             _every_producer(),
-            *(_producer(*each) for each in PRODUCERS),
-            *(_section(*each) for each in OTHERS),
+            *(_producer(*producer) for producer in PRODUCERS),
+            *(_section(*other) for other in OTHERS),
         ]
     )
 
@@ -165,7 +165,7 @@ def _every_producer() -> str:
     made = [cls(**least) for _, cls, least in PRODUCERS]
     rows = ""
     for field in dataclasses.fields(Producer):
-        same = all(getattr(each, field.name) == field.default for each in made)
+        same = all(getattr(options, field.name) == field.default for options in made)
         default = _default(field) if same else BY_PRODUCER
         rows += _row(field, default)
     return _titled("Every producer", "`producer = …Producer(…)`", rows)

@@ -86,8 +86,8 @@ def _process(pipeline: Broadway, chunk: int = 250) -> float:
     chunks = [messages[start : start + chunk] for start in range(0, MESSAGES, chunk)]
 
     def work() -> None:
-        for each in chunks:
-            stage.handle(each)
+        for part in chunks:
+            stage.handle(part)
 
     return _best(work) / MESSAGES * 1e6
 

@@ -247,10 +247,10 @@ def figures(taken: dict[str, list[Took]]) -> Figures:
     for name, tries in taken.items():
         of = OF.get(name, "")
         ratios = [a.rate / b.rate for a, b in zip(tries, taken[of], strict=True)] if of else []
-        rates = [each.rate for each in tries]
+        rates = [attempt.rate for attempt in tries]
         made.append(median(f"kafka.{name}", rates, "msg/s", of=f"kafka.{of}", ratios=ratios))
         if tries[0].cpu:
-            cpu = [each.cpu_of_each for each in tries]
+            cpu = [attempt.cpu_of_each for attempt in tries]
             made.append(median(f"kafka.{name}.cpu", cpu, "us/msg", digits=1))
     return made
 

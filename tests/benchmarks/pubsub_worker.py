@@ -66,7 +66,7 @@ def bare(
         answer = client.pull(
             request={"subscription": subscription, "max_messages": MOST_MESSAGES}, timeout=5
         )
-        found = [(each.ack_id, each.message.data) for each in answer.received_messages]
+        found = [(message.ack_id, message.message.data) for message in answer.received_messages]
         return [ack_id for ack_id, _ in found]
 
     def acknowledge(subscription: str, ack_ids: Sequence[str]) -> None:

@@ -254,9 +254,9 @@ def figures(taken: dict[str, list[Took]]) -> Figures:
             ceilings = taken.get(f"ceiling of {name}", taken["ceiling"])
             ratios = [a.rate / b.rate for a, b in zip(tries, ceilings, strict=True)]
         name = f"rabbitmq.{name}"
-        rates = [each.rate for each in tries]
+        rates = [attempt.rate for attempt in tries]
         made.append(median(name, rates, "msg/s", of="rabbitmq.ceiling", ratios=ratios))
-        cpu = [each.cpu_of_each for each in tries]
+        cpu = [attempt.cpu_of_each for attempt in tries]
         made.append(median(f"{name}.cpu", cpu, "us/msg", digits=1))
     return made
 

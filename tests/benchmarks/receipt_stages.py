@@ -143,7 +143,7 @@ def rates(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> 
     made: Figures = []
     for name, tries, bare in _compared(taken, of):
         ratios = [one.rate / other.rate for one, other in zip(tries, bare, strict=False)]
-        found = [each.rate for each in tries]
+        found = [attempt.rate for attempt in tries]
         other = f"{part}.{of.get(name, '')}"
         made.append(median(f"{part}.{name}", found, "msg/s", of=other, ratios=ratios))
     return made
@@ -157,7 +157,7 @@ def processor(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str])
     made: Figures = []
     for name, tries, bare in _compared(taken, of):
         ratios = [other.cpu / one.cpu for one, other in zip(tries, bare, strict=False)]
-        found = [each.cpu_of_each for each in tries]
+        found = [attempt.cpu_of_each for attempt in tries]
         other = f"{part}.{of.get(name, '')}.cpu"
         made.append(
             median(f"{part}.{name}.cpu", found, "us/msg", digits=1, of=other, ratios=ratios)
@@ -183,4 +183,6 @@ def serve(
 
 def requests_of(name: str, tries: list[Took]) -> dict[str, Any]:
     """Requests for a message, from its receipt to its end."""
-    return median(name, [each.requests / each.messages for each in tries], "req/msg", digits=4)
+    return median(
+        name, [attempt.requests / attempt.messages for attempt in tries], "req/msg", digits=4
+    )

@@ -22,7 +22,7 @@ def bench_s3(sizes: tuple[tuple[int, int], ...] = SIZES) -> Figures:
     """The figures of staging on S3, for ``build/bench.json``."""
     pa.array([1])  # where pandas is installed, Arrow imports it now
     with s3_server() as server:
-        return [each for size in sizes for each in _figures(server, *size)]
+        return [figure for size in sizes for figure in _figures(server, *size)]
 
 
 def _figures(server: Any, messages: int, batch_size: int) -> Figures:

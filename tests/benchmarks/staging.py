@@ -71,7 +71,7 @@ def _stage(run: StagedRun, pipeline: Broadway, keys: int) -> tuple[str, float, f
         for start in range(0, MESSAGES, CHUNK):
             chunk = _chunk(start, keys)
             begun = time.perf_counter()
-            made = [rows(each) for each in chunk]
+            made = [rows(message) for message in chunk]
             middle = time.perf_counter()
             writer.messages(made)
             converting += middle - begun

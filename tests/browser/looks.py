@@ -59,7 +59,7 @@ def not_reached_by_tab(browser: Chromium) -> list[str]:
     left = browser.run(
         f"{_SCRIPT}\nreturn [...window.wanted].filter((e) => !window.got.has(e)).map(named);"
     )
-    return [*complaints, *(f"Tab never reaches {each}" for each in left)]
+    return [*complaints, *(f"Tab never reaches {message}" for message in left)]
 
 
 #: Notes which element has the focus; returns a complaint if nothing shows it.

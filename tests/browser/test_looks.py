@@ -32,7 +32,7 @@ def test_pages_are_accessible(as_admin, letters, screens, request, name):
     for scheme in ("light", "dark"):
         as_admin.colours(scheme)
         as_admin.picture(screens / f"{name}-{scheme}.png", whole=True)
-        complaints += [f"{scheme}: {each}" for each in complaints_of_looks(as_admin)]
+        complaints += [f"{scheme}: {look}" for look in complaints_of_looks(as_admin)]
     complaints += not_reached_by_tab(as_admin)
     complaints += too_wide_on_a_phone(as_admin)
     as_admin.picture(screens / f"{name}-phone.png", whole=True)

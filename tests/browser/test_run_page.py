@@ -21,7 +21,7 @@ def find_message(browser: Chromium, run: Run, text: str) -> None:
 
 def test_batches_are_sorted_by_a_click(as_admin, letters):
     def numbers() -> list[int]:
-        return [int(each.text.split()[0]) for each in as_admin.all(".batches td:nth-child(3)")]
+        return [int(cell.text.split()[0]) for cell in as_admin.all(".batches td:nth-child(3)")]
 
     as_admin.open(letters.page)
     for way, backwards in (("ascending", False), ("descending", True)):

@@ -16,7 +16,7 @@ BACKGROUND = "return getComputedStyle(document.documentElement).backgroundColor"
 def brightness(browser: Chromium) -> int:
     """How bright the page is, from 0."""
     colour = browser.run(BACKGROUND)
-    return sum(int(each) for each in colour.partition("(")[2].rstrip(")").split(",")[:3])
+    return sum(int(part) for part in colour.partition("(")[2].rstrip(")").split(",")[:3])
 
 
 def test_timestamps_show_utc_and_local_time(as_admin, letters):
@@ -29,7 +29,7 @@ def test_timestamps_show_utc_and_local_time(as_admin, letters):
         assert time.text == (time.get_attribute("datetime") or "")[:19].replace("T", " ")
         assert (time.get_attribute("datetime") or "").endswith("+00:00")
         said, title = time.text, time.get_attribute("title") or ""
-        hour, minute = (int(each) for each in said[11:16].split(":"))
+        hour, minute = (int(part) for part in said[11:16].split(":"))
         ahead = (hour * 60 + minute + 345) % 1440
         assert f"{(ahead // 60 - 1) % 12 + 1}:{ahead % 60:02}:" in title, (said, title)
     finally:

@@ -64,14 +64,16 @@ class SparkCase(StagedCase):
         returned = apply_callback(self.case["given"].get("handle_batch") or {}, messages)
         if not isinstance(returned, list):
             return returned
-        strange = [each for each in returned if not isinstance(each, Message)]
+        strange = [message for message in returned if not isinstance(message, Message)]
         if strange:
             return strange
         if len(returned) < len(messages):
-            outcomes = [(each.message_id, each.ok, str(each.status.reason)) for each in returned]
+            outcomes = [
+                (message.message_id, message.ok, str(message.status.reason)) for message in returned
+            ]
             schema = "message_id string, ok boolean, reason string"
             return rows.sparkSession.createDataFrame(outcomes, schema)
-        return self._failed(rows, [each for each in returned if not each.ok])
+        return self._failed(rows, [message for message in returned if not message.ok])
 
     @staticmethod
     def _failed(rows: DataFrame, messages: list[Message]) -> Any:

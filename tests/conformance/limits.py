@@ -34,11 +34,11 @@ def operations(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         if "op" in value:
             yield value
-        for each in value.values():
-            yield from operations(each)
+        for item in value.values():
+            yield from operations(item)
     elif isinstance(value, list):
-        for each in value:
-            yield from operations(each)
+        for item in value:
+            yield from operations(item)
 
 
 def changed_when_settled(value: Any) -> bool:

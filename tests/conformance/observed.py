@@ -214,13 +214,13 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
             "status_lists",
         )
     if "telemetry" in expect:
-        events = [each for each in expect["telemetry"] if each["event"] not in seen.silent]
+        events = [event for event in expect["telemetry"] if event["event"] not in seen.silent]
         check("telemetry", events, seen.telemetry, "subsets")
     if "sequence" in expect and not case.get("unordered"):
         check("sequence", expect["sequence"], seen.sequence, "lists")
     totals = seen.totals()
     if "never_acked" in expect and totals is not None:
-        acked = [each for total in totals.values() for one in total.values() for each in one]
+        acked = [item for total in totals.values() for one in total.values() for item in one]
         wrongly = [data for data in expect["never_acked"] if data in plain(acked)]
         if wrongly:
             found.append(f"never_acked: acknowledged all the same: {wrongly}")
@@ -325,7 +325,7 @@ class _Comparer:
             words = [reason, reason.partition(": ")[2]] if status[0] == "error" else [reason]
             if status[0] == "exit":  # with its kind, which tells it from a text of the user's
                 words = [reason.partition("SystemExit: ")[2]]
-            return any(same_reason(str(status[1]), each) for each in words)
+            return any(same_reason(str(status[1]), word) for word in words)
 
         left = list(wanted)
         for one in got:

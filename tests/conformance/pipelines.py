@@ -99,13 +99,13 @@ def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
     """What a callback of a whole list returns by its rules."""
     rules = spec.get("each", [])
     result: list[Any] = [apply_rules(rules, message) for message in messages]
-    result = [each for each in result if each is not DROP]
+    result = [item for item in result if item is not DROP]
     for op in spec.get("batch", []):
         match op["op"]:
             case "raise":
                 raise RuntimeError(op["message"])
             case "raise_if_any":
-                if any(each.data == op["data"] for each in messages):
+                if any(message.data == op["data"] for message in messages):
                     raise RuntimeError(op.get("message", "raised"))
             case "exit":
                 sys.exit(op["reason"])
@@ -324,10 +324,10 @@ class Recorder:
         successful: list[Message],
         failed: list[Message],
     ) -> None:
-        good, bad = [each.data for each in successful], [each.data for each in failed]
+        good, bad = [message.data for message in successful], [message.data for message in failed]
         call = {"ack_ref": ack_ref, "successful": good, "failed": bad}
         if bad and name == "ack":
-            call["failed_status"] = [status_of(each) for each in failed]
+            call["failed_status"] = [status_of(message) for message in failed]
         if into is not None:
             into.append(call)
         if self._seen.sequence is not None:

@@ -62,7 +62,7 @@ class Custody(Followed):
             self._keep(message)
 
     def returned(self, callback: str, given: int, value: Any) -> None:
-        if not isinstance(value, list) or not all(type(each) is Message for each in value):
+        if not isinstance(value, list) or not all(type(item) is Message for item in value):
             return
         if callback == "prepare_messages" and len(value) != given:
             return
@@ -199,7 +199,7 @@ class StagedCase:
             )
             for number, batcher in enumerate(self.pipeline.batchers)
         ]
-        return [each for each in made if each is not None]
+        return [item for item in made if item is not None]
 
     def look(self) -> Any:
         """One look of the ack sensor: the run's summary when all tasks have ended."""
@@ -248,7 +248,9 @@ class StagedCase:
 
     def _look(self) -> None:
         """Say by what the queue still has how each message was settled."""
-        letters = {each.message_id: each.reason for each in self.queue.dead_letters(limit=None)}
+        letters = {
+            letter.message_id: letter.reason for letter in self.queue.dead_letters(limit=None)
+        }
         now = self._clock.now() + timedelta(seconds=1.0)
         assert self.queue.depth().leased == 0
         released, left = self._ready(now), self._ready(now + timedelta(days=1))
@@ -335,4 +337,4 @@ class OneTask(StagedCase):
             ]
         self._feed.after()
         names = ("received", "accounted", "lapsed", "settle_failed", "still_leased")
-        return self._settled({name: sum(each[name] for each in reports) for name in names})
+        return self._settled({name: sum(report[name] for report in reports) for name in names})

@@ -75,7 +75,7 @@ def test_changed_expectations_fail(recorded, request):
 
 
 def test_forbidden_acknowledgements_are_detected(request):
-    [case] = [each for each in CASES if each["id"] == "hf-010"]
+    [case] = [case for case in CASES if case["id"] == "hf-010"]
     seen = run_driven(case, request)
     for acked in (1, 3):
         changed = {**case, "expect": {**case["expect"], "never_acked": [acked]}}

@@ -45,13 +45,13 @@ def _settled(server: PubSubServer, good: int, bad: int, **options: Any) -> list[
         acknowledger = RunAcknowledger(producer, settler)
         settler.hold(taken)
         made = [
-            each.with_acknowledger(AckRef(acknowledger, "ref", each.acknowledger.data))
-            for each in taken
+            message.with_acknowledger(AckRef(acknowledger, "ref", message.acknowledger.data))
+            for message in taken
         ]
         before = len(wire.asked)
-        acknowledger.ack("ref", made[:good], [each.failed("") for each in made[good:]])
+        acknowledger.ack("ref", made[:good], [message.failed("") for message in made[good:]])
         settler.tick(force=True)
-        found = [_written(each) for each in wire.asked[before:] if each.call != "Pull"]
+        found = [_written(request) for request in wire.asked[before:] if request.call != "Pull"]
         source.close()
     return found
 
@@ -102,7 +102,7 @@ def pulls(case: Case, server: PubSubServer) -> None:
         source = producer.source(ProducerEnv())
         source.secure(source.receive(given["demand"], timeout=5.0))
         source.close()
-        asked = [each.request.max_messages for each in wire.asked if each.call == "Pull"]
+        asked = [entry.request.max_messages for entry in wire.asked if entry.call == "Pull"]
     assert asked
     assert set(asked) == {case["expect"]["body"]["maxMessages"]}
 
@@ -130,7 +130,7 @@ def failing_acknowledgement(case: Case) -> None:
     finally:
         log.removeHandler(told)
     assert ["acknowledge", 3] in found
-    assert any("Acknowledge" in each.getMessage() for each in told.records)
+    assert any("Acknowledge" in record.getMessage() for record in told.records)
 
 
 def metadata(case: Case, server: PubSubServer) -> None:
@@ -145,7 +145,7 @@ def metadata(case: Case, server: PubSubServer) -> None:
     while len(taken) < 2:
         taken += source.secure(source.receive(10, timeout=5.0))
     source.close()
-    full, empty = sorted(taken, key=lambda each: len(each.data), reverse=True)
+    full, empty = sorted(taken, key=lambda message: len(message.data), reverse=True)
     assert full.data.decode() == expect["data"]
     assert empty.data == b""
     assert set(expect["metadata_keys"]) <= set(full.metadata)

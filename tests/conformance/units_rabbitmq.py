@@ -188,7 +188,7 @@ def refused_by_the_broker(case: Case) -> None:
 def lost_channel(case: Case) -> None:
     """The connection breaks between a delivery and its being secured."""
     given, expect = case["given"], case["expect"]
-    numbers = [each for each in given["deliver"] if each != "break_conn"]
+    numbers = [body for body in given["deliver"] if body != "break_conn"]
     with own_place() as place, Breaker(place.server.address) as breaker:
         place.declare()
         options: dict[str, Any] = {
@@ -243,7 +243,7 @@ def partial_bounds(case: Case) -> None:
     for given, wanted in zip(case["given"]["options"], case["expect"]["bounds"], strict=True):
         low, high = given.get("min"), given.get("max")
         made = backoff_bounds(low and low / 1000, high and high / 1000)
-        assert [round(1000 * each) for each in made] == wanted
+        assert [round(1000 * delay) for delay in made] == wanted
     with pytest.raises(OptionsError, match="backoff_min"):
         backoff_bounds(1.0, 0.5)
     assert Backoff("stop", *backoff_bounds(None, None)).next() is None

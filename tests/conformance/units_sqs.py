@@ -36,7 +36,7 @@ def _settled(
     :param ends: Whether the run ends too, which tries what was refused once more.
     """
     producer = SqsProducer(queue_url=URL, conn_id=None, receive_concurrency=1, **options)
-    fake.put([str(_data_of(each)) for each in (*good, *bad)])
+    fake.put([str(_data_of(message)) for message in (*good, *bad)])
     env = ProducerEnv()
     with installed(fake):
         source = producer.source(env)
@@ -49,14 +49,14 @@ def _settled(
         acknowledger = RunAcknowledger(producer, settler)
         settler.hold(taken)
 
-        def made(each: Any) -> Message:
-            found = by_data[str(_data_of(each))]
+        def made(item: Any) -> Message:
+            found = by_data[str(_data_of(item))]
             found = found.with_acknowledger(AckRef(acknowledger, "ref", found.acknowledger.data))
-            own = each["configure_ack"] if isinstance(each, dict) else {}
+            own = item["configure_ack"] if isinstance(item, dict) else {}
             return found.configure_ack(**own)
 
-        failed = [made(each).failed("") for each in bad]
-        acknowledger.ack("ref", [made(each) for each in good], failed)
+        failed = [made(message).failed("") for message in bad]
+        acknowledger.ack("ref", [made(message) for message in good], failed)
         settler.tick(force=True)
         if ends:
             settler.finish()
@@ -157,7 +157,7 @@ def failing_delete(case: Case) -> None:
     fake = FakeSqs()
     fake.answer = answer
     attempted = _settled(fake, {}, data, [], ends=True)
-    done = [each for request in attempted[:1] + attempted[2:] for each in request]
+    done = [entry for request in attempted[:1] + attempted[2:] for entry in request]
     assert sorted(done) == data
 
 

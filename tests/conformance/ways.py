@@ -106,7 +106,7 @@ def _telemetry_into(seen: Observed) -> telemetry.Handler:
             if name == "message":
                 entry[name] = value.data
             elif isinstance(value, list):
-                entry[name] = [each.data for each in value if isinstance(each, Message)]
+                entry[name] = [item.data for item in value if isinstance(item, Message)]
             elif name == "batch_info":
                 entry["trigger"] = value.trigger.value
         if seen.telemetry is not None:

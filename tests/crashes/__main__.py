@@ -42,7 +42,7 @@ def main() -> int:
             told.append(as_json(given.broker, plan.pipeline, sums))
     if given.report:
         given.report.write_text(json.dumps(told))
-    return int(any(each["failures"] or each["unsteady"] for each in told))
+    return int(any(report["failures"] or report["unsteady"] for report in told))
 
 
 def tell(broker: str, pipeline: str, sums: Sums) -> None:
@@ -71,8 +71,8 @@ def as_json(broker: str, pipeline: str, sums: Sums) -> dict[str, Any]:
         "unmarked": sums.unmarked,
         "left": sums.left,
         "mistakes": sums.mistakes,
-        "unsteady": [str(each) for each in sums.unsteady],
-        "failures": [[str(each.case), *each.lines] for each in sums.failures],
+        "unsteady": [str(point) for point in sums.unsteady],
+        "failures": [[str(failure.case), *failure.lines] for failure in sums.failures],
     }
 
 

@@ -46,7 +46,9 @@ class Aws:
 
     def _sync(self, do: Any) -> Any:
         def make_api_call(client: Any, operation: str, given: Mapping[str, Any]) -> Any:
-            return self._call(client, operation, given, lambda each: do(client, operation, each))
+            return self._call(
+                client, operation, given, lambda kwargs: do(client, operation, kwargs)
+            )
 
         return make_api_call
 
@@ -54,8 +56,8 @@ class Aws:
         async def make_api_call(client: Any, operation: str, given: Mapping[str, Any]) -> Any:
             loop = asyncio.get_running_loop()
 
-            def wait(each: Mapping[str, Any]) -> Any:
-                made = do(client, operation, each)
+            def wait(kwargs: Mapping[str, Any]) -> Any:
+                made = do(client, operation, kwargs)
                 return asyncio.run_coroutine_threadsafe(made, loop).result()
 
             # In a thread of its own: what else this loop does meanwhile is no part of it.
@@ -93,7 +95,7 @@ class Aws:
             return str(given["QueueUrl"]).rpartition("/")[2].removeprefix(f"{self._place}-")
         found = [
             str(given[name]) for name in ("QueueName", "Key", "Prefix") if given.get(name)
-        ] or [each["Key"] for each in given.get("Delete", {}).get("Objects", [])[:1]]
+        ] or [item["Key"] for item in given.get("Delete", {}).get("Objects", [])[:1]]
         return found[0].removeprefix(f"{self._place}-") if found else ""
 
 
@@ -134,8 +136,8 @@ def _others(
 def _without_newest(answer: dict[str, Any]) -> dict[str, Any]:
     """A list as it was before the newest object was there."""
     there = answer.get("Contents", [])
-    newest = max(there, key=lambda each: (each["LastModified"], each["Key"]), default=None)
-    return {**answer, "Contents": [each for each in there if each is not newest]}
+    newest = max(there, key=lambda version: (version["LastModified"], version["Key"]), default=None)
+    return {**answer, "Contents": [version for version in there if version is not newest]}
 
 
 def _failed(operation: str, url: str, made: int) -> Exception:

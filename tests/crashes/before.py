@@ -45,8 +45,8 @@ def live_run(
         for boundary in boundaries:
             boundary.install(interceptor)
         pipeline = subject.pipeline(**overrides())
-        processes = [f"process!{each}" for each in range(pipeline.producer.concurrency)]
-        tasks = [*processes, *(f"batch.{each}" for each in pipeline.batchers), "ack"]
+        processes = [f"process!{index}" for index in range(pipeline.producer.concurrency)]
+        tasks = [*processes, *(f"batch.{batcher}" for batcher in pipeline.batchers), "ack"]
         returned: dict[str, Any] = {}
         for task in tasks:
             attempt = Attempt(

@@ -112,8 +112,8 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, Mutant] = {
-    each.breaks.__name__: each
-    for each in (
+    mutant.breaks.__name__: mutant
+    for mutant in (
         Mutant(
             a_message_that_comes_again_does_not_say_so,
             "one/batch.default/1",
@@ -179,9 +179,9 @@ def main(name: str) -> None:
         campaign = Campaign(made, MESSAGES, Path(folder))
         alone, _ = campaign.baseline().points
         point = next(
-            each
-            for each in alone
-            if each.execution == mutant.execution and each.call.kind == mutant.kind
+            point
+            for point in alone
+            if point.execution == mutant.execution and point.call.kind == mutant.kind
         )
         case = Case((Strike(point, mutant.what),), mutant.recovery)
         whole = campaign.run(case)[0].account.lines

@@ -20,7 +20,7 @@ class OverReceipts(Subject):
         """Without what stands to be removed: the reports of generations that have ended."""
         found = super().staged()
         ended = {each[1] for path in found if (each := _ENDED.search(path))}
-        return [path for path in found if not any(each in path for each in ended)]
+        return [path for path in found if not any(end in path for end in ended)]
 
 
 def declared(producer: Producer) -> Mapping[str, Any]:

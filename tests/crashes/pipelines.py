@@ -52,7 +52,9 @@ class Batches(Struck):
         return message.failed("seven") if message.data % 7 == 3 else message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        return [each.failed("five") if each.data % 5 == 2 else each for each in messages]
+        return [
+            message.failed("five") if message.data % 5 == 2 else message for message in messages
+        ]
 
 
 class TwoBatchers(Batches):
@@ -161,7 +163,7 @@ class Refills(Batches):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         Path("rows").mkdir(exist_ok=True)
-        rows = [each.data for each in messages]
+        rows = [message.data for message in messages]
         name = f"{self.run.source.kind}-{batch_info.batch_id}"
         Path(f"rows/{name}").write_text(json.dumps(rows))
         return super().handle_batch(batcher, messages, batch_info, context)

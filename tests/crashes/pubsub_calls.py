@@ -31,8 +31,8 @@ class PubSub:
 
     def _asked(self, do: Any) -> Any:
         def with_call(stub: Any, request: Any, *given: Any, **named: Any) -> Any:
-            def send(each: Any) -> Any:
-                return do(stub, each, *given, **named)
+            def send(request: Any) -> Any:
+                return do(stub, request, *given, **named)
 
             return self._call(stub._method.decode().rpartition("/")[2], request, send)
 
@@ -64,7 +64,7 @@ class PubSub:
 
 def _target(request: Any) -> str:
     """The subscription or topic, without its project."""
-    found = next((getattr(request, each) for each in _NAMES if getattr(request, each, "")), "")
+    found = next((getattr(request, name) for name in _NAMES if getattr(request, name, "")), "")
     return str(found).rpartition("/")[2]
 
 

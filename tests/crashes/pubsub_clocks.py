@@ -35,8 +35,8 @@ class _Clocks(SystemClock):
         """Go by the clock of a request's project; refuses nothing."""
         name = next(
             value
-            for each in ("subscription", "topic", "name")
-            if (value := getattr(request, each, ""))
+            for name in ("subscription", "topic", "name")
+            if (value := getattr(request, name, ""))
         )
         try:
             self._ahead = float((self._folder / name.split("/")[1]).read_text())

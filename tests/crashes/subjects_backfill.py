@@ -90,7 +90,7 @@ class _Backfills(LiveBefore):
             for path in sorted(folder.glob("*.jsonl"))
             for line in path.read_text().splitlines()
         ]
-        return [Letter(each["message_id"], True, each["reason"]) for each in told]
+        return [Letter(letter["message_id"], True, letter["reason"]) for letter in told]
 
     def rows(self, ids: Sequence[str]) -> Counter[str] | None:
         if not self.pipeline.defines("prepare_backfill"):

@@ -122,11 +122,11 @@ class _Letters(Subject):
         store = Store.open(self.staging)
         env = producer_env(pipeline, Ports(), generation="looks", owner={}, store=store)
         with closing(pipeline.producer.dead_letters(env)) as letters:
-            return [_id(each.body) for each in letters.letters() if _WHY in each.reason]
+            return [_id(letter.body) for letter in letters.letters() if _WHY in letter.reason]
 
     def letters(self) -> list[Letter]:
         found = super().letters()  # type: ignore[safe-super]
-        return [each._replace(message_id=_id(each.body)) for each in found]
+        return [letter._replace(message_id=_id(letter.body)) for letter in found]
 
     def left(self) -> list[str]:
         found = super().left()

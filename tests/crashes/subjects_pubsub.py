@@ -151,8 +151,8 @@ class _OnPubSub(OverReceipts):
         def read(server: Remote) -> list[list[str]]:
             about = ("broadway_message_id", "broadway_reason")
             return [
-                [*(each.attributes.get(key, "") for key in about), each.data.decode()]
-                for each in server.drain(name)
+                [*(message.attributes.get(key, "") for key in about), message.data.decode()]
+                for message in server.drain(name)
             ]
 
         # A letter is there twice where a run was killed between its sending and its original's

@@ -51,13 +51,13 @@ class _OnS3(Embedded):
         answer = self._server.client("s3").list_multipart_uploads(Bucket=self._bucket)
         return [
             *super().left(),
-            *(f"an upload of {each['Key']}" for each in answer.get("Uploads", ())),
+            *(f"an upload of {upload['Key']}" for upload in answer.get("Uploads", ())),
         ]
 
     def _keys(self) -> Iterator[str]:
         pages: Any = self._server.client("s3").get_paginator("list_objects_v2")
         for page in pages.paginate(Bucket=self._bucket):
-            yield from (each["Key"] for each in page.get("Contents", ()))
+            yield from (item["Key"] for item in page.get("Contents", ()))
 
     def close(self) -> None:
         client = self._server.client("s3")

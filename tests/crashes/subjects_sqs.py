@@ -64,7 +64,7 @@ def moto() -> Iterator[Moto]:
         folder = Path(name)
         server = SqsServer(folder, command=("tests.crashes.moto_clocks", name))
         server.run()
-        before = {each: os.environ.get(each) for each in (*given, "AWS_ENDPOINT_URL")}
+        before = {name: os.environ.get(name) for name in (*given, "AWS_ENDPOINT_URL")}
         os.environ.update(given, AWS_ENDPOINT_URL=server.url)
         try:
             yield Moto(server.url, folder)
@@ -146,8 +146,8 @@ class _Sqs(OverReceipts):
         for start in range(0, len(bodies), 10):
             entries = [self._entry(body.decode()) for body in bodies[start : start + 10]]
             answer = client.send_message_batch(QueueUrl=self._queue, Entries=entries)
-            known = {each["Id"]: each["MessageId"] for each in answer["Successful"]}
-            found += [known[each["Id"]] for each in entries]
+            known = {entry["Id"]: entry["MessageId"] for entry in answer["Successful"]}
+            found += [known[entry["Id"]] for entry in entries]
         return found
 
     def _entry(self, body: str) -> dict[str, str]:
@@ -165,7 +165,9 @@ class _Sqs(OverReceipts):
         while messages := client.receive_message(
             QueueUrl=self._dead, MaxNumberOfMessages=10, MessageAttributeNames=["All"]
         ).get("Messages"):
-            found += [self._letter(each["MessageAttributes"], each["Body"]) for each in messages]
+            found += [
+                self._letter(message["MessageAttributes"], message["Body"]) for message in messages
+            ]
             entries = [
                 {"Id": str(place), "ReceiptHandle": each["ReceiptHandle"]}
                 for place, each in enumerate(messages)

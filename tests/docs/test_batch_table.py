@@ -21,7 +21,7 @@ class Point(NamedTuple):
     y: int
 
 
-KNOWN = {each.__name__: each for each in (Decimal, date, datetime, Point, UUID)} | {
+KNOWN = {kind.__name__: kind for kind in (Decimal, date, datetime, Point, UUID)} | {
     "nan": float("nan"),
     "UTC": UTC,
 }

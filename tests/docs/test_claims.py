@@ -62,7 +62,9 @@ def _tests(path: Path) -> set[str]:
     for node in ast.parse(path.read_text("utf-8")).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
-        found |= {prefix + each.name for each in inner if isinstance(each, ast.FunctionDef)}
+        found |= {
+            prefix + function.name for function in inner if isinstance(function, ast.FunctionDef)
+        }
     return found
 
 

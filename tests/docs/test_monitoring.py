@@ -86,7 +86,7 @@ def test_query_labels_are_existing_tags(monkeypatch):
     assert "broadway.messages.acked,pipeline=Orders,dag_id=orders" in lines
     assert "broadway.batches,pipeline=Orders,dag_id=orders,batcher=late,trigger=size" in lines
     grouped = re.findall(r"(?:by|on) \(([^)]*)\)", " ".join(expressions().values()))
-    labels = {label.strip() for each in grouped for label in each.split(",")}
+    labels = {label.strip() for labels in grouped for label in labels.split(",")}
     assert labels <= {"pipeline", "dag_id", "batcher", "trigger"}
 
 

@@ -71,7 +71,11 @@ def main() -> int:
     found: list[Found] = []
     brokers = given.broker or list(BROKERS)
     points = _Points(
-        (each for each in SUBJECTS if each.split()[0] in brokers and _wanted(each, given.case)),
+        (
+            subject
+            for subject in SUBJECTS
+            if subject.split()[0] in brokers and _wanted(subject, given.case)
+        ),
         given.seed,
     )
     points.start()
@@ -91,8 +95,8 @@ def main() -> int:
     _tell_points(points.told)
     print(f"all in {(time.monotonic() - began) / 60:.0f} minutes", flush=True)
     # A point that is not there in every run was not struck: the campaign has a gap.
-    bad = any(each["failures"] or each.get("unsteady") for each in points.told)
-    return int(bad or not all(each.good for each in found))
+    bad = any(report["failures"] or report.get("unsteady") for report in points.told)
+    return int(bad or not all(case.good for case in found))
 
 
 def _today() -> int:
@@ -124,7 +128,7 @@ class _Points(threading.Thread):
 
     def join(self, timeout: float | None = None) -> None:
         super().join(timeout)
-        self.told += [_no_end(each) for each in self._left]
+        self.told += [_no_end(subject) for subject in self._left]
 
     def _strike(self, subject: str) -> list[dict[str, Any]]:
         """In a program of its own, which forks, and so has no threads."""
@@ -150,9 +154,9 @@ def _wanted(subject: str, case: str) -> bool:
 def _tell_points(points: list[dict[str, Any]]) -> None:
     """Say what was struck, a broker a line."""
     counts = ("points", "cases", "runs", "lost", "unmarked", "left", "mistakes")
-    for broker in dict.fromkeys(each["broker"] for each in points):
-        of = [each for each in points if each["broker"] == broker]
-        sums = (f"{sum(each.get(name, 0) for each in of):,} {name}" for name in counts)
+    for broker in dict.fromkeys(point["broker"] for point in points):
+        of = [point for point in points if point["broker"] == broker]
+        sums = (f"{sum(point.get(name, 0) for point in of):,} {name}" for name in counts)
         print(f"{broker}: {', '.join(sums)}", flush=True)
 
 
@@ -228,7 +232,7 @@ def _tell(found: Found, seconds: float) -> None:
 def _write(found: list[Found], points: list[dict[str, Any]]) -> None:
     path = BUILD / "faults.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {"cases": [each.to_json() for each in found], "points": points}
+    told = {"cases": [case.to_json() for case in found], "points": points}
     path.write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -31,7 +31,7 @@ def account(
     letters = broker.dead()
     calls = truth.noted(handled)
     dead = Counter(letter.number for letter in letters)
-    done = {each.number for each in calls if not truth.fails_in_batch(each.number, each.attempt)}
+    done = {call.number for call in calls if not truth.fails_in_batch(call.number, call.attempt)}
     for number in numbers:
         if not (dead[number] if truth.dies(number) else number in done):
             found.lost.append(number)
@@ -64,21 +64,21 @@ def _count_repeats(found: Found, calls: Sequence[truth.Handled], *, stable_ids: 
     seen: set[tuple[int, int]] = set()
     batches: dict[int, set[str]] = {}
     ids: dict[int, str] = {}
-    for each in calls:
-        if ids.setdefault(each.number, each.message_id) != each.message_id and stable_ids:
-            found.mistakes.append(f"message {each.number} has two ids")
-        before = batches.setdefault(each.number, set())
-        found.duplicates += (each.number, each.attempt) in seen
-        found.unmarked += bool(before) and not each.redelivered and each.batch_id not in before
-        seen.add((each.number, each.attempt))
-        before.add(each.batch_id)
+    for call in calls:
+        if ids.setdefault(call.number, call.message_id) != call.message_id and stable_ids:
+            found.mistakes.append(f"message {call.number} has two ids")
+        before = batches.setdefault(call.number, set())
+        found.duplicates += (call.number, call.attempt) in seen
+        found.unmarked += bool(before) and not call.redelivered and call.batch_id not in before
+        seen.add((call.number, call.attempt))
+        before.add(call.batch_id)
 
 
 def _check_attempts(found: Found, calls: Sequence[truth.Handled], letters: Sequence[Dead]) -> None:
     """The death of a task uses up no attempt."""
     used: dict[int, int] = {}
-    for each in calls:
-        used[each.number] = max(used.get(each.number, 0), each.attempt)
+    for call in calls:
+        used[call.number] = max(used.get(call.number, 0), call.attempt)
     used |= {letter.number: letter.attempt for letter in letters}
     wrong = [number for number, count in used.items() if count != truth.attempts(number)]
     if wrong:

@@ -52,14 +52,14 @@ class Letters(Broadway):
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         handled = (
             killed_pipeline.Handled(
-                each.message_id,
-                each.data,
-                each.attempt,
-                each.redelivered,
+                message.message_id,
+                message.data,
+                message.attempt,
+                message.redelivered,
                 batcher,
                 batch_info.batch_id,
             )
-            for each in messages
+            for message in messages
         )
         killed_pipeline.note(context["handled"], handled)
         return messages

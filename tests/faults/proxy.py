@@ -71,8 +71,8 @@ class Proxy(Relay):
         """Drop every connection."""
         self._gate.set()
         for pair in self._pairs:
-            for each in pair:
-                _hang_up(each)
+            for end in pair:
+                _hang_up(end)
         self._pairs.clear()
 
     def stall(self) -> None:
@@ -93,8 +93,8 @@ class Proxy(Relay):
 
     def _join(self, client: socket.socket, broker: socket.socket) -> None:
         self._pairs.append((client, broker))
-        for each in (client, broker):
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for end in (client, broker):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for source, target in ((client, broker), (broker, client)):
             way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
             threading.Thread(target=self._take, args=(source, way), daemon=True).start()

@@ -160,12 +160,12 @@ class _Requeues:
         if broker.waiting() or broker.leased():
             found.mistakes.append(f"{broker.waiting()} messages and {broker.leased()} leases left")
         calls = noted(str(self._case.folder / HANDLED))
-        copies = Counter(each.number for each in calls)
+        copies = Counter(call.number for call in calls)
         found.lost = [number for number in range(self._case.letters) if not copies[number]]
         found.duplicates = copies.total() - len(copies)
         # Each was sent back, and so may be a second one: none comes as if it were the first.
-        found.unmarked = sum(not each.redelivered for each in calls)
-        tried = {each.attempt for each in calls}
+        found.unmarked = sum(not call.redelivered for call in calls)
+        tried = {call.attempt for call in calls}
         if tried != {1}:
             found.mistakes.append(f"what was sent back came on the attempts {sorted(tried)}")
         if self._case.broker == "sqlite" and found.duplicates:

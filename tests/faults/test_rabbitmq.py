@@ -24,8 +24,8 @@ def mortal(tmp_path_factory):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.slow else [])
-        for each in CASES
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        for case in CASES
     ],
 )
 def test_nothing_is_lost_or_repeated_unmarked_when(case, tmp_path, request, monkeypatch):

@@ -139,7 +139,7 @@ def check_plans_are_whole(run: StagedRun, root: Path) -> None:
     for path in root.rglob("plan.jsonl"):
         plan, batches = BatchPlan.read(run.files, str(path.parent.relative_to(run.files.full(""))))
         with BatchReader(run, plan) as reader:
-            found = [each.message_id for batch in batches for each in reader.read(batch)]
+            found = [message.message_id for batch in batches for message in reader.read(batch)]
         assert found == [f"m-{n}" for n in range(MESSAGES)]
 
 

@@ -143,9 +143,9 @@ class Clicks:
         """What the run's tasks have told of their outlets, the latest first."""
         found = self.airflow.api("GET", "/assets/events", order_by="-timestamp", limit=100)
         return [
-            {"name": each["name"], **each["extra"]}
-            for each in found["asset_events"]
-            if (each["source_dag_id"], each["source_run_id"]) == (self.dag_id, self.run_id)
+            {"name": event["name"], **event["extra"]}
+            for event in found["asset_events"]
+            if (event["source_dag_id"], event["source_run_id"]) == (self.dag_id, self.run_id)
         ]
 
     @property
@@ -211,7 +211,9 @@ class Clicks:
         """The processes that name the run's folder in staging: Spark's."""
         folder = str(self.staged())
         found = psutil.process_iter(["pid", "cmdline"])
-        return [each.pid for each in found if folder in " ".join(each.info["cmdline"] or ())]
+        return [
+            process.pid for process in found if folder in " ".join(process.info["cmdline"] or ())
+        ]
 
     def held(self) -> None:
         """Wait until the sensor holds a run whose batcher, or Spark task, has failed."""

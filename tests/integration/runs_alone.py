@@ -53,12 +53,14 @@ class Numbers(Broadway):
             db.executemany(
                 "INSERT INTO handled VALUES (?, ?, ?, ?)",
                 [
-                    (each.message_id, each.data, each.redelivered, batch_info.batch_id)
-                    for each in messages
+                    (message.message_id, message.data, message.redelivered, batch_info.batch_id)
+                    for message in messages
                 ],
             )
-        _wait_to_be_killed(context["folder"], "batch", [each.data for each in messages])
-        return [each.failed("five") if each.data % 5 == 0 else each for each in messages]
+        _wait_to_be_killed(context["folder"], "batch", [message.data for message in messages])
+        return [
+            message.failed("five") if message.data % 5 == 0 else message for message in messages
+        ]
 
 
 def _wait_to_be_killed(folder: str, stage: str, numbers: Sequence[int]) -> None:
@@ -79,9 +81,11 @@ def run_task(folder: str, task_id: str, run_id: str, try_number: int) -> Any:
     if task_id == "process":
         return ProcessTask(run, pipeline, task, ports, budget=Budget(max_seconds=30.0)).run()[0]
     if task_id == "batch":
-        manifests = [run.manifest(each.generation) for each in run.generations()]
+        manifests = [run.manifest(generation.generation) for generation in run.generations()]
         references = [
-            {"generation": each.generation, "batchers": each.batchers} for each in manifests if each
+            {"generation": manifest.generation, "batchers": manifest.batchers}
+            for manifest in manifests
+            if manifest
         ]
         batch = BatchTask(run, pipeline, task, ports, batcher="default")
         plan = batch.plan(references, label=str(try_number))
@@ -97,7 +101,7 @@ def look(folder: str, message_id: str) -> Any:
     """What can be seen of the runs, and of one message."""
     store = Store.open(f"file://{folder}/staging")
     return {
-        "runs": [asdict(each) for each in list_runs(store)],
+        "runs": [asdict(run) for run in list_runs(store)],
         "places": [asdict(story.place) for story in find_message(iter_runs(store), message_id)],
     }
 

@@ -158,7 +158,7 @@ def runs(airflow: LocalAirflow, dag_id: str = "sums") -> list[dict[str, Any]]:
 
 def events(airflow: LocalAirflow, asset: str) -> list[dict[str, Any]]:
     found: dict[str, Any] = airflow.api("GET", "/assets/events", limit=100, order_by="timestamp")
-    return [each for each in found["asset_events"] if each["name"] == asset]
+    return [event for event in found["asset_events"] if event["name"] == asset]
 
 
 def finished(airflow: LocalAirflow, number: int, dag_id: str = "sums") -> dict[str, Any]:
@@ -172,7 +172,7 @@ def finished(airflow: LocalAirflow, number: int, dag_id: str = "sums") -> dict[s
 def process_state(airflow: LocalAirflow, run: dict[str, Any]) -> str:
     """What has become of a run's process task."""
     tasks = airflow.task_instances(run["dag_id"], run["dag_run_id"])
-    [state] = [each["state"] for each in tasks if each["task_id"] == "broadway.process"]
+    [state] = [task["state"] for task in tasks if task["task_id"] == "broadway.process"]
     return str(state)
 
 
@@ -304,19 +304,19 @@ class World:
         try:
             yield
         finally:
-            for each in every:
-                each.resume()
+            for event in every:
+                event.resume()
 
     def _stopped(self, every: Sequence[psutil.Process]) -> bool:
-        for each in every:
-            each.suspend()
+        for event in every:
+            event.suspend()
         for database in (self.database, self.queue.path):
             with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as opened:
                 try:
                     opened.execute("BEGIN EXCLUSIVE")
                 except sqlite3.OperationalError:
-                    for each in every:
-                        each.resume()
+                    for event in every:
+                        event.resume()
                     return False
         return True
 

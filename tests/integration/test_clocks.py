@@ -124,7 +124,7 @@ def check(
         monkeypatch.setattr("airflow_broadway.adapters.host.SystemClock", lambda: host)
         caplog.clear()
         returned = tasks.execute(operator)
-        lines = [each for each in caplog.records if "The clock of host" in each.getMessage()]
+        lines = [record for record in caplog.records if "The clock of host" in record.getMessage()]
         assert len(lines) == bool(offset)
         return returned
 

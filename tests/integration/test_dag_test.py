@@ -380,7 +380,7 @@ def test_a_terminated_single_task_run_leaves_its_report(world, monkeypatch, by):
     }
     assert report["balanced"]
     assert report["failed_tasks"] == ([] if by == "SIGTERM" else ["all"])
-    assert [each["stopped"] for each in report["generations"]] == [
+    assert [generation["stopped"] for generation in report["generations"]] == [
         "signal" if by == "SIGTERM" else "interrupted"
     ]
     assert world.depth == (12 - done, 0, 0, 0)

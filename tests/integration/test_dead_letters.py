@@ -94,7 +94,7 @@ def test_rabbitmqs_own_dead_letters_are_recognized_by_x_death(place):
     assert {one.body, two.body} == {b"one", b"two"}
     assert one.message_id != two.message_id
     assert (one.reason, one.origin, one.died_at is not None) == ("rejected", place.name, True)
-    assert (moved.count, [each.body for each in left]) == (1, [two.body])
+    assert (moved.count, [message.body for message in left]) == (1, [two.body])
     [again], _ = place.hold("g1", dead_letter=dead, metadata=["exchange", "routing_key"])
     assert (again.data, again.redelivered) == (one.body, True)
     assert again.metadata["routing_key"] == place.name

@@ -59,9 +59,9 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
             runs = wait_for_backfill(airflow, DAYS)
 
         # Then that day fails and has the rows that it had; no row of the others is lost
-        failed = {each["dag_run_id"] for each in runs if each["state"] == "failed"}
-        assert {day_of(each) for each in runs if each["dag_run_id"] in failed} == {last}
-        backfilled = {each["dag_run_id"] for each in runs}
+        failed = {run["dag_run_id"] for run in runs if run["state"] == "failed"}
+        assert {day_of(run) for run in runs if run["dag_run_id"] in failed} == {last}
+        backfilled = {run["dag_run_id"] for run in runs}
         found = written(output)
         assert {row for day in found.values() for row in day} >= {
             row for day in rows_of(sent).values() for row in day
@@ -72,15 +72,15 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
             before = began(runs)
             begin(airflow, "2013-01-01", last, "--reprocess-behavior", behavior)
             runs = wait_for_backfill(airflow, DAYS)
-            assert {each["state"] for each in runs} == {"success"}
+            assert {run["state"] for run in runs} == {"success"}
             assert {run for run, when in began(runs).items() if when != before[run]} == expected
         assert written(output)[last] == truth[last]
 
         # And once more all of them backwards, over runs that ended well
         begin(airflow, "2013-01-01", last, "--run-backwards", "--reprocess-behavior", "completed")
         runs = wait_for_backfill(airflow, DAYS)
-        assert {each["state"] for each in runs} == {"success"}
-        assert {each["dag_run_id"] for each in runs} == backfilled
+        assert {run["state"] for run in runs} == {"success"}
+        assert {run["dag_run_id"] for run in runs} == backfilled
         assert written(output) == truth
 
         # And a past run is run again, as it was
@@ -105,7 +105,7 @@ def day_of(run: dict[str, Any]) -> str:
 
 def began(runs: list[dict[str, Any]]) -> dict[str, str]:
     """When each run began, the last time."""
-    return {each["dag_run_id"]: str(each["start_date"]) for each in runs}
+    return {run["dag_run_id"]: str(run["start_date"]) for run in runs}
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def wait_for_backfill(airflow: LocalAirflow, days: int) -> list[dict[str, Any]]:
         return made
 
     def over() -> bool:
-        done = [each for each in runs() if each["state"] in ("success", "failed")]
+        done = [run for run in runs() if run["state"] in ("success", "failed")]
         return len(done) == days and not _open(airflow)
 
     eventually(over, timeout=3600)
@@ -166,4 +166,4 @@ def wait_for_backfill(airflow: LocalAirflow, days: int) -> list[dict[str, Any]]:
 def _open(airflow: LocalAirflow) -> bool:
     """Whether a backfill has not come to its end."""
     found = airflow.api("GET", "/backfills", dag_id=DAG)
-    return any(each["completed_at"] is None for each in found["backfills"])
+    return any(backfill["completed_at"] is None for backfill in found["backfills"])

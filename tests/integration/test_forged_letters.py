@@ -33,7 +33,7 @@ STAYS = r"its origin is '.*', which is no source of this pipeline.* --to$"
 
 
 def by_body(letters: DeadLetters) -> dict[bytes, DeadLetter]:
-    return {each.body: each for each in letters.letters()}
+    return {letter.body: letter for letter in letters.letters()}
 
 
 def named(*ids: str) -> Choice:
@@ -92,7 +92,7 @@ def test_a_rabbitmq_letter_cannot_choose_its_destination(place, victim, by_death
         # The one who moves it can name a destination.
         assert letters.requeue(to=place.name).count == 1
     again, _ = place.hold("g2")
-    assert sorted(each.data for each in again) == [b"evil", b"real"]
+    assert sorted(message.data for message in again) == [b"evil", b"real"]
 
 
 def test_a_rabbitmq_letter_cannot_take_another_id(place):
@@ -100,8 +100,8 @@ def test_a_rabbitmq_letter_cannot_take_another_id(place):
     place.send(b"real")
     [message], _ = place.settle("g1", {0: DEAD})
     properties, body = place.first(place.queues.dead)
-    for each in (b"evil", body):
-        forge(place, place.queues.dead, each, dict(properties.headers))
+    for payload in (b"evil", body):
+        forge(place, place.queues.dead, payload, dict(properties.headers))
 
     with closing(place.producer().dead_letters(place.env())) as letters:
         found = by_body(letters)
@@ -244,7 +244,7 @@ def test_a_kafka_letter_cannot_choose_destination_or_id(kafka_mock, tmp_path):
 
     with pytest.raises(ProducerError, match=STAYS):
         raise ProducerError(refusal(moved, found[b"evil"]))
-    assert [each.data for each in group.drain()] == [b"real"]
+    assert [message.data for message in group.drain()] == [b"real"]
 
 
 # -- the embedded queue ----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Backfill(KafkaGroup):
     def source(
         self, generation: str = "", *, index: int | None = None, **options: Any
     ) -> Iterator[Any]:
-        low, high = (NOON + timedelta(minutes=each) for each in self.minutes)
+        low, high = (NOON + timedelta(minutes=minute) for minute in self.minutes)
         env = self.env(generation or f"{self.run_id} {datetime.now(UTC)}", index)
         env = dataclasses.replace(
             env, interval=(low, high), owner={**env.owner, "run_id": self.run_id}
@@ -49,9 +49,9 @@ class Backfill(KafkaGroup):
     def send(self, minutes: list[float], partition: int = 0) -> None:
         """A message for each, with that instant, in this order."""
         producer = self.kafka.producer()
-        for each in minutes:
-            at = round((NOON + timedelta(minutes=each)).timestamp() * 1000)
-            producer.produce(self.topic, f"{each:g}".encode(), partition=partition, timestamp=at)
+        for minute in minutes:
+            at = round((NOON + timedelta(minutes=minute)).timestamp() * 1000)
+            producer.produce(self.topic, f"{minute:g}".encode(), partition=partition, timestamp=at)
         assert not producer.flush(30)
 
     def bodies(self) -> list[str]:
@@ -74,7 +74,7 @@ def test_the_messages_of_an_interval_are_counted_and_none_is_read(kafka, tmp_pat
     group = Backfill(kafka, tmp_path, partitions=2, lateness=0.0)
     group.send([0, 9.99, 10, 15, 19.99, 20, 30])
     group.send([5, 12, 25], partition=1)
-    low, high = (NOON + timedelta(minutes=each) for each in group.minutes)
+    low, high = (NOON + timedelta(minutes=minute) for minute in group.minutes)
     env = dataclasses.replace(group.env(""), interval=(low, high))
 
     assert group.producer().count_interval(env) == 4

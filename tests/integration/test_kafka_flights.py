@@ -46,5 +46,5 @@ def check_topics(kafka: ApacheKafka, expected: Expected, messages: int) -> None:
         text = headers["__connect.errors.exception.message"]
         assert isinstance(kind, bytes)
         assert isinstance(text, bytes)
-        assert b": ".join(each for each in (kind, text) if each).decode() == REASON
+        assert b": ".join(part for part in (kind, text) if part).decode() == REASON
         assert json.loads(letter.value() or b"")["dep_delay"] is None

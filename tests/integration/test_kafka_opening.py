@@ -102,7 +102,9 @@ def test_an_added_partition_is_read_from_its_beginning(kafka, tmp_path):
     eventually(lambda: kafka.partitions(group.topic) == [0, 1])
     group.fill(2, partition=1)
 
-    assert [m.message_id for m in group.drain()] == [f"{group.topic}-1-{each}" for each in (0, 1)]
+    assert [m.message_id for m in group.drain()] == [
+        f"{group.topic}-1-{offset}" for offset in (0, 1)
+    ]
 
 
 # ------------------------------------------------------------------------------- an offset is there

@@ -58,7 +58,7 @@ def test_metadata_is_json_in_broadways_terms(kafka, tmp_path):
     assert (two.data, two.metadata["key"], two.size) == (b"", "base64:/v8=", 0)
     assert (three.data, three.metadata["key"], three.metadata["headers"]) == (b"\xff", None, [])
     assert one.received_at.tzinfo is UTC
-    json.dumps([dict(each.metadata) for each in (one, two, three)])
+    json.dumps([dict(message.metadata) for message in (one, two, three)])
 
 
 def test_a_tombstone_has_no_data(kafka, tmp_path):

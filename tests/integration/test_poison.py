@@ -137,7 +137,7 @@ class Task:
     def entries(self) -> list[dict[str, Any]]:
         """What outcomes say of single messages."""
         outcomes: dict[str, Outcome] = self.staged.outcomes("default")
-        return [json.loads(line) for each in outcomes.values() for line in each.lines or ()]
+        return [json.loads(line) for outcome in outcomes.values() for line in outcome.lines or ()]
 
 
 def row(number: int) -> Row:
@@ -190,7 +190,7 @@ def test_one_poison_message_of_a_thousand_is_isolated_in_one_execution(
     [entry] = task.entries()
     assert (entry["id"], entry["action"]) == ("m537", "dead_letter")
     assert entry["reason"] == "crashed: it ended 2 processes that handled nothing else"
-    handled = sum(each.successful for each in task.staged.outcomes("default").values())
+    handled = sum(outcome.successful for outcome in task.staged.outcomes("default").values())
     assert handled == 999
 
 

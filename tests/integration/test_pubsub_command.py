@@ -90,7 +90,7 @@ def test_dead_letters_are_listed_shown_requeued_and_deleted(pubsub, tmp_path, ca
     one, two = (message.message_id for message in messages)
 
     listed = told.letters("list", "--json")
-    letters = {each["original_id"]: each["message_id"] for each in json.loads(listed.out)}
+    letters = {letter["original_id"]: letter["message_id"] for letter in json.loads(listed.out)}
     assert letters.keys() == {one, two}
     shown = told.letters("show", letters[one])
     assert (shown.code, "ValueError: why" in shown.out) == (0, True)

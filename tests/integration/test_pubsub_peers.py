@@ -36,7 +36,7 @@ def hold(server: PubSubServer, subscription: str, ack_ids: list[str], seconds: i
 
 
 def data(found: list[Any]) -> list[bytes]:
-    return [each.message.data for each in found]
+    return [delivery.message.data for delivery in found]
 
 
 def told_of(error: Any) -> dict[str, str]:
@@ -112,7 +112,7 @@ def test_an_exactly_once_subscription_confirms_each_id(pubsub):
 
     topic, subscription = queue(pubsub, enable_exactly_once_delivery=True)
     pubsub.publish(topic, [b"one", b"two"])
-    first, second = (each.ack_id for each in pubsub.pull(subscription))
+    first, second = (delivery.ack_id for delivery in pubsub.pull(subscription))
     hold(pubsub, subscription, [first], 0)
     [again] = pubsub.pull(subscription)
 
@@ -134,13 +134,13 @@ def test_a_key_is_delivered_in_order_after_messages_in_flight(pubsub):
         pubsub.publish(topic, [b"%d" % number], ordering_key=f"k{number % 2}")
     taken = pubsub.pull(subscription)
     for key in ("k0", "k1"):
-        lane = [each.message.data for each in taken if each.message.ordering_key == key]
+        lane = [delivery.message.data for delivery in taken if delivery.message.ordering_key == key]
         assert lane == sorted(lane)
     assert len(taken) == 6
     pubsub.publish(topic, [b"8"], ordering_key="k0")
     assert pubsub.pull(subscription) == []
 
-    acknowledge(pubsub, subscription, [each.ack_id for each in taken])
+    acknowledge(pubsub, subscription, [delivery.ack_id for delivery in taken])
 
     assert data(pubsub.pull(subscription)) == [b"8"]
 
@@ -152,7 +152,7 @@ def test_an_out_of_order_ack_of_a_key_is_refused(pubsub):
         pubsub, enable_message_ordering=True, enable_exactly_once_delivery=True
     )
     pubsub.publish(topic, [b"one", b"two"], ordering_key="k")
-    first, second = (each.ack_id for each in pubsub.pull(subscription))
+    first, second = (delivery.ack_id for delivery in pubsub.pull(subscription))
 
     with pytest.raises(InvalidArgument) as caught:
         acknowledge(pubsub, subscription, [second])
@@ -277,7 +277,7 @@ def test_a_late_ack_may_or_may_not_succeed(late_acks):
 def test_a_nack_redelivers_later_messages_of_its_key(pubsub_stub):
     topic, subscription = queue(pubsub_stub, enable_message_ordering=True)
     pubsub_stub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
-    one, two, three = (each.ack_id for each in pubsub_stub.pull(subscription))
+    one, two, three = (delivery.ack_id for delivery in pubsub_stub.pull(subscription))
     acknowledge(pubsub_stub, subscription, [one, three])
 
     hold(pubsub_stub, subscription, [two], 0)
@@ -288,7 +288,7 @@ def test_a_nack_redelivers_later_messages_of_its_key(pubsub_stub):
 def test_nacked_messages_are_redelivered_in_order_except_by_the_emulator(pubsub):
     topic, subscription = queue(pubsub, enable_message_ordering=True)
     pubsub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
-    ack_ids = [each.ack_id for each in pubsub.pull(subscription)]
+    ack_ids = [delivery.ack_id for delivery in pubsub.pull(subscription)]
 
     hold(pubsub, subscription, ack_ids[::-1], 0)
 

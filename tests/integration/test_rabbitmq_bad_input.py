@@ -230,7 +230,7 @@ def test_hostile_headers_are_received_and_survive_every_verdict(place):
     assert retried.requeued + retried.failed + retried.dead_lettered == len(sent)
     assert sorted(message.data.decode() for message in second) == sent
     assert sorted(ids(first)) == sorted(ids(second))
-    assert all(len(each.message_id) < 300 for each in first)
+    assert all(len(message.message_id) < 300 for message in first)
     assert buried.dead_lettered + buried.failed == len(sent)
     left = [message.data.decode() for message in place.settle("g3")[0]]
     while (found := place.get(place.queues.dead)) is not None:

@@ -206,7 +206,7 @@ def test_the_management_tag_suffices_except_for_feature_flags(place, extra):
         with closing(ConnectionThread.to(address)) as connection:
             found = check_queues(connection, RabbitMQProducer(queue=place.name))
 
-    assert [each.level for each in found] == ["note"]
+    assert [finding.level for finding in found] == ["note"]
     assert "only an administrator" in found[0].text
 
 
@@ -251,9 +251,9 @@ def test_management_checks_can_be_disabled(place, caplog):
 
     assert "Policies are not checked" in caplog.text
     assert not [
-        each
-        for each in caplog.records
-        if each.levelname == "WARNING" and "polic" in each.getMessage()
+        record
+        for record in caplog.records
+        if record.levelname == "WARNING" and "polic" in record.getMessage()
     ]
 
 

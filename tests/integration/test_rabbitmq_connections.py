@@ -101,7 +101,7 @@ def test_a_retry_with_a_lost_ack_is_redelivered_under_another_id(place):
     data = [message.data for message in messages]
     assert sorted(data) == [b"first", b"second", b"second", b"third"]
     assert (second.message_id, second.attempt) == ("its-own", 2)
-    [again] = [each for each in messages[2:] if each.data == b"second"]
+    [again] = [message for message in messages[2:] if message.data == b"second"]
     assert again.message_id.startswith("its-own~")
     assert again.redelivered
     assert report == SettleReport(acked=4)
@@ -252,8 +252,8 @@ def test_a_run_survives_connections_closed_at_the_broker(place):
         connection = source._connection
 
         def closed() -> bool:
-            for each in manage(place.server, "GET", "connections"):
-                manage(place.server, "DELETE", f"connections/{quote(each['name'])}")
+            for attributes in manage(place.server, "GET", "connections"):
+                manage(place.server, "DELETE", f"connections/{quote(attributes['name'])}")
             return connection.lost is not None
 
         eventually(closed)

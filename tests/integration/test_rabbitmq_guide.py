@@ -45,7 +45,7 @@ def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place):
     sizes = []
     while found := place.get(lease.state["holding_queue"]):
         _, held = bundle.unpack(found[1])
-        sizes.append((len(held), sum(len(each.body) for each in held)))
+        sizes.append((len(held), sum(len(bundle.body) for bundle in held)))
     assert (bundle.MAX_MESSAGES, bundle.MAX_BYTES) == (500, 1024 * 1024)
     assert sum(count for count, _ in sizes) == 1_602
     assert max(count for count, _ in sizes) <= 500
@@ -175,7 +175,7 @@ class TestQueuesThatStay:
 
     def delay(self, place: Place) -> str:
         delays = place.server.queue_names("broadway.delay.")
-        [name] = [each for each in delays if place.name in each]
+        [name] = [delay for delay in delays if place.name in delay]
         return name
 
     @pytest.fixture(autouse=True)

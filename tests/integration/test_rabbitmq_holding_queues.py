@@ -545,10 +545,10 @@ def test_concurrent_runs_sweep_a_dead_run_once(place, caplog):
         found.extend(place.settle(generation, on_failure="retry")[0])
 
     both = [threading.Thread(target=run, args=(f"g{number}",)) for number in range(2)]
-    for each in both:
-        each.start()
-    for each in both:
-        each.join()
+    for source in both:
+        source.start()
+    for source in both:
+        source.join()
     found += place.settle("rest")[0]
 
     assert sorted(ids(found)) == sorted(ids(messages))

@@ -114,8 +114,8 @@ def test_concurrent_settlements_report_the_same(place, monkeypatch):
     both[1].join(0.5)
     assert reports == []
     go_on.set()
-    for each in both:
-        each.join(60)
+    for thread in both:
+        thread.join(60)
 
     # Then each message is where its verdict says, once, and both report that
     assert reports == [SettleReport(acked=500, dead_lettered=500, released=500)] * 2
@@ -400,7 +400,7 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place):
     assert first.metadata["routing_key"] == "orders.eu.created"
     assert first.metadata["headers"] == {"x-death": death, "colour": "red"}
     assert dict(first.metadata) == dict(second.metadata) == dict(third[0].metadata)
-    assert [each.attempt for each in (first, second, *third)] == [1, 2, 3]
+    assert [message.attempt for message in (first, second, *third)] == [1, 2, 3]
     found = place.first(place.queues.dead)
     headers = found[0].headers
     assert (headers["x-broadway-reason"], headers["x-broadway-stage"]) == ("why", "process")
@@ -467,7 +467,9 @@ def test_a_retry_published_twice_is_handled_once(place, monkeypatch):
     again, _ = place.settle("g2")
     assert ids(again) == [messages[0].message_id]
     dead = [place.get(place.queues.dead) for _ in range(2)]
-    marked = [bool(each and each[0].headers.get("x-broadway-redelivered")) for each in dead]
+    marked = [
+        bool(letters and letters[0].headers.get("x-broadway-redelivered")) for letters in dead
+    ]
     assert marked == [False, True]
 
 

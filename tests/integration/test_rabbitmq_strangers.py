@@ -79,7 +79,7 @@ def test_the_guides_permissions_suffice_for_runs(place):
 
     with permitted(place.server, tags="management", **guide_permissions(place.name)) as user:
         verdicts = (Action.ACK, Action.RETRY, Action.DEAD_LETTER, Action.RELEASE)
-        _, report, _ = run(place, "g1", *(Verdict(each, 60.0) for each in verdicts), **user)
+        _, report, _ = run(place, "g1", *(Verdict(action, 60.0) for action in verdicts), **user)
 
         # When the next takes the same holding queue
         messages, again, used = run(place, "g2", **user)

@@ -94,16 +94,16 @@ class Alone:
         """Everything that was sent is handled once, or marked where it came again, or dead."""
         assert report["balanced"]
         assert not report["totals"]["lapsed"]
-        dead = {int(each.body) for each in self.queue.dead_letters(limit=None)}
+        dead = {int(letter.body) for letter in self.queue.dead_letters(limit=None)}
         handled = self.handled()
         assert dead == FAILS
-        assert {each.number for each in handled} | dead == set(range(COUNT))
+        assert {call.number for call in handled} | dead == set(range(COUNT))
         assert self.queue.depth()[:4] == (0, 0, 0, len(FAILS))
         batches: dict[str, set[str]] = {}
-        for each in handled:
-            before = batches.setdefault(each.message_id, set())
-            assert not before or each.redelivered or each.batch_id in before, each
-            before.add(each.batch_id)
+        for call in handled:
+            before = batches.setdefault(call.message_id, set())
+            assert not before or call.redelivered or call.batch_id in before, call
+            before.add(call.batch_id)
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def test_a_pipeline_runs_without_airflow_and_spark(alone):
 
     assert counts["without_outcome"] == 0
     assert report["totals"]["acked"] == COUNT - len(FAILS)
-    assert Counter(each.message_id for each in alone.handled()).most_common(1)[0][1] == 1
+    assert Counter(call.message_id for call in alone.handled()).most_common(1)[0][1] == 1
     alone.check_account(report)
 
     # and another process shows it
     seen = alone.run("look", alone.ids[1])
-    assert [(each["run_id"], each["state"]) for each in seen["runs"]] == [("one", "settled")]
-    assert [each["outcome"] for each in seen["places"]] == ["succeeded"]
+    assert [(run["run_id"], run["state"]) for run in seen["runs"]] == [("one", "settled")]
+    assert [place["outcome"] for place in seen["places"]] == ["succeeded"]
 
 
 def test_killed_tasks_are_retried_and_settled_by_another_process(alone):
@@ -163,5 +163,5 @@ def test_a_killed_run_is_settled_by_the_next_runs_process_task(alone):
 
     # Then what had an outcome was settled by it, and the rest came again
     assert 0 < reference["received"] < COUNT
-    assert all(each.redelivered for each in alone.handled()[before:])
+    assert all(call.redelivered for call in alone.handled()[before:])
     alone.check_account(report)

@@ -113,7 +113,7 @@ def test_a_batch_with_a_raising_splitter_fails_before_its_callback(job):
     outcome = job.outcome("default", "b0")
     assert (outcome.successful, outcome.failed, outcome.error) == (0, 2, "ValueError: 35")
     entries = job.entries(outcome).values()
-    assert {each.verdict.reason for each in entries} == {"ValueError: 35"}
+    assert {entry.verdict.reason for entry in entries} == {"ValueError: 35"}
 
 
 # -- what a callback gets --------------------------------------------------------------------------
@@ -640,7 +640,7 @@ def test_attempts_payload_and_own_actions(job):
     # Settled before it came here: failed, as handle_failed hears, and settled by nobody again.
     assert (made.failed, made.missing) == (4, 0)
     [heard] = Mending.seen
-    assert sorted(each.message_id for each in heard) == ["acked", "first", "last", "own"]
+    assert sorted(message.message_id for message in heard) == ["acked", "first", "last", "own"]
 
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
@@ -649,8 +649,8 @@ def test_entries_name_their_generation(job, monkeypatch, pipeline, small):
     # One message has come to both: each generation settles its own delivery.
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     generations = ("0" * 31 + "a", "0" * 31 + "b")
-    for each in generations:
-        job.lease(generation=each)
+    for generation in generations:
+        job.lease(generation=generation)
     given = [
         Row("both", {"n": 0}, receipt="first", source=0),
         Row("both", {"n": 0}, receipt="second", source=1, redelivered=True),
@@ -804,14 +804,14 @@ def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
     )
     data = [
         {
-            "t": each,
-            "a.b c": {"t": each, "n": 1},
-            "l": [{"t": each}, None, {"t": None}],
-            "m": {each: [each, None], EPOCH: None},
-            "v": {"k": each, "n": None},
+            "t": instant,
+            "a.b c": {"t": instant, "n": 1},
+            "l": [{"t": instant}, None, {"t": None}],
+            "m": {instant: [instant, None], EPOCH: None},
+            "v": {"k": instant, "n": None},
             "gone": None,
         }
-        for each in instants
+        for instant in instants
     ]
     given = [Row(f"m{n}", each, received_at=instants[n]) for n, each in enumerate(data)]
     staged_rows = [

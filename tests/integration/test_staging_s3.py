@@ -194,8 +194,10 @@ def test_a_run_from_its_first_record_to_its_removal(uri, options):
     run = run_on(uri, options, clock)
     plan = plan_batches(run, pipeline, "b", generations, try_label="1")
     batches = batches_of(run, plan)
-    read = [each for batch in batches for each in read_batch(run_on(uri, options), plan, batch)]
-    assert sorted(each.data["n"] for each in read) == list(range(100))
+    read = [
+        message for batch in batches for message in read_batch(run_on(uri, options), plan, batch)
+    ]
+    assert sorted(message.data["n"] for message in read) == list(range(100))
     for batch in batches:
         record_outcome(run, plan, batch)
 

@@ -82,12 +82,12 @@ class _Transactional(_Sender):
     def __init__(self, server: KafkaServer, topic: str) -> None:
         super().__init__(server, topic, **{"transactional.id": topic})
         self._aborting = _Sender(server, topic, **{"transactional.id": f"aborting {topic}"})
-        for each in (self, self._aborting):
-            each._producer.init_transactions(30)
+        for sender in (self, self._aborting):
+            sender._producer.init_transactions(30)
 
     def send(self, numbers: Sequence[int]) -> list[int]:
-        for each in (self._aborting, self):
-            each._producer.begin_transaction()
+        for sender in (self._aborting, self):
+            sender._producer.begin_transaction()
         self._aborting.send(numbers)
         confirmed = super().send(numbers)
         time.sleep(_OPEN)
@@ -164,8 +164,8 @@ class LivingKafka:
         if self._proxy is not None:
             self._proxy.__exit__()
             self._proxy = None
-        topics = [each for each in (self._topic, self._retries) if self._server.partitions(each)]
-        left = [each for topic in topics for each in self._left(topic)]
+        topics = [topic for topic in (self._topic, self._retries) if self._server.partitions(topic)]
+        left = [message for topic in topics for message in self._left(topic)]
         return [*left, *self._dead_letters()]
 
     def _left(self, topic: str) -> Iterator[Left]:

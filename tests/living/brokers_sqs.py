@@ -32,7 +32,7 @@ class _Sender:
         for start in range(0, len(numbers), 10):
             entries = [self._entry(number) for number in numbers[start : start + 10]]
             answer = self._client.send_message_batch(QueueUrl=self._url, Entries=entries)
-            yield from (int(each["Id"]) for each in answer.get("Successful", ()))
+            yield from (int(entry["Id"]) for entry in answer.get("Successful", ()))
 
     def _entry(self, number: int) -> dict[str, str]:
         entry = {"Id": str(number), "MessageBody": body_of(number).decode()}

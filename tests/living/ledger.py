@@ -59,7 +59,7 @@ def account(
     :param published: How many were published; what was not confirmed may be anywhere, but once.
     """
     made = Account(confirmed=len(confirmed))
-    made.places.update(each.place for each in left)
+    made.places.update(message.place for message in left)
     done: dict[int, list[bool]] = defaultdict(list)
     batches: dict[int, set[str]] = defaultdict(set)
     for line in lines:
@@ -69,8 +69,8 @@ def account(
         before.add(line.batch)
     made.handled = len(done)
     queued: dict[int, list[bool]] = defaultdict(list)
-    for each in left:
-        queued[each.number].append(each.marked)
+    for message in left:
+        queued[message.number].append(message.marked)
     made.settled = made.handled - len(done.keys() & queued.keys())
     for number in range(published):
         first, then = done.pop(number, []), queued.pop(number, [])
@@ -96,7 +96,7 @@ def check_order(
 
     A message may be handled before an earlier one if it is handled again afterwards.
     """
-    queued = {each.number for each in left if each.place != DEAD}
+    queued = {message.number for message in left if message.place != DEAD}
     stacks: dict[int, list[int]] = defaultdict(list)
     for line in lines:
         group = group_of(line.number)

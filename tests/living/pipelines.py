@@ -63,27 +63,27 @@ class _Living(Broadway):
         return message.put_data({"number": number})
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        done = [each for each in messages if not fails_for_good(each.data["number"])]
+        done = [message for message in messages if not fails_for_good(message.data["number"])]
         note(
             context["sink"],
             [
                 Handled(
-                    each.data["number"],
-                    each.message_id,
-                    each.attempt,
-                    each.redelivered,
+                    message.data["number"],
+                    message.message_id,
+                    message.attempt,
+                    message.redelivered,
                     batch_info.batch_id,
                     context["run"],
                 )
-                for each in done
+                for message in done
             ],
         )
         _batches[context["run"]] += 1
         if _batches[context["run"]] == context.get("late_poison"):
             raise KeyboardInterrupt("late poison")
         return [
-            each.failed("for good") if fails_for_good(each.data["number"]) else each
-            for each in messages
+            message.failed("for good") if fails_for_good(message.data["number"]) else message
+            for message in messages
         ]
 
 

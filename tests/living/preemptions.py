@@ -99,9 +99,9 @@ def close_quietly(
     if waiting:
         made.mistakes.append(f"after {QUIET_RUNS} quiet runs messages wait: {waiting}")
     innocent = [
-        each.number
-        for each in series.left
-        if each.place == DEAD and not fails_for_good(each.number)
+        message.number
+        for message in series.left
+        if message.place == DEAD and not fails_for_good(message.number)
     ]
     if innocent:
         made.mistakes.append(f"dead-lettered without cause: {sorted(innocent)[:20]}")

@@ -88,7 +88,7 @@ def test_a_sensor_killed_twenty_times_settles_each_message_once(broker, series, 
     # What is published anew, a retry or a dead letter, may be there twice, and is marked
     made = series.close(exact=broker.kind == "sqlite")
     assert made.good, str(made)
-    assert {each.number for each in series.left if each.place == DEAD} <= {
+    assert {message.number for message in series.left if message.place == DEAD} <= {
         number for number in range(series.publisher.published) if fails_for_good(number)
     }
     if broker.kind == "sqlite":

@@ -155,8 +155,8 @@ class Bundles:
         return thread.at in ("settle", "note closed", "opened", "settled", "turn", "turns")
 
     def events(self, state: State) -> Iterator[Step[State]]:
-        alive = {each.name for each in state.threads if each.chain}
-        gens = {str(each.gen) for each in state.threads if each.chain}
+        alive = {thread.name for thread in state.threads if thread.chain}
+        gens = {str(thread.gen) for thread in state.threads if thread.chain}
         for number, copies in enumerate(state.broker):
             for copy in copies or ():
                 if copy.place == "taken" and copy.hand not in gens:
@@ -224,7 +224,7 @@ class Bundles:
                     return
         nothing = True
         for number, copies in enumerate(state.broker):
-            queued = [each for each in copies or () if each.place == "queue"]
+            queued = [copy for copy in copies or () if copy.place == "queue"]
             if not queued:
                 continue
             nothing = False
@@ -344,12 +344,12 @@ class Bundles:
         number, decision = thread.settling[0][0], thread.decision
         assert decision is not None
         gen, journal = state.gens[number], self._journal(state, number)
-        lapsed = tuple("lapsed" if each else "" for each in gen.got)
+        lapsed = tuple("lapsed" if received else "" for received in gen.got)
         if journal.settled == "settled":
             at = "free" if journal.opening else "journal"
             read = self._held(state, number)
             if journal.bundles is not None:
-                read = [each for each in read if each in journal.bundles]
+                read = [bundle for bundle in read if bundle in journal.bundles]
             made = set_thread(
                 state,
                 thread,
@@ -462,7 +462,7 @@ class Bundles:
         if journal.settled and self.protocol.drop != "first note":
             report = journal.report
             if journal.settled == "swept":
-                report = tuple("lapsed" if each else "" for each in gen.got)
+                report = tuple("lapsed" if received else "" for received in gen.got)
             made = self._unclaimed(state, work.gen, thread)
             made = set_thread(made, thread, at="journal", report=report, memo=())
             yield f"it is {journal.settled} by another", made

@@ -275,7 +275,7 @@ class Run:
             return state.broken
         calm = state.trouble == self.trouble and state.lapses == self.lapses
         for message in range(self.messages):
-            took = [each.marked[message] for each in state.gens if each.got[message]]
+            took = [gen.marked[message] for gen in state.gens if gen.got[message]]
             if took.count(False) > 1:
                 return "a repetition is marked"
             if calm and len(took) > 1 and "retry" not in self.results:
@@ -292,7 +292,7 @@ class Run:
         if state.trouble <= 0:
             return
         less = state._replace(trouble=state.trouble - 1)
-        main = next((each for each in state.threads if each.run == A and each.chain), None)
+        main = next((thread for thread in state.threads if thread.run == A and thread.chain), None)
         if main is None:
             if state.over[A]:
                 again = less._replace(over=put(less.over, A, False))
@@ -321,11 +321,11 @@ class Run:
 
     def _settled_down(self, state: State, thread: Thread) -> State:
         """Go on with the task that follows one that has ended."""
-        now = next((each for each in state.threads if each.name == thread.name), None)
+        now = next((other for other in state.threads if other.name == thread.name), None)
         if now is None or now.at != END:
             return state
         if not now.chain or now.task == "ack":
-            gone = tuple(each for each in state.threads if each.name != now.name)
+            gone = tuple(thread for thread in state.threads if thread.name != now.name)
             state = state._replace(threads=gone)
             if now.task == "ack" and now.chain:
                 state = state._replace(over=put(state.over, now.run, True))
@@ -548,8 +548,8 @@ class Run:
         yield note, set_thread(state, thread, at=at, settling=todo, then="report")
 
     def _report(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        own = [each for each in state.gens if each.run == thread.run and each.record]
-        balanced = all(each.report and _balances(each) for each in own)
+        own = [gen for gen in state.gens if gen.run == thread.run and gen.record]
+        balanced = all(step.report and _balances(step) for step in own)
         if balanced and self.retention:
             state = state._replace(balanced=put(state.balanced, thread.run, True))
         yield f"balanced: {balanced}", set_thread(state, thread, at=END)
@@ -643,4 +643,4 @@ def _balances(gen: Gen) -> bool:
 
 
 def _listed(values: Sequence[str]) -> str:
-    return " ".join(each or "-" for each in values)
+    return " ".join(value or "-" for value in values)

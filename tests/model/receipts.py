@@ -97,11 +97,12 @@ class Receipts:
                 yield Step(f"SQS: message {number} is visible again", shown)
 
     def holds(self, state: State, gen: int) -> bool:
-        return any(each.place == FLYING and each.receipt == gen for each in state.broker)
+        return any(message.place == FLYING and message.receipt == gen for message in state.broker)
 
     def lapse(self, state: State) -> State:
         broker = [
-            each._replace(place=READY) if each.place == FLYING else each for each in state.broker
+            message._replace(place=READY) if message.place == FLYING else message
+            for message in state.broker
         ]
         gens = [gen._replace(late=True) for gen in state.gens]
         return state._replace(broker=tuple(broker), gens=tuple(gens))
@@ -155,7 +156,7 @@ class Receipts:
             made = set_thread(state, thread, at="journal", report=log.report)
             yield "it is settled: only the report", made
             return
-        lapsed = tuple("lapsed" if each else "" for each in gen.got)
+        lapsed = tuple("lapsed" if received else "" for received in gen.got)
         if not any(log.held) or gen.late:
             why = "its lease is over" if any(log.held) else "it holds nothing"
             yield why, set_thread(state, thread, at="end log", report=lapsed)

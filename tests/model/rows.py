@@ -91,7 +91,7 @@ class Rows:
         gen, decision = state.gens[number], thread.decision
         assert decision is not None
         if gen.custody not in ("", "open") and run.drop != "ended":
-            lapsed = tuple("lapsed" if each else "" for each in gen.got)
+            lapsed = tuple("lapsed" if received else "" for received in gen.got)
             report = lapsed if gen.custody == "lapsed" else gen.custody
             made = set_thread(state, thread, at="journal", report=report)
             yield "its lease has ended: only the report", made
@@ -112,7 +112,7 @@ class Rows:
         if gen.custody or run.drop != "never opened":
             state = set_gen(state, number, custody=tuple(report))
         state = set_thread(state, thread, at="journal", report=tuple(report))
-        note = f"generation {number}: {' '.join(each or '-' for each in report)}"
+        note = f"generation {number}: {' '.join(value or '-' for value in report)}"
         yield note, state._replace(broker=tuple(broker), broken=broken)
 
     # -- promises ------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 def set_thread(state: State, thread: Thread, **changes: Any) -> State:
     """The state with a thread's changed."""
     made = thread._replace(**changes)
-    threads = tuple([made if each.name == thread.name else each for each in state.threads])
+    threads = tuple([made if other.name == thread.name else other for other in state.threads])
     return state._replace(threads=threads)
 
 

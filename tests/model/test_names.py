@@ -14,7 +14,7 @@ from tests.model.receipts import Receipts
 from tests.model.rows import Rows
 
 CUSTODIES = (Rows, Receipts, Bundles)
-NAMES = {*CODE.values(), *(name for each in CUSTODIES for name in each.code.values())}
+NAMES = {*CODE.values(), *(name for custody in CUSTODIES for name in custody.code.values())}
 GUARDS = {mutant.place for mutant in MUTANTS}
 
 

@@ -110,7 +110,7 @@ def choose_mutants(target: Target, before: set[str]) -> Iterator[Mutant]:
     """Choose a target's mutants: those that were killed before and still can be made, and of the
     others, by their hashes, as many as it is to have.
     """
-    paths = sorted({path for each in target.modules for path in (ROOT / PACKAGE).glob(each)})
+    paths = sorted({path for module in target.modules for path in (ROOT / PACKAGE).glob(module)})
     mutants = [
         mutant
         for path in paths

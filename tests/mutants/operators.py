@@ -54,7 +54,7 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
     for function, node in _functions(ast.parse(source)):
         counts: dict[str, int] = {}
         for change in (
-            change for part in node.body for each in ast.walk(part) for change in _at(each, text)
+            change for part in node.body for inner in ast.walk(part) for change in _at(inner, text)
         ):
             before = " ".join(text.of(change.node).split())[:60]
             name = f"{path}::{function}: {before} -> {' '.join(change.text.split())[:70]}"

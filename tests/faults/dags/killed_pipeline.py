@@ -130,21 +130,21 @@ class Killed(Broadway):
         ]
         note(context["handled"], calls)
         time.sleep(0.5)
-        bad = [each.message_id for each in calls if fails_in_batch(each.number, each.attempt)]
+        bad = [call.message_id for call in calls if fails_in_batch(call.number, call.attempt)]
         return failed(bad, reason="failed by its number") if bad else None
 
     @staticmethod
     def _handle_list(messages: list[Message], batch_info: BatchInfo, context: Any) -> list[Message]:
         calls = [
             Handled(
-                each.message_id,
-                each.data["number"],
-                each.attempt,
-                each.redelivered,
+                message.message_id,
+                message.data["number"],
+                message.attempt,
+                message.redelivered,
                 batch_info.batcher,
                 batch_info.batch_id,
             )
-            for each in messages
+            for message in messages
         ]
         note(context["handled"], calls)
         time.sleep(0.3)

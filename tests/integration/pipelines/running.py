@@ -50,9 +50,9 @@ class Ran:
 
     def _tasks(self) -> dict[str, Any]:
         named = {}
-        for each in self.run.get_task_instances():
-            name = str(each.task_id).removeprefix("broadway.")
-            named[name + (f"[{each.map_index}]" if each.map_index >= 0 else "")] = each
+        for instance in self.run.get_task_instances():
+            name = str(instance.task_id).removeprefix("broadway.")
+            named[name + (f"[{instance.map_index}]" if instance.map_index >= 0 else "")] = instance
         return named
 
     def xcom(self, task_id: str, map_index: int = -1) -> Any:
@@ -121,7 +121,8 @@ class World:
     def send(self, *messages: Mapping[str, Any] | bytes) -> list[str]:
         """Enqueue messages; returns their ids."""
         return self.queue.send(
-            each if isinstance(each, bytes) else json.dumps(dict(each)) for each in messages
+            message if isinstance(message, bytes) else json.dumps(dict(message))
+            for message in messages
         )
 
     def numbers(self, numbers: Iterable[int], **told: Any) -> list[str]:
