@@ -99,15 +99,15 @@ class AirflowApi:
 
     def wait_for_dag(self, dag_id: str, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until the DAG processor has found ``dag_id``; return the API's description of it."""
-        found: dict[str, Any] = {}
+        details: dict[str, Any] = {}
 
         def known() -> bool:
             try:
-                found.update(self.api("GET", f"/dags/{_quote(dag_id)}"))
+                details.update(self.api("GET", f"/dags/{_quote(dag_id)}"))
             except ApiError as error:
                 if error.status != http.client.NOT_FOUND:
                     raise
-            return bool(found)
+            return bool(details)
 
         def complaint() -> str:
             errors = self.api("GET", "/importErrors")["import_errors"]
@@ -117,7 +117,7 @@ class AirflowApi:
             )
 
         self._wait(known, timeout, complaint, "dag-processor")
-        return found
+        return details
 
     def trigger(
         self,
@@ -184,23 +184,23 @@ class AirflowApi:
 
         A mapped task instance that is not made yet counts as one without a state.
         """
-        found: dict[str, Any] = {}
+        instance: dict[str, Any] = {}
 
         def there() -> bool:
             try:
-                found.update(self.task_instance(dag_id, run_id, task_id, map_index))
+                instance.update(self.task_instance(dag_id, run_id, task_id, map_index))
             except ApiError as error:
                 if error.status != http.client.NOT_FOUND:
                     raise
-            return bool(found) and found["state"] in states
+            return bool(instance) and instance["state"] in states
 
         self._wait(
             there,
             timeout,
-            lambda: f"{task_id}[{map_index}] is still {found.get('state')!r}",
+            lambda: f"{task_id}[{map_index}] is still {instance.get('state')!r}",
             "scheduler",
         )
-        return found
+        return instance
 
     def clear(
         self,

@@ -123,8 +123,8 @@ class Demo:
     def _end_old_runs(self) -> None:
         """End what a killed demo, or an interrupted `make up`, left: its queue is no more."""
         path = f"/dags/{DAG_ID}/dagRuns"
-        found = self.airflow.api("GET", path, state=["queued", "running"])
-        for run in found["dag_runs"]:
+        response = self.airflow.api("GET", path, state=["queued", "running"])
+        for run in response["dag_runs"]:
             self.airflow.set_run_state(DAG_ID, run["dag_run_id"], "failed")
         self.airflow.pause(DAG_ID, paused=False)
 

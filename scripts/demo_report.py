@@ -135,17 +135,17 @@ def _bad(task: Mapping[str, Any]) -> bool:
 
 def _batchers(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """By batcher: messages, batches, what became of them, and batches by trigger."""
-    made: dict[str, dict[str, Any]] = {}
+    batchers: dict[str, dict[str, Any]] = {}
     for run in runs:
         for name, told in (run.report.get("batchers") or {}).items():
-            counts = made.setdefault(
+            counts = batchers.setdefault(
                 name, {"messages": 0, "batches": 0, "successful": 0, "failed": 0, "triggers": {}}
             )
             for key in ("messages", "batches", "successful", "failed"):
                 counts[key] += told.get(key, 0)
             for trigger, batches in told.get("triggers", {}).items():
                 counts["triggers"][trigger] = counts["triggers"].get(trigger, 0) + batches
-    return made
+    return batchers
 
 
 def _stages(runs: Sequence[Run], received: int) -> Iterator[dict[str, Any]]:
@@ -210,10 +210,10 @@ def _dataset(folder: Path) -> ds.Dataset | None:
 
 def _output(output: Path) -> dict[str, Any]:
     """The rows written: how many by batcher and airport, and how many different messages."""
-    found = _dataset(output / "flights")
-    if found is None:
+    dataset = _dataset(output / "flights")
+    if dataset is None:
         return {"path": str(output), "rows": 0, "messages": 0, "by_batcher": {}}
-    table = found.to_table(columns=["message_id", "batcher", "origin"])
+    table = dataset.to_table(columns=["message_id", "batcher", "origin"])
     grouped = table.group_by(["batcher", "origin"]).aggregate([([], "count_all")])
     rows = {(row["batcher"], row["origin"]): row["count_all"] for row in grouped.to_pylist()}
     return {
@@ -226,22 +226,22 @@ def _output(output: Path) -> dict[str, Any]:
 
 def results(output: Path) -> list[dict[str, Any]]:
     """Per airport: flights, the delayed share of them, the hour with the longest mean delay."""
-    found = _dataset(output / "hours")
-    if found is None:
+    dataset = _dataset(output / "hours")
+    if dataset is None:
         return []
     flights, delayed = Counter[str](), Counter[str]()
     hours: dict[str, dict[int, list[int]]] = {}
-    for row in found.to_table().to_pylist():
+    for row in dataset.to_table().to_pylist():
         airport = row["origin"]
         flights[airport] += row["flights"]
         delayed[airport] += row["flights"] if row["batcher"] == "delayed" else 0
         hour = hours.setdefault(airport, {}).setdefault(row["hour"], [0, 0])
         hour[0] += row["flights"]
         hour[1] += row["minutes"]
-    made = []
+    rows = []
     for airport in sorted(flights):
         worst = max(hours[airport], key=lambda hour: _mean(hours[airport][hour]))
-        made.append(
+        rows.append(
             {
                 "airport": airport,
                 "flights": flights[airport],
@@ -251,7 +251,7 @@ def results(output: Path) -> list[dict[str, Any]]:
                 "worst_hour_mean_delay": round(_mean(hours[airport][worst]), 1),
             }
         )
-    return made
+    return rows
 
 
 def _mean(hour: Sequence[int]) -> float:
@@ -259,10 +259,10 @@ def _mean(hour: Sequence[int]) -> float:
 
 
 def _nested(rows: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    made: dict[str, dict[str, int]] = {}
+    nested: dict[str, dict[str, int]] = {}
     for (batcher, airport), count in sorted(rows.items()):
-        made.setdefault(batcher, {})[airport] = count
-    return made
+        nested.setdefault(batcher, {})[airport] = count
+    return nested
 
 
 # -------------------------------------------------------------------------------------- checking
@@ -270,7 +270,7 @@ def mistakes(report: Mapping[str, Any]) -> list[str]:
     """Say in sentences what is not as it must be; empty if all is well."""
     expected, queue, dead = report["expected"], report["queue"], report["dead_letters"]
     departed = report["sent"] - expected["never_departed"]
-    found = [
+    problems = [
         f"run {run['run_id']} ended as {run['state']}; failed tasks: {run['failed_tasks']}"
         for run in report["runs"]
         if run["state"] != "success"
@@ -278,7 +278,7 @@ def mistakes(report: Mapping[str, Any]) -> list[str]:
 
     def check(what: str, got: object, wanted: object) -> None:
         if got != wanted:
-            found.append(f"{what}: expected {wanted}, got {got}")
+            problems.append(f"{what}: expected {wanted}, got {got}")
 
     check("the sum of every run balances", report["balanced"], True)
     check("messages received", report["received"], report["sent"])
@@ -296,7 +296,7 @@ def mistakes(report: Mapping[str, Any]) -> list[str]:
     check("rows written", report["output"]["rows"], departed)
     check("different messages among them", report["output"]["messages"], departed)
     check("rows by batcher and airport", report["output"]["by_batcher"], expected["rows"])
-    return found
+    return problems
 
 
 # --------------------------------------------------------------------------------------- showing

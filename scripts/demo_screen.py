@@ -69,12 +69,12 @@ class Screen:
             if self._states.get(name) != state and (state != "waiting" or name in self._states):
                 self.step(f"{name}: {state}")
             self._states[name] = state
-        told = f"queue: {_waiting(depth)} ready, {depth.leased:,} held, {depth.dead:,} dead letters"
+        text = f"queue: {_waiting(depth)} ready, {depth.leased:,} held, {depth.dead:,} dead letters"
         if batches[1]:
-            told += f"; batches: {batches[0]:,} of {batches[1]:,} handled"
-        if told != self._last and time.monotonic() - self._told >= INTERVAL:
-            self._told, self._last = time.monotonic(), told
-            self.step(told)
+            text += f"; batches: {batches[0]:,} of {batches[1]:,} handled"
+        if text != self._last and time.monotonic() - self._told >= INTERVAL:
+            self._told, self._last = time.monotonic(), text
+            self.step(text)
 
     def close(self) -> None:
         """End the drawing.  Safe to repeat."""

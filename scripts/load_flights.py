@@ -122,16 +122,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Add flights to the demo's queue.")
     add_arguments(parser)
     parser.add_argument("--file", type=Path, default=FLIGHTS_QUEUE, help="the queue's file")
-    arguments = parser.parse_args()
-    arguments.file.parent.mkdir(parents=True, exist_ok=True)
-    queue = SqliteQueue(arguments.file, "flights")
+    args = parser.parse_args()
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    queue = SqliteQueue(args.file, "flights")
     began = time.monotonic()
     try:
-        sent = load(queue, flights(arguments.messages, arguments.seed))
+        sent = load(queue, flights(args.messages, args.seed))
     except RuntimeError as error:
         sys.exit(f"Nothing was sent: {error}.")
     seconds = time.monotonic() - began
-    print(f"Sent {sent:,} flights to {arguments.file} in {seconds:.1f} s.")
+    print(f"Sent {sent:,} flights to {args.file} in {seconds:.1f} s.")
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def main() -> int:
     parser.add_argument("--bootstrap", default="127.0.0.1:9092", help="host:port of a broker")
     parser.add_argument("--messages", type=int)
     parser.add_argument("--seed", type=int)
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        count = load({"bootstrap.servers": given.bootstrap}, given.messages, given.seed)
+        count = load({"bootstrap.servers": args.bootstrap}, args.messages, args.seed)
     except RuntimeError as error:
         print(f"Not all was sent: {error}", file=sys.stderr)
         return 1

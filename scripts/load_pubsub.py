@@ -61,8 +61,8 @@ def load(
 
 
 def _batches(messages: int | None, seed: int | None) -> Iterator[list[dict[str, Any]]]:
-    found = flights(messages, seed)
-    while batch := list(islice(found, BATCH)):
+    rows = flights(messages, seed)
+    while batch := list(islice(rows, BATCH)):
         yield [{"data": json.dumps(flight, separators=(",", ":")).encode()} for flight in batch]
 
 
@@ -94,19 +94,19 @@ def main() -> int:
     parser.add_argument("--project", default=os.environ.get("GOOGLE_CLOUD_PROJECT"))
     parser.add_argument("--messages", type=int)
     parser.add_argument("--seed", type=int)
-    given = parser.parse_args()
-    if not given.project:
+    args = parser.parse_args()
+    if not args.project:
         parser.error("--project is needed, or GOOGLE_CLOUD_PROJECT")
     from google.pubsub_v1 import PublisherClient as Publisher
 
     # Beneath Google's batching publisher, whose transport knows of the emulator.
     publisher = Publisher(transport=PublisherClient().transport)
     try:
-        count = load(publisher, SubscriberClient(), given.project, given.messages, given.seed)
+        count = load(publisher, SubscriberClient(), args.project, args.messages, args.seed)
     except GoogleAPICallError as error:
         print(f"Not all was published: {error.message}", file=sys.stderr)
         return 1
-    print(f"{count:,} flights are in the topic {NAME!r} of {given.project!r}.")
+    print(f"{count:,} flights are in the topic {NAME!r} of {args.project!r}.")
     return 0
 
 

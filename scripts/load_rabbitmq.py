@@ -23,8 +23,8 @@ def load(address: Address, messages: int | None = None, seed: int | None = None)
     """Send flights, each confirmed by the broker; how many."""
     connection = ConnectionThread(address)
     try:
-        arguments = {"x-queue-type": "quorum"}
-        connection.channel().call("queue_declare", queue=QUEUE, durable=True, arguments=arguments)
+        args = {"x-queue-type": "quorum"}
+        connection.channel().call("queue_declare", queue=QUEUE, durable=True, args=args)
         publisher = Publisher(connection)
         properties = encode(delivery_mode=2, content_type="application/json")
         count = 0
@@ -45,8 +45,8 @@ def main() -> int:
     parser.add_argument("--url", default="amqp://guest:guest@127.0.0.1:5672/")
     parser.add_argument("--messages", type=int)
     parser.add_argument("--seed", type=int)
-    given = parser.parse_args()
-    count = load(address_of_uri(given.url, name="load_rabbitmq"), given.messages, given.seed)
+    args = parser.parse_args()
+    count = load(address_of_uri(args.url, name="load_rabbitmq"), args.messages, args.seed)
     print(f"{count:,} flights are in the queue {QUEUE!r}.")
     return 0
 

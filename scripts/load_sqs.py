@@ -50,9 +50,9 @@ def load(client: SQSClient, messages: int | None = None, seed: int | None = None
 def make_queue(client: SQSClient) -> str:
     """The queue's URL; it and its dead-letter queue are made if need be."""
     dead = client.create_queue(QueueName=DEAD)["QueueUrl"]
-    told = client.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])
+    attributes = client.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])
     # Releases and lapses count as receives too: see docs/sqs.md.
-    policy = {"deadLetterTargetArn": told["Attributes"]["QueueArn"], "maxReceiveCount": 10}
+    policy = {"deadLetterTargetArn": attributes["Attributes"]["QueueArn"], "maxReceiveCount": 10}
     url: str = client.create_queue(
         QueueName=QUEUE, Attributes={"RedrivePolicy": json.dumps(policy)}
     )["QueueUrl"]
@@ -60,8 +60,8 @@ def make_queue(client: SQSClient) -> str:
 
 
 def _requests(messages: int | None, seed: int | None) -> Iterator[Sequence[Mapping[str, str]]]:
-    found = flights(messages, seed)
-    while chunk := list(islice(found, BATCH)):
+    rows = flights(messages, seed)
+    while chunk := list(islice(rows, BATCH)):
         yield [
             {"Id": str(number), "MessageBody": json.dumps(flight, separators=(",", ":"))}
             for number, flight in enumerate(chunk)
@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--region", default="us-east-1")
     parser.add_argument("--messages", type=int)
     parser.add_argument("--seed", type=int)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
     import boto3
     from botocore.config import Config
@@ -94,11 +94,11 @@ def main() -> int:
     try:
         client = boto3.session.Session().client(
             "sqs",
-            region_name=given.region,
-            endpoint_url=given.endpoint_url,
+            region_name=args.region,
+            endpoint_url=args.endpoint_url,
             config=Config(max_pool_connections=THREADS),
         )
-        count = load(client, given.messages, given.seed)
+        count = load(client, args.messages, args.seed)
     except (BotoCoreError, ClientError, RuntimeError) as error:
         print(f"Not all was sent: {error}", file=sys.stderr)
         return 1

@@ -207,11 +207,11 @@ class LocalAirflow(AirflowApi):
             return dict.fromkeys(self.components, "no answer")
         try:
             with urllib.request.urlopen(f"{self.url}/api/v2/monitor/health", timeout=10) as reply:
-                told = json.load(reply)
+                health_ = json.load(reply)
         except (OSError, http.client.HTTPException, ValueError):
             return dict.fromkeys(self.components, "no answer")
         return {
-            name: self._health_of(name, told.get(_HEALTH[name]) or {}) for name in self._started
+            name: self._health_of(name, health_.get(_HEALTH[name]) or {}) for name in self._started
         }
 
     def _listens(self) -> bool:
@@ -297,8 +297,8 @@ class LocalAirflow(AirflowApi):
         """Make this the only Airflow of ours on its home."""
         lock = _lock_home(self.home)
         if lock is None:
-            told = (self.home / _LOCK).read_text().split()
-            where = f" at {told[1]}, process {told[2]}" if len(told) == 3 else ""
+            lines = (self.home / _LOCK).read_text().split()
+            where = f" at {lines[1]}, process {lines[2]}" if len(lines) == 3 else ""
             raise LocalAirflowError(f"An Airflow runs on {self.home} already{where}.")
         lock.write(f"{self.token} {self.url} {os.getpid()}")
         lock.flush()
@@ -340,14 +340,14 @@ def processes_with(
 
     :param spared: Names of programs that are passed over.
     """
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.environ().get(variable) != token:
                 continue
             if process.name() not in spared:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def kill_by_token(

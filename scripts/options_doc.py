@@ -162,10 +162,10 @@ def page() -> str:
 
 
 def _every_producer() -> str:
-    made = [cls(**least) for _, cls, least in PRODUCERS]
+    producers = [cls(**least) for _, cls, least in PRODUCERS]
     rows = ""
     for field in dataclasses.fields(Producer):
-        same = all(getattr(options, field.name) == field.default for options in made)
+        same = all(getattr(options, field.name) == field.default for options in producers)
         default = _default(field) if same else BY_PRODUCER
         rows += _row(field, default)
     return _titled("Every producer", "`producer = …Producer(…)`", rows)
@@ -173,19 +173,19 @@ def _every_producer() -> str:
 
 def _producer(title: str, cls: type[Any], least: dict[str, Any]) -> str:
     """The options of one producer, and those of all that have another value or default with it."""
-    made = cls(**least)
+    producer = cls(**least)
     shared = {field.name: field for field in dataclasses.fields(Producer)}
     rows = own = ""
     for field in dataclasses.fields(cls):
         default = _default(field)
         if default == AUTO_TEXT:
-            default = _shown(getattr(made, field.name))
+            default = _shown(getattr(producer, field.name))
         if field.name not in shared:
             rows += _row(field, default)
         elif field.name in ("on_success", "on_failure"):
             actions = ", ".join(f"`{name}`" for name in cls.actions)
             own += _row(field, default, f"one of {actions}", shared[field.name])
-        elif getattr(made, field.name) != shared[field.name].default:
+        elif getattr(producer, field.name) != shared[field.name].default:
             own += _row(field, default)
     return _titled(title, f"`producer = {cls.__name__}(…)`", rows + own)
 

@@ -74,9 +74,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--only", help="names of parts, with commas between")
     parser.add_argument("--quick", action="store_true", help="smallest sizes, one try")
-    given = parser.parse_args()
-    known = parts(given.quick)
-    chosen = given.only.split(",") if given.only else list(known)
+    args = parser.parse_args()
+    known = parts(args.quick)
+    chosen = args.only.split(",") if args.only else list(known)
     unknown = sorted(set(chosen) - set(known))
     if unknown:
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(known)}")
@@ -97,13 +97,13 @@ def main() -> int:
         print(f"  ({name}: {time.monotonic() - begun:.0f} s)", flush=True)
     _compare(figures)
     RESULT.parent.mkdir(exist_ok=True)
-    about = {
+    environment = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "failed": failed,
     }
-    RESULT.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+    RESULT.write_text(json.dumps({**environment, "figures": figures}, indent=1) + "\n")
     print(f"{RESULT}: {len(figures)} figures")
     return 1 if failed else 0
 

@@ -80,8 +80,8 @@ def nothing_done(messages: int, kept: bool) -> Took:
     """Messages that cost nothing, and a callback that does nothing."""
     options = {"producer": {"messages": messages}, "archive": {} if kept else None}
     with folder_of_its_own() as folder:
-        given = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
-        done = run_stage("process", max_messages=messages, **given)
+        arguments = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
+        done = run_stage("process", max_messages=messages, **arguments)
     return Took(messages, done.seconds, done.cpu)
 
 

@@ -147,7 +147,7 @@ def bench_core() -> list[dict[str, Any]]:
     small = _process(Identity(), DEFAULT_CHUNK)
     checks, small_checks = _telemetry_checks(250), _telemetry_checks(DEFAULT_CHUNK)
     handler = telemetry.attach(lambda event, measurements, metadata: None)
-    told = _process(Identity())
+    result = _process(Identity())
     telemetry.detach(handler)
     # Without the short ways for what most brokers send.
     long = _metadata(lambda given: {key: _encode_entry(key, value) for key, value in given.items()})
@@ -157,7 +157,7 @@ def bench_core() -> list[dict[str, Any]]:
         "core.three_puts": _whole(ThreePuts),
         "core.process": process,
         "core.process.small_chunks": small,
-        "core.process.told": told,
+        "core.process.told": result,
         "core.batch.1_key": _batch(1),
         "core.batch.100000_keys": _batch(100_000),
     }

@@ -83,6 +83,6 @@ def run_of(airflow: LocalAirflow, dag_id: str) -> float:
     state = airflow.wait_for_run(dag_id, run, timeout=1_800)
     if state != "success":
         raise RuntimeError(f"{dag_id} ended as {state}")
-    found = airflow.dag_run(dag_id, run)
-    begun, ended = (datetime.fromisoformat(found[name]) for name in ("start_date", "end_date"))
+    dag_run = airflow.dag_run(dag_id, run)
+    begun, ended = (datetime.fromisoformat(dag_run[name]) for name in ("start_date", "end_date"))
     return (ended - begun).total_seconds()

@@ -35,13 +35,13 @@ DAGS = Path(__file__).parent / "dags"
 
 def bench_stages(sizes: dict[str, int]) -> Figures:
     """Messages per second and peak memory of each stage alone."""
-    made: Figures = []
+    figures: Figures = []
     for label, size in sizes.items():
         with folder_of_its_own() as folder:
             queue = SqliteQueue(folder / "queue.db", "flights")
             begun = time.perf_counter()
             load(queue, flights(size))
-            made.append(rate(f"flights.{label}.load", size, time.perf_counter() - begun))
+            figures.append(rate(f"flights.{label}.load", size, time.perf_counter() - begun))
             ref = {
                 "class": "flights_pipeline:Flights",
                 "options": {
@@ -50,30 +50,30 @@ def bench_stages(sizes: dict[str, int]) -> Figures:
                 },
             }
             process = run_stage("process", folder=str(folder), ref=ref)
-            made += [rate(f"flights.{label}.process", size, process.seconds)]
-            made += [memory(f"flights.{label}.process", process.peak)]
+            figures += [rate(f"flights.{label}.process", size, process.seconds)]
+            figures += [memory(f"flights.{label}.process", process.peak)]
             plans = [
                 run_stage("plan", folder=str(folder), ref=ref, batcher=name)
                 for name in ("delayed", "on_time")
             ]
             planned = sum(plan.result["messages"] for plan in plans)
             seconds = sum(plan.seconds for plan in plans)
-            made.append(rate(f"flights.{label}.batch", planned, seconds))
-            made.append(memory(f"flights.{label}.batch", max(plan.peak for plan in plans)))
+            figures.append(rate(f"flights.{label}.batch", planned, seconds))
+            figures.append(memory(f"flights.{label}.batch", max(plan.peak for plan in plans)))
             paths = [plan.result["plan"] for plan in plans]
             spark = run_stage("spark", folder=str(folder), ref=ref, plans=paths)
-            made.append(rate(f"flights.{label}.spark", planned, spark.seconds))
-            made.append(memory(f"flights.{label}.spark", spark.peak))
+            figures.append(rate(f"flights.{label}.spark", planned, spark.seconds))
+            figures.append(memory(f"flights.{label}.spark", spark.peak))
             settle = run_stage("settle", folder=str(folder), ref=ref)
-            made.append(rate(f"flights.{label}.settle", size, settle.seconds))
-            made.append(memory(f"flights.{label}.settle", settle.peak))
+            figures.append(rate(f"flights.{label}.settle", size, settle.seconds))
+            figures.append(memory(f"flights.{label}.settle", settle.peak))
             queue.close()
-    return made
+    return figures
 
 
 def bench_keys() -> Figures:
     """What distinct batch keys cost, merged and not: planning always, the calls where they end."""
-    made: Figures = []
+    figures: Figures = []
     for keys in KEYS:
         for merged in (False, True):
             name = f"keys.{keys}{'.merged' if merged else ''}"
@@ -92,21 +92,21 @@ def bench_keys() -> Figures:
                 run_stage("process", folder=str(folder), ref=ref)
                 plan = run_stage("plan", folder=str(folder), ref=ref, batcher="default")
                 batches = plan.result["batches"]
-                made.append(rate(f"{name}.batch", KEYED_MESSAGES, plan.seconds))
-                made.append(memory(f"{name}.batch", plan.peak))
-                made.append({"name": f"{name}.batches", "value": batches, "unit": "batches"})
+                figures.append(rate(f"{name}.batch", KEYED_MESSAGES, plan.seconds))
+                figures.append(memory(f"{name}.batch", plan.peak))
+                figures.append({"name": f"{name}.batches", "value": batches, "unit": "batches"})
                 if batches <= MOST_BATCHES:
                     spark = run_stage(
                         "spark", folder=str(folder), ref=ref, plans=[plan.result["plan"]]
                     )
-                    made.append(rate(f"{name}.spark", KEYED_MESSAGES, spark.seconds))
+                    figures.append(rate(f"{name}.spark", KEYED_MESSAGES, spark.seconds))
                 queue.close()
-    return made
+    return figures
 
 
 def bench_runs(sizes: dict[str, int], tries: int) -> Figures:
     """The whole DAG under a real scheduler, and what a run costs that has nothing to do."""
-    made: Figures = []
+    figures: Figures = []
     with folder_of_its_own() as folder:
         queue = SqliteQueue(folder / "queue.db", "flights")
         env = {
@@ -128,7 +128,7 @@ def bench_runs(sizes: dict[str, int], tries: int) -> Figures:
             for _ in range(tries):
                 load(queue, flights(1))
                 single.append(run_of(airflow, "bench_flights"))
-            made += [
+            figures += [
                 took("run.bare", bare),
                 took("run.empty", empty),
                 took("run.bare_spark", bare_spark),
@@ -136,6 +136,6 @@ def bench_runs(sizes: dict[str, int], tries: int) -> Figures:
             ]
             for label, size in sizes.items():
                 load(queue, flights(size))
-                made.append(rate(f"flights.{label}.run", size, run_of(airflow, "bench_flights")))
+                figures.append(rate(f"flights.{label}.run", size, run_of(airflow, "bench_flights")))
         queue.close()
-    return made
+    return figures

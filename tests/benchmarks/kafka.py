@@ -92,11 +92,11 @@ def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Took]]:
     yield "made_up", of_stage(count, made_up(count))
     for name, order in (("process", "partition"), ("process.unordered", "none")):
         with folder_of_its_own() as folder:
-            given = given_for(server, folder, topic, order)
-            yield name, of_stage(count, run_stage("process", **given))
+            arguments = given_for(server, folder, topic, order)
+            yield name, of_stage(count, run_stage("process", **arguments))
             if order == "partition":
-                batches(given)
-                yield "settle", of_stage(count, run_stage("settle", **given))
+                batches(arguments)
+                yield "settle", of_stage(count, run_stage("settle", **arguments))
     server.delete_topic(topic)
 
 
@@ -116,8 +116,8 @@ def made_up(count: int) -> Stage:
     """The process stage on messages from nowhere."""
     options = {"producer": {"messages": count}}
     with folder_of_its_own() as folder:
-        given = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
-        return run_stage("process", max_messages=count, **given)
+        arguments = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
+        return run_stage("process", max_messages=count, **arguments)
 
 
 def batches(given: dict[str, Any]) -> None:
@@ -152,8 +152,8 @@ def peak_of(server: ApacheKafka, label: str, size: int) -> dict[str, Any]:
 
 def apart(name: str, bootstrap: str, topic: str, count: int) -> Took:
     """What one thing took, in a process of its own."""
-    given = json.dumps({"bootstrap": bootstrap, "topic": topic, "count": count})
-    command = [sys.executable, "-m", "tests.benchmarks.kafka", name, given]
+    arguments = json.dumps({"bootstrap": bootstrap, "topic": topic, "count": count})
+    command = [sys.executable, "-m", "tests.benchmarks.kafka", name, arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
@@ -243,16 +243,16 @@ def run_of_messages(airflow: LocalAirflow, server: ApacheKafka, count: int) -> T
 
 def figures(taken: dict[str, list[Took]]) -> Figures:
     """Medians, and ratios to a figure of the same try."""
-    made: Figures = []
+    rows: Figures = []
     for name, tries in taken.items():
         of = OF.get(name, "")
         ratios = [a.rate / b.rate for a, b in zip(tries, taken[of], strict=True)] if of else []
         rates = [attempt.rate for attempt in tries]
-        made.append(median(f"kafka.{name}", rates, "msg/s", of=f"kafka.{of}", ratios=ratios))
+        rows.append(median(f"kafka.{name}", rates, "msg/s", of=f"kafka.{of}", ratios=ratios))
         if tries[0].cpu:
             cpu = [attempt.cpu_of_each for attempt in tries]
-            made.append(median(f"kafka.{name}.cpu", cpu, "us/msg", digits=1))
-    return made
+            rows.append(median(f"kafka.{name}.cpu", cpu, "us/msg", digits=1))
+    return rows
 
 
 if __name__ == "__main__":

@@ -63,17 +63,17 @@ def one_try(server: PubSubServer, count: int, *, ours_first: bool = False) -> di
     topic = server.topic()
     subscriptions = [server.subscription(topic, ack_deadline_seconds=600) for _ in range(4)]
     server.publish(topic, list(repeat(BODY, count)))
-    given = {"host": server.host, "messages": count, "threads": THREADS}
+    arguments = {"host": server.host, "messages": count, "threads": THREADS}
 
     def bare() -> dict[str, Took]:
-        took = apart(WORKER, "bare", subscriptions=subscriptions[:2], **given)
-        held = added(took["ceiling.pull"], took["ceiling.acknowledge"])
-        return {**took, "ceiling.held": held}
+        took = apart(WORKER, "bare", subscriptions=subscriptions[:2], **arguments)
+        result = added(took["ceiling.pull"], took["ceiling.acknowledge"])
+        return {**took, "ceiling.held": result}
 
     def ours(subscription: str, runs: int) -> dict[str, Took]:
         with folder_of_its_own() as folder:
             more = {"subscriptions": [subscription], "folder": str(folder), "runs": runs}
-            return apart(WORKER, "ours", **more, **given)
+            return apart(WORKER, "ours", **more, **arguments)
 
     def all_runs() -> dict[str, Took]:
         return {"run": with_run(ours(subscriptions[2], RUNS))["run"]}
@@ -95,6 +95,6 @@ def made_up(count: int) -> Took:
     """The process stage on messages from nowhere."""
     options = {"producer": {"messages": count}}
     with folder_of_its_own() as folder:
-        given = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
-        stage = run_stage("process", max_messages=count, **given)
+        arguments = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
+        stage = run_stage("process", max_messages=count, **arguments)
     return Took(count, stage.seconds, stage.cpu)

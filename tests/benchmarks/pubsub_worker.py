@@ -66,8 +66,8 @@ def bare(
         answer = client.pull(
             request={"subscription": subscription, "max_messages": MOST_MESSAGES}, timeout=5
         )
-        found = [(message.ack_id, message.message.data) for message in answer.received_messages]
-        return [ack_id for ack_id, _ in found]
+        result = [(message.ack_id, message.message.data) for message in answer.received_messages]
+        return [ack_id for ack_id, _ in result]
 
     def acknowledge(subscription: str, ack_ids: Sequence[str]) -> None:
         client.acknowledge(request={"subscription": subscription, "ack_ids": ack_ids})

@@ -117,8 +117,8 @@ def ceiling(url: str, queue: str, count: int) -> Took:
 
 def ceiling_of(server: RabbitServer, count: int) -> Took:
     """The ceiling, in a process of its own."""
-    given = {"url": server.url, "queue": new_queue(server, count), "count": count}
-    command = [sys.executable, "-m", "tests.benchmarks.rabbitmq", json.dumps(given)]
+    arguments = {"url": server.url, "queue": new_queue(server, count), "count": count}
+    command = [sys.executable, "-m", "tests.benchmarks.rabbitmq", json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the ceiling failed:\n{done.stderr[-4000:]}")
@@ -132,14 +132,14 @@ def stages(server: RabbitServer, count: int) -> Iterator[tuple[str, Took]]:
     """One try of every stage."""
     yield "ceiling", ceiling_of(server, count)
     with folder_of_its_own() as folder:
-        given = prepared(server, folder, count)
-        yield "process", took(count, run_stage("process", **given))
-        batches(given)
-        yield "settle", took(count, run_stage("settle", **given))
+        arguments = prepared(server, folder, count)
+        yield "process", took(count, run_stage("process", **arguments))
+        batches(arguments)
+        yield "settle", took(count, run_stage("settle", **arguments))
     with folder_of_its_own() as folder:
-        given = prepared(server, folder, count)
+        arguments = prepared(server, folder, count)
         with ThreadPoolExecutor(2) as pool:
-            half = {**given, "max_messages": count // 2}
+            half = {**arguments, "max_messages": count // 2}
             both = list(pool.map(lambda n: run_stage("process", index=n, **half), (0, 1)))
         seconds = max(s.begun + s.seconds for s in both) - min(s.begun for s in both)
         yield "process.producers_2", Took(count, seconds, sum(s.cpu for s in both))
@@ -148,15 +148,15 @@ def stages(server: RabbitServer, count: int) -> Iterator[tuple[str, Took]]:
 def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
     """The largest process of each stage; every stage must find every message."""
     with folder_of_its_own() as folder:
-        given = prepared(server, folder, size)
-        made = [memory(f"rabbitmq.{label}.process", run_stage("process", **given).peak)]
-        plans, spark = batches(given)
-        made.append(memory(f"rabbitmq.{label}.batch", max(plan.peak for plan in plans)))
-        made.append(memory(f"rabbitmq.{label}.spark", spark.peak))
-        settled = run_stage("settle", **given)
+        arguments = prepared(server, folder, size)
+        result = [memory(f"rabbitmq.{label}.process", run_stage("process", **arguments).peak)]
+        plans, spark = batches(arguments)
+        result.append(memory(f"rabbitmq.{label}.batch", max(plan.peak for plan in plans)))
+        result.append(memory(f"rabbitmq.{label}.spark", spark.peak))
+        settled = run_stage("settle", **arguments)
         if settled.result["acked"] != size:
             raise RuntimeError(f"settled {settled.result} of {size}")
-        return [*made, memory(f"rabbitmq.{label}.settle", settled.peak)]
+        return [*result, memory(f"rabbitmq.{label}.settle", settled.peak)]
 
 
 def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def tell(name: str, took: Took) -> None:
 
 def figures(taken: dict[str, list[Took]]) -> Figures:
     """Medians, and the ratios to the ceiling of the same try."""
-    made: Figures = []
+    rows: Figures = []
     for name, tries in taken.items():
         if name.startswith("ceiling of "):
             continue
@@ -255,10 +255,10 @@ def figures(taken: dict[str, list[Took]]) -> Figures:
             ratios = [a.rate / b.rate for a, b in zip(tries, ceilings, strict=True)]
         name = f"rabbitmq.{name}"
         rates = [attempt.rate for attempt in tries]
-        made.append(median(name, rates, "msg/s", of="rabbitmq.ceiling", ratios=ratios))
+        rows.append(median(name, rates, "msg/s", of="rabbitmq.ceiling", ratios=ratios))
         cpu = [attempt.cpu_of_each for attempt in tries]
-        made.append(median(f"{name}.cpu", cpu, "us/msg", digits=1))
-    return made
+        rows.append(median(f"{name}.cpu", cpu, "us/msg", digits=1))
+    return rows
 
 
 if __name__ == "__main__":

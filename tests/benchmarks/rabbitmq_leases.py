@@ -56,7 +56,7 @@ def measured() -> dict[str, str]:
         lease = source.lease
         time.sleep(FRESH)
         queue = server.manage("GET", f"queues/%2F/{lease.state['lease_queue']}")
-        found = {
+        result = {
             "bundles in the holding queue": f"{queue['messages']:,}",
             "their bytes": mib(queue["message_bytes"]),
             "memory of the holding queue": mib(queue["memory"]),
@@ -71,10 +71,10 @@ def measured() -> dict[str, str]:
         custodian.close()
         assert report.acked == MESSAGES, report
         time.sleep(FRESH)
-        found["memory of the broker above that when empty: all settled"] = mib(
+        result["memory of the broker above that when empty: all settled"] = mib(
             memory(server) - before
         )
-        return found
+        return result
 
 
 @contextmanager

@@ -111,8 +111,8 @@ def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-    told = json.loads(done.stdout.splitlines()[-1])
-    return {key: Took(*value) for key, value in told.items()}
+    report = json.loads(done.stdout.splitlines()[-1])
+    return {key: Took(*value) for key, value in report.items()}
 
 
 def with_run(took: Mapping[str, Took]) -> dict[str, Took]:
@@ -140,13 +140,13 @@ def rates(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> 
 
     :param of: What is compared with what.
     """
-    made: Figures = []
+    figures: Figures = []
     for name, tries, bare in _compared(taken, of):
         ratios = [one.rate / other.rate for one, other in zip(tries, bare, strict=False)]
-        found = [attempt.rate for attempt in tries]
+        rates_ = [attempt.rate for attempt in tries]
         other = f"{part}.{of.get(name, '')}"
-        made.append(median(f"{part}.{name}", found, "msg/s", of=other, ratios=ratios))
-    return made
+        figures.append(median(f"{part}.{name}", rates_, "msg/s", of=other, ratios=ratios))
+    return figures
 
 
 def processor(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> Figures:
@@ -154,15 +154,15 @@ def processor(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str])
 
     :param of: What is compared with what.
     """
-    made: Figures = []
+    figures: Figures = []
     for name, tries, bare in _compared(taken, of):
         ratios = [other.cpu / one.cpu for one, other in zip(tries, bare, strict=False)]
-        found = [attempt.cpu_of_each for attempt in tries]
+        seconds = [attempt.cpu_of_each for attempt in tries]
         other = f"{part}.{of.get(name, '')}.cpu"
-        made.append(
-            median(f"{part}.{name}.cpu", found, "us/msg", digits=1, of=other, ratios=ratios)
+        figures.append(
+            median(f"{part}.{name}.cpu", seconds, "us/msg", digits=1, of=other, ratios=ratios)
         )
-    return made
+    return figures
 
 
 def _compared(

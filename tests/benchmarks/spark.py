@@ -53,14 +53,14 @@ def bench_spark() -> list[dict[str, Any]]:
                 folder / "failed", lambda messages, info: failed(messages.where("data.n < 10"))
             ),
         }
-    made = [
+    result = [
         {"name": name, "value": round(value, 1), "unit": "ms"} for name, value in figures.items()
     ]
-    made[4] |= {
+    result[4] |= {
         "ratio": round(figures["spark.batch.write"] / figures["spark.write"], 2),
         "of": "spark.write",
     }
-    return made
+    return result
 
 
 def _planned() -> list[Planned]:

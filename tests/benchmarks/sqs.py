@@ -48,10 +48,10 @@ def bench_sqs(messages: int = MESSAGES, stubbed: int = STUBBED, tries: int = 5) 
 def one_try(endpoint: str, count: int, server: SqsServer | None) -> dict[str, Took]:
     """Both, each in a process of its own."""
     queues = [fill(server, count) if server else f"{NOWHERE}/1/bench" for _ in range(3)]
-    given = {"endpoint": endpoint, "count": count, "threads": THREADS}
-    took = apart(WORKER, "bare", queues=queues[:2], **given)
+    arguments = {"endpoint": endpoint, "count": count, "threads": THREADS}
+    took = apart(WORKER, "bare", queues=queues[:2], **arguments)
     with folder_of_its_own() as folder:
-        took |= apart(WORKER, "ours", queues=queues[2:], folder=str(folder), **given)
+        took |= apart(WORKER, "ours", queues=queues[2:], folder=str(folder), **arguments)
     return with_run(took)
 
 

@@ -114,13 +114,13 @@ def bare(
     receipts: list[list[str]] = []
 
     def receive(url: str) -> list[str]:
-        found = client.receive_message(
+        result = client.receive_message(
             QueueUrl=url,
             MaxNumberOfMessages=10,
             VisibilityTimeout=900,
             MessageSystemAttributeNames=["ApproximateReceiveCount"],
         )
-        return [message["ReceiptHandle"] for message in found.get("Messages", ())]
+        return [message["ReceiptHandle"] for message in result.get("Messages", ())]
 
     def delete(url: str, handles: list[str]) -> None:
         answer = client.delete_message_batch(
@@ -179,9 +179,9 @@ def ours(
 
 def main() -> None:
     """Do what the command line names."""
-    given = json.loads(sys.argv[2])
-    stub = given["endpoint"] == NOWHERE
-    total = given["count"] * (2 if sys.argv[1] == "bare" else 1)
+    arguments = json.loads(sys.argv[2])
+    stub = arguments["endpoint"] == NOWHERE
+    total = arguments["count"] * (2 if sys.argv[1] == "bare" else 1)
     requests = Requests(total if stub else None)
     requests.install()
     serve(requests, bare, ours)

@@ -71,9 +71,9 @@ def _stage(run: StagedRun, pipeline: Broadway, keys: int) -> tuple[str, float, f
         for start in range(0, MESSAGES, CHUNK):
             chunk = _chunk(start, keys)
             begun = time.perf_counter()
-            made = [rows(message) for message in chunk]
+            result = [rows(message) for message in chunk]
             middle = time.perf_counter()
-            writer.messages(made)
+            writer.messages(result)
             converting += middle - begun
             writing += time.perf_counter() - middle
         begun = time.perf_counter()

@@ -28,9 +28,9 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 def programs() -> tuple[str, str] | None:
     """Return where the browser and its driver are, or ``None`` if one is not on PATH."""
-    found = [path for name in _BROWSERS if (path := shutil.which(name))]
+    paths = [path for name in _BROWSERS if (path := shutil.which(name))]
     driver = shutil.which("chromedriver")
-    return (found[0], driver) if found and driver else None
+    return (paths[0], driver) if paths and driver else None
 
 
 class Chromium:
@@ -113,15 +113,15 @@ class Chromium:
 
     def find(self, css: str, timeout: float = 30.0) -> WebElement:
         """Wait for an element that is to be seen, and return it."""
-        found: list[WebElement] = []
+        elements: list[WebElement] = []
 
         def there(driver: Any) -> bool:
             with contextlib.suppress(StaleElementReferenceException):
-                found[:] = [e for e in self.all(css) if e.is_displayed()]
-            return bool(found)
+                elements[:] = [e for e in self.all(css) if e.is_displayed()]
+            return bool(elements)
 
         self.until(there, f"no {css!r} is to be seen", timeout)
-        return found[0]
+        return elements[0]
 
     def all(self, css: str) -> list[WebElement]:
         """Return all elements that are there now."""
@@ -137,15 +137,17 @@ class Chromium:
 
     def saying(self, css: str, text: str, timeout: float = 30.0) -> WebElement:
         """Wait for an element that says ``text`` and nothing else, and return the last such."""
-        found: list[WebElement] = []
+        elements: list[WebElement] = []
 
         def there(driver: Any) -> bool:
             with contextlib.suppress(StaleElementReferenceException):
-                found[:] = [e for e in self.all(css) if e.text.strip() == text and e.is_displayed()]
-            return bool(found)
+                elements[:] = [
+                    e for e in self.all(css) if e.text.strip() == text and e.is_displayed()
+                ]
+            return bool(elements)
 
         self.until(there, f"no {css} says {text!r}", timeout)
-        return found[-1]
+        return elements[-1]
 
     def text(self, css: str = "body") -> str:
         """Return the text that is to be seen in the first such element, ``""`` if there is none."""

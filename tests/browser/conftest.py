@@ -28,9 +28,9 @@ def site():
 
 @pytest.fixture(scope="session")
 def _chromium(site, tmp_path_factory):
-    found = programs()
-    assert found is not None
-    browser = Chromium(site.url, *found, tmp_path_factory.mktemp("chromium"))
+    result = programs()
+    assert result is not None
+    browser = Chromium(site.url, *result, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.quit()
 

@@ -56,14 +56,14 @@ class Site:
     def runs(self, dag_id: str) -> list[Run]:
         """The runs of a DAG, the oldest first."""
         self.airflow.wait_for_dag(dag_id)
-        found = self.airflow.api("GET", f"/dags/{dag_id}/dagRuns", order_by="run_after")
-        return [Run(self, dag_id, run["dag_run_id"]) for run in found["dag_runs"]]
+        response = self.airflow.api("GET", f"/dags/{dag_id}/dagRuns", order_by="run_after")
+        return [Run(self, dag_id, run["dag_run_id"]) for run in response["dag_runs"]]
 
     def conf(self, run: Run) -> dict[str, Any]:
         """What a run was started with."""
         run_id = urllib.parse.quote(run.run_id, safe="")
-        found = self.airflow.api("GET", f"/dags/{run.dag_id}/dagRuns/{run_id}")
-        return found["conf"] or {}
+        response = self.airflow.api("GET", f"/dags/{run.dag_id}/dagRuns/{run_id}")
+        return response["conf"] or {}
 
     def request(
         self, method: str, path: str, *, user: str | None = None, **options: Any

@@ -52,9 +52,9 @@ def routes(run: Run) -> Iterator[tuple[str, str]]:
     known = {"dag_id": run.dag_id, "run_id": urllib.parse.quote(run.run_id), "pipeline": "Letters"}
     for route in create_app().routes:
         if isinstance(route, APIRoute):
-            given = {name: known.get(name, "1") for name in route.param_convertors}
+            parameters = {name: known.get(name, "1") for name in route.param_convertors}
             for method in sorted(route.methods):
-                yield method, "/broadway" + route.path_format.format(**given)
+                yield method, "/broadway" + route.path_format.format(**parameters)
 
 
 def test_anonymous_requests_are_refused(site, letters):

@@ -42,8 +42,8 @@ def links(run: Run, task_id: str) -> dict[str, str]:
     path = f"/dags/{run.dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/links"
     # A process task is mapped, whatever the number of its producers.
     index = {"map_index": 0} if task_id == "broadway.process" else {}
-    found = run.site.airflow.api("GET", path, **index)["extra_links"]
-    return {name: url for name, url in found.items() if url}
+    response = run.site.airflow.api("GET", path, **index)["extra_links"]
+    return {name: url for name, url in response.items() if url}
 
 
 def text_at(address: str) -> str:
@@ -73,15 +73,15 @@ def test_task_links_open_the_right_page(as_admin, site, rabbitmq):
     run.wait()
 
     # Then each task has its links, in the UI too
-    found = {task_id: links(run, task_id) for task_id in TASKS}
-    assert {task_id: set(given) for task_id, given in found.items()} == TASKS
+    urls = {task_id: links(run, task_id) for task_id in TASKS}
+    assert {task_id: set(given) for task_id, given in urls.items()} == TASKS
     run_id = urllib.parse.quote(run.run_id, safe="")
     as_admin.open(f"/dags/links/runs/{run_id}/tasks/broadway.ack/details")
-    for name, url in found["broadway.ack"].items():
+    for name, url in urls["broadway.ack"].items():
         assert as_admin.link(name).get_attribute("href") == url
 
     # And each leads where it says
-    for given in found.values():
+    for given in urls.values():
         as_admin.driver.get(given["Broadway"])
         assert as_admin.text("h1") == run.run_id
         assert "3 received" in as_admin.text(".sum")
@@ -94,10 +94,10 @@ def test_task_links_open_the_right_page(as_admin, site, rabbitmq):
     with history_server(
         site.folder / "events", site.spark_history, site.folder / "logs" / "history.log"
     ):
-        history = found[spark]["Spark"]
+        history = urls[spark]["Spark"]
         assert history.startswith(f"http://127.0.0.1:{site.spark_history}/history/local-")
         as_admin.until(lambda _: kept(history), "its history has no application", timeout=60)
-    as_admin.driver.get(found["broadway.process"]["Broker's console"])
+    as_admin.driver.get(urls["broadway.process"]["Broker's console"])
     for name in ("username", "password"):
         as_admin.find(f"input[name={name}]").send_keys("guest")
     as_admin.find("input[type=submit]").click()

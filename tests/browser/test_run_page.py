@@ -30,9 +30,9 @@ def test_batches_are_sorted_by_a_click(as_admin, letters):
         as_admin.find(f".batches th[aria-sort={way}]")
 
         # Then the column is in order
-        found = numbers()
-        assert found == sorted(found, reverse=backwards)
-        assert len(set(found)) > 1
+        unsorted = numbers()
+        assert unsorted == sorted(unsorted, reverse=backwards)
+        assert len(set(unsorted)) > 1
 
 
 def test_messages_are_searchable_by_text_and_id(as_admin, letters):

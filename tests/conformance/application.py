@@ -119,18 +119,18 @@ class Application:
 
     def seen(self, case: Case) -> Observed:
         """What a case has seen."""
-        found = self._found[_key(case)]
-        if isinstance(found, Exception):
-            raise found
+        result = self._found[_key(case)]
+        if isinstance(result, Exception):
+            raise result
         assert self.code == 0, "not every batch has an outcome"
-        return found
+        return result
 
     def _stage(self, case: Case, folder: Path) -> list[str]:
         """The process and batch tasks of a case; returns its plans."""
-        made = SparkCase(case, folder, self._tasks, f"{_key(case)}.")
-        with watched(case, made.seen):
-            references = made.batch(made.process())
-        self._made[_key(case)] = made
+        staged = SparkCase(case, folder, self._tasks, f"{_key(case)}.")
+        with watched(case, staged.seen):
+            references = staged.batch(staged.process())
+        self._made[_key(case)] = staged
         return [reference["plan"] for reference in references]
 
     def _run(self, spark: SparkSession, run: StagedRun, plans: list[str]) -> int:
@@ -193,9 +193,9 @@ class _Codes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         code = getattr(record, "code", None)
-        made = self._cases.get(str(record.threadName).partition(".")[0])
-        if code is not None and made is not None and made.seen.errors is not None:
-            made.seen.errors.append(code)
+        case = self._cases.get(str(record.threadName).partition(".")[0])
+        if code is not None and case is not None and case.seen.errors is not None:
+            case.seen.errors.append(code)
 
 
 def _key(case: Case) -> str:

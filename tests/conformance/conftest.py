@@ -130,8 +130,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if report.when == "call" and "way" in dict(report.user_properties)
     )
     if ran:
-        told = ", ".join(f"{ran[name]} by {name}" for name in ("unit", *_names()) if ran[name])
-        terminalreporter.write_line(f"conformance: cases run: {told}")
+        counts = ", ".join(f"{ran[name]} by {name}" for name in ("unit", *_names()) if ran[name])
+        terminalreporter.write_line(f"conformance: cases run: {counts}")
     for way, reasons in config.stash[_left_out].items():
         if ran[way]:
             for why_not, ids in reasons.items():

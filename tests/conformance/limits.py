@@ -93,12 +93,12 @@ def not_by_operators(case: Case) -> str:
 
 
 def _configurable(given: dict[str, Any]) -> bool:
-    found = list(operations(given))
-    if any(op["op"] == "ack_immediately" for op in found):
+    names = list(operations(given))
+    if any(op["op"] == "ack_immediately" for op in names):
         return True  # after which nobody can be configured, whatever the options
     return all(
         name in ("on_success", "on_failure") and value in CONFIGURABLE
-        for op in found
+        for op in names
         if op["op"] == "configure_ack"
         for name, value in op["options"].items()
     )
@@ -124,23 +124,23 @@ _OF_ROWS = {"drop", "exit", "fail", "raise", "raise_if_any", "return", "set_stat
 
 def not_by_spark(case: Case) -> str:
     """Why a case cannot be batches of the Spark application; empty if it can."""
-    given = case["given"]
+    inputs = case["given"]
     if case["area"] not in SPARK_AREAS:
         return "of another area"
     why_not = not_by_operators(case)
     if why_not:
         return why_not
-    if given.get("no_handle_batch"):
+    if inputs.get("no_handle_batch"):
         return "the cases share a class, and it has handle_batch"
-    if any(op["op"] == "reverse" for op in operations(given.get("prepare_messages") or {})):
+    if any(op["op"] == "reverse" for op in operations(inputs.get("prepare_messages") or {})):
         return "rows have no order but that in which they came"
-    ops = list(operations(given.get("handle_batch") or {}))
+    ops = list(operations(inputs.get("handle_batch") or {}))
     names = {op["op"] for op in ops}
     if "reverse" in names:
         return "rows have no order but that in which they came"
     if "append_copy_of_first" in names:
         return "a row named twice is one message"
-    if "ack_immediately" in names or _acks_in_spark(given):
+    if "ack_immediately" in names or _acks_in_spark(inputs):
         return "the Spark driver has no connection to the broker to acknowledge with at once"
     if names - _OF_ROWS:
         return "rows are not given back, so handle_batch cannot change a message"
@@ -168,18 +168,18 @@ def spark_case(case: Case) -> Case:
     what the stage then does with them is the same in both.  Otherwise what succeeded goes through a
     batch.
     """
-    given = case["given"]
-    if given.get("batchers"):
+    inputs = case["given"]
+    if inputs.get("batchers"):
         return case
-    options = given.get("processor", {})
+    options = inputs.get("processor", {})
     most = options.get("max_demand", 10)
     # As many as a chunk has, so that handle_failed is called with the same messages.
     size = most - options.get("min_demand", most // 2)
-    moved = {**given, "batchers": [{"name": "default", "batch_size": size}]}
-    rules = given.get("handle_message", [])
+    moved = {**inputs, "batchers": [{"name": "default", "batch_size": size}]}
+    rules = inputs.get("handle_message", [])
     if (
         {op["op"] for op in operations(rules)} == {"fail"}
-        and "prepare_messages" not in given
+        and "prepare_messages" not in inputs
         and _is_a_list(case)
     ):
         moved |= {"handle_message": [], "handle_batch": {"each": rules}}

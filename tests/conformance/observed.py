@@ -142,13 +142,13 @@ def _words(match: re.Match[str]) -> list[str]:
 
 def differences(case: Case, seen: Observed) -> list[str]:
     """What differs from the case's expectation or its accepted alternative; empty: nothing."""
-    found = _differences(case, case["expect"], seen)
+    differences_ = _differences(case, case["expect"], seen)
     alternative = alternative_of(case)
-    if found and alternative is not None:
+    if differences_ and alternative is not None:
         if not _differences(case, alternative, seen):
             return []
-        found.append("(nor is it the accepted alternative)")
-    return found
+        differences_.append("(nor is it the accepted alternative)")
+    return differences_
 
 
 def alternative_of(case: Case) -> dict[str, Any] | None:
@@ -162,7 +162,7 @@ def alternative_of(case: Case) -> dict[str, Any] | None:
 
 
 def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str]:
-    found: list[str] = []
+    differences: list[str] = []
 
     def unordered(name: str) -> bool:
         return bool(case.get("unordered")) or name in seen.unordered
@@ -172,7 +172,7 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
             return
         got = plain(got)
         if not getattr(_Comparer(unordered(name)), equal)(wanted, got):
-            found.append(
+            differences.append(
                 f"{name}{' (in any order)' if unordered(name) else ''}:\n"
                 f"  expected {json.dumps(wanted)}\n  got      {json.dumps(got)}"
             )
@@ -223,8 +223,8 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
         acked = [item for total in totals.values() for one in total.values() for item in one]
         wrongly = [data for data in expect["never_acked"] if data in plain(acked)]
         if wrongly:
-            found.append(f"never_acked: acknowledged all the same: {wrongly}")
-    return found
+            differences.append(f"never_acked: acknowledged all the same: {wrongly}")
+    return differences
 
 
 def _same_status(wanted: list[Any], got: list[Any]) -> bool:
@@ -248,15 +248,15 @@ def _failed_statuses(acks: list[dict[str, Any]]) -> list[list[Any]]:
 
 def _lanes(rows: list[Any]) -> dict[str, list[Any]]:
     """Data of (data, processor) rows, or of batches, by what keeps its order."""
-    found: dict[str, list[Any]] = {}
+    lanes: dict[str, list[Any]] = {}
     for row in rows:
         if isinstance(row, dict):
             order = "batch_key" if row["partition"] is None else "partition"
             lane, data = [row["batcher"], order, row[order]], row["data"]
         else:
             data, lane = row[:1], row[1:]
-        found.setdefault(json.dumps(plain(lane)), []).append(data)
-    return found
+        lanes.setdefault(json.dumps(plain(lane)), []).append(data)
+    return lanes
 
 
 def _by_batcher(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -329,10 +329,10 @@ class _Comparer:
 
         left = list(wanted)
         for one in got:
-            found = next((i for i, each in enumerate(left) if equal(each, one)), None)
-            if found is None:
+            index = next((i for i, each in enumerate(left) if equal(each, one)), None)
+            if index is None:
                 return False
-            del left[found]
+            del left[index]
         return True
 
     def statuses(self, wanted: list[Any], got: list[Any] | None) -> bool:
@@ -356,8 +356,8 @@ class _Comparer:
             else:
                 others.append(one)
         for one in others:
-            found = next((i for i, other in enumerate(left) if equal(one, other)), None)
-            if found is None:
+            index = next((i for i, other in enumerate(left) if equal(one, other)), None)
+            if index is None:
                 return False
-            del left[found]
+            del left[index]
         return True

@@ -194,23 +194,23 @@ def class_attributes(case: Case, *, engine: str = "python", prefix: str = "") ->
 
     :param prefix: Of the names of batchers.
     """
-    given = case["given"]
-    processor = dict(given.get("processor", {}))
+    inputs = case["given"]
+    processor = dict(inputs.get("processor", {}))
     if "partition_by" in processor:
         processor["partition_by"] = partition_function(processor["partition_by"])
     attributes: dict[str, Any] = {
-        "name": given.get("name", "Case"),
-        "producer": _producer(given.get("producer") or {}),
+        "name": inputs.get("name", "Case"),
+        "producer": _producer(inputs.get("producer") or {}),
         "processors": Processors(**processor),
         "batchers": {
-            prefix + spec["name"]: _batcher(spec, engine) for spec in given.get("batchers", [])
+            prefix + spec["name"]: _batcher(spec, engine) for spec in inputs.get("batchers", [])
         },
     }
-    root = partition_function(given.get("partition_by"))
+    root = partition_function(inputs.get("partition_by"))
     if root is not None:
         attributes["partition_by"] = staticmethod(root)
-    if "context" in given:
-        attributes["context"] = given["context"]
+    if "context" in inputs:
+        attributes["context"] = inputs["context"]
     return attributes
 
 
@@ -243,7 +243,7 @@ def make_class(
 
     :param attributes: Its options; callbacks are added.
     """
-    given = case["given"]
+    inputs = case["given"]
     sequence = seen.sequence if seen.sequence is not None else []
 
     def note(entry: list[Any], into: list[Any] | None, value: Any) -> None:
@@ -253,14 +253,14 @@ def make_class(
 
     def called(callback: str, messages: list[Message]) -> Any:
         followed.entered(messages)
-        returned = apply_callback(given.get(callback) or {}, messages)
+        returned = apply_callback(inputs.get(callback) or {}, messages)
         followed.returned(callback, len(messages), returned)
         return returned
 
     def handle_message(self: Broadway, processor: str, message: Message, context: Any) -> Any:
         note(["handle_message", message.data], seen.handle_message, message.data)
         followed.entered([message])
-        returned = followed.routed(apply_rules(given.get("handle_message", []), message))
+        returned = followed.routed(apply_rules(inputs.get("handle_message", []), message))
         followed.returned("handle_message", 1, [returned])
         return returned
 
@@ -284,14 +284,14 @@ def make_class(
         return called("handle_batch", messages)
 
     attributes["handle_message"] = handle_message
-    if "prepare_messages" in given:
+    if "prepare_messages" in inputs:
         attributes["prepare_messages"] = prepare_messages
-    if "handle_failed" in given:
+    if "handle_failed" in inputs:
         attributes["handle_failed"] = handle_failed
-    if not given.get("no_handle_batch"):
+    if not inputs.get("no_handle_batch"):
         attributes["handle_batch"] = handle_batch
-    made: type[Broadway] = type("Case", (Broadway,), attributes)
-    return made
+    pipeline: type[Broadway] = type("Case", (Broadway,), attributes)
+    return pipeline
 
 
 def batch_seen(batcher: str, data: list[Any], info: BatchInfo) -> dict[str, Any]:

@@ -86,8 +86,10 @@ class Custody(Followed):
         self.data[message.message_id] = message.data
         delivery = message.acknowledger.data
         if isinstance(delivery, Delivery):
-            told = {"on_success": delivery.on_success, "on_failure": delivery.on_failure}
-            self.configured[message.message_id] = {k: v for k, v in told.items() if v is not None}
+            actions = {"on_success": delivery.on_success, "on_failure": delivery.on_failure}
+            self.configured[message.message_id] = {
+                k: v for k, v in actions.items() if v is not None
+            }
 
 
 class StagedCase:
@@ -143,8 +145,8 @@ class StagedCase:
         tasks.task_ids += [*self.watched, f"{prefix}ack"]
 
     def _class(self, engine: str, name: str) -> type[Broadway]:
-        given = self.case["given"]
-        producer = given.get("producer") or {}
+        inputs = self.case["given"]
+        producer = inputs.get("producer") or {}
         attributes = class_attributes(self.case, engine=engine, prefix=self.prefix)
         attributes["name"] = name
         attributes["producer"] = CaseProducer(
@@ -169,7 +171,7 @@ class StagedCase:
             mock.patch.object(ports, "SystemClock", return_value=self._clock),
             mock.patch("airflow_broadway.adapters.host.SystemClock", return_value=self._clock),
         ):
-            made = [
+            references = [
                 self.tasks.execute(
                     BroadwayProcessorOperator(
                         task_id=f"{self.prefix}process",
@@ -183,11 +185,11 @@ class StagedCase:
                 for index in range(self.pipeline.producer.concurrency)
             ]
         self._feed.after()
-        return made
+        return references
 
     def batch(self, processed: list[Any]) -> list[Any]:
         """The batcher tasks; returns the references of those that found a message."""
-        made = [
+        results = [
             self.tasks.execute(
                 BroadwayBatcherOperator(
                     task_id=f"{self.prefix}batch.{number}",
@@ -199,7 +201,7 @@ class StagedCase:
             )
             for number, batcher in enumerate(self.pipeline.batchers)
         ]
-        return [item for item in made if item is not None]
+        return [item for item in results if item is not None]
 
     def look(self) -> Any:
         """One look of the ack sensor: the run's summary when all tasks have ended."""
@@ -229,15 +231,15 @@ class StagedCase:
 
     def _forget(self) -> None:
         """Drop what this case does not let a staged run tell."""
-        given = self.case["given"]
-        names = [op["op"] for op in operations(given)]
+        inputs = self.case["given"]
+        names = [op["op"] for op in operations(inputs)]
         breaks = bool(
             {"drop", "exit", "put_batcher", "raise", "raise_if_any", "return"} & set(names)
         )
         if "append_copy_of_first" in names:
             # A message is settled once, however often it is returned.
             self.seen.acks_total = self.seen.reasons = None
-        if changed_when_settled(given) or (self._alike and breaks):
+        if changed_when_settled(inputs) or (self._alike and breaks):
             # What it was when it was settled, or why it was, the queue does not say.
             self.seen.acks_total = None
         if breaks or "ack_immediately" in names or names.count("configure_ack") > 1:
@@ -283,8 +285,8 @@ class StagedCase:
     def _ready(self, at: datetime) -> set[str]:
         """The messages that may be received at an instant."""
         with SqliteQueue(self.queue.path, self.queue.name, clock=ManualClock(at)) as queue:
-            found = queue.receive(f"looking at {at}", 1000)
-            return {message.message_id for message in found}
+            messages = queue.receive(f"looking at {at}", 1000)
+            return {message.message_id for message in messages}
 
     def _kind(self, message_id: str, action: Action, own: Mapping[str, str]) -> str:
         """Whether it was settled as successful or as failed."""

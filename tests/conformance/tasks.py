@@ -77,15 +77,15 @@ class Tasks:
 
     def _task_states(self, dag_id: str, run_ids: list[str], task_ids: list[str]) -> dict[str, Any]:
         """As of ``RuntimeTaskInstance``: map indices are part of the names."""
-        found: dict[str, str | None] = {}
+        states: dict[str, str | None] = {}
         for task_id in task_ids:
             mapped: dict[str, str | None] = {
                 name: state
                 for name, state in self.states.items()
                 if name == task_id or name.rpartition("_")[0] == task_id
             }
-            found |= mapped or {task_id: None}  # not started
-        return dict.fromkeys(run_ids, found)
+            states |= mapped or {task_id: None}  # not started
+        return dict.fromkeys(run_ids, states)
 
 
 def _called(operator: Any) -> dict[str, Any]:

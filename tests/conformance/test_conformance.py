@@ -24,8 +24,8 @@ def test_case(case, way, request, record_property):
         return
     if way is None:
         pytest.fail(f"no way runs the case {case['id']}: {case['title']}")
-    found = differences(case, way.run(case, request))
-    if found:
+    result = differences(case, way.run(case, request))
+    if result:
         pytest.fail(
-            f"{case['id']} by {way.name}: {case['title']}\n" + "\n".join(found), pytrace=False
+            f"{case['id']} by {way.name}: {case['title']}\n" + "\n".join(result), pytrace=False
         )

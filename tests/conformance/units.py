@@ -34,8 +34,8 @@ class Minimal(Broadway):
 
 
 def _pipeline(**attributes: Any) -> Broadway:
-    made: type[Broadway] = type("P", (Minimal,), attributes)
-    return made()
+    pipeline: type[Broadway] = type("P", (Minimal,), attributes)
+    return pipeline()
 
 
 def rate_limiting_api(case: Case) -> None:
@@ -243,12 +243,12 @@ def dummy_producer(case: Case) -> None:
 
 
 def topology(case: Case) -> None:
-    given = case["given"]
-    [(key, options)] = given["processors"].items()
+    inputs = case["given"]
+    [(key, options)] = inputs["processors"].items()
     pipeline = _pipeline(
-        name=given["name"],
+        name=inputs["name"],
         processors={key: Processors(**options)},
-        batchers={name: Batcher(**spec) for name, spec in given["batchers"].items()},
+        batchers={name: Batcher(**spec) for name, spec in inputs["batchers"].items()},
     )
     assert pipeline.topology() == case["expect"]["topology"]
     assert pipeline.producer_names() == case["expect"]["producer_names"]

@@ -36,8 +36,8 @@ class _Held:
 
     def settle(self, offsets: Iterable[int], action: Action = Action.ACK) -> None:
         """Settle messages; what nobody holds is ignored, as in Broadway."""
-        held = self._polled
-        self._settled |= {offset: Decision(action) for offset in offsets if offset in held}
+        result = self._polled
+        self._settled |= {offset: Decision(action) for offset in offsets if offset in result}
 
     @property
     def offset(self) -> int:
@@ -50,13 +50,13 @@ class _Held:
 
 def contiguous(case: Case) -> None:
     given, expect = case["given"], case["expect"]
-    held = _Held(given["assigned_offset"], given["polled_offsets"])
+    result = _Held(given["assigned_offset"], given["polled_offsets"])
     last = given["polled_offsets"][-1]
-    committed, found = held.offset, []
+    committed, found = result.offset, []
     for offsets in given["ack_calls"]:
-        held.settle(offsets)
-        moved = held.offset if held.offset != committed else None
-        committed = held.offset
+        result.settle(offsets)
+        moved = result.offset if result.offset != committed else None
+        committed = result.offset
         found.append([committed == last + 1, None if moved is None else moved - 1])
     assert expect["columns"] == ["drained", "committed_offset"]
     assert found == expect["results"]
@@ -68,17 +68,17 @@ def failures(case: Case) -> None:
     producer = KafkaProducer(group_id="g", topics=["t"], on_failure="ack")
     ref = Records(_GENERATION, by_key=False)
     both = [*given["successful_offsets"], *given["failed_offsets"]]
-    held = _Held(min(both), both)
+    result = _Held(min(both), both)
     done: list[int] = []
     for name, failed in (("successful_offsets", False), ("failed_offsets", True)):
         for offset in given[name]:
             [message] = _messages(ref, "t", 0, [offset])
             verdict = producer.verdict(message, failed=failed, stage="batch")
             assert verdict.action is Action.ACK
-            held.settle([offset], verdict.action)
+            result.settle([offset], verdict.action)
             done.append(offset)
     assert sorted(done) == expect["acked_offsets"]
-    assert held.offset == max(both) + 1
+    assert result.offset == max(both) + 1
 
 
 def commits(case: Case) -> None:

@@ -44,16 +44,18 @@ def _settled(server: PubSubServer, good: int, bad: int, **options: Any) -> list[
         settler = Settler(lambda: producer.custodian(env), lambda: source.lease, threaded=False)
         acknowledger = RunAcknowledger(producer, settler)
         settler.hold(taken)
-        made = [
+        messages = [
             message.with_acknowledger(AckRef(acknowledger, "ref", message.acknowledger.data))
             for message in taken
         ]
         before = len(wire.asked)
-        acknowledger.ack("ref", made[:good], [message.failed("") for message in made[good:]])
+        acknowledger.ack(
+            "ref", messages[:good], [message.failed("") for message in messages[good:]]
+        )
         settler.tick(force=True)
-        found = [_written(request) for request in wire.asked[before:] if request.call != "Pull"]
+        requests = [_written(request) for request in wire.asked[before:] if request.call != "Pull"]
         source.close()
-    return found
+    return requests
 
 
 def _written(asked: Asked) -> list[Any]:
@@ -66,45 +68,45 @@ def _written(asked: Asked) -> list[Any]:
 
 
 def requests(case: Case, server: PubSubServer) -> None:
-    given = case["given"]
-    options = {name: given[name] for name in ("on_success", "on_failure") if name in given}
-    found = _settled(server, given["successful"], given["failed"], **options)
+    inputs = case["given"]
+    options = {name: inputs[name] for name in ("on_success", "on_failure") if name in inputs}
+    settled = _settled(server, inputs["successful"], inputs["failed"], **options)
     # Requests go side by side: which of them comes first is chance.
-    assert sorted(found) == sorted(case["expect"]["requests"])
+    assert sorted(settled) == sorted(case["expect"]["requests"])
 
 
 def values(case: Case) -> None:
     for value, expected in zip(case["given"]["values"], case["expect"]["normalised"], strict=True):
-        given = tuple(value) if isinstance(value, list) else value
+        result = tuple(value) if isinstance(value, list) else value
         if expected == "error":
             with pytest.raises(OptionsError, match="on_success"):
-                PubSubProducer(subscription="orders", on_success=given)
+                PubSubProducer(subscription="orders", on_success=result)
             continue
         # Ours are text, so that they can be kept: nack(100) is (nack, 100), and nack (nack, 0).
         wanted = expected
         if isinstance(expected, list):
             wanted = f"nack({expected[1]})" if expected[1] else "nack"
-        assert PubSubProducer(subscription="orders", on_success=given).on_success == wanted
+        assert PubSubProducer(subscription="orders", on_success=result).on_success == wanted
 
 
 def pulls(case: Case, server: PubSubServer) -> None:
-    given = case["given"]
+    inputs = case["given"]
     topic = server.topic()
     name = server.subscription(topic)
-    server.publish(topic, [b"x"] * given["demand"])
+    server.publish(topic, [b"x"] * inputs["demand"])
     with Witness(server) as wire:
         producer = PubSubProducer(
             subscription=name,
-            max_number_of_messages=given["max_number_of_messages"],
+            max_number_of_messages=inputs["max_number_of_messages"],
             receive_concurrency=1,
             **wire.options,
         )
         source = producer.source(ProducerEnv())
-        source.secure(source.receive(given["demand"], timeout=5.0))
+        source.secure(source.receive(inputs["demand"], timeout=5.0))
         source.close()
-        asked = [entry.request.max_messages for entry in wire.asked if entry.call == "Pull"]
-    assert asked
-    assert set(asked) == {case["expect"]["body"]["maxMessages"]}
+        demands = [entry.request.max_messages for entry in wire.asked if entry.call == "Pull"]
+    assert demands
+    assert set(demands) == {case["expect"]["body"]["maxMessages"]}
 
 
 class _Warnings(logging.Handler):
@@ -126,10 +128,10 @@ def failing_acknowledgement(case: Case) -> None:
         with StubServer() as server:
             gone = Refused("UNAVAILABLE", "not now")
             server.broker.answer = lambda call, _: gone if call == "Acknowledge" else None
-            found = _settled(server, 3, 0, request_timeout=0.2)
+            settled = _settled(server, 3, 0, request_timeout=0.2)
     finally:
         log.removeHandler(told)
-    assert ["acknowledge", 3] in found
+    assert ["acknowledge", 3] in settled
     assert any("Acknowledge" in record.getMessage() for record in told.records)
 
 

@@ -51,13 +51,13 @@ def own_place() -> Iterator[Place]:
 @contextmanager
 def logged(name: str) -> Iterator[list[str]]:
     """What loggers below ``name`` warn of."""
-    told: list[str] = []
+    texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(name)
     logger.addHandler(handler)
     try:
-        yield told
+        yield texts
     finally:
         logger.removeHandler(handler)
 
@@ -95,11 +95,14 @@ def actions(case: Case) -> None:
 def defaults(case: Case) -> None:
     expect = case["expect"]
     nobody: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "reconnect_timeout": 0.1}
-    given = RabbitMQProducer(**case["given"]["options"], **nobody)
-    assert (given.on_success, given.on_failure) == (expect["on_success"], expect["on_failure"])
+    producer = RabbitMQProducer(**case["given"]["options"], **nobody)
+    assert (producer.on_success, producer.on_failure) == (
+        expect["on_success"],
+        expect["on_failure"],
+    )
     # As Broadway's: when the producer starts, which it then cannot, as nobody answers.
     with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
-        given.source(ProducerEnv())
+        producer.source(ProducerEnv())
     assert [text for text in told if expect["warning"].lstrip(":") in text]
     explicit = RabbitMQProducer(queue="test", **nobody, on_failure="retry")
     with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
@@ -114,18 +117,18 @@ def settings(case: Case) -> None:
     )
     calls = []
     for each, error in zip(given["messages"], expect["errors"], strict=True):
-        made = message(producer)
+        message_ = message(producer)
         failed = each["outcome"] == "fail"
         try:
-            made = made.configure_ack(**each["configure"])
+            message_ = message_.configure_ack(**each["configure"])
         except OptionsError:  # raised in handle_message: the message fails
             assert error is not None
             failed = True
         else:
             assert error is None
         if failed:
-            made = made.failed("why")
-        calls.append(call_of(producer.verdict(made, failed=failed, stage="process"))[0])
+            message_ = message_.failed("why")
+        calls.append(call_of(producer.verdict(message_, failed=failed, stage="process"))[0])
     assert calls == expect["calls"]
 
 
@@ -242,8 +245,8 @@ def exponential(case: Case) -> None:
 def partial_bounds(case: Case) -> None:
     for given, wanted in zip(case["given"]["options"], case["expect"]["bounds"], strict=True):
         low, high = given.get("min"), given.get("max")
-        made = backoff_bounds(low and low / 1000, high and high / 1000)
-        assert [round(1000 * delay) for delay in made] == wanted
+        bounds = backoff_bounds(low and low / 1000, high and high / 1000)
+        assert [round(1000 * delay) for delay in bounds] == wanted
     with pytest.raises(OptionsError, match="backoff_min"):
         backoff_bounds(1.0, 0.5)
     assert Backoff("stop", *backoff_bounds(None, None)).next() is None

@@ -50,10 +50,12 @@ def _settled(
         settler.hold(taken)
 
         def made(item: Any) -> Message:
-            found = by_data[str(_data_of(item))]
-            found = found.with_acknowledger(AckRef(acknowledger, "ref", found.acknowledger.data))
+            message = by_data[str(_data_of(item))]
+            message = message.with_acknowledger(
+                AckRef(acknowledger, "ref", message.acknowledger.data)
+            )
             own = item["configure_ack"] if isinstance(item, dict) else {}
-            return found.configure_ack(**own)
+            return message.with_acknowledger(ref).configure_ack(**own)
 
         failed = [made(message).failed("") for message in bad]
         acknowledger.ack("ref", [made(message) for message in good], failed)
@@ -70,17 +72,17 @@ def _settled(
 
 
 def deletes(case: Case) -> None:
-    given = case["given"]
-    options = {name: given[name] for name in ("on_success", "on_failure") if name in given}
-    found = _settled(FakeSqs(), options, given["successful"], given.get("failed", []))
-    assert found == case["expect"]["delete_requests"]
+    inputs = case["given"]
+    options = {name: inputs[name] for name in ("on_success", "on_failure") if name in inputs}
+    settled = _settled(FakeSqs(), options, inputs["successful"], inputs.get("failed", []))
+    assert settled == case["expect"]["delete_requests"]
 
 
 def requests(case: Case) -> None:
     # A receive also asks for the lease, and for the receive count; this is what the options say.
-    given = dict(case["given"])
-    demands = given.pop("demands")
-    producer = SqsProducer(queue_url=URL, **given)
+    inputs = dict(case["given"])
+    demands = inputs.pop("demands")
+    producer = SqsProducer(queue_url=URL, **inputs)
     assert [options_of_receive(producer, demand) for demand in demands] == case["expect"][
         "receive_requests"
     ]

@@ -209,14 +209,14 @@ def run_operators(case: Case, request: pytest.FixtureRequest) -> Observed:
     from tests.conformance.tasks import Tasks
 
     try:
-        made = StagedCase(case, request.getfixturevalue("tmp_path"), Tasks())
+        staged = StagedCase(case, request.getfixturevalue("tmp_path"), Tasks())
     except OptionsError:
         return Observed()
-    with watched(case, made.seen):
-        processed = made.process()
-        made.look()
-        made.batch(processed)
-    return made.acknowledge()
+    with watched(case, staged.seen):
+        processed = staged.process()
+        staged.look()
+        staged.batch(processed)
+    return staged.acknowledge()
 
 
 def run_one_task(case: Case, request: pytest.FixtureRequest) -> Observed:
@@ -225,11 +225,11 @@ def run_one_task(case: Case, request: pytest.FixtureRequest) -> Observed:
     from tests.conformance.tasks import Tasks
 
     try:
-        made = OneTask(case, request.getfixturevalue("tmp_path"), Tasks())
+        staged = OneTask(case, request.getfixturevalue("tmp_path"), Tasks())
     except OptionsError:
         return Observed()
-    with watched(case, made.seen):
-        return made.run()
+    with watched(case, staged.seen):
+        return staged.run()
 
 
 # -- in Spark --------------------------------------------------------------------------------------

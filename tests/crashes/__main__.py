@@ -27,22 +27,22 @@ def main() -> int:
         "--only", default="", help="just this case of --pipeline, as it is reported"
     )
     parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
-    given = parser.parse_args()
-    plans = plans_of(given.broker)
-    jobs = given.jobs or (2 if given.broker.startswith("sqlite") else 4)
-    if given.share is not None:
-        plans = [plan._replace(share=given.share, pairs=given.pairs) for plan in plans]
-    wanted = given.pipeline or PIPELINES
-    plans = [plan._replace(restarts=given.restarts) for plan in plans if plan.pipeline in wanted]
-    told = []
-    every = campaigns(given.broker, plans, jobs=jobs, seed=given.seed, only=given.only)
+    args = parser.parse_args()
+    plans = plans_of(args.broker)
+    jobs = args.jobs or (2 if args.broker.startswith("sqlite") else 4)
+    if args.share is not None:
+        plans = [plan._replace(share=args.share, pairs=args.pairs) for plan in plans]
+    wanted = args.pipeline or PIPELINES
+    plans = [plan._replace(restarts=args.restarts) for plan in plans if plan.pipeline in wanted]
+    reports = []
+    every = campaigns(args.broker, plans, jobs=jobs, seed=args.seed, only=args.only)
     for plan, found in every:
         for sums in found:
-            tell(given.broker, plan.pipeline, sums)
-            told.append(as_json(given.broker, plan.pipeline, sums))
-    if given.report:
-        given.report.write_text(json.dumps(told))
-    return int(any(report["failures"] or report["unsteady"] for report in told))
+            tell(args.broker, plan.pipeline, sums)
+            reports.append(as_json(args.broker, plan.pipeline, sums))
+    if args.report:
+        args.report.write_text(json.dumps(reports))
+    return int(any(report["failures"] or report["unsteady"] for report in reports))
 
 
 def tell(broker: str, pipeline: str, sums: Sums) -> None:

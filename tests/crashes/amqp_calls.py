@@ -105,10 +105,10 @@ class Amqp:
 
             def hung() -> Exception:
                 _flush(connection)
-                made = self._silent[id(connection)] = _Line(connection)
-                made.on_its_way.append(sent())
-                self._interceptor.do_later(made.deliver)
-                connection.ioloop.add_callback_threadsafe(made.give_up)
+                result = self._silent[id(connection)] = _Line(connection)
+                result.on_its_way.append(sent())
+                self._interceptor.do_later(result.deliver)
+                connection.ioloop.add_callback_threadsafe(result.give_up)
                 return _Silent()
 
             def whole() -> None:

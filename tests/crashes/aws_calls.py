@@ -57,8 +57,8 @@ class Aws:
             loop = asyncio.get_running_loop()
 
             def wait(kwargs: Mapping[str, Any]) -> Any:
-                made = do(client, operation, kwargs)
-                return asyncio.run_coroutine_threadsafe(made, loop).result()
+                result = do(client, operation, kwargs)
+                return asyncio.run_coroutine_threadsafe(result, loop).result()
 
             # In a thread of its own: what else this loop does meanwhile is no part of it.
             return await asyncio.to_thread(self._call, client, operation, given, wait)
@@ -72,7 +72,7 @@ class Aws:
         given: Mapping[str, Any],
         send: Callable[[Mapping[str, Any]], Any],
     ) -> Any:
-        made = self._made[operation]
+        count = self._made[operation]
         self._made[operation] += 1
         half = _half(given)
         url = client.meta.endpoint_url
@@ -82,7 +82,7 @@ class Aws:
             lambda: send(given),
             half=None if half is None else lambda: send(half),
             changes=not operation.startswith(_LOOKS),
-            error=lambda: _failed(operation, url, made),
+            error=lambda: _failed(operation, url, count),
             lost=lambda: _unanswered(url),
             hangs=lambda: _unanswered(url),
             late=True,
@@ -93,10 +93,10 @@ class Aws:
         """The queue, or the object or prefix in the bucket."""
         if "QueueUrl" in given:
             return str(given["QueueUrl"]).rpartition("/")[2].removeprefix(f"{self._place}-")
-        found = [
+        names = [
             str(given[name]) for name in ("QueueName", "Key", "Prefix") if given.get(name)
         ] or [item["Key"] for item in given.get("Delete", {}).get("Objects", [])[:1]]
-        return found[0].removeprefix(f"{self._place}-") if found else ""
+        return names[0].removeprefix(f"{self._place}-") if names else ""
 
 
 def _half(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -123,14 +123,14 @@ def _others(
     def conflict() -> Any:
         raise _refused(operation, "ConditionalRequestConflict", 409)
 
-    found: dict[Fault, Callable[[], Any]] = {}
+    errors: dict[Fault, Callable[[], Any]] = {}
     if not operation.startswith(_LOOKS):
-        found[Fault.SENT_TWICE] = twice
+        errors[Fault.SENT_TWICE] = twice
     if "IfNoneMatch" in given:
-        found[Fault.CONFLICT] = conflict
+        errors[Fault.CONFLICT] = conflict
     if operation == "ListObjectsV2":
-        found[Fault.STALE] = lambda: _without_newest(send(given))
-    return found
+        errors[Fault.STALE] = lambda: _without_newest(send(given))
+    return errors
 
 
 def _without_newest(answer: dict[str, Any]) -> dict[str, Any]:

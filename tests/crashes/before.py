@@ -21,10 +21,10 @@ class LiveBefore(Embedded):
     """The embedded queue, whose messages a live run has handled before."""
 
     def overrides(self) -> Mapping[str, Any]:
-        made = super().overrides()
+        result = super().overrides()
         # What fails in the live run is dead: else it would come again in the live queue.
-        once = replace(made["producer"], retry=RetryPolicy(max_attempts=1))
-        return {**made, "producer": once}
+        once = replace(result["producer"], retry=RetryPolicy(max_attempts=1))
+        return {**result, "producer": once}
 
 
 def live_run(

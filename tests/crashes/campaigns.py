@@ -168,12 +168,12 @@ def _struck(
             cases = [campaign.named(only)] if only else _cases(campaign, plan, spark, seed)
         except UnsoundPipeline as error:  # the others are struck all the same
             return plan, [_unsound(error)]
-        found = [campaign.strike(cases, jobs=jobs)]
+        result = [campaign.strike(cases, jobs=jobs)]
         if plan.restarts:
-            found.append(campaign.strike(campaign.restarts(plan.restarts, seed)))
+            result.append(campaign.strike(campaign.restarts(plan.restarts, seed)))
     if not any(folder.iterdir()):
         folder.rmdir()
-    return plan, found
+    return plan, result
 
 
 def _cases(campaign: Campaign, plan: Plan, spark: bool, seed: int) -> list[Case]:

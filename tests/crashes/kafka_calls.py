@@ -74,7 +74,7 @@ class Kafka:
         class Producer(kafka.Producer):
             def produce(self, topic: str, *given: Any, **named: Any) -> None:
                 do: Any = super().produce
-                told = named.pop("on_delivery")
+                on_delivery = named.pop("on_delivery")
                 refused: list[Any] = []
 
                 def send() -> None:
@@ -86,7 +86,7 @@ class Kafka:
                     interceptor.call("produce", "", send, error=_Struck, hangs=_Struck, late=True)
                 except _Struck:  # who sends hears of it when he asks
                     refused[:] = [kafka.KafkaError(kafka.KafkaError._MSG_TIMED_OUT)]
-                told(refused[0], None)
+                on_delivery(refused[0], None)
 
         replaced: Any = kafka
         replaced.Consumer, replaced.Producer = Consumer, Producer
@@ -99,10 +99,10 @@ def _errors(kafka: Any, name: str) -> Callable[[], Exception]:
 
 def _portion(consume: Any, most: int, timeout: float) -> list[Any]:
     """Up to so many messages and events: all, unless an event is among them."""
-    found: list[Any] = consume(1, max(timeout, 0.2))
+    messages: list[Any] = consume(1, max(timeout, 0.2))
     limit = time.monotonic() + _PATIENCE
-    while found and len(found) < most and found[-1].error() is None:
-        found += consume(1, 0.2)
+    while messages and len(messages) < most and messages[-1].error() is None:
+        messages += consume(1, 0.2)
         if time.monotonic() > limit:
             break
-    return found
+    return messages

@@ -175,8 +175,8 @@ def main(name: str) -> None:
     """Break the code, strike it once, and print what the account says."""
     mutant = MUTANTS[name]
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder, SUBJECTS[mutant.broker]() as make:
-        made = partial(make, PIPELINES[mutant.pipeline])
-        campaign = Campaign(made, MESSAGES, Path(folder))
+        make_subject = partial(make, PIPELINES[mutant.pipeline])
+        campaign = Campaign(make_subject, MESSAGES, Path(folder))
         alone, _ = campaign.baseline().points
         point = next(
             point

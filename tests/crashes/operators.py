@@ -23,13 +23,13 @@ from tests.crashes.subjects import MakeSubject
 def by_operators() -> Iterator[MakeSubject]:
     """What makes subjects whose tasks are operators."""
     with tempfile.TemporaryDirectory(prefix="crashes-airflow-") as home:
-        given = {
+        variables = {
             "AIRFLOW_HOME": home,
             "AIRFLOW__CORE__UNIT_TEST_MODE": "True",
             "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         }
-        before = {name: os.environ.get(name) for name in given}
-        os.environ.update(given)
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             # Airflow is loaded once, and the forks have it.
             import airflow_broadway.operators.run
@@ -84,28 +84,28 @@ class _ByOperators(Embedded):
         from airflow_broadway.operators.run import BroadwayRunOperator
         from airflow_broadway.sensors.ack import BroadwayAckSensor
 
-        about: dict[str, Any] = {
+        kwargs: dict[str, Any] = {
             "task_id": attempt.task_id,
             "pipeline": self.pipeline,
             "staging": self.staging,
         }
-        pulls = {**about, "max_seconds": 60.0, "idle_seconds": 0.0}
+        pulls = {**kwargs, "max_seconds": 60.0, "idle_seconds": 0.0}
         if attempt.task_id == "process":
             return BroadwayProcessorOperator(**pulls, producer_index=attempt.index)
         if attempt.task_id == "run":
             return BroadwayRunOperator(**pulls, fail_when="never")
         if attempt.task_id in ("look", "ack"):
             return BroadwayAckSensor(
-                **{**about, "task_id": "ack"},
+                **{**kwargs, "task_id": "ack"},
                 watch=self._watched(),
                 hold_failed=self.hold_failed,
                 fail_when="never",
                 deferrable=True,
             )
         if attempt.driver is not None:
-            return _submitting(attempt, **about, batches=attempt.returned_by("batch."))
+            return _submitting(attempt, **kwargs, batches=attempt.returned_by("batch."))
         return BroadwayBatcherOperator(
-            **about,
+            **kwargs,
             batcher=attempt.task_id.removeprefix("batch."),
             processed=attempt.returned_by("process"),
         )
@@ -137,8 +137,8 @@ def _submitting(attempt: Attempt, **given: Any) -> Any:
             self.begun = True
             assert attempt.driver is not None
             pipeline = import_class(self.pipeline["class"])()
-            about = run, pipeline, Host(context).task, Host(context).ports
-            error = SparkTask(*about, attempt.driver, attempt.interceptor).submit(batches)
+            arguments = run, pipeline, Host(context).task, Host(context).ports
+            error = SparkTask(*arguments, attempt.driver, attempt.interceptor).submit(batches)
             return AirflowException(error) if error else None
 
     return Submitting(**given, check_pipeline=False)

@@ -18,9 +18,9 @@ class OverReceipts(Subject):
 
     def staged(self) -> list[str]:
         """Without what stands to be removed: the reports of generations that have ended."""
-        found = super().staged()
-        ended = {each[1] for path in found if (each := _ENDED.search(path))}
-        return [path for path in found if not any(end in path for end in ended)]
+        result = super().staged()
+        ended = {each[1] for path in result if (each := _ENDED.search(path))}
+        return [path for path in result if not any(end in path for end in ended)]
 
 
 def declared(producer: Producer) -> Mapping[str, Any]:

@@ -39,7 +39,7 @@ class PubSub:
         return with_call
 
     def _call(self, name: str, request: Any, send: Callable[[Any], Any]) -> Any:
-        made = self._made[name]
+        count = self._made[name]
         self._made[name] += 1
         changes = not name.startswith("Get")
         half = _half(request)
@@ -54,7 +54,7 @@ class PubSub:
             lambda: send(request),
             half=None if half is None else lambda: send(half),
             changes=changes,
-            error=lambda: _failed(_ERRORS[made % len(_ERRORS)]),
+            error=lambda: _failed(_ERRORS[count % len(_ERRORS)]),
             lost=lambda: _failed("UNAVAILABLE"),
             hangs=lambda: _failed("DEADLINE_EXCEEDED"),
             late=True,
@@ -64,8 +64,8 @@ class PubSub:
 
 def _target(request: Any) -> str:
     """The subscription or topic, without its project."""
-    found = next((getattr(request, name) for name in _NAMES if getattr(request, name, "")), "")
-    return str(found).rpartition("/")[2]
+    result = next((getattr(request, name) for name in _NAMES if getattr(request, name, "")), "")
+    return str(result).rpartition("/")[2]
 
 
 def _half(request: Any) -> Any:
@@ -74,10 +74,10 @@ def _half(request: Any) -> Any:
     if len(ids) < 2:
         return None
     kind = type(request)
-    made = kind.pb(kind())
-    made.CopyFrom(kind.pb(request))
-    del made.ack_ids[len(ids) // 2 :]
-    return kind.wrap(made)
+    result = kind.pb(kind())
+    result.CopyFrom(kind.pb(request))
+    del result.ack_ids[len(ids) // 2 :]
+    return kind.wrap(result)
 
 
 def _failed(code: str) -> Exception:

@@ -85,12 +85,12 @@ class _Backfills(LiveBefore):
     def letters(self) -> list[Letter]:
         """What failed again: another run of the interval has it once more, and says so."""
         folder = self.work / "staging" / self.pipeline.__name__ / "_archive" / "failed"
-        told = [
+        lines = [
             json.loads(line)
             for path in sorted(folder.glob("*.jsonl"))
             for line in path.read_text().splitlines()
         ]
-        return [Letter(letter["message_id"], True, letter["reason"]) for letter in told]
+        return [Letter(letter["message_id"], True, letter["reason"]) for letter in lines]
 
     def rows(self, ids: Sequence[str]) -> Counter[str] | None:
         if not self.pipeline.defines("prepare_backfill"):

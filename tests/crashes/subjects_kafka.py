@@ -96,16 +96,16 @@ class _OnKafka(Subject):
         return forked(do, self.folder, self.folder / "log.txt", "the broker")
 
     def send(self, bodies: Sequence[bytes]) -> list[str]:
-        found: list[str] = self._asked(lambda: self._produced(bodies))
-        return found
+        ids: list[str] = self._asked(lambda: self._produced(bodies))
+        return ids
 
     def _produced(self, bodies: Sequence[bytes]) -> list[str]:
         producer = self._server.producer({"linger.ms": 0, "partitioner": "consistent"})
-        found: dict[int, str] = {}
+        ids: dict[int, str] = {}
 
         def told(place: int, error: Any, sent: Any) -> None:
             assert error is None, error
-            found[place] = f"{sent.topic()}-{sent.partition()}-{sent.offset()}"
+            ids[place] = f"{sent.topic()}-{sent.partition()}-{sent.offset()}"
 
         for place, body in enumerate(bodies):
             number = int(body)
@@ -117,11 +117,11 @@ class _OnKafka(Subject):
                 on_delivery=partial(told, place),
             )
         assert not producer.flush(30)
-        return [found[place] for place in range(len(bodies))]
+        return [ids[place] for place in range(len(bodies))]
 
     def waiting(self) -> int:
-        found: int = self._asked(self._behind)
-        return found
+        result: int = self._asked(self._behind)
+        return result
 
     def _behind(self) -> int:
         """Also what is finished behind the first that is not: Kafka keeps one number."""
@@ -141,7 +141,7 @@ class _OnKafka(Subject):
             for name, value in cast("Any", message.headers()) or ()
             if name == REQUEUED
         }
-        found = []
+        letters = []
         for message in self._server.read(f"{self._topic}-dlt"):
             headers: Any = message.headers()
             why = {name: value.decode() for name, value in headers}
@@ -149,8 +149,8 @@ class _OnKafka(Subject):
             key, told = "-".join(where), why["__connect.errors.exception.message"]
             if key not in back:
                 body = cast("bytes", message.value()).decode()
-                found.append((key, why["broadway.again"] == "1", told, body))
-        return found
+                letters.append((key, why["broadway.again"] == "1", told, body))
+        return letters
 
     def group_of(self, place: int) -> str | None:
         if self._order == "none":

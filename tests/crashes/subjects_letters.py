@@ -90,9 +90,9 @@ class _Letters(Subject):
 
     def _once(self) -> Mapping[str, Any]:
         """The options with which a message that fails is a dead letter at once."""
-        made = self.overrides()
-        retry = replace(made["producer"].retry, max_attempts=1)
-        return {**made, "producer": replace(made["producer"], retry=retry)}
+        result = self.overrides()
+        retry = replace(result["producer"].retry, max_attempts=1)
+        return {**result, "producer": replace(result["producer"], retry=retry)}
 
     def execute(self, attempt: Attempt) -> Any:
         pipeline = self.pipeline(**self.overrides())
@@ -129,13 +129,13 @@ class _Letters(Subject):
         return [letter._replace(message_id=_id(letter.body)) for letter in found]
 
     def left(self) -> list[str]:
-        found = super().left()
-        told = [json.loads(line) for line in self._counted.read_text().splitlines()]
-        if [execution for execution, _ in told] == ["one/process/1"]:  # nobody else has sent any
-            [[_, count]] = told
+        result = super().left()
+        lines = [json.loads(line) for line in self._counted.read_text().splitlines()]
+        if [execution for execution, _ in lines] == ["one/process/1"]:  # nobody else has sent any
+            [[_, count]] = lines
             if count != len(self._were):
-                found.append(f"{len(self._were)} letters, of which {count} are told")
-        return found
+                result.append(f"{len(self._were)} letters, of which {count} are told")
+        return result
 
 
 class _Counts:

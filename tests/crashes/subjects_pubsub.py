@@ -86,9 +86,9 @@ class _OnPubSub(OverReceipts):
         return [PubSub(), *super().boundaries()]
 
     def overrides(self) -> Mapping[str, Any]:
-        given = declared(self.pipeline.producer)
+        options = declared(self.pipeline.producer)
         # A request has one deadline: by chance alone there would be more or fewer of them.
-        given = {**given, "retry": replace(given["retry"], jitter=0.0)}
+        options = {**options, "retry": replace(options["retry"], jitter=0.0)}
         return {
             "producer": PubSubProducer(
                 subscription=self._name("subscriptions", "queue"),
@@ -98,7 +98,7 @@ class _OnPubSub(OverReceipts):
                 lease=self.lease,
                 receive_concurrency=1,
                 message_ordering=self._ordered,
-                **given,
+                **options,
             )
         }
 
@@ -133,8 +133,8 @@ class _OnPubSub(OverReceipts):
             for body in bodies
         ]
         topic = self._name("topics", "queue")
-        found: list[str] = self._asked(lambda server: server.publish_all(topic, messages))
-        return found
+        ids: list[str] = self._asked(lambda server: server.publish_all(topic, messages))
+        return ids
 
     def waiting(self) -> int:
         request = {"subscription": self._name("subscriptions", "queue")}
@@ -142,16 +142,16 @@ class _OnPubSub(OverReceipts):
         def left(server: Remote) -> int:
             return int(server.subscriber.get_subscription(request=request).labels[LEFT])
 
-        found: int = self._asked(left)
-        return found
+        result: int = self._asked(left)
+        return result
 
     def letters(self) -> list[Letter]:
         name = self._name("subscriptions", "dead")
 
         def read(server: Remote) -> list[list[str]]:
-            about = ("broadway_message_id", "broadway_reason")
+            attributes = ("broadway_message_id", "broadway_reason")
             return [
-                [*(message.attributes.get(key, "") for key in about), message.data.decode()]
+                [*(message.attributes.get(key, "") for key in attributes), message.data.decode()]
                 for message in server.drain(name)
             ]
 

@@ -111,17 +111,17 @@ class Rabbit(Subject):
         )
 
     def letters(self) -> list[Letter]:
-        found: list[Letter] = []
+        result: list[Letter] = []
         name = f"broadway.dead.{self._queue}"
         if name not in self._queues():
-            return found
+            return result
         with self._server.channel() as channel:
             while (got := channel.basic_get(name))[0] is not None:
                 headers = got[1].headers or {}
                 marked = bool(headers.get("x-broadway-redelivered"))
                 reason = str(headers.get("x-broadway-reason", ""))
-                found.append(Letter(got[1].message_id, marked, reason, got[2]))
-        return found
+                result.append(Letter(got[1].message_id, marked, reason, got[2]))
+        return result
 
     def restart(self) -> None:
         self._server.stop()
@@ -152,14 +152,14 @@ class Rabbit(Subject):
 
     def left(self) -> list[str]:
         """Bundles that stay, and queues that are none of those which stay."""
-        found = []
+        result = []
         for name in self._queues():
             role = _role(name)
             if role == "held" and (name.endswith(".claim") or self._server.depth(name)):
-                found.append(f"the holding queue {self._plain(name)}")
+                result.append(f"the holding queue {self._plain(name)}")
             elif name != self._queue and role not in _STANDING:
-                found.append(f"the queue {self._plain(name)}")
-        return found
+                result.append(f"the queue {self._plain(name)}")
+        return result
 
     def close(self) -> None:
         with self._server.channel() as channel:

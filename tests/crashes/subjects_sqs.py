@@ -55,7 +55,7 @@ def _client(pid: int, service: str, url: str) -> Any:
 @contextmanager
 def moto() -> Iterator[Moto]:
     """A server that this process's children find without being told."""
-    given = {
+    result = {
         "AWS_ACCESS_KEY_ID": KEY["aws_access_key_id"],
         "AWS_SECRET_ACCESS_KEY": KEY["aws_secret_access_key"],
         "AWS_DEFAULT_REGION": REGION,
@@ -64,8 +64,8 @@ def moto() -> Iterator[Moto]:
         folder = Path(name)
         server = SqsServer(folder, command=("tests.crashes.moto_clocks", name))
         server.run()
-        before = {name: os.environ.get(name) for name in (*given, "AWS_ENDPOINT_URL")}
-        os.environ.update(given, AWS_ENDPOINT_URL=server.url)
+        before = {name: os.environ.get(name) for name in (*result, "AWS_ENDPOINT_URL")}
+        os.environ.update(result, AWS_ENDPOINT_URL=server.url)
         try:
             yield Moto(server.url, folder)
         finally:
@@ -80,13 +80,13 @@ def moto() -> Iterator[Moto]:
 @contextmanager
 def over_sqs(*, fifo: bool = False) -> Iterator[MakeSubject]:
     """What makes subjects over queues of one kind."""
-    made = _Fifo if fifo else _Sqs
+    result = _Fifo if fifo else _Sqs
     with moto() as server:
         # What botocore reads of AWS's descriptions is read once, and the forks have it.
         env = ProducerEnv(pipeline="warm", generation="warm", index=0)
         boto_client(SqsProducer(queue_name="warm", conn_id=None, endpoint_url=server.url), env)
         dead_letters._WAIT_SECONDS = 0  # moto has one server to ask
-        yield lambda pipeline, folder: made(pipeline, folder, server)
+        yield lambda pipeline, folder: result(pipeline, folder, server)
 
 
 class _Sqs(OverReceipts):
@@ -142,13 +142,13 @@ class _Sqs(OverReceipts):
 
     def send(self, bodies: Sequence[bytes]) -> list[str]:
         client = self._server.client("sqs")
-        found: list[str] = []
+        ids: list[str] = []
         for start in range(0, len(bodies), 10):
             entries = [self._entry(body.decode()) for body in bodies[start : start + 10]]
             answer = client.send_message_batch(QueueUrl=self._queue, Entries=entries)
             known = {entry["Id"]: entry["MessageId"] for entry in answer["Successful"]}
-            found += [known[entry["Id"]] for entry in entries]
-        return found
+            ids += [known[entry["Id"]] for entry in entries]
+        return ids
 
     def _entry(self, body: str) -> dict[str, str]:
         return {"Id": body, "MessageBody": body}
@@ -161,11 +161,11 @@ class _Sqs(OverReceipts):
 
     def letters(self) -> list[Letter]:
         client = self._server.client("sqs")
-        found: list[Letter] = []
+        result: list[Letter] = []
         while messages := client.receive_message(
             QueueUrl=self._dead, MaxNumberOfMessages=10, MessageAttributeNames=["All"]
         ).get("Messages"):
-            found += [
+            result += [
                 self._letter(message["MessageAttributes"], message["Body"]) for message in messages
             ]
             entries = [
@@ -173,7 +173,7 @@ class _Sqs(OverReceipts):
                 for place, each in enumerate(messages)
             ]
             client.delete_message_batch(QueueUrl=self._dead, Entries=entries)
-        return found
+        return result
 
     def _letter(self, attributes: Mapping[str, Any], body: str) -> Letter:
         # A standard queue has a letter twice where a run was killed between its sending and its

@@ -41,14 +41,14 @@ def run(module: str, *options: str) -> str:
 
 def strike(report: Path, broker: str, pipeline: str, share: float, pairs: int = 0) -> int:
     """Strike a share of the cases: none may come out badly, and no call be a gap; how many."""
-    told = run(
+    result = run(
         "tests.crashes",
         *("--broker", broker, "--pipeline", pipeline),
         *("--share", str(share), "--pairs", str(pairs)),
         *("--jobs", "1", "--report", str(report)),
     )
     [sums] = json.loads(report.read_text())
-    assert (sums["failures"], sums["unsteady"]) == ([], []), told
+    assert (sums["failures"], sums["unsteady"]) == ([], []), result
     assert sums["points"] >= min(5, sums["cases"])
     return int(sums["cases"])
 
@@ -186,9 +186,9 @@ FOUND = {
 @pytest.mark.parametrize("found", FOUND)
 def test_past_findings_stay_fixed(found):
     broker, pipeline, case = FOUND[found]
-    told = run("tests.crashes", "--broker", broker, "--pipeline", pipeline, "--only", case)
-    assert "1 cases" in told
-    assert "0 lost, 0 unmarked, 0 left over, 0 other mistakes" in told
+    result = run("tests.crashes", "--broker", broker, "--pipeline", pipeline, "--only", case)
+    assert "1 cases" in result
+    assert "0 lost, 0 unmarked, 0 left over, 0 other mistakes" in result
 
 
 @pytest.mark.parametrize(

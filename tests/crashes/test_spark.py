@@ -41,9 +41,9 @@ def jvm():
 
 @pytest.fixture(scope="module")
 def campaign(jvm, tmp_path_factory):
-    made = Campaign(partial(Embedded, OnSpark), MESSAGES, tmp_path_factory.mktemp("cases"))
-    made.baseline()
-    return made
+    result = Campaign(partial(Embedded, OnSpark), MESSAGES, tmp_path_factory.mktemp("cases"))
+    result.baseline()
+    return result
 
 
 @pytest.mark.parametrize(

@@ -19,24 +19,24 @@ MOST = 22
 def drawn() -> dict[str, set[str]]:
     """Folder → its modules, as the document has them: ``folder/   name · name``."""
     [tree] = re.findall(r"^## The tree\n+```\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    found: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
     folder = ""
     for line in tree.splitlines():
         match = re.fullmatch(r"(?:(\S+/))?\s+(.*)", line)
         assert match, line
         folder = match[1] or folder
-        found.setdefault(folder, set()).update(match[2].split(" · "))
-    return found
+        folders.setdefault(folder, set()).update(match[2].split(" · "))
+    return folders
 
 
 def real() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         if path.name != "__init__.py":
             folder = path.parent.relative_to(PACKAGE.parent).as_posix()
             name = folder.removeprefix("airflow_broadway/") + "/"
-            found.setdefault(name, set()).add(path.stem)
-    return found
+            folders.setdefault(name, set()).add(path.stem)
+    return folders
 
 
 def test_the_tree_matches_the_folders():
@@ -63,13 +63,13 @@ def test_named_files_and_objects_exist(name):
     parts = ["airflow_broadway", *name.split(".")]
     for end in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            target = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError as error:
             if not str(error.name).startswith("airflow_broadway"):
                 raise
             continue
         for part in parts[end:]:
-            found = getattr(found, part)
+            target = getattr(target, part)
         return
 
 

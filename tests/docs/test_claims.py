@@ -58,14 +58,14 @@ def _plain(text: str) -> str:
 @cache
 def _tests(path: Path) -> set[str]:
     """The tests of a file, those of a class as ``Class::test``."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(path.read_text("utf-8")).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
-        found |= {
+        names |= {
             prefix + function.name for function in inner if isinstance(function, ast.FunctionDef)
         }
-    return found
+    return names
 
 
 @pytest.mark.parametrize(

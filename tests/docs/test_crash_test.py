@@ -14,8 +14,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
 def block(language: str, start: str) -> str:
     """A block of code of the document, by how it begins."""
     whole = DOCUMENT.read_text("utf-8")
-    found = re.findall(rf"(?ms)^```{language}\n({re.escape(start)}.*?)^```", whole)
-    [text] = found
+    blocks = re.findall(rf"(?ms)^```{language}\n({re.escape(start)}.*?)^```", whole)
+    [text] = blocks
     return str(text)
 
 
@@ -40,13 +40,13 @@ def test_an_appending_sink_is_reported_and_fixed(tmp_path):
     code, told = run(tmp_path, block("sh", "airflow-broadway crash-test"), "--jobs", "2")
 
     assert code == 1
-    shown = block("text", "STAGE").splitlines()
-    cut = shown.index("  …")
-    assert told[:cut] == shown[:cut]
-    assert told[-1] == shown[-1]
+    lines = block("text", "STAGE").splitlines()
+    cut = lines.index("  …")
+    assert told[:cut] == lines[:cut]
+    assert told[-1] == lines[-1]
 
     # The command that the report gives finds it again
-    [*_, again] = [line for line in shown if "--only" in line]
+    [*_, again] = [line for line in lines if "--only" in line]
     code, told = run(tmp_path, again)
     assert (code, told[-1]) == (1, "1 case at 1 point: 1 failed.")
 

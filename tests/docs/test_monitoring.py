@@ -42,12 +42,12 @@ def expressions() -> dict[str, str]:
 
 @pytest.mark.parametrize("place", expressions())
 def test_queries_use_existing_metrics(place):
-    asked = {
+    metrics = {
         SUMMARY.sub("", name) for name in re.findall(r"airflow_broadway\w*", expressions()[place])
     }
 
-    assert asked
-    assert asked <= {exported(metric.value) for metric in Metric}
+    assert metrics
+    assert metrics <= {exported(metric.value) for metric in Metric}
 
 
 def test_every_metric_has_a_panel():

@@ -65,38 +65,38 @@ def main() -> int:
         help="seconds of kills from outside; 60, and 600 at RabbitMQ; 0: none",
     )
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
-    given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
     began = time.monotonic()
-    found: list[Found] = []
-    brokers = given.broker or list(BROKERS)
+    results: list[Found] = []
+    brokers = arguments.broker or list(BROKERS)
     points = _Points(
         (
             subject
             for subject in SUBJECTS
-            if subject.split()[0] in brokers and _wanted(subject, given.case)
+            if subject.split()[0] in brokers and _wanted(subject, arguments.case)
         ),
-        given.seed,
+        arguments.seed,
     )
     points.start()
     for broker in brokers:
         folder = BUILD / "faults" / broker
         shutil.rmtree(folder, ignore_errors=True)
-        for name, messages, run in _cases_of(broker, folder, given):
-            if given.case not in name:
+        for name, messages, run in _cases_of(broker, folder, arguments):
+            if arguments.case not in name:
                 continue
             print(f"{name}: {messages} messages" if messages else name, flush=True)
             started = time.monotonic()
-            found.append(_tried(name, messages, run))
-            _tell(found[-1], time.monotonic() - started)
-            _write(found, points.told)
+            results.append(_tried(name, messages, run))
+            _tell(results[-1], time.monotonic() - started)
+            _write(results, points.told)
     points.join()
-    _write(found, points.told)
+    _write(results, points.told)
     _tell_points(points.told)
     print(f"all in {(time.monotonic() - began) / 60:.0f} minutes", flush=True)
     # A point that is not there in every run was not struck: the campaign has a gap.
     bad = any(report["failures"] or report.get("unsteady") for report in points.told)
-    return int(bad or not all(case.good for case in found))
+    return int(bad or not all(case.good for case in results))
 
 
 def _today() -> int:
@@ -139,8 +139,8 @@ class _Points(threading.Thread):
         subprocess.run([*line, "--seed", str(self._seed)], cwd=ROOT, check=False)
         if not report.exists():
             return [_no_end(subject)]
-        told: list[dict[str, Any]] = json.loads(report.read_text())
-        return told
+        reports: list[dict[str, Any]] = json.loads(report.read_text())
+        return reports
 
 
 def _no_end(subject: str) -> dict[str, Any]:
@@ -210,17 +210,17 @@ def _tried(name: str, messages: int, run: Callable[[], Found]) -> Found:
     try:
         return run()
     except (Exception, pytest.fail.Exception) as error:
-        told = " ".join(str(error).split())
-        return Found(name, messages, mistakes=[f"{type(error).__name__}: {told[:500]}"])
+        text = " ".join(str(error).split())
+        return Found(name, messages, mistakes=[f"{type(error).__name__}: {text[:500]}"])
 
 
 def _tell(found: Found, seconds: float) -> None:
-    told = found.to_json()
+    fields = found.to_json()
     deleted = f"; {found.told_lost} deleted by an operator, and told" if found.told_lost else ""
-    killed = f"; {told['kills']} kills ({dict(found.killed)})" if found.killed else ""
+    killed = f"; {fields['kills']} kills ({dict(found.killed)})" if found.killed else ""
     print(
-        f"{told['name']}: {told['lost']} lost, {told['duplicates']} handled again, of these"
-        f" {told['unmarked']} unmarked{killed}{deleted}, in {seconds:.0f} s",
+        f"{fields['name']}: {fields['lost']} lost, {fields['duplicates']} handled again, of these"
+        f" {fields['unmarked']} unmarked{killed}{deleted}, in {seconds:.0f} s",
         flush=True,
     )
     if found.lost:
@@ -232,8 +232,8 @@ def _tell(found: Found, seconds: float) -> None:
 def _write(found: list[Found], points: list[dict[str, Any]]) -> None:
     path = BUILD / "faults.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {"cases": [case.to_json() for case in found], "points": points}
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    report = {"cases": [case.to_json() for case in found], "points": points}
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ class Kafka:
         return 0
 
     def dead(self) -> list[Dead]:
-        found = []
+        letters = []
         for message in self.server.read(f"{_TOPIC}-dlt"):
             headers: Any = message.headers()
             why = {name: value.decode() for name, value in headers}
-            found.append(
+            letters.append(
                 Dead(
                     int(message.value() or b""),
                     int(why["broadway.attempt"]),
@@ -55,7 +55,7 @@ class Kafka:
                     marked=why["broadway.again"] == "1",
                 )
             )
-        return found
+        return letters
 
     def close(self) -> None:
         self.server.stop()

@@ -44,11 +44,11 @@ class PubSub:
 
     def dead(self) -> list[Dead]:
         """The mark of a second letter of one message is the id that stands in both."""
-        found: list[Dead] = []
+        letters: list[Dead] = []
         seen: set[str] = set()
         for held in self.server.held(self._dead):
             why = held.attributes
-            found.append(
+            letters.append(
                 Dead(
                     int(held.data),
                     int(why["broadway_attempt"]),
@@ -57,7 +57,7 @@ class PubSub:
                 )
             )
             seen.add(why["broadway_message_id"])
-        return found
+        return letters
 
     def close(self) -> None:
         self.server.stop()

@@ -48,7 +48,7 @@ class RabbitMQ:
 
 def dead_letters(server: RabbitServer, queue: str) -> list[Dead]:
     """All dead letters, which stay where they are."""
-    found: list[Dead] = []
+    letters: list[Dead] = []
     left = server.count(queue)
     if not left:
         return []
@@ -61,8 +61,8 @@ def dead_letters(server: RabbitServer, queue: str) -> list[Dead]:
             headers = properties.headers or {}
             attempt, reason = headers["x-broadway-attempt"], headers["x-broadway-reason"]
             marked = bool(headers.get("x-broadway-redelivered"))
-            found.append(Dead(int(body), int(attempt), str(reason), marked))
+            letters.append(Dead(int(body), int(attempt), str(reason), marked))
             left -= 1
             if not left:
                 break
-    return found  # closing the connection gives them back
+    return letters  # closing the connection gives them back

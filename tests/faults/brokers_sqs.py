@@ -46,7 +46,7 @@ class Sqs:
 
     def dead(self) -> list[Dead]:
         """The mark of a second letter of one message is the id that stands in both."""
-        found: list[Dead] = []
+        letters: list[Dead] = []
         receipts: list[str] = []
         seen: set[str] = set()
         while messages := self._client.receive_message(
@@ -60,7 +60,7 @@ class Sqs:
                     name: value["StringValue"]
                     for name, value in message["MessageAttributes"].items()
                 }
-                found.append(
+                letters.append(
                     Dead(
                         int(message["Body"]),
                         int(why["broadway_attempt"]),
@@ -74,7 +74,7 @@ class Sqs:
             self._client.change_message_visibility(
                 QueueUrl=self._dead, ReceiptHandle=receipt, VisibilityTimeout=0
             )
-        return found
+        return letters
 
     def close(self) -> None:
         self.server.stop()

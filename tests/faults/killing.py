@@ -62,7 +62,7 @@ class Target(NamedTuple):
 def victims(airflow: LocalAirflow, dag_id: str, run_id: str, kind: Kind, part: str) -> list[Target]:
     """The running task instances of a kind that have this part, each with its processes."""
     lines = dict(_lines(airflow))
-    found: list[Target] = []
+    targets: list[Target] = []
     for task in airflow.task_instances(dag_id, run_id):
         if task["task_id"] not in kind.tasks or task["state"] != "running":
             continue
@@ -70,16 +70,16 @@ def victims(airflow: LocalAirflow, dag_id: str, run_id: str, kind: Kind, part: s
         if chosen:
             index = task["map_index"]
             name = task["task_id"] + (f"[{index}]" if index >= 0 else "")
-            found.append(Target(name, f"try {task['try_number']}", chosen))
-    return found
+            targets.append(Target(name, f"try {task['try_number']}", chosen))
+    return targets
 
 
 def _lines(airflow: LocalAirflow) -> list[tuple[psutil.Process, str]]:
-    found = []
+    lines = []
     for process in airflow.processes_of_tasks():
         with contextlib.suppress(psutil.Error):
-            found.append((process, " ".join(process.cmdline())))
-    return found
+            lines.append((process, " ".join(process.cmdline())))
+    return lines
 
 
 def _is(part: str, line: str, task: str) -> bool:
@@ -126,8 +126,8 @@ class Killer:
     def end_leftovers(self) -> None:
         """End the runs of a case that was interrupted: the first run here would wait for them."""
         for state in ("running", "queued"):
-            found = self._airflow.api("GET", f"/dags/{self._dag_id}/dagRuns", state=state)
-            for run in found["dag_runs"]:
+            response = self._airflow.api("GET", f"/dags/{self._dag_id}/dagRuns", state=state)
+            for run in response["dag_runs"]:
                 self._airflow.set_run_state(self._dag_id, run["dag_run_id"], "failed")
 
     def kill_one(self, run_id: str, name: str) -> bool | None:
@@ -151,9 +151,9 @@ class Killer:
             ready = not settling or _finished(watched)
             if ready and victims(self._airflow, self._dag_id, run_id, kind, part):
                 time.sleep(patience)
-                found = victims(self._airflow, self._dag_id, run_id, kind, part)
-                if found:
-                    target = self._chance.choice(found)
+                targets = victims(self._airflow, self._dag_id, run_id, kind, part)
+                if targets:
+                    target = self._chance.choice(targets)
                     kill(target)
                     self._struck(name, f"the {part} of {target.task}, {target.state}")
                     return True

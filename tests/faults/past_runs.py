@@ -168,12 +168,12 @@ class _Past:
         while time.monotonic() < limit:
             if self._airflow.dag_run(_DAG, run_id)["state"] in FINISHED:
                 return False
-            found = victims(self._airflow, _DAG, run_id, KINDS["ack"], "task")
+            targets = victims(self._airflow, _DAG, run_id, KINDS["ack"], "task")
             stale = time.monotonic() + 1.0
-            while found and time.monotonic() < stale:
+            while targets and time.monotonic() < stale:
                 if self._unnamed():
-                    kill(found[0])
-                    self._struck("publication", f"{found[0].task}, {found[0].state}")
+                    kill(targets[0])
+                    self._struck("publication", f"{targets[0].task}, {targets[0].state}")
                     return bool(self._unnamed())
                 time.sleep(0.001)
             time.sleep(0.1)
@@ -189,10 +189,10 @@ class _Past:
 
     def _check_rows(self, when: str, wanted: set[int], *, once: bool = False) -> None:
         """Each message has a row: one, or others that say of themselves that it may be repeated."""
-        found = truth.rows(self._rows)
+        counts = truth.rows(self._rows)
         copies: Counter[int] = Counter()
         unmarked: Counter[int] = Counter()
-        for (number, marked), count in found.items():
+        for (number, marked), count in counts.items():
             copies[number] += count
             unmarked[number] += 0 if marked else count
         lost = sorted(wanted - copies.keys())
@@ -210,20 +210,22 @@ class _Past:
 
     def _check_archive(self, *, copies: int) -> None:
         """It holds each message once, and again those that were sent back; it gives each once."""
-        found = look(self._archive)
+        index = look(self._archive)
         numbers: Counter[int] = Counter()
-        for table in tables(self._archive, found, Interval(truth.BEGIN, truth.END)):
+        for table in tables(self._archive, index, Interval(truth.BEGIN, truth.END)):
             payloads: list[Any] = table["payload"].to_pylist()
             numbers.update(map(int, payloads))
         if numbers != Counter(range(self._case.messages)):
             self._found.mistakes.append(f"the archive gives {numbers.total()} messages")
-        held = self._case.messages
-        held += (copies - 1) * sum(map(truth.refused, range(self._case.messages)))
-        if found.messages != held:
-            self._found.mistakes.append(f"the archive holds {found.messages} messages, not {held}")
-        if found.untimed or found.lost:
+        wanted = self._case.messages
+        wanted += (copies - 1) * sum(map(truth.refused, range(self._case.messages)))
+        if index.messages != wanted:
             self._found.mistakes.append(
-                f"of the archive {found.untimed} {found.lost} are not right"
+                f"the archive holds {index.messages} messages, not {wanted}"
+            )
+        if index.untimed or index.lost:
+            self._found.mistakes.append(
+                f"of the archive {index.untimed} {index.lost} are not right"
             )
 
     def _check_failed(self, wanted: set[int]) -> None:

@@ -143,10 +143,10 @@ class _Requeues:
         while quiet < 2:
             with self._start("requeue") as process:
                 answer, _ = process.communicate()
-            told = json.loads(answer.split(AT_WORK, 1)[1])
-            if process.returncode or told["refused"]:
-                self._found.mistakes.append(f"what was sent back was refused: {told}")
-            quiet = 0 if told["requeued"] or not self._none_left() else quiet + 1
+            report = json.loads(answer.split(AT_WORK, 1)[1])
+            if process.returncode or report["refused"]:
+                self._found.mistakes.append(f"what was sent back was refused: {report}")
+            quiet = 0 if report["requeued"] or not self._none_left() else quiet + 1
             if time.monotonic() > deadline:
                 self._found.mistakes.append("dead letters are left, and are not sent back")
                 return

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 def test_a_killed_archive_and_backfill_have_each_message_once(tmp_path):
     home = made_home(home_of(ROOT, "airflow-test-faults-past"))
 
-    found = run_past(Past(messages=1_000, seed=20_130, folder=tmp_path, home=home))
+    result = run_past(Past(messages=1_000, seed=20_130, folder=tmp_path, home=home))
 
-    assert (found.mistakes, found.lost, found.unmarked) == ([], [], 0)
-    assert set(found.killed) == {"process", "batch", "publication", "ack"}
+    assert (result.mistakes, result.lost, result.unmarked) == ([], [], 0)
+    assert set(result.killed) == {"process", "batch", "publication", "ack"}
 
 
 @pytest.mark.broker
@@ -34,7 +34,7 @@ def test_a_killed_requeue_command_loses_no_dead_letter(tmp_path, broker):
     if broker == "sqs":
         wanted_sqs()
 
-    found = run_requeues(Requeues(broker=broker, letters=600, kills=3, seed=7, folder=tmp_path))
+    result = run_requeues(Requeues(broker=broker, letters=600, kills=3, seed=7, folder=tmp_path))
 
-    assert (found.mistakes, found.lost, found.unmarked) == ([], [], 0)
-    assert found.killed.total() == 3
+    assert (result.mistakes, result.lost, result.unmarked) == ([], [], 0)
+    assert result.killed.total() == 3

@@ -33,8 +33,8 @@ def test_nothing_is_lost_or_repeated_unmarked_when(case, tmp_path, request, monk
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     server = request.getfixturevalue("mortal") if case.mortal else wanted_server()
 
-    found = case.run(Place(server, tmp_path))
+    result = case.run(Place(server, tmp_path))
 
-    assert found.mistakes == []
-    assert found.lost == []
-    assert found.unmarked == 0
+    assert result.mistakes == []
+    assert result.lost == []
+    assert result.unmarked == 0

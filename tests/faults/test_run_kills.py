@@ -57,10 +57,10 @@ def _check(found: Found, kills: int) -> None:
 
 @pytest.mark.timeout(900)
 def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(run):
-    found = run("sqlite")
+    result = run("sqlite")
 
-    _check(found, kills=4)
-    assert set(found.killed) == set(KINDS)
+    _check(result, kills=4)
+    assert set(result.killed) == set(KINDS)
 
 
 @pytest.mark.slow
@@ -69,10 +69,10 @@ def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(run):
 def test_killed_rabbitmq_tasks_lose_nothing(run):
     skip_without_own_server()
 
-    found = run("rabbitmq")
+    result = run("rabbitmq")
 
-    _check(found, kills=2)
-    assert set(found.killed) == {"process", "ack"}
+    _check(result, kills=2)
+    assert set(result.killed) == {"process", "ack"}
 
 
 @pytest.mark.slow
@@ -81,27 +81,27 @@ def test_killed_rabbitmq_tasks_lose_nothing(run):
 def test_at_sqs_too_whose_leases_are_its_own(tmp_path):
     wanted_sqs()
 
-    found = run_case(_case(tmp_path, "sqs", messages=2_000, kills=12, seed=20_130))
+    result = run_case(_case(tmp_path, "sqs", messages=2_000, kills=12, seed=20_130))
 
-    _check(found, kills=12)
-    assert set(found.killed) == set(KINDS)
+    _check(result, kills=12)
+    assert set(result.killed) == set(KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(1800)
 def test_at_kafka_too_whose_log_is_not_taken_from(tmp_path):
-    found = run_case(_case(tmp_path, "kafka", messages=2_000, kills=12, seed=20_130))
+    result = run_case(_case(tmp_path, "kafka", messages=2_000, kills=12, seed=20_130))
 
-    _check(found, kills=12)
-    assert set(found.killed) == set(KINDS)
+    _check(result, kills=12)
+    assert set(result.killed) == set(KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(1800)
 def test_at_pubsub_too_whose_ids_are_ours_to_keep(tmp_path):
-    found = run_case(_case(tmp_path, "pubsub", messages=2_000, kills=12, seed=20_130))
+    result = run_case(_case(tmp_path, "pubsub", messages=2_000, kills=12, seed=20_130))
 
-    _check(found, kills=12)
-    assert set(found.killed) == set(KINDS)
+    _check(result, kills=12)
+    assert set(result.killed) == set(KINDS)

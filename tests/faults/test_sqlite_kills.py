@@ -100,16 +100,16 @@ def test_a_killed_sender_loses_no_confirmed_message(tmp_path, seed):
     confirmed = [int(line) for line in (first + _kill(sender)).split()]
 
     with SqliteQueue(path, "q") as queue:
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         while messages := queue.receive("g", 5_000):
             for message in messages:
                 portion = int(message.data.partition(b":")[0])
-                found[portion] = found.get(portion, 0) + 1
+                counts[portion] = counts.get(portion, 0) + 1
 
     # Each call is there whole; at most one was on disk before its sender could be told.
-    assert set(found.values()) == {200}
-    assert set(confirmed) <= set(found)
-    assert len(found) - len(confirmed) <= 1
+    assert set(counts.values()) == {200}
+    assert set(confirmed) <= set(counts)
+    assert len(counts) - len(confirmed) <= 1
 
 
 def test_killed_workers_lose_and_repeat_nothing(tmp_path):

@@ -118,9 +118,9 @@ class Nursery:
 
 @pytest.fixture
 def nursery():
-    made = Nursery()
-    yield made
-    made.close()
+    result = Nursery()
+    yield result
+    result.close()
 
 
 def check_no_file_is_torn(root: Path) -> None:
@@ -139,8 +139,8 @@ def check_plans_are_whole(run: StagedRun, root: Path) -> None:
     for path in root.rglob("plan.jsonl"):
         plan, batches = BatchPlan.read(run.files, str(path.parent.relative_to(run.files.full(""))))
         with BatchReader(run, plan) as reader:
-            found = [message.message_id for batch in batches for message in reader.read(batch)]
-        assert found == [f"m-{n}" for n in range(MESSAGES)]
+            result = [message.message_id for batch in batches for message in reader.read(batch)]
+        assert result == [f"m-{n}" for n in range(MESSAGES)]
 
 
 def finish(run: StagedRun) -> dict[str, str]:

@@ -23,6 +23,6 @@ class _Barred(MetaPathFinder):
 
 def bar(*names: str) -> None:
     """Bar top-level packages from now on; none of them may have been imported before."""
-    found = {name.partition(".")[0] for name in sys.modules} & set(names)
-    assert not found, f"{found} are imported already"
+    loaded = {name.partition(".")[0] for name in sys.modules} & set(names)
+    assert not loaded, f"{loaded} are imported already"
     sys.meta_path.insert(0, _Barred(names))

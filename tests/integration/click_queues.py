@@ -59,9 +59,9 @@ class _SqliteQueue:
         self._queue = queue
 
     def depth(self) -> tuple[int, int, int]:
-        found = self._queue.depth()
-        leased = found.leased or len(self._queue.leases())  # a lease without messages too
-        return found.ready, leased, found.dead
+        queue_depth = self._queue.depth()
+        leased = queue_depth.leased or len(self._queue.leases())  # a lease without messages too
+        return queue_depth.ready, leased, queue_depth.dead
 
 
 class _Rabbit:
@@ -88,22 +88,26 @@ class _RabbitQueue:
 
     def depth(self) -> tuple[int, int, int]:
         queues, count = self._queues, self._server.count
-        held = [queues.held(number) for number in range(9)]
+        names = [queues.held(number) for number in range(9)]
         delays = [queues.delay(step) for step in LADDER]
-        return count(queues.source, *delays), sum(map(self._bundled, held)), count(queues.dead)
+        return (
+            count(queues.source, *delays),
+            sum(map(self._bundled, names)),
+            count(queues.dead),
+        )
 
     def _bundled(self, queue: str) -> int:
         """Messages in the bundles of a queue, which stay where they are."""
         left = self._server.count(queue)
-        found = 0
+        total = 0
         if left:
             with self._server.channel() as channel:
                 for _ in range(left):
                     method, _, body = channel.basic_get(queue)
                     if method is None:
                         break
-                    found += bundles.read_header(body)[0].count
-        return found
+                    total += bundles.read_header(body)[0].count
+        return total
 
 
 #: By the broker's name.

@@ -141,10 +141,10 @@ class Clicks:
 
     def asset_events(self) -> list[dict[str, Any]]:
         """What the run's tasks have told of their outlets, the latest first."""
-        found = self.airflow.api("GET", "/assets/events", order_by="-timestamp", limit=100)
+        response = self.airflow.api("GET", "/assets/events", order_by="-timestamp", limit=100)
         return [
             {"name": event["name"], **event["extra"]}
-            for event in found["asset_events"]
+            for event in response["asset_events"]
             if (event["source_dag_id"], event["source_run_id"]) == (self.dag_id, self.run_id)
         ]
 
@@ -174,24 +174,24 @@ class Clicks:
 
     def found(self, case: str) -> Found:
         """What became of the messages, if the run's end is as it should be."""
-        found = Found(f"rabbitmq.click.{case}", COUNT)
+        result = Found(f"rabbitmq.click.{case}", COUNT)
         seen: Counter[int] = Counter()
         ids: dict[int, set[str]] = {}
         for call in self.calls:
             for number in call["numbers"]:
                 before = ids.setdefault(number, set())
                 again = call["batch_id"] in before or call["redelivered"] == len(call["numbers"])
-                found.duplicates += seen[number] > 0
-                found.unmarked += seen[number] > 0 and not again
+                result.duplicates += seen[number] > 0
+                result.unmarked += seen[number] > 0 and not again
                 seen[number] += 1
                 before.add(call["batch_id"])
         ready, leased, dead = self.depth()
         # What was never handled must be there to be handled yet.
         unhandled = [number for number in range(COUNT) if not seen[number]]
-        found.lost = unhandled[ready:]
+        result.lost = unhandled[ready:]
         if leased or dead:
-            found.mistakes.append(f"{leased} messages are leased, and {dead} dead")
-        return found
+            result.mistakes.append(f"{leased} messages are leased, and {dead} dead")
+        return result
 
     def log(self, task_id: str, try_number: int = 1) -> str:
         """All that a try has logged, errors with their traces, as JSON lines."""
@@ -210,9 +210,11 @@ class Clicks:
     def drivers(self) -> list[int]:
         """The processes that name the run's folder in staging: Spark's."""
         folder = str(self.staged())
-        found = psutil.process_iter(["pid", "cmdline"])
+        processes = psutil.process_iter(["pid", "cmdline"])
         return [
-            process.pid for process in found if folder in " ".join(process.info["cmdline"] or ())
+            process.pid
+            for process in processes
+            if folder in " ".join(process.info["cmdline"] or ())
         ]
 
     def held(self) -> None:

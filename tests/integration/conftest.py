@@ -25,6 +25,6 @@ def world(tmp_path, monkeypatch):
 
     Puppets.calls.clear()
     Puppets.runs.clear()
-    made = World(tmp_path, monkeypatch)
-    yield made
-    made.close()
+    result = World(tmp_path, monkeypatch)
+    yield result
+    result.close()

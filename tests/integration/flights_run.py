@@ -53,14 +53,14 @@ class FlightsRun:
 
 
 def check_output(folder: Path, sent: list[Any], expected: Expected) -> None:
-    found = ds.dataset(folder / "flights", format="parquet", partitioning="hive")
-    rows = found.to_table(columns=["message_id", "batcher", "origin", "dep_delay", "flight"])
+    dataset = ds.dataset(folder / "flights", format="parquet", partitioning="hive")
+    rows = dataset.to_table(columns=["message_id", "batcher", "origin", "dep_delay", "flight"])
     departed = [flight for flight in sent if flight["dep_delay"] is not None]
     assert pc.count_distinct(rows["message_id"]).as_py() == rows.num_rows == len(departed)
     placed = zip(rows["batcher"].to_pylist(), rows["origin"].to_pylist(), strict=True)
     assert Counter(placed) == expected.rows
-    told = zip(rows["flight"].to_pylist(), rows["dep_delay"].to_pylist(), strict=True)
-    assert Counter(told) == Counter(
+    pairs = zip(rows["flight"].to_pylist(), rows["dep_delay"].to_pylist(), strict=True)
+    assert Counter(pairs) == Counter(
         (f"{flight['carrier']}{flight['flight']}", flight["dep_delay"]) for flight in departed
     )
     hours = ds.dataset(folder / "hours", format="parquet", partitioning="hive").to_table()

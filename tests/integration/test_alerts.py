@@ -51,8 +51,8 @@ class _Session(socketserver.StreamRequestHandler):
             if verb == b"DATA":
                 self.wfile.write(b"354 go on\r\n")
                 lines = list(iter(self.rfile.readline, b".\r\n"))
-                made = email.message_from_bytes(b"".join(lines), policy=policy.default)
-                self.server.mails.append(made)
+                result = email.message_from_bytes(b"".join(lines), policy=policy.default)
+                self.server.mails.append(result)
             self.wfile.write(b"221 bye\r\n" if verb == b"QUIT" else b"250 ok\r\n")
 
 
@@ -84,9 +84,9 @@ def mails(world):
 
 def guides_dag(monkeypatch: pytest.MonkeyPatch) -> DAG:
     """The Dag of the guide, whose messages have one attempt."""
-    made = ModuleType("orders_pipeline")
-    made.Orders = Orders(producer={"retry": {"max_attempts": 1}})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "orders_pipeline", made)
+    module = ModuleType("orders_pipeline")
+    module.Orders = Orders(producer={"retry": {"max_attempts": 1}})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "orders_pipeline", module)
     [source] = re.findall(
         r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.MULTILINE | re.DOTALL
     )
@@ -133,10 +133,10 @@ def test_the_guides_example_mails_no_text_from_senders(world, mails, monkeypatch
     assert ran.states["ack"] == "failed"
     [mail] = mails
     assert mail["subject"] == "orders needs a look"
-    told = " ".join(text_of(mail).split())
-    assert "1 message failed, every message that was handled (fail_when='all')" in told
-    assert "1 message received: 1 dead-lettered." in told
-    assert "evil" not in told
+    text = " ".join(text_of(mail).split())
+    assert "1 message failed, every message that was handled (fail_when='all')" in text
+    assert "1 message received: 1 dead-lettered." in text
+    assert "evil" not in text
     assert "evil" in str(ran.report["reasons"])
 
 

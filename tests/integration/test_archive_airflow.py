@@ -56,10 +56,10 @@ def everything() -> int:
 
 def rows(folder: Path) -> Counter[int]:
     """The numbers that were written."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for path in (folder / "rows").glob("hour=*/batch_id=*/*.json"):
-        found.update(json.loads(line)["number"] for line in path.read_text().splitlines())
-    return found
+        counts.update(json.loads(line)["number"] for line in path.read_text().splitlines())
+    return counts
 
 
 def test_a_backfill_from_a_bucket_archive_reads_nothing_from_kafka(tmp_path):
@@ -132,7 +132,7 @@ def states_of(airflow: LocalAirflow, dag_id: str) -> set[str]:
 
 def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
     """Have the hours run again, by what ``airflow backfill create`` does; how each run ended."""
-    about: dict[str, Any] = {
+    body: dict[str, Any] = {
         "dag_id": dag_id,
         "from_date": START.isoformat(),
         "to_date": (START + timedelta(hours=HOURS - 1)).isoformat(),
@@ -145,15 +145,15 @@ def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
         process = airflow.processes.pop(name)
         process.terminate()
         process.wait(60)
-    airflow.api("POST", "/backfills", about)
+    airflow.api("POST", "/backfills", body)
     for name in writers:
         airflow.start_component(name)
     airflow.wait_healthy()
     states: list[str] = []
 
     def over() -> bool:
-        found = airflow.api("GET", f"/dags/{dag_id}/dagRuns", run_type="backfill")
-        states[:] = [run["state"] for run in found["dag_runs"]]
+        response = airflow.api("GET", f"/dags/{dag_id}/dagRuns", run_type="backfill")
+        states[:] = [run["state"] for run in response["dag_runs"]]
         return len(states) == HOURS and {*states} <= {"success", "failed"}
 
     eventually(over, timeout=600)

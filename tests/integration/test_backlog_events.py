@@ -114,10 +114,10 @@ DEAD_AFTER = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("events")
+    path = tmp_path_factory.mktemp("events")
     for name in ("dags", "installed", "signs"):
-        (made / name).mkdir()
-    return made
+        (path / name).mkdir()
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +152,13 @@ def airflow(folder, queue):
 
 
 def runs(airflow: LocalAirflow, dag_id: str = "sums") -> list[dict[str, Any]]:
-    found: dict[str, Any] = airflow.api("GET", f"/dags/{dag_id}/dagRuns", order_by="run_after")
-    return list(found["dag_runs"])
+    response: dict[str, Any] = airflow.api("GET", f"/dags/{dag_id}/dagRuns", order_by="run_after")
+    return list(response["dag_runs"])
 
 
 def events(airflow: LocalAirflow, asset: str) -> list[dict[str, Any]]:
-    found: dict[str, Any] = airflow.api("GET", "/assets/events", limit=100, order_by="timestamp")
-    return [event for event in found["asset_events"] if event["name"] == asset]
+    response: dict[str, Any] = airflow.api("GET", "/assets/events", limit=100, order_by="timestamp")
+    return [event for event in response["asset_events"] if event["name"] == asset]
 
 
 def finished(airflow: LocalAirflow, number: int, dag_id: str = "sums") -> dict[str, Any]:
@@ -195,15 +195,15 @@ def test_events_start_runs_that_handle_each_message_once(airflow, queue):
     assert run["run_type"] == "asset_triggered"
     assert queue.depth()[:4] == (0, 0, 0, 0)
     [event] = events(airflow, "sums.Sums.backlog")
-    told = event["extra"]["payload"]
-    assert (told["ready"], told["reason"]) == (3, "3 messages (min_messages=3)")
+    payload = event["extra"]["payload"]
+    assert (payload["ready"], payload["reason"]) == (3, "3 messages (min_messages=3)")
     # and the batcher's outlet has one of what its batches changed
     [produced] = events(airflow, "sums-table")
     assert (produced["extra"]["successful"], len(produced["extra"]["batch_ids"])) == (3, 1)
 
     # When an event comes again that was told before the run began, as by a second triggerer
     queue.send([b"4"])
-    body = {"asset_id": event["asset_id"], "extra": {"payload": told}}
+    body = {"asset_id": event["asset_id"], "extra": {"payload": payload}}
     airflow.api("POST", "/assets/events", body)
 
     # Then its run ends at once, takes nothing, and says why
@@ -288,9 +288,9 @@ class World:
     @property
     def triggerer(self) -> psutil.Process:
         """The one whose trigger has looked last."""
-        found = psutil.Process(self.looks()[-1]).parent()
-        assert found is not None
-        return found
+        parent = psutil.Process(self.looks()[-1]).parent()
+        assert parent is not None
+        return parent
 
     @contextmanager
     def hangs(self, process: psutil.Process, *, whole: bool = False) -> Iterator[None]:

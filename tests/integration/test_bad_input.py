@@ -21,8 +21,8 @@ Capture = pytest.CaptureFixture[str]
 
 
 def dag_of(pipeline: Any, **given: Any) -> DAG:
-    made: DAG = pipeline.dag("bad", **{"default_args": {"retries": 0}, **given})
-    return made
+    dag: DAG = pipeline.dag("bad", **{"default_args": {"retries": 0}, **given})
+    return dag
 
 
 def figures(world: World, **options: Any) -> Any:

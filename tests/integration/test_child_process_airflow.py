@@ -97,6 +97,6 @@ def test_child_process_callbacks_read_connections_and_variables(tmp_path):
         [letter] = queue.dead_letters()
         assert letter.body == b"537"
         assert letter.reason.startswith("crashed: it ended 2 processes")
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked == [f"asked.example {secret}"] * len(asked)
-    assert len(asked) >= 2
+    requests = (tmp_path / "asked").read_text().splitlines()
+    assert requests == [f"asked.example {secret}"] * len(requests)
+    assert len(requests) >= 2

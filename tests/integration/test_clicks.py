@@ -46,5 +46,5 @@ def test_messages_end_where_expected_when_users(worlds, broker, click):
 
     click.run(clicks)
 
-    found = clicks.found(click.name)
-    assert (found.lost, found.unmarked, found.mistakes) == ([], 0, [])
+    result = clicks.found(click.name)
+    assert (result.lost, result.unmarked, result.mistakes) == ([], 0, [])

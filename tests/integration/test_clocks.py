@@ -115,7 +115,7 @@ def check(
     process: float,
     others: float,
 ) -> None:
-    about: dict[str, Any] = {"pipeline": pipeline, "staging": f"file://{tmp_path}/staging"}
+    kwargs: dict[str, Any] = {"pipeline": pipeline, "staging": f"file://{tmp_path}/staging"}
     tasks = Tasks()
     tasks.task_ids = ["process", "late"]
 
@@ -128,13 +128,13 @@ def check(
         assert len(lines) == bool(offset)
         return returned
 
-    reference = run(process, BroadwayProcessorOperator(task_id="process", **about))
+    reference = run(process, BroadwayProcessorOperator(task_id="process", **kwargs))
     assert reference["received"] == 20
     run(
         others,
-        BroadwayBatcherOperator(task_id="late", batcher="default", processed=[reference], **about),
+        BroadwayBatcherOperator(task_id="late", batcher="default", processed=[reference], **kwargs),
     )
-    looked = run(others, BroadwayAckSensor(task_id="ack", watch=["process", "late"], **about))
+    looked = run(others, BroadwayAckSensor(task_id="ack", watch=["process", "late"], **kwargs))
 
     assert looked["acked"] == looked["received"] == 20
     assert left() == 0

@@ -29,8 +29,8 @@ NO_DELAY = {"retries": 0, "retry_delay": timedelta(0)}
 def dag_of(pipeline: Any, **given: Any) -> DAG:
     """Its Dag, without retries unless given."""
     given.setdefault("default_args", NO_DELAY)
-    made: DAG = pipeline.dag("puppets", **given)
-    return made
+    dag: DAG = pipeline.dag("puppets", **given)
+    return dag
 
 
 # ---------------------------------------------------------------------------------- the happy path
@@ -118,8 +118,8 @@ def test_an_idle_batcher_logs_no_error(world, monkeypatch, capfd, count):
 
     assert ran.states["handle_batches"] == "skipped"
     assert ran.xcom("batch.other")["plan"] is None
-    said = capfd.readouterr()
-    lines = (said.out + said.err).splitlines()
+    output = capfd.readouterr()
+    lines = (output.out + output.err).splitlines()
     assert lines
     assert [line for line in lines if "error" in line.lower()] == []
 
@@ -345,15 +345,15 @@ class Ending(Puppets):
     batchers = {"default": Batcher(engine="python", batch_size=4, batch_timeout=None)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        made = super().handle_message(processor, message, context)
-        if made.data["n"] == 7:
+        result = super().handle_message(processor, message, context)
+        if result.data["n"] == 7:
             if self.by == "SIGTERM":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif self.by == "an execution_timeout":
                 outlast_the_task()
             else:
                 raise KeyboardInterrupt
-        return made
+        return result
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "an execution_timeout", "an interrupt"])
@@ -476,7 +476,7 @@ def test_a_batcher_that_fails_for_good_loses_nothing_and_fails_the_run(world, mo
 def test_hold_failed_keeps_the_lease_then_releases(world, monkeypatch):
     world.numbers(range(8))
     monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
-    held: list[int] = []
+    numbers: list[int] = []
     from airflow_broadway.runs.heartbeat import Hold
 
     is_on = Hold.is_on
@@ -484,14 +484,14 @@ def test_hold_failed_keeps_the_lease_then_releases(world, monkeypatch):
     def watched(self: Any, *given: Any) -> bool:
         waiting: bool = is_on(self, *given)
         if waiting:
-            held.append(world.queue.depth().leased)
+            numbers.append(world.queue.depth().leased)
         return waiting
 
     monkeypatch.setattr(Hold, "is_on", watched)
     ran = world.run(dag_of(Puppets, ack={"hold_failed": 2.0}))
 
-    assert held, "nothing was held"
-    assert set(held) == {8}
+    assert numbers, "nothing was held"
+    assert set(numbers) == {8}
     assert ran.state == "failed"
     assert world.depth == (8, 0, 0, 0)
 

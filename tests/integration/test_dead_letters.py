@@ -44,10 +44,10 @@ def test_requeued_rabbitmq_letters_keep_route_headers_and_properties(place):
         channel.exchange_declare(exchange, "topic")
         channel.queue_bind(place.name, exchange, "orders.#")
         channel.confirm_delivery()
-        about = pika.BasicProperties(
+        properties = pika.BasicProperties(
             user_id="guest", type="created", headers={"colour": "red"}, priority=3
         )
-        channel.basic_publish(exchange, "orders.eu.created", b"order", about)
+        channel.basic_publish(exchange, "orders.eu.created", b"order", properties)
     options: dict[str, Any] = {
         "metadata": ["exchange", "routing_key", "headers", "type", "priority", "user_id"]
     }
@@ -130,12 +130,12 @@ def test_rabbitmq_letters_are_counted_listed_and_returned(place, monkeypatch, ca
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
 
     with closing(place.producer().dead_letters(place.env())) as letters:
-        found = listed(letters, monkeypatch, capsys)
+        listing = listed(letters, monkeypatch, capsys)
         assert letters.count() == 3
 
-    assert (found["total"], found["matching"], found["whole"]) == (3, 3, True)
-    assert found["reasons"] == [{"count": 3, "stage": "process", "reason": "ValueError: why"}]
-    assert len(found["letters"]) == 1
+    assert (listing["total"], listing["matching"], listing["whole"]) == (3, 3, True)
+    assert listing["reasons"] == [{"count": 3, "stage": "process", "reason": "ValueError: why"}]
+    assert len(listing["letters"]) == 1
 
 
 @pytest.mark.parametrize("look", ["list", "delete", "requeue"])
@@ -188,14 +188,14 @@ def test_browsing_rabbitmq_letters_waits_until_they_are_counted_again(
 
     monkeypatch.setattr(channels, "_REQUEUE_TIMEOUT", within)
     with closing(place.producer().dead_letters(place.env())) as letters:
-        shown = letters.letters()
+        sent = letters.letters()
         for _ in range(3):
-            next(shown)
+            next(sent)
         # Given a queue that puts back later, or never, what it is given back
         monkeypatch.setattr(Channel, "call", slow)
 
-        assert isinstance(shown, Generator)
-        shown.close()
+        assert isinstance(sent, Generator)
+        sent.close()
 
     assert counts == counted
 
@@ -262,10 +262,10 @@ def test_kafka_letters_are_counted_and_listed(kafka_mock, tmp_path, monkeypatch,
     died(group, partition=0)
 
     with closing(group.producer().dead_letters(group.env("letters"))) as letters:
-        found = listed(letters, monkeypatch, capsys)
+        listing = listed(letters, monkeypatch, capsys)
 
-    assert (found["total"], found["matching"], found["whole"]) == (1, 1, True)
-    assert (found["reasons"][0]["count"], found["letters"]) == (1, [])
+    assert (listing["total"], listing["matching"], listing["whole"]) == (1, 1, True)
+    assert (listing["reasons"][0]["count"], listing["letters"]) == (1, [])
 
 
 def test_requeueing_kafka_letters_needs_staging(kafka_mock, tmp_path):

@@ -69,8 +69,8 @@ class Finished:
 
     def rows(self, *columns: str) -> Any:
         folder = self.folder / "output" / "flights"
-        found = ds.dataset(folder, format="parquet", partitioning="hive")
-        return found.to_table(columns=list(columns) or None)
+        dataset = ds.dataset(folder, format="parquet", partitioning="hive")
+        return dataset.to_table(columns=list(columns) or None)
 
 
 def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:

@@ -121,14 +121,14 @@ def test_a_dry_run_counts_what_the_next_run_receives(tmp_path, broker):
 
     # When a run only looks
     dry = Run(queue, store, "dry", RunSource())
-    found = dry.look()["look"]
+    result = dry.look()["look"]
     report = dry.ack()
 
     # Then its report says what is there, and a run would take
-    assert found["messages"] == 5
-    said = " ".join(lines_of(report))
-    assert "The queue: 5 ready" in said
-    assert "A run now would take 3 messages at most (max_messages=3" in said
+    assert result["messages"] == 5
+    text = " ".join(lines_of(report))
+    assert "The queue: 5 ready" in text
+    assert "A run now would take 3 messages at most (max_messages=3" in text
     assert report["totals"]["received"] == 0
     # And the broker has handed out none
     assert queue.left() == (5, 0)
@@ -151,11 +151,11 @@ def test_a_dry_run_of_dead_letters_leaves_them_where_they_are(tmp_path):
 
     dry = Run(queue, store, "dry", RunSource(kind=DEAD_LETTERS))
     dry.look()
-    said = " ".join(lines_of(dry.ack()))
+    text = " ".join(lines_of(dry.ack()))
 
-    assert "A run would send 1 dead letter back first" in said
-    assert "The queue: 2 ready" in said
+    assert "A run would send 1 dead letter back first" in text
+    assert "The queue: 2 ready" in text
     assert queue.left() == (2, 0)
     again = Run(queue, store, "again", RunSource(kind=DEAD_LETTERS))
     again.look()
-    assert said == " ".join(lines_of(again.ack()))
+    assert text == " ".join(lines_of(again.ack()))

@@ -62,8 +62,8 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
         failed = {run["dag_run_id"] for run in runs if run["state"] == "failed"}
         assert {day_of(run) for run in runs if run["dag_run_id"] in failed} == {last}
         backfilled = {run["dag_run_id"] for run in runs}
-        found = written(output)
-        assert {row for day in found.values() for row in day} >= {
+        result = written(output)
+        assert {row for day in result.values() for row in day} >= {
             row for day in rows_of(sent).values() for row in day
         }
 
@@ -151,9 +151,9 @@ def wait_for_backfill(airflow: LocalAirflow, days: int) -> list[dict[str, Any]]:
     """The backfill's runs, once all are over."""
 
     def runs() -> list[dict[str, Any]]:
-        found = airflow.api("GET", f"/dags/{DAG}/dagRuns", run_type="backfill", limit=100)
-        made: list[dict[str, Any]] = found["dag_runs"]
-        return made
+        response = airflow.api("GET", f"/dags/{DAG}/dagRuns", run_type="backfill", limit=100)
+        dag_runs: list[dict[str, Any]] = response["dag_runs"]
+        return dag_runs
 
     def over() -> bool:
         done = [run for run in runs() if run["state"] in ("success", "failed")]
@@ -165,5 +165,5 @@ def wait_for_backfill(airflow: LocalAirflow, days: int) -> list[dict[str, Any]]:
 
 def _open(airflow: LocalAirflow) -> bool:
     """Whether a backfill has not come to its end."""
-    found = airflow.api("GET", "/backfills", dag_id=DAG)
-    return any(backfill["completed_at"] is None for backfill in found["backfills"])
+    response = airflow.api("GET", "/backfills", dag_id=DAG)
+    return any(backfill["completed_at"] is None for backfill in response["backfills"])

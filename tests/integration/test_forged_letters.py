@@ -104,9 +104,9 @@ def test_a_rabbitmq_letter_cannot_take_another_id(place):
         forge(place, place.queues.dead, payload, dict(properties.headers))
 
     with closing(place.producer().dead_letters(place.env())) as letters:
-        found = by_body(letters)
-        assert found[b"evil"].original_id == found[b"real"].original_id == message.message_id
-        assert letters.requeue(named(found[b"real"].message_id)).count == 1
+        listing = by_body(letters)
+        assert listing[b"evil"].original_id == listing[b"real"].original_id == message.message_id
+        assert letters.requeue(named(listing[b"real"].message_id)).count == 1
         assert list(by_body(letters)) == [b"evil"]
         assert letters.delete(named(message.message_id)).count == 0
 
@@ -120,18 +120,18 @@ def test_shared_dead_letters_are_requeued_to_declared_sources_only(place, victim
     for queue in (other, victim):
         forge(place, dead, queue.encode(), {"x-broadway-queue": queue})
     forge(place, dead, b"silent", {})
-    about: dict[str, Any] = {"dead_letter": dead, "uri": None}
-    producers = [place.producer(**about), place.producer(**about, queue=other)]
+    kwargs: dict[str, Any] = {"dead_letter": dead, "uri": None}
+    producers = [place.producer(**kwargs), place.producer(**kwargs, queue=other)]
 
     url = f"http://127.0.0.1:{place.server.management_port}"
     env = place.env(login="guest", password="guest", extra={"management_url": url})
     with closing(RabbitDeadLetters(producers, env, None)) as letters:
-        found = by_body(letters)
+        listing = by_body(letters)
         moved = letters.requeue()
 
     assert moved.count == 1
     assert (place.server.depth(other), place.server.depth(victim)) == (1, 0)
-    silent = moved.refused[found[b"silent"].message_id]
+    silent = moved.refused[listing[b"silent"].message_id]
     assert f"its origin is unknown, one of {place.name}, {other}" in silent
     assert silent.endswith("name the destination with --to")
 
@@ -158,8 +158,8 @@ class Sqs:
         self.source, self.dead, self.victim = (server.queue() for _ in range(3))
 
     def forge(self, body: str, **attributes: str) -> None:
-        about: Any = {n: {"DataType": "String", "StringValue": v} for n, v in attributes.items()}
-        self.client.send_message(QueueUrl=self.dead, MessageBody=body, MessageAttributes=about)
+        values: Any = {n: {"DataType": "String", "StringValue": v} for n, v in attributes.items()}
+        self.client.send_message(QueueUrl=self.dead, MessageBody=body, MessageAttributes=values)
 
     def letters(self) -> DeadLetters:
         producer = SqsProducer(queue_url=self.source, dead_letter=self.dead)
@@ -235,15 +235,15 @@ def test_a_kafka_letter_cannot_choose_destination_or_id(kafka_mock, tmp_path):
     forged(group, b"evil", victim, 0, 0)
 
     with closing(group.producer().dead_letters(group.env("letters"))) as letters:
-        found = by_body(letters)
-        assert found[b"real"].original_id == found[b"twin"].original_id == message.message_id
-        real = named(found[b"real"].message_id)
+        listing = by_body(letters)
+        assert listing[b"real"].original_id == listing[b"twin"].original_id == message.message_id
+        real = named(listing[b"real"].message_id)
         assert letters.requeue(real).count == 1
         assert sorted(by_body(letters)) == [b"evil", b"twin"]
-        moved = letters.requeue(named(found[b"evil"].message_id))
+        moved = letters.requeue(named(listing[b"evil"].message_id))
 
     with pytest.raises(ProducerError, match=STAYS):
-        raise ProducerError(refusal(moved, found[b"evil"]))
+        raise ProducerError(refusal(moved, listing[b"evil"]))
     assert [message.data for message in group.drain()] == [b"real"]
 
 

@@ -98,31 +98,31 @@ def test_a_backfill_reads_its_interval_next_to_a_live_run(kafka, tmp_path):
 
 def backfill(airflow: LocalAirflow, first: datetime, last: datetime) -> None:
     """What ``airflow backfill create`` does, in the server's own process: SQLite has one writer."""
-    about = {
+    body = {
         "dag_id": "backfilled",
         "from_date": first.isoformat(),
         "to_date": last.isoformat(),
         "max_active_runs": HOURS,
         "reprocess_behavior": "none",
     }
-    airflow.api("POST", "/backfills", about)
+    airflow.api("POST", "/backfills", body)
 
 
 def run_of(airflow: LocalAirflow, hour: datetime) -> str:
     """The backfill's run of an hour, once it is there."""
-    found: list[str] = []
+    names: list[str] = []
 
     def there() -> bool:
         runs = airflow.api("GET", "/dags/backfilled/dagRuns", run_type="backfill")["dag_runs"]
-        found[:] = [
+        names[:] = [
             run["dag_run_id"]
             for run in runs
             if datetime.fromisoformat(run["data_interval_start"]) == hour
         ]
-        return bool(found)
+        return bool(names)
 
     eventually(there, timeout=120)
-    return found[0]
+    return names[0]
 
 
 def connect(airflow: LocalAirflow, kafka: ApacheKafka) -> None:
@@ -132,13 +132,13 @@ def connect(airflow: LocalAirflow, kafka: ApacheKafka) -> None:
     form = KafkaBaseHook.get_ui_field_behaviour()
     assert set(form["hidden_fields"]) == {"schema", "login", "password", "port", "host"}
     assert form["relabeling"] == {"extra": "Config Dict"}
-    about = {
+    body = {
         "connection_id": "kafka_by_form",
         "conn_type": "kafka",
         "extra": json.dumps({"bootstrap.servers": kafka.bootstrap}),
     }
-    tested = airflow.api("POST", "/connections/test", about)
+    tested = airflow.api("POST", "/connections/test", body)
     assert tested["status"] is True, tested
-    nobody = {**about, "extra": json.dumps({"bootstrap.servers": "127.0.0.1:1"})}
+    nobody = {**body, "extra": json.dumps({"bootstrap.servers": "127.0.0.1:1"})}
     assert airflow.api("POST", "/connections/test", nobody)["status"] is False
-    airflow.api("POST", "/connections", about)
+    airflow.api("POST", "/connections", body)

@@ -30,8 +30,8 @@ def test_one_of_three_brokers_is_killed_and_nothing_is_lost(cluster, tmp_path):
     bodies = group.fill(300)
 
     def leaders() -> list[int]:
-        found = cluster.admin().list_topics(timeout=30).topics[group.topic].partitions
-        return [partition.leader for partition in found.values()]
+        partitions = cluster.admin().list_topics(timeout=30).topics[group.topic].partitions
+        return [partition.leader for partition in partitions.values()]
 
     with group.source("first") as source:
         messages = group.take(source, 150)

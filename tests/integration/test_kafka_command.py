@@ -45,8 +45,8 @@ class Told:
             "offset_reset_policy": "earliest",
         }
         reference = {"class": f"{__name__}:Grouped", "options": {"producer": producer}}
-        asked = json.dumps(reference), "--staging", f"file://{staging or self.root}"
-        return ran(self.capsys, "check", *asked)
+        arguments = json.dumps(reference), "--staging", f"file://{staging or self.root}"
+        return ran(self.capsys, "check", *arguments)
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ RETRY = Verdict(Action.RETRY, 60.0, "again", "process")
 
 
 def depth(group: KafkaGroup) -> QueueDepth:
-    found = group.producer().depth(group.env(""))
-    assert found is not None
-    return found
+    queue_depth = group.producer().depth(group.env(""))
+    assert queue_depth is not None
+    return queue_depth
 
 
 def test_depth_splits_the_backlog_by_state(kafka, tmp_path):
@@ -90,9 +90,9 @@ def test_aborted_messages_have_no_age(kafka, tmp_path):
     sender.flush(30)
     sender.abort_transaction(30)
 
-    found = depth(group)
+    counts = depth(group)
 
-    assert (found.ready > 0, found.oldest_age) == (True, None)
+    assert (counts.ready > 0, counts.oldest_age) == (True, None)
 
 
 def test_the_depth_of_an_unused_group_is_counted_without_touching_it(kafka, tmp_path):

@@ -78,19 +78,19 @@ def test_two_concurrent_sources_agree_on_the_start(kafka, tmp_path):
         # Then the other's partitions are no new ones
         assert group.take(one) == group.take(two) == []
         group.fill(8)
-        found = [set(_partitions_of(source, 4)) for source in (one, two)]
+        partitions = [set(_partitions_of(source, 4)) for source in (one, two)]
 
-    assert found == [{0, 2}, {1, 3}]
+    assert partitions == [{0, 2}, {1, 3}]
 
 
 def _partitions_of(source: KafkaSource, number: int) -> list[int]:
     """The partitions of so many messages: each receive returns with what has come."""
-    found: list[int] = []
-    while len(found) < number:
+    partitions: list[int] = []
+    while len(partitions) < number:
         messages = source.receive(number, timeout=10.0)
-        assert messages, f"only {len(found)} of {number} came"
-        found += [message.metadata["partition"] for message in messages]
-    return found
+        assert messages, f"only {len(partitions)} of {number} came"
+        partitions += [message.metadata["partition"] for message in messages]
+    return partitions
 
 
 @on_apache_kafka
@@ -126,9 +126,9 @@ def test_idle_partitions_are_committed_once(kafka, tmp_path):
     group.drain()
 
     assert group.committed() == {0: 0, 1: 2, 2: 0}
-    found = kafka.committed(group.group, group.topic)
-    assert json.loads(found[1][1] or "") == {"b": 2, "o": group.claims().owner(), "h": 2}
-    assert all(len(metadata or "") <= 90 for _, metadata in found.values())
+    committed = kafka.committed(group.group, group.topic)
+    assert json.loads(committed[1][1] or "") == {"b": 2, "o": group.claims().owner(), "h": 2}
+    assert all(len(metadata or "") <= 90 for _, metadata in committed.values())
 
 
 @on_apache_kafka
@@ -322,13 +322,13 @@ def test_two_staging_folders_begin_a_group_without_repetition(kafka, tmp_path):
     two.topic, two.letters, two.group = one.topic, one.letters, one.group
     with one.source("first") as first, two.source("second") as second:
         # When both receive
-        found = [one.take(first), two.take(second)]
+        batches = [one.take(first), two.take(second)]
         first.stop()
         second.stop()
-        reports = [one.settle(first.lease, found[0]), two.settle(second.lease, found[1])]
+        reports = [one.settle(first.lease, batches[0]), two.settle(second.lease, batches[1])]
 
     # Then the group's offset, which both commit with their marks, has decided
-    assert [len(messages) for messages in found] == [300, 0]
+    assert [len(messages) for messages in batches] == [300, 0]
     assert [report.acked for report in reports] == [300, 0]
     assert two.drain() == []
 
@@ -357,14 +357,14 @@ def test_the_last_commit_of_two_staging_folders_counts(kafka, tmp_path, monkeypa
             committed(self, offsets)
 
         monkeypatch.setattr(Cluster, "commit", late)
-        found = one.take(first)
+        received = one.take(first)
         monkeypatch.undo()
         first.stop()
         second.stop()
-        reports = [one.settle(first.lease, found), two.settle(second.lease, taken)]
+        reports = [one.settle(first.lease, received), two.settle(second.lease, taken)]
 
     # Then both have handled the messages; one of the two says so
-    assert (len(found), len(taken)) == (30, 30)
+    assert (len(received), len(taken)) == (30, 30)
     assert [(report.acked, report.lapsed) for report in reports] == [(30, 0), (0, 30)]
     assert "a run with another staging folder" in reports[1].errors[0]
     assert one.committed() == {0: 60}
@@ -393,11 +393,11 @@ def test_an_overtaken_commit_delivers_nothing(kafka, tmp_path, monkeypatch):
 
         # When the other commits before the first looks again
         monkeypatch.setattr(Cluster, "commit", commit)
-        found = one.take(first)
+        received = one.take(first)
         monkeypatch.undo()
 
     # Then one of the two has the messages
-    assert (len(found), len(taken)) == (0, 30)
+    assert (len(received), len(taken)) == (0, 30)
 
 
 def test_a_staging_folder_restored_from_backup_loses_and_repeats_nothing(kafka, tmp_path, caplog):

@@ -215,10 +215,10 @@ def test_a_waiting_run_receives_new_messages(kafka, tmp_path):
         assert source.receive(10, timeout=0.0) == []
         sender = threading.Timer(0.3, lambda: group.fill(2))
         sender.start()
-        found = source.receive(10, timeout=10.0)
+        messages = source.receive(10, timeout=10.0)
         sender.join()
 
-    assert offsets(found)[0] == 0
+    assert offsets(messages)[0] == 0
 
 
 def test_a_stopped_run_does_not_wait(kafka, tmp_path):

@@ -91,12 +91,12 @@ def test_a_retried_message_keeps_its_identity(kafka, tmp_path):
     assert (third.attempt, third.metadata) == (3, messages[0].metadata)
     group.settle(lease, [third], {third.message_id: DEAD})
     [letter] = kafka.read(group.letters)
-    found = headers(letter)
+    values = headers(letter)
     assert letter.value() == b"\x00body\xff"
-    assert found["__connect.errors.topic"] == group.topic
-    assert found["__connect.errors.offset"] == "0"
-    assert (found["broadway.attempt"], found["broadway.timestamp"]) == ("3", str(at))
-    assert "broadway.not-before" not in found
+    assert values["__connect.errors.topic"] == group.topic
+    assert values["__connect.errors.offset"] == "0"
+    assert (values["broadway.attempt"], values["broadway.timestamp"]) == ("3", str(at))
+    assert "broadway.not-before" not in values
     assert group.drain() == []
 
 
@@ -244,8 +244,8 @@ def test_retries_keep_their_partition(kafka, tmp_path):
 
     group.settle(lease, messages, {m.message_id: RETRY._replace(delay=0.0) for m in messages})
 
-    found = {
+    partitions = {
         (r.partition(), int(headers(r)["broadway.partition"])) for r in kafka.read(group.retries)
     }
-    assert found == {(0, 0), (1, 1), (0, 2), (1, 3)}
+    assert partitions == {(0, 0), (1, 1), (0, 2), (1, 3)}
     assert len(group.drain()) == 8

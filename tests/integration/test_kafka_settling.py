@@ -54,8 +54,8 @@ def test_a_dead_letter_has_message_and_reason(kafka, tmp_path):
     producer = kafka.producer()
     own: list[Any] = [("trace", b"\xff"), ("broadway.again", b"old"), ("none", None)]
     begun = round(time.time() * 1000)
-    made = begun - 3_600_000
-    producer.produce(group.topic, b"\x00body\xff", b"\xfekey", headers=own, timestamp=made)
+    timestamp = begun - 3_600_000
+    producer.produce(group.topic, b"\x00body\xff", b"\xfekey", headers=own, timestamp=timestamp)
     producer.flush(30)
     lease, [message] = group.hold("generation one")
 
@@ -81,7 +81,7 @@ def test_a_dead_letter_has_message_and_reason(kafka, tmp_path):
         "broadway.group": group.group,
         "broadway.attempt": "1",
         "broadway.generation": "generation one",
-        "broadway.timestamp": str(made),
+        "broadway.timestamp": str(timestamp),
         "broadway.again": "0",
     }
 
@@ -159,10 +159,10 @@ def test_a_dead_letter_without_body_is_marked(kafka, tmp_path):
     report = group.settle(lease, messages, {messages[n].message_id: DEAD for n in (0, 2, 4)})
 
     assert report == SettleReport(acked=2, dead_lettered=3)
-    found = letters(group)
-    assert [letter.value() for letter in found] == [None, None, b"000004"]
-    assert headers(found[0])["broadway.body"].startswith("gone: it was compacted, or removed")
-    assert "broadway.body" not in headers(found[2])
+    sent = letters(group)
+    assert [letter.value() for letter in sent] == [None, None, b"000004"]
+    assert headers(sent[0])["broadway.body"].startswith("gone: it was compacted, or removed")
+    assert "broadway.body" not in headers(sent[2])
 
 
 def test_an_oversized_dead_letter_is_sent_without_body(apache_kafka, tmp_path, monkeypatch):
@@ -177,9 +177,9 @@ def test_an_oversized_dead_letter_is_sent_without_body(apache_kafka, tmp_path, m
     )
 
     assert report == SettleReport(dead_lettered=2)
-    found = sorted(letters(group), key=lambda letter: letter.value() or b"")
-    assert [letter.value() for letter in found] == [None, b"small"]
-    assert headers(found[0])["broadway.body"] == "too large for the topic: 200,000 bytes"
+    sent = sorted(letters(group), key=lambda letter: letter.value() or b"")
+    assert [letter.value() for letter in sent] == [None, b"small"]
+    assert headers(sent[0])["broadway.body"] == "too large for the topic: 200,000 bytes"
 
 
 def test_dead_letters_without_topic_stay_in_their_partition(kafka, tmp_path):
@@ -355,9 +355,9 @@ class Failing(Broadway):
 def test_by_default_a_partition_stops_at_its_first_failure(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
     group.fill(6)
-    made = type("Failed", (Failing,), {"producer": group.producer()})
+    pipeline = type("Failed", (Failing,), {"producer": group.producer()})
 
-    first, second = made().run_local(), made().run_local()
+    first, second = pipeline().run_local(), pipeline().run_local()
 
     settled = first.settled
     assert (settled.acked, settled.requeued, settled.released) == (2, 1, 3)
@@ -410,9 +410,9 @@ def test_a_per_message_verdict_wins(kafka, tmp_path):
 
     group = KafkaGroup(kafka, tmp_path, order="none")
     kafka.fill(group.topic, [b"ack", b"retry", b"dead_letter", b"halt"])
-    made = type("Chosen", (Choosing,), {"producer": group.producer()})
+    pipeline = type("Chosen", (Choosing,), {"producer": group.producer()})
 
-    report = made().run_local()
+    report = pipeline().run_local()
 
     settled = report.settled
     assert (settled.acked, settled.requeued, settled.dead_lettered, settled.left) == (1, 1, 1, 1)

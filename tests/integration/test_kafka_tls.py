@@ -116,10 +116,10 @@ def test_an_untrusted_certificate_is_reported_as_tls(apache_kafka, tmp_path):
         apache_kafka, apache_kafka.secure, tmp_path, extra={"security.protocol": "SSL"}
     )
 
-    told = through.refused()
+    error = through.refused()
 
-    assert "TLS fails" in told
-    assert "ssl.ca.location" in told
+    assert "TLS fails" in error
+    assert "ssl.ca.location" in error
 
 
 def test_a_client_without_tls_is_pointed_to_it(apache_kafka, tmp_path):

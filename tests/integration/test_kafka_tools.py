@@ -31,16 +31,16 @@ class Row(NamedTuple):
 def described(group: KafkaGroup) -> dict[tuple[str, int], Row]:
     kafka = group.kafka
     assert isinstance(kafka, ApacheKafka)
-    shown = kafka.consumer_groups("--describe", "--group", group.group)
-    rows = [line.split() for line in shown.splitlines() if line.startswith(group.group)]
+    output = kafka.consumer_groups("--describe", "--group", group.group)
+    rows = [line.split() for line in output.splitlines() if line.startswith(group.group)]
     return {(row[1], int(row[2])): Row(*row[3:6]) for row in rows}
 
 
 def reset(group: KafkaGroup, *where: str) -> None:
     kafka = group.kafka
     assert isinstance(kafka, ApacheKafka)
-    about = ("--group", group.group, "--topic", group.topic)
-    kafka.consumer_groups(*about, "--reset-offsets", *where, "--execute")
+    scope = ("--group", group.group, "--topic", group.topic)
+    kafka.consumer_groups(*scope, "--reset-offsets", *where, "--execute")
 
 
 def stopped(kafka: ApacheKafka, folder: Path, count: int, at: int) -> KafkaGroup:

@@ -167,9 +167,9 @@ def test_a_payload_that_exits_the_driver_is_dead_lettered_alone(jvm, tmp_path, m
         [part_id(upper, 0), [2]],
     ]
     assert codes.count(9) == len(codes) - codes.count(0)
-    found: dict[str, Outcome] = task.staged.outcomes("default")
-    assert found["b1"].successful == found[lower].successful == 1
-    [line] = found[part_id(upper, 0)].lines or [""]
+    outcomes: dict[str, Outcome] = task.staged.outcomes("default")
+    assert outcomes["b1"].successful == outcomes[lower].successful == 1
+    [line] = outcomes[part_id(upper, 0)].lines or [""]
     assert json.loads(line)["action"] == "dead_letter"
     assert json.loads(line)["reason"] == "crashed: it ended 2 processes that handled nothing else"
 

@@ -94,15 +94,15 @@ class World:
 
     def _children(self, run_id: str, task_id: str) -> list[psutil.Process]:
         task = str(self.airflow.task_instance("poisoned", run_id, task_id)["id"])
-        found = []
+        children = []
         for process in self.airflow.processes_of_tasks():
             try:
                 line = " ".join(process.cmdline())
             except psutil.Error:
                 continue
             if task in line and not line.startswith("airflow worker -- LocalExecutor"):
-                found.append(process)
-        return found
+                children.append(process)
+        return children
 
     def noted(self, name: str) -> list[int]:
         path = self.folder / name

@@ -62,44 +62,44 @@ class Told:
 
 
 def test_check_reports_the_next_runs_findings(pubsub, tmp_path, capsys):
-    told = Told(pubsub, tmp_path, capsys)
-    fine = told.check()
+    cli = Told(pubsub, tmp_path, capsys)
+    fine = cli.check()
     assert (fine.code, fine.out) == (0, "A run of Subscribed can begin.\n")
-    wrong = told.check(message_ordering=True)
+    wrong = cli.check(message_ordering=True)
     assert wrong.code == 1
     assert "error: message_ordering=True needs a subscription that delivers in order" in wrong.out
 
 
 def test_a_subscription_that_does_not_exist_is_an_error(pubsub, tmp_path, capsys):
-    told = Told(pubsub, tmp_path, capsys)
-    gone = told.check(subscription="projects/broadway-tests/subscriptions/gone")
+    cli = Told(pubsub, tmp_path, capsys)
+    gone = cli.check(subscription="projects/broadway-tests/subscriptions/gone")
     assert (gone.code, "error: there is no subscription" in gone.out) == (1, True)
 
 
 def test_dead_letters_are_listed_shown_requeued_and_deleted(pubsub, tmp_path, capsys):
-    told = Told(pubsub, tmp_path, capsys)
+    cli = Told(pubsub, tmp_path, capsys)
     dead = pubsub.topic()
     pubsub.subscription(dead, dead.rpartition("/")[2])
-    told.options["dead_letter"] = dead
-    pubsub.publish(told.topic, [b"a", b"b"])
-    run = told.generation("g")
+    cli.options["dead_letter"] = dead
+    pubsub.publish(cli.topic, [b"a", b"b"])
+    run = cli.generation("g")
     messages = run.take()
     verdict = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
     assert run.settle(messages, {"a": verdict, "b": verdict}).dead_lettered == 2
     run.close()
     one, two = (message.message_id for message in messages)
 
-    listed = told.letters("list", "--json")
+    listed = cli.letters("list", "--json")
     letters = {letter["original_id"]: letter["message_id"] for letter in json.loads(listed.out)}
     assert letters.keys() == {one, two}
-    shown = told.letters("show", letters[one])
+    shown = cli.letters("show", letters[one])
     assert (shown.code, "ValueError: why" in shown.out) == (0, True)
-    sent = told.letters("requeue", "--message-id", letters[one])
+    sent = cli.letters("requeue", "--message-id", letters[one])
     assert (sent.code, "Requeued 1 dead letter from" in sent.out) == (0, True)
-    gone = told.letters("delete", "--all")
+    gone = cli.letters("delete", "--all")
     assert (gone.code, "Deleted 1 dead letter of" in gone.out) == (0, True)
 
-    assert "No dead letters in subscription" in told.letters("list").out
-    [again] = told.generation("h").take()
+    assert "No dead letters in subscription" in cli.letters("list").out
+    [again] = cli.generation("h").take()
     assert (again.redelivered, again.attempt) == (True, 1)
     assert again.metadata["attributes"] == {"broadway_requeued": one}

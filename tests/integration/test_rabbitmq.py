@@ -35,12 +35,12 @@ def test_an_oversized_body_is_dead_lettered_and_reported(place, caplog):
     messages, report = place.settle("g1", max_message_bytes=1_000)
 
     assert [message.data for message in messages] == [b"1" * 1_000, b"2"]
-    told = "dead letters, unprocessed, beside those received: 2 (too large)"
-    assert report == SettleReport(acked=2, errors=(told,))
-    found = place.first(place.queues.dead)
-    assert found[1] == b"x" * 1_001
-    assert "max_message_bytes" in found[0].headers["x-broadway-reason"]
-    mark = found[0].headers[MARK]["id"]
+    text = "dead letters, unprocessed, beside those received: 2 (too large)"
+    assert report == SettleReport(acked=2, errors=(text,))
+    letter = place.first(place.queues.dead)
+    assert letter[1] == b"x" * 1_001
+    assert "max_message_bytes" in letter[0].headers["x-broadway-reason"]
+    mark = letter[0].headers[MARK]["id"]
     assert f"Message {mark} is a dead letter, unprocessed: its body has 1001 bytes" in caplog.text
 
 
@@ -49,23 +49,23 @@ def test_a_bundle_in_the_source_queue_is_dead_lettered_unchanged(place):
     place.declare()
     place.send(b"1", b"2")
     place.hold("dead", lease=3.0)
-    held = place.queues.held(0)
-    opening, (_, bundle) = place.first(held), place.first(held)
+    queue = place.queues.held(0)
+    opening, (_, bundle) = place.first(queue), place.first(queue)
     assert opening
     place.send(b"AFBW is no bundle", bundle, b"3")
 
     messages, report = place.settle("g1")
 
     assert [message.data for message in messages] == [b"AFBW is no bundle", b"3"]
-    told = "1 (bundles: move them back into their holding queue)"
+    text = "1 (bundles: move them back into their holding queue)"
     assert report == SettleReport(
-        acked=2, errors=(f"dead letters, unprocessed, beside those received: {told}",)
+        acked=2, errors=(f"dead letters, unprocessed, beside those received: {text}",)
     )
     properties, body = place.first(place.queues.dead)
     reason = f"it is a bundle of 2 messages from the queue {place.name!r}: move it back into its"
     assert properties.headers["x-broadway-reason"].startswith(reason)
     with place.channel() as channel:
-        channel.basic_publish("", held, body)
+        channel.basic_publish("", queue, body)
     time.sleep(3)
     assert [message.data for message in place.hold("g2")[0]] == [b"1", b"2"]
 
@@ -190,6 +190,6 @@ def test_settled_headers_are_minimal(place):
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     place.settle("g1", {0: retry})
 
-    found = place.first(place.name)
-    assert set(found[0].headers) == {MARK}
+    letter = place.first(place.name)
+    assert set(letter[0].headers) == {MARK}
     assert decode(b"\x00\x00") == {}

@@ -97,8 +97,8 @@ def test_a_holding_queue_of_another_type_receives_no_message(place, name):
 
     # When a run receives, it is told
     with place.source() as source:
-        told = rf"{queue}.*inequivalent arg.*declare it as it is, or delete it once it is empty"
-        with pytest.raises(ProducerError, match=told):
+        result = rf"{queue}.*inequivalent arg.*declare it as it is, or delete it once it is empty"
+        with pytest.raises(ProducerError, match=result):
             source.receive(10, timeout=1.0)
 
     # Then nothing is lost
@@ -184,10 +184,10 @@ def test_undecodable_headers_are_harmless(place):
 
 
 def nested(deep: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for _ in range(deep):
-        made = {"n": made}
-    return made
+        result = {"n": result}
+    return result
 
 
 #: Headers that a sender may well get past the broker.

@@ -204,10 +204,10 @@ def test_the_management_tag_suffices_except_for_feature_flags(place, extra):
             RabbitMQProducer(queue=place.name, conn_id="c"), place.env(extra=extra, **user)
         )
         with closing(ConnectionThread.to(address)) as connection:
-            found = check_queues(connection, RabbitMQProducer(queue=place.name))
+            findings = check_queues(connection, RabbitMQProducer(queue=place.name))
 
-    assert [finding.level for finding in found] == ["note"]
-    assert "only an administrator" in found[0].text
+    assert [finding.level for finding in findings] == ["note"]
+    assert "only an administrator" in findings[0].text
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def test_failures_after_connecting_are_retried(place):
     assert len(calls) == 3
 
     calls.clear()
-    told = "after_connect raised LookupError: the exchange is not there yet"
-    with pytest.raises(ProducerUnavailable, match=told):
+    text = "after_connect raised LookupError: the exchange is not there yet"
+    with pytest.raises(ProducerUnavailable, match=text):
         place.producer(**options, backoff_type="stop").source(place.env())
     assert len(calls) == 1
 
@@ -271,10 +271,10 @@ def test_a_run_survives_connections_closed_at_the_broker(place):
 def test_a_connection_lost_while_opening_a_holding_queue_is_replaced(place, at):
     place.declare()
     place.send(b"1")
-    said = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
+    result = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
 
     with Breaker(place.server.address) as breaker:
-        breaker.arm(said[at])
+        breaker.arm(result[at])
         with place.source(**through(breaker)) as source:
             messages = place.take(source)
             lease = source.lease
@@ -293,8 +293,8 @@ def test_a_cancelled_consumer_is_one_clear_error(place):
     with place.source(qos=Qos(prefetch_count=1), on_failure="retry") as source:
         assert one(source).data == b"1"
         delete(place)
-        told = rf"{place.name}.*NOT_FOUND.*create it, or let the option `declare` do so"
-        with pytest.raises(ProducerError, match=told):
+        text = rf"{place.name}.*NOT_FOUND.*create it, or let the option `declare` do so"
+        with pytest.raises(ProducerError, match=text):
             source.receive(1, timeout=5.0)
 
 
@@ -336,8 +336,8 @@ def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
 
         # When another run comes to the same queue, it is told why it gets nothing
         with place.source("g2", **options) as other:
-            told = "in exclusive use; another consumer has it for itself"
-            with pytest.raises(ProducerError, match=told):
+            result = "in exclusive use; another consumer has it for itself"
+            with pytest.raises(ProducerError, match=result):
                 other.receive(1, timeout=2.0)
 
         # Then the first goes on
@@ -345,7 +345,7 @@ def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
 
 
 def test_metadata_has_every_requested_field(place):
-    given: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "content_type": "text/plain",
         "content_encoding": "identity",
         "headers": {"h": 1},
@@ -360,12 +360,12 @@ def test_metadata_has_every_requested_field(place):
         "cluster_id": "k",
     }
     place.declare()
-    place.send(b"1", properties=pika.BasicProperties(delivery_mode=2, **given))
+    place.send(b"1", properties=pika.BasicProperties(delivery_mode=2, **properties))
 
     [message], _ = place.settle("g1", metadata=list(METADATA_FIELDS))
 
     assert dict(message.metadata) == {
-        **given,
+        **properties,
         "persistent": True,
         "redelivered": False,
         "exchange": "",

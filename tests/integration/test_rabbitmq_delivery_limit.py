@@ -40,26 +40,26 @@ def look(place: Place, queue: str, **extra: Any) -> int:
 
 def look_from_outside(place: Place, queue: str, times: int) -> None:
     """What somebody does who presses the button of RabbitMQ's own console."""
-    asked = {"count": LETTERS, "ackmode": "ack_requeue_true", "encoding": "auto"}
+    body = {"count": LETTERS, "ackmode": "ack_requeue_true", "encoding": "auto"}
     for _ in range(times):
-        assert len(manage(place.server, "POST", f"queues/%2F/{queue}/get", asked)) == LETTERS
+        assert len(manage(place.server, "POST", f"queues/%2F/{queue}/get", body)) == LETTERS
         eventually(lambda: place.depth(queue) == LETTERS)
 
 
 @pytest.mark.parametrize("limit", [1, 5, 20])
 def test_browsing_never_deletes_letters(place, limit):
     queue = declare(place, **{"x-delivery-limit": limit})
-    seen, said = [], ""
+    seen, text = [], ""
     for _ in range(limit + 3):
         try:
             seen.append(look(place, queue))
         except ProducerError as error:
             seen.append(0)
-            said = str(error)
+            text = str(error)
 
     looks = max(0, limit - RESERVE)
-    assert f"{queue!r} cannot be listed any more" in said
-    assert f"the queue's delivery-limit is {limit}" in said
+    assert f"{queue!r} cannot be listed any more" in text
+    assert f"the queue's delivery-limit is {limit}" in text
     assert seen == [LETTERS] * looks + [0] * (limit + 3 - looks)
     assert place.depth(queue) == LETTERS
 
@@ -69,8 +69,8 @@ def test_a_limit_of_a_policy_counts_as_well(place):
     policy = {"pattern": f"^{queue}$", "definition": {"delivery-limit": 4}, "apply-to": "queues"}
     manage(place.server, "PUT", f"policies/%2F/{queue}", policy)
     try:
-        shown = f"queues/%2F/{queue}"
-        eventually(lambda: manage(place.server, "GET", shown).get("policy") == queue)
+        path = f"queues/%2F/{queue}"
+        eventually(lambda: manage(place.server, "GET", path).get("policy") == queue)
         assert [look(place, queue) for _ in range(2)] == [LETTERS, LETTERS]
         for _ in range(4):
             with pytest.raises(ProducerError, match="delivery-limit is 4"):

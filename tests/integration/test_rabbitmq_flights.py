@@ -37,7 +37,7 @@ LEAST = {
 @contextmanager
 def commands_watched(text: str) -> Iterator[list[str]]:
     """The processes of this machine whose arguments ever hold ``text``."""
-    found: list[str] = []
+    commands: list[str] = []
     stop = threading.Event()
 
     def look() -> None:
@@ -48,12 +48,12 @@ def commands_watched(text: str) -> Iterator[list[str]]:
                 except OSError:  # it has just ended
                     continue
                 if text.encode() in arguments:
-                    found.append(arguments.replace(b"\0", b" ").decode(errors="replace"))
+                    commands.append(arguments.replace(b"\0", b" ").decode(errors="replace"))
 
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        yield found
+        yield commands
     finally:
         stop.set()
         watcher.join()

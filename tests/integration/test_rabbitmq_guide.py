@@ -135,9 +135,9 @@ class Waited:
 
 @pytest.fixture
 def waited(monkeypatch):
-    made = Waited()
-    monkeypatch.setattr(standing_queues, "time", made)
-    return made
+    result = Waited()
+    monkeypatch.setattr(standing_queues, "time", result)
+    return result
 
 
 def test_only_the_first_run_waits_for_a_young_holding_queue(place, monkeypatch, waited):

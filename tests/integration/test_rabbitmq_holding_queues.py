@@ -84,14 +84,14 @@ def test_consecutive_runs_reuse_a_holding_queue(place):
 
 
 def test_concurrent_generations_have_separate_holding_queues(place):
-    held = []
+    result = []
     for turn in range(3):
         place.send(b"%d" % turn)
-        held.append(place.hold(f"g{turn}"))
+        result.append(place.hold(f"g{turn}"))
 
-    used = [lease.state["holding_queue"] for _, lease in held]
+    used = [lease.state["holding_queue"] for _, lease in result]
     assert used == [place.queues.held(number) for number in range(3)]
-    for messages, lease in held:
+    for messages, lease in result:
         assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
     assert place.count(*used) == 0
 

@@ -40,10 +40,10 @@ def test_no_message_is_unacknowledged_during_slow_callbacks(place, monkeypatch):
         # Given a run whose broker has sent ahead more than was asked for
         messages = [*source.receive(20, timeout=5.0)]
         messages += source.receive(20, timeout=5.0)
-        held = len(messages)
+        count = len(messages)
 
         # When its callbacks take longer than the broker should wait
-        eventually(lambda: place.count(place.name) >= 100 - held)
+        eventually(lambda: place.count(place.name) >= 100 - count)
 
         # Then others can have what it was not given, and it goes on, with as much as it asks for
         while len(messages) < 100:

@@ -57,13 +57,13 @@ def hold(place: Place, generation: str, count: int, **options: Any) -> tuple[Lea
 
 def everything_in(place: Place, queue: str) -> Counter[bytes]:
     """The bodies in a queue, which is emptied."""
-    found: Counter[bytes] = Counter()
+    counts: Counter[bytes] = Counter()
     with place.channel() as channel:
         while True:
             method, _, body = channel.basic_get(queue, auto_ack=True)
             if method is None:
-                return found
-            found[body] += 1
+                return counts
+            counts[body] += 1
 
 
 def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
@@ -401,8 +401,8 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place):
     assert first.metadata["headers"] == {"x-death": death, "colour": "red"}
     assert dict(first.metadata) == dict(second.metadata) == dict(third[0].metadata)
     assert [message.attempt for message in (first, second, *third)] == [1, 2, 3]
-    found = place.first(place.queues.dead)
-    headers = found[0].headers
+    letter = place.first(place.queues.dead)
+    headers = letter[0].headers
     assert (headers["x-broadway-reason"], headers["x-broadway-stage"]) == ("why", "process")
     assert headers["x-broadway-queue"] == place.name
     was = headers["x-broadway-original"]
@@ -416,10 +416,10 @@ def test_a_requeued_dead_letter_starts_with_fresh_attempts(place):
     place.send(b"1")
     place.settle("g1", {0: RETRY})
     [second], _ = place.settle("g2", {0: DEAD})
-    found = place.first(place.queues.dead)
-    assert found[0].headers["x-broadway-attempt"] == second.attempt == 2
+    letter = place.first(place.queues.dead)
+    assert letter[0].headers["x-broadway-attempt"] == second.attempt == 2
 
-    place.send(found[1], properties=found[0])
+    place.send(letter[1], properties=letter[0])
     [again], _ = place.settle("g3", metadata=["headers"])
 
     assert (again.message_id, again.attempt, again.redelivered) == (second.message_id, 1, True)
@@ -431,9 +431,9 @@ def test_a_copied_header_is_no_duplicate(place):
     place.declare()
     place.send(b"ping")
     [first], _ = place.settle("g1", {0: RETRY})
-    found = place.first(place.name)
-    assert MARK in found[0].headers
-    place.send(b"ping", b"ping", b"pong", properties=found[0])
+    letter = place.first(place.name)
+    assert MARK in letter[0].headers
+    place.send(b"ping", b"ping", b"pong", properties=letter[0])
 
     messages, report = place.settle("g2")
 

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.broker
 @pytest.fixture
 def place(tmp_path):
     skip_without_own_server()  # the tests end processes of the broker's
-    made = Place(wanted_server(), tmp_path)
-    made.declare()
-    return made
+    place_ = Place(wanted_server(), tmp_path)
+    place_.declare()
+    return place_
 
 
 def test_an_unresponsive_holding_queue_loses_nothing(place):

@@ -60,22 +60,22 @@ def authority(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(authority, tmp_path_factory):
     skip_without_own_server()
-    made = SecuredServer(
+    result = SecuredServer(
         tmp_path_factory.mktemp("secured"),
         plugins="rabbitmq_management, rabbitmq_auth_mechanism_ssl",
     )
-    made.secure(authority)
-    made.run()
-    with made:
-        yield made
+    result.secure(authority)
+    result.run()
+    with result:
+        yield result
 
 
 @pytest.fixture
 def place(server, tmp_path, monkeypatch):
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
-    made = Place(server, tmp_path)
-    made.declare()
-    return made
+    result = Place(server, tmp_path)
+    result.declare()
+    return result
 
 
 # -- TLS -------------------------------------------------------------------------------------------

@@ -108,9 +108,9 @@ class Alone:
 
 @pytest.fixture
 def alone(tmp_path):
-    made = Alone(tmp_path)
-    yield made
-    made.queue.close()
+    result = Alone(tmp_path)
+    yield result
+    result.queue.close()
 
 
 def test_a_pipeline_runs_without_airflow_and_spark(alone):

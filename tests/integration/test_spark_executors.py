@@ -35,11 +35,11 @@ def application(root: Path) -> None:
         "spark.worker.ui.port": "0",
         "spark.sql.shuffle.partitions": "1",
     }
-    given = " ".join(f"--conf {name}={value}" for name, value in conf.items())
+    conf_options = " ".join(f"--conf {name}={value}" for name, value in conf.items())
     os.environ |= {
         "SPARK_HOME": os.path.dirname(pyspark.__file__),
         "PYSPARK_PYTHON": sys.executable,
-        "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {given} pyspark-shell",
+        "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {conf_options} pyspark-shell",
     }
 
     def callback(messages: Any, info: BatchInfo) -> None:
@@ -51,11 +51,11 @@ def application(root: Path) -> None:
     session = open_session()
     code = run_work(session, staged.uri, staged.files, staged.work(Counting, plan))
     session.stop()
-    found = {
+    outcomes = {
         name: [made.successful, made.failed, made.error]
         for name, made in staged.outcomes("default").items()
     }
-    (root / "found.json").write_text(json.dumps([code, found]))
+    (root / "found.json").write_text(json.dumps([code, outcomes]))
 
 
 def test_a_batch_with_repeatedly_dying_executors_fails_alone(tmp_path):

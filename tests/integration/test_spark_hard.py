@@ -43,7 +43,7 @@ def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
 
 def test_a_key_stays_in_order_across_generations(tmp_path):
     # Given messages of two keys that came to two tasks by turns, each of which counts its own
-    given = open_run(tmp_path)
+    run = open_run(tmp_path)
     pipeline = pipeline_of(wide=Batcher(schema="n bigint", batch_size=7, concurrency=3))
     generations = []
     for index in (0, 1):
@@ -61,9 +61,9 @@ def test_a_key_stays_in_order_across_generations(tmp_path):
             ]
             for turn in range(3)
         ]
-        generations.append(publish(given, pipeline, chunks, map_index=index))
-    plan = plan_batches(given, pipeline, "wide", generations, try_label="1")
-    files = LocalFiles(given.files.full(""))
+        generations.append(publish(run, pipeline, chunks, map_index=index))
+    plan = plan_batches(run, pipeline, "wide", generations, try_label="1")
+    files = LocalFiles(run.files.full(""))
     for name in generations:
         end = datetime.now(UTC) + timedelta(hours=1)
         lease = Lease(kind="silent", generation=name, seconds=900, deadline=end)
@@ -115,13 +115,13 @@ def test_a_udf_that_kills_its_worker_fails_its_batch_alone(tmp_path, lazy):
         chosen = messages.where(F.udf(die, "boolean")("data.n"))
         return failed(chosen) if lazy else failed([row.message_id for row in chosen.collect()])
 
-    found = run(Staged(tmp_path), callback, count=3)
-    assert {name: (made.successful, made.failed) for name, made in found.items()} == {
+    result = run(Staged(tmp_path), callback, count=3)
+    assert {name: (made.successful, made.failed) for name, made in result.items()} == {
         "b0": (0, 10),
         "b1": (6, 4),
         "b2": (6, 4),
     }
-    assert "Python worker exited unexpectedly" in found["b0"].error
+    assert "Python worker exited unexpectedly" in result["b0"].error
 
 
 def test_pandas_udfs_read_data_and_report_failures(tmp_path):
@@ -149,8 +149,8 @@ def test_pandas_udfs_read_data_and_report_failures(tmp_path):
         flat = messages.select("message_id", "data.n")
         return flat.mapInPandas(grouped, "message_id string, ok boolean")
 
-    found = run(Staged(tmp_path), callback)
-    assert {name: (made.error, made.successful, made.failed) for name, made in found.items()} == {
+    result = run(Staged(tmp_path), callback)
+    assert {name: (made.error, made.successful, made.failed) for name, made in result.items()} == {
         "b0": ("", 5, 5),
         "b1": ("", 5, 5),
     }

@@ -65,12 +65,12 @@ class Job(Staged):
 
     def one(self, callback: Callback, count: int = 10, **more: Any) -> Any:
         """Run one batch of ``count`` messages; its outcome, and its entries."""
-        given = more.pop("rows", {})
-        key = given.get("batch_key", "default")
-        plan = self.plan("default", [Planned("b0", rows(count, **given), batch_key=key)])
+        row = more.pop("rows", {})
+        key = row.get("batch_key", "default")
+        plan = self.plan("default", [Planned("b0", rows(count, **row), batch_key=key)])
         assert self.run(callback, plan, **more) == 0
-        made = self.outcome("default", "b0")
-        return made, self.entries(made)
+        outcome = self.outcome("default", "b0")
+        return outcome, self.entries(outcome)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_frame_has_the_documented_columns_and_types(job):
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         got.append((messages.schema.simpleString(), messages.orderBy("position").collect(), info))
 
-    given = Row(
+    rows = Row(
         "m0",
         {"n": 7},
         batch_key="k",
@@ -134,7 +134,7 @@ def test_a_frame_has_the_documented_columns_and_types(job):
         redelivered=True,
         received_at=EPOCH,
     )
-    plan = job.plan("default", [Planned("b0", [given, Row("m1", {"n": None})], batch_key="k")])
+    plan = job.plan("default", [Planned("b0", [rows, Row("m1", {"n": None})], batch_key="k")])
     assert job.run(callback, plan) == 0
     schema, (first, second), info = got[0]
     assert schema == (
@@ -358,9 +358,9 @@ def test_concurrent_batches_write_to_separate_paths(job, tmp_path):
 
     batches = [Planned(f"b{n}", rows(20, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
     assert job.run(callback, job.plan("wide", batches)) == 0
-    found = job.spark.read.parquet(lake)
-    assert found.count() == found.select("message_id").distinct().count() == 60
-    assert {row.batch_id for row in found.select("batch_id").distinct().collect()} == {
+    frame = job.spark.read.parquet(lake)
+    assert frame.count() == frame.select("message_id").distinct().count() == 60
+    assert {row.batch_id for row in frame.select("batch_id").distinct().collect()} == {
         "b0",
         "b1",
         "b2",
@@ -379,9 +379,9 @@ def test_a_batch_key_in_a_path_round_trips_below_the_root(job, tmp_path):
     assert job.run(callback, job.plan("wide", batches)) == 0
     assert all(not made.error for made in job.outcomes("wide").values())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["lake"]
-    found = job.spark.read.parquet(f"file://{lake}").select("key", "batch_id").collect()
+    frame = job.spark.read.parquet(f"file://{lake}").select("key", "batch_id").collect()
     expected = {(key or None, f"b{n}") for n, key in enumerate(keys)}
-    assert {(row.key, row.batch_id) for row in found} == expected
+    assert {(row.key, row.batch_id) for row in frame} == expected
 
 
 def test_settings_have_defaults_and_overrides(job):
@@ -399,10 +399,10 @@ def test_settings_have_defaults_and_overrides(job):
 
 def test_an_existing_setting_is_kept(monkeypatch):
     # Given a driver whose spark-submit was told one of our settings, and another of its own
-    given = {"spark.sql.session.timeZone": "Asia/Tokyo", "a.b": "c"}
+    settings = {"spark.sql.session.timeZone": "Asia/Tokyo", "a.b": "c"}
     from pyspark import SparkConf
 
-    conf = SparkConf(loadDefaults=False).setAll(list(given.items()))
+    conf = SparkConf(loadDefaults=False).setAll(list(settings.items()))
     monkeypatch.setattr("pyspark.SparkConf", lambda: conf)
     builder = mock.Mock()
     monkeypatch.setattr("pyspark.sql.SparkSession.builder", builder)
@@ -411,7 +411,7 @@ def test_an_existing_setting_is_kept(monkeypatch):
 
     # Then the others are set beside them
     builder.config.assert_called_once_with(conf=conf)
-    assert dict(conf.getAll()) == given | {
+    assert dict(conf.getAll()) == settings | {
         "spark.scheduler.mode": "FAIR",
         "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
         "spark.sql.adaptive.enabled": "true",
@@ -578,10 +578,10 @@ def test_the_whole_batch_failed(job, monkeypatch, callback, text, small):
 
     # The application did its work, so it ends well; the others of the batch go on.
     assert job.run(first_only, plan) == 0
-    made = job.outcome("default", "b0")
-    assert text in made.error
-    assert (made.successful, made.failed) == (0, 5)
-    entries = job.entries(made)
+    outcome = job.outcome("default", "b0")
+    assert text in outcome.error
+    assert (outcome.successful, outcome.failed) == (0, 5)
+    entries = job.entries(outcome)
     assert sorted(entries) == [f"m{n}" for n in range(5)]
     assert all(text in entry.verdict.reason for entry in entries.values())
     assert job.outcome("default", "b1").successful == 5
@@ -613,22 +613,22 @@ def test_reasons_are_cut_at_2048_bytes(job, letter, by):
 
 
 def test_attempts_payload_and_own_actions(job):
-    given = [
+    rows = [
         Row("last", {"n": 0}, attempt=5, payload=b"body", properties='{"a":1}'),
         Row("own", {"n": 1}, on_failure="ack", payload=b"", properties="{}"),
         Row("first", {"n": 2}, payload=b"\xff", properties=None),
         Row("acked", {"n": 3}, acked=True),
         Row("gone", {"n": 4}, acked=True),
     ]
-    plan = job.plan("default", [Planned("b0", given)])
+    plan = job.plan("default", [Planned("b0", rows)])
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
         kept = messages.where("message_id != 'gone'")
         return kept.selectExpr("message_id", "false AS ok", "'no' AS reason")
 
     assert job.run(callback, plan, pipeline=Mending) == 0
-    made = job.outcome("default", "b0")
-    entries = job.entries(made)
+    outcome = job.outcome("default", "b0")
+    entries = job.entries(outcome)
     assert {name: entry.verdict.action for name, entry in entries.items()} == {
         "last": Action.DEAD_LETTER,
         "own": Action.ACK,
@@ -638,7 +638,7 @@ def test_attempts_payload_and_own_actions(job):
     assert entries["last"].properties == '{"a":1}'
     assert entries["first"].payload == b"\xff"
     # Settled before it came here: failed, as handle_failed hears, and settled by nobody again.
-    assert (made.failed, made.missing) == (4, 0)
+    assert (outcome.failed, outcome.missing) == (4, 0)
     [heard] = Mending.seen
     assert sorted(message.message_id for message in heard) == ["acked", "first", "last", "own"]
 
@@ -651,19 +651,19 @@ def test_entries_name_their_generation(job, monkeypatch, pipeline, small):
     generations = ("0" * 31 + "a", "0" * 31 + "b")
     for generation in generations:
         job.lease(generation=generation)
-    given = [
+    rows = [
         Row("both", {"n": 0}, receipt="first", source=0),
         Row("both", {"n": 0}, receipt="second", source=1, redelivered=True),
         Row("one", {"n": 1}, receipt="third", source=1),
         Row("fine", {"n": 2}, receipt="fourth", source=0),
     ]
-    plan = job.plan("default", [Planned("b0", given, generations=generations)])
+    plan = job.plan("default", [Planned("b0", rows, generations=generations)])
     callback = lambda messages, info: failed(messages.where("data.n < 2"))  # noqa: E731
     assert job.run(callback, plan, pipeline=pipeline) == 0
-    made = job.outcome("default", "b0")
-    assert (made.successful, made.failed, made.missing) == (1, 3, 0)
+    outcome = job.outcome("default", "b0")
+    assert (outcome.successful, outcome.failed, outcome.missing) == (1, 3, 0)
     assert [
-        (line.entry.message_id, line.entry.receipt, line.source) for line in job.lines(made)
+        (line.entry.message_id, line.entry.receipt, line.source) for line in job.lines(outcome)
     ] == [("both", "first", 0), ("both", "second", 1), ("one", "third", 1)]
 
 
@@ -684,22 +684,22 @@ def test_the_guides_callback_fails_implausible_rows(job, tmp_path, monkeypatch):
     exec(sample.replace("s3a://lake", f"file://{tmp_path}/lake"), module.__dict__)
     pipeline = module.Flights(producer={"path": f"{tmp_path}/queue.db"})
     data = [{"origin": "EWR", "dest": "LAX", "dep_delay": late} for late in (5.0, 1000.0, 1000.1)]
-    given = [Row(f"m{n}", each) for n, each in enumerate(data)]
+    rows = [Row(f"m{n}", each) for n, each in enumerate(data)]
     schema = pipeline.batchers["default"].schema
-    plan = job.plan("default", [Planned("b0", given)], schema=schema)
+    plan = job.plan("default", [Planned("b0", rows)], schema=schema)
 
     # When a batch of it is handled
     handle = lambda messages, info: pipeline.handle_batch("default", messages, info, None)  # noqa: E731
     assert job.run(handle, plan) == 0
 
     # Then one has failed, with its reason, and the others are in the lake
-    made = job.outcome("default", "b0")
-    assert (made.successful, made.failed, made.error) == (2, 1, "")
-    assert {name: entry.verdict.reason for name, entry in job.entries(made).items()} == {
+    outcome = job.outcome("default", "b0")
+    assert (outcome.successful, outcome.failed, outcome.error) == (2, 1, "")
+    assert {name: entry.verdict.reason for name, entry in job.entries(outcome).items()} == {
         "m2": "implausible delay"
     }
-    found = job.spark.read.parquet(f"file://{tmp_path}/lake/flights").collect()
-    assert sorted((row.message_id, row.dest, row.dep_delay) for row in found) == [
+    frame = job.spark.read.parquet(f"file://{tmp_path}/lake/flights").collect()
+    assert sorted((row.message_id, row.dest, row.dep_delay) for row in frame) == [
         ("m0", "LAX", 5.0),
         ("m1", "LAX", 1000.0),
     ]
@@ -717,9 +717,9 @@ def test_handle_failed_may_change_verdicts(job):
         ]
 
     Mending.mend = staticmethod(mend)
-    given: dict[str, Any] = {"rows": {"metadata": {"k": "v"}, "batch_key": ["a", 1]}}
+    kwargs: dict[str, Any] = {"rows": {"metadata": {"k": "v"}, "batch_key": ["a", 1]}}
     made, entries = job.one(
-        lambda m, info: failed(m.where("data.n < 4")), pipeline=Mending, **given
+        lambda m, info: failed(m.where("data.n < 4")), pipeline=Mending, **kwargs
     )
     assert made.failed == 4
     assert {n: (e.verdict.action, e.verdict.reason) for n, e in entries.items()} == {
@@ -813,14 +813,14 @@ def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
         }
         for instant in instants
     ]
-    given = [Row(f"m{n}", each, received_at=instants[n]) for n, each in enumerate(data)]
+    rows = [Row(f"m{n}", each, received_at=instants[n]) for n, each in enumerate(data)]
     staged_rows = [
         Row(
             row.message_id,
             {**row.data, "m": list(row.data["m"].items())},
             received_at=row.received_at,
         )
-        for row in given
+        for row in rows
     ]
     batches = [Planned("b0", staged_rows), Planned("b1", [Row("n0", None)])]
     plan = job.plan("default", batches, schema=schema)
@@ -835,10 +835,10 @@ def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
     # Then handle_failed sees them as they were, and every batch has its outcome
     seen = {message.message_id: message for chunk in Mending.seen for message in chunk}
     assert {name: message.data for name, message in seen.items()} == {
-        **{row.message_id: row.data for row in given},
+        **{row.message_id: row.data for row in rows},
         "n0": None,
     }
-    assert [seen[row.message_id].received_at for row in given] == instants
+    assert [seen[row.message_id].received_at for row in rows] == instants
     assert sorted(job.outcomes("default")) == ["b0", "b1"]
 
 
@@ -853,8 +853,8 @@ def test_a_batch_with_unreadable_data_fails_without_handle_failed(job, monkeypat
     plan = job.plan("default", batches)
     callback = lambda messages, info: failed(messages, reason="bad")  # noqa: E731
     assert job.run(callback, plan, pipeline=Mending) == 0
-    found = job.outcomes("default")
-    assert {name: (made.failed, made.error) for name, made in found.items()} == {
+    outcomes = job.outcomes("default")
+    assert {name: (made.failed, made.error) for name, made in outcomes.items()} == {
         "b0": (2, ""),
         "b2": (2, "ValueError: year 0 is out of range"),
         "b4": (2, ""),

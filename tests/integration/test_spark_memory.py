@@ -115,10 +115,10 @@ def test_two_million_failures_fit_in_a_512_mb_driver(tmp_path, monkeypatch):
         0,
         MILLIONS,
     )
-    made = place.staged.outcome("default", "b0")
-    assert made.entries is not None
+    outcome = place.staged.outcome("default", "b0")
+    assert outcome.entries is not None
     ids = set()
-    for line in place.staged.files.lines(made.entries):
+    for line in place.staged.files.lines(outcome.entries):
         ids.add(json.loads(line)["id"])
     assert len(ids) == MILLIONS
 
@@ -128,9 +128,9 @@ def test_a_message_that_exhausts_driver_memory_is_dead_lettered_alone(tmp_path, 
     returned = place.operator.execute(place.context)
 
     assert (returned["batches"], returned["failed_messages"]) == (2, 1)
-    found = place.staged.outcomes("default")
-    assert set(found) == {"b0", part_id("b0", 0), part_id("b0", 1)}
-    assert found[part_id("b0", 1)].successful == 1
-    [line] = found[part_id("b0", 0)].lines or [""]
+    outcomes = place.staged.outcomes("default")
+    assert set(outcomes) == {"b0", part_id("b0", 0), part_id("b0", 1)}
+    assert outcomes[part_id("b0", 1)].successful == 1
+    [line] = outcomes[part_id("b0", 0)].lines or [""]
     assert json.loads(line)["id"] == "m0"
     assert json.loads(line)["reason"].startswith("crashed: it ended 1 process")

@@ -100,8 +100,8 @@ def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(tmp_path, 
     assert outcomes["b0"].application_id.startswith("local-")
     import pyarrow.dataset as ds
 
-    found: list[Any] = ds.dataset(tmp_path / "lake", format="parquet").to_table()["n"].to_pylist()
-    assert sorted(found) == sorted(2 * n for n in range(1, 10) for _ in range(3))
+    dataset: list[Any] = ds.dataset(tmp_path / "lake", format="parquet").to_table()["n"].to_pylist()
+    assert sorted(dataset) == sorted(2 * n for n in range(1, 10) for _ in range(3))
 
     # and a second execution starts no JVM
     monkeypatch.setattr(operator, "_submit", None)

@@ -101,8 +101,8 @@ def orders(server: SqsServer, count: int = MESSAGES) -> str:
     name = f"orders-{uuid.uuid4().hex[:12]}"
     dead = server.queue(f"{name}-dead")
     client = server.client()
-    told = client.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])
-    policy = {"deadLetterTargetArn": told["Attributes"]["QueueArn"], "maxReceiveCount": 10}
+    attributes = client.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])
+    policy = {"deadLetterTargetArn": attributes["Attributes"]["QueueArn"], "maxReceiveCount": 10}
     url = server.queue(name, RedrivePolicy=json.dumps(policy))
     for start in range(0, count, 10):
         client.send_message_batch(

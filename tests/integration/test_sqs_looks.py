@@ -39,18 +39,18 @@ def test_browsing_never_redrives_letters(tmp_path):
     env = ProducerEnv(connections=Connections(server.url), staging=tmp_path.as_uri())
 
     # When somebody looks again and again
-    seen, said = [], ""
+    seen, text = [], ""
     for _ in range(limit + 2):
         with closing(producer.dead_letters(env)) as letters:
             try:
                 seen.append(len(list(letters.letters())))
             except ProducerError as error:
                 seen.append(0)
-                said = str(error)
+                text = str(error)
 
     # Then the last looks are refused, and no letter has gone elsewhere
     looks = limit - RESERVE
-    assert "cannot be listed any more" in said
+    assert "cannot be listed any more" in text
     name = dead.rpartition("/")[2]
     assert seen == [3] * looks + [0] * (limit + 2 - looks)
     with closing(producer.dead_letters(env)) as letters:

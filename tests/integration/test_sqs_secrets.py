@@ -63,12 +63,12 @@ def test_no_key_is_written_anywhere(tmp_path, caplog):
     for body in ("good", "bad", "good"):
         server.client().send_message(QueueUrl=url, MessageBody=body)
     store = Store.open(f"file://{tmp_path}/staging")
-    told: list[str] = []
+    texts: list[str] = []
 
     def process(generation: str, **options: Any) -> dict[str, Any] | None:
         """One execution of a process task; its XCom, or ``None`` where it failed."""
         pipeline = Orders(producer={"queue_name": name, **options})
-        told.append(json.dumps(make_ref(pipeline)) + repr(pipeline.producer))
+        texts.append(json.dumps(make_ref(pipeline)) + repr(pipeline.producer))
         clock = ManualClock()
         staged = StagedRun(store, pipeline=pipeline.name, dag_id="d", run_id="r", clock=clock)
         owner = {"dag_id": "d", "run_id": "r", "task_id": "p", "map_index": 0, "try_number": 1}
@@ -80,22 +80,22 @@ def test_no_key_is_written_anywhere(tmp_path, caplog):
             shared=f"{store.uri}/.shared",
             connections=connections(options.pop("endpoint_url", server.url)),
         )
-        told.append(repr(env))
+        texts.append(repr(env))
         try:
-            made = Process(staged, pipeline, env=env, budget=Budget(max_messages=3)).run()
+            result = Process(staged, pipeline, env=env, budget=Budget(max_messages=3)).run()
             lease = staged.lease(staged.generation(generation))
             custodian = pipeline.producer.custodian(env)
-            told.append(str(custodian.settle(lease, Settlement(rest=RELEASE))))
+            texts.append(str(custodian.settle(lease, Settlement(rest=RELEASE))))
             custodian.close()
-            return made
+            return result
         except BroadwayError as error:
-            told.append("".join(traceback.format_exception(error)))
+            texts.append("".join(traceback.format_exception(error)))
             return None
 
     reference = process("works", on_failure="dead_letter", dead_letter=name)
     assert reference is not None
     assert reference["received"] == 3
-    told.append(json.dumps(reference))
+    texts.append(json.dumps(reference))
     assert process("no queue", queue_name="nothing-of-that-name") is None
     assert process("out of reach", endpoint_url="http://127.0.0.1:9") is None
 
@@ -104,6 +104,6 @@ def test_no_key_is_written_anywhere(tmp_path, caplog):
     for what, secret in SECRETS.items():
         for path in files:
             assert secret.encode() not in path.read_bytes(), (what, path)
-        for text in [*told, caplog.text]:
+        for text in [*texts, caplog.text]:
             assert secret not in text, what
     assert "received" in caplog.text.lower()

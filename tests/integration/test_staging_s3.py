@@ -202,8 +202,8 @@ def test_a_run_from_its_first_record_to_its_removal(uri, options):
         record_outcome(run, plan, batch)
 
     # Then each is settled once
-    found = list(iter_unsettled(run.store, "Pipeline", "dag"))
-    assert {record.generation for _, record in found} == set(generations)
+    unsettled = list(iter_unsettled(run.store, "Pipeline", "dag"))
+    assert {record.generation for _, record in unsettled} == set(generations)
     for generation in generations:
         settlement, complete, _ = build_settlement(run, generation, pipeline, [plan], final=False)
         assert complete

@@ -189,12 +189,12 @@ class LivingKafka:
                 yield Left(number, "returns" if due else "delay", True)
 
     def _dead_letters(self) -> Iterator[Left]:
-        found = self._drained[self._dead, 0]
+        drained = self._drained[self._dead, 0]
         for message in self._server.read(self._dead):
             offset = message.offset() or 0
-            if offset in found:
+            if offset in drained:
                 continue
-            found.add(offset)
+            drained.add(offset)
             headers = dict(message.headers() or [])
             again = headers["broadway.again"] == b"1"
             yield Left(number_of(message.value() or b""), DEAD, again)

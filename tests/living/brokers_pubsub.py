@@ -91,12 +91,12 @@ class LivingPubSub:
 
     def drain(self) -> list[Left]:
         time.sleep(_SHORT)
-        found = list(self._drained(self._subscription, "source"))
+        messages = list(self._drained(self._subscription, "source"))
         if not self._moved:
             self._moved = True
             self._clock.sleep(_LONG)
-        found += self._drained(self._subscription, "leased")
-        return [*found, *self._drained(self._dead, DEAD)]
+        messages += self._drained(self._subscription, "leased")
+        return [*messages, *self._drained(self._dead, DEAD)]
 
     def _drained(self, subscription: str, place: str) -> Iterator[Left]:
         attempts = self._server.attempts(subscription)

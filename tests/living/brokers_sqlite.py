@@ -61,7 +61,7 @@ class LivingSqlite:
 
     def drain(self) -> list[Left]:
         now = time.time() * 1_000_000
-        found: list[Left] = []
+        messages: list[Left] = []
         with closing(sqlite3.connect(self._path, timeout=60.0)) as db, db:
             for body, lease, ready_at, giver, deliveries in db.execute(_MESSAGES):
                 place = (
@@ -73,11 +73,11 @@ class LivingSqlite:
                     if giver is not None
                     else "source"
                 )
-                found.append(Left(number_of(body), place, deliveries > 0))
-            found += [
+                messages.append(Left(number_of(body), place, deliveries > 0))
+            messages += [
                 Left(number_of(body), DEAD, deliveries > 1)
                 for body, deliveries in db.execute(_DEAD)
             ]
             db.execute("DELETE FROM messages")
             db.execute("DELETE FROM dead")
-        return found
+        return messages

@@ -94,12 +94,12 @@ class LivingSqs:
 
     def drain(self) -> list[Left]:
         time.sleep(_SHORT)
-        found = list(self._drained(self._url, "source"))
+        messages = list(self._drained(self._url, "source"))
         if not self._moved:
             self._moved = True
             self._clock.sleep(_LONG)
-        found += self._drained(self._url, "leased")
-        return [*found, *self._drained(self._dead, DEAD)]
+        messages += self._drained(self._url, "leased")
+        return [*messages, *self._drained(self._dead, DEAD)]
 
     def _drained(self, url: str, place: str) -> Iterator[Left]:
         client = self._server.client()

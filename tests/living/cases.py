@@ -164,16 +164,16 @@ def living_cases(
 def _preempted(title: str, make: Make, folder: Path, seed: int, seconds: float) -> Found:
     """Runs that are killed from outside, none of which ends untouched; then three quiet ones."""
     where = folder / "preempted"
-    given = Preemption(
+    preemption = Preemption(
         make=make, folder=where, rate=40.0, seconds=seconds, dice=random.Random(seed)
     )
-    account, kills = preempt(given)
+    account, kills = preempt(preemption)
     print(f"  {kills} kills: {account}", flush=True)
-    found = Found(title, account.confirmed, duplicates=account.again, lost=account.lost)
-    found.killed["process"] += kills
-    found.unmarked += len(account.unmarked)
-    found.mistakes += account.mistakes
-    return found
+    result = Found(title, account.confirmed, duplicates=account.again, lost=account.lost)
+    result.killed["process"] += kills
+    result.unmarked += len(account.unmarked)
+    result.mistakes += account.mistakes
+    return result
 
 
 def series(
@@ -188,12 +188,12 @@ def series(
 ) -> Found:
     """So many runs, in rounds: each weather in turn, each with all rates and endings in turn."""
     dice = random.Random(seed)
-    found = Found(title, 0)
+    result = Found(title, 0)
     places: Counter[str] = Counter()
     for number, first in enumerate(range(0, runs, _ROUND)):
         weather = weathers[number % len(weathers)]
         rate = rates[(number + number // len(weathers)) % len(rates)]
-        made = play(
+        summary = play(
             Round(
                 make=make,
                 folder=folder / f"{number}-{weather}",
@@ -205,13 +205,13 @@ def series(
                 tell=lambda line: print(line, flush=True),
             )
         )
-        print(f"  {number}, {weather}, {rate:.0f}/s: {made}", flush=True)
-        found.messages += made.confirmed
-        found.runs += min(_ROUND, runs - first)
-        found.duplicates += made.again
-        found.unmarked += len(made.unmarked)
-        found.lost += made.lost
-        found.mistakes += [f"{number}, {weather}: {mistake}" for mistake in made.mistakes]
-        places += made.places
+        print(f"  {number}, {weather}, {rate:.0f}/s: {summary}", flush=True)
+        result.messages += summary.confirmed
+        result.runs += min(_ROUND, runs - first)
+        result.duplicates += summary.again
+        result.unmarked += len(summary.unmarked)
+        result.lost += summary.lost
+        result.mistakes += [f"{number}, {weather}: {mistake}" for mistake in summary.mistakes]
+        places += summary.places
     print(f"  left in queues: {dict(places)}", flush=True)
-    return found
+    return result

@@ -58,8 +58,8 @@ def account(
 
     :param published: How many were published; what was not confirmed may be anywhere, but once.
     """
-    made = Account(confirmed=len(confirmed))
-    made.places.update(message.place for message in left)
+    summary = Account(confirmed=len(confirmed))
+    summary.places.update(message.place for message in left)
     done: dict[int, list[bool]] = defaultdict(list)
     batches: dict[int, set[str]] = defaultdict(set)
     for line in lines:
@@ -67,23 +67,23 @@ def account(
         # The same batch once more has the same id: a sink knows it by that.
         done[line.number].append(line.redelivered or line.attempt > 1 or line.batch in before)
         before.add(line.batch)
-    made.handled = len(done)
+    summary.handled = len(done)
     queued: dict[int, list[bool]] = defaultdict(list)
     for message in left:
         queued[message.number].append(message.marked)
-    made.settled = made.handled - len(done.keys() & queued.keys())
+    summary.settled = summary.handled - len(done.keys() & queued.keys())
     for number in range(published):
         first, then = done.pop(number, []), queued.pop(number, [])
         if not first and not then and number in confirmed:
-            made.lost.append(number)
-        made.again += max(0, len(first) + len(then) - 1)
+            summary.lost.append(number)
+        summary.again += max(0, len(first) + len(then) - 1)
         # One appearance may be without a mark; where it was handled, that is the one.
         if first.count(False) > 1 or then.count(False) > (0 if first else 1):
-            made.unmarked.append(number)
+            summary.unmarked.append(number)
     strange = done.keys() | queued.keys()
     if strange:
-        made.mistakes.append(f"messages that nobody published: {sorted(strange)[:10]}")
-    return made
+        summary.mistakes.append(f"messages that nobody published: {sorted(strange)[:10]}")
+    return summary
 
 
 def check_order(

@@ -69,8 +69,8 @@ def preempt(given: Preemption) -> tuple[Account, int]:
                 time.sleep(given.dice.uniform(0.0, 0.3))
             worker.end()
             kills += 1
-        made = close_quietly(series, broker, given.folder, given.tell)
-    return made, kills
+        summary = close_quietly(series, broker, given.folder, given.tell)
+    return summary, kills
 
 
 def close_quietly(
@@ -90,19 +90,19 @@ def close_quietly(
     worker = Worker(folder / "quiet.log")
     for number in range(QUIET_RUNS):
         quiet = {"flow": "staged", "budget": {"wait_seconds": 1.0}, "harm": HARM, **command}
-        told = series.run(worker, **quiet)
-        tell(f"  quiet run {number + 1}: {told['report']}, {told['seconds']} s")
+        answer = series.run(worker, **quiet)
+        tell(f"  quiet run {number + 1}: {answer['report']}, {answer['seconds']} s")
         time.sleep(_RETRY_DELAY)
     worker.end()
-    made = series.close(exact=False)
-    waiting = {place: count for place, count in made.places.items() if place != DEAD and count}
+    summary = series.close(exact=False)
+    waiting = {place: count for place, count in summary.places.items() if place != DEAD and count}
     if waiting:
-        made.mistakes.append(f"after {QUIET_RUNS} quiet runs messages wait: {waiting}")
+        summary.mistakes.append(f"after {QUIET_RUNS} quiet runs messages wait: {waiting}")
     innocent = [
         message.number
         for message in series.left
         if message.place == DEAD and not fails_for_good(message.number)
     ]
     if innocent:
-        made.mistakes.append(f"dead-lettered without cause: {sorted(innocent)[:20]}")
-    return made
+        summary.mistakes.append(f"dead-lettered without cause: {sorted(innocent)[:20]}")
+    return summary

@@ -72,10 +72,10 @@ def play(given: Round) -> Account:
         for turn in _turns(given):
             weather.play(table, turn)
         table.close()
-        made = series.close(exact=weather.exact, forgetful=weather.deadly)
+        summary = series.close(exact=weather.exact, forgetful=weather.deadly)
         if weather.exact:  # else who is late is refused, and says so
-            made.mistakes += table.surprises
-        return made
+            summary.mistakes += table.surprises
+        return summary
 
 
 def _turns(given: Round) -> Iterator[tuple[Ending, str]]:
@@ -158,11 +158,13 @@ class _Table:
             while not worker.done:  # the first may come before the run listens
                 worker.signal(turn[0].number)
                 time.sleep(0.2)
-        told = self.series.end(worker)
-        _seen[self.broker.kind, turn[0].name, turn[1]] = told["writes"]
-        if told["raised"] and not (turn[0].raises and told["raised"].startswith(turn[0].raises)):
-            self.surprises.append(f"{told['run']}, {turn[0].name}, raised {told['raised']}")
-        return told
+        answer = self.series.end(worker)
+        _seen[self.broker.kind, turn[0].name, turn[1]] = answer["writes"]
+        if answer["raised"] and not (
+            turn[0].raises and answer["raised"].startswith(turn[0].raises)
+        ):
+            self.surprises.append(f"{answer['run']}, {turn[0].name}, raised {answer['raised']}")
+        return answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,9 +55,9 @@ class Series:
 
     def end(self, worker: Worker) -> dict[str, Any]:
         """Wait for the end of a run."""
-        told = worker.answer()
-        self.told.append(told)
-        return told
+        answer = worker.answer()
+        self.told.append(answer)
+        return answer
 
     def run(self, worker: Worker, **command: Any) -> dict[str, Any]:
         """A whole run."""
@@ -79,21 +79,21 @@ class Series:
         limit = time.monotonic() + _SETTLING
         while True:
             left += self._broker.drain()
-            made = account(self.publisher.confirmed, self.publisher.published, lines, left)
-            if not made.lost or time.monotonic() > limit:
+            summary = account(self.publisher.confirmed, self.publisher.published, lines, left)
+            if not summary.lost or time.monotonic() > limit:
                 break
             time.sleep(0.5)
-        check_order(made, lines, left, self._broker.group_of)
-        check_attempts(made, lines)
+        check_order(summary, lines, left, self._broker.group_of)
+        check_attempts(summary, lines)
         reports = [told["report"] for told in self.told]
         if exact and all(reports):
-            compare(made, reports)
+            compare(summary, reports)
         if not forgetful:
-            said = {told["run"]: told["report"] for told in self.told if told["report"]}
-            bound(made, said, lines)
-        made.mistakes += [
+            reports_ = {told["run"]: told["report"] for told in self.told if told["report"]}
+            bound(summary, reports_, lines)
+        summary.mistakes += [
             f"{told['run']} does not balance: {told['report']}"
             for told in self.told
             if told["report"] and not told["report"]["balanced"]
         ]
-        return made
+        return summary

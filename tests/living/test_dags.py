@@ -38,8 +38,8 @@ def test_runs_of_a_dag_in_traffic_lose_nothing(kind, open_broker, tmp_path, monk
             assert ran.state == "success", ran.states
             reports.append(ran.report)
 
-    found = account(publisher.confirmed, publisher.published, handled(sink), broker.drain())
+    summary = account(publisher.confirmed, publisher.published, handled(sink), broker.drain())
     assert all(report["balanced"] for report in reports)
-    compare(found, [report["totals"] for report in reports])
-    assert found.good, f"{found}: {json.dumps(reports)}"
-    assert found.handled > 200
+    compare(summary, [report["totals"] for report in reports])
+    assert summary.good, f"{summary}: {json.dumps(reports)}"
+    assert summary.handled > 200

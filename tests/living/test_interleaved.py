@@ -76,15 +76,15 @@ class Watched:
         self._between = between
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._half, name)
-        if not callable(found) or name == "close":
-            return found
+        attribute = getattr(self._half, name)
+        if not callable(attribute) or name == "close":
+            return attribute
 
         def call(*given: Any, **named: Any) -> Any:
             self._between()
-            made = found(*given, **named)
+            result = attribute(*given, **named)
             self._between()
-            return made
+            return result
 
         return call
 
@@ -198,11 +198,11 @@ class World:
         """Drain the queue, and count."""
         self._queue.close()
         confirmed = dict.fromkeys(range(self._published), 0.0)
-        made = account(confirmed, self._published, handled(self.sink), self.broker.drain())
+        summary = account(confirmed, self._published, handled(self.sink), self.broker.drain())
         assert all(report["balanced"] for report in self._reports), self._reports
         if not self._happened & UNTOLD:
-            compare(made, self._reports)
-        return made
+            compare(summary, self._reports)
+        return summary
 
     # -- what happens --------------------------------------------------------------------------
 
@@ -254,6 +254,6 @@ def test_any_interleaving_of_calls_loses_nothing(runs, schedule):
             for flow, budget in runs:
                 world.run(flow, budget)
 
-        found = world.end()
+        summary = world.end()
 
-    assert found.good, str(found)
+    assert summary.good, str(summary)

@@ -86,10 +86,10 @@ def case(
 def test_runs_in_traffic_lose_nothing(open_broker, tmp_path, kind, options, turns, handled):
     make = open_broker(kind, **options)
 
-    made = play(Round(make=make, folder=tmp_path, rate=100.0, dice=random.Random(1), **turns))
+    summary = play(Round(make=make, folder=tmp_path, rate=100.0, dice=random.Random(1), **turns))
 
-    assert made.good, str(made)
-    assert made.handled > handled
+    assert summary.good, str(summary)
+    assert summary.handled > handled
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_double_counting_reports_are_detected():
     one = {"acked": 10, "dead_lettered": 0}
 
     def mistakes(**reports: dict[str, int]) -> list[str]:
-        made = account(confirmed, 10, lines, [])
-        bound(made, reports, lines)
-        return made.mistakes
+        summary = account(confirmed, 10, lines, [])
+        bound(summary, reports, lines)
+        return summary.mistakes
 
     assert mistakes(first=one, zombie={**one, "acked": 0}) == []
     assert mistakes(first=one, zombie={**one, "acked": 1}) == [
@@ -172,20 +172,20 @@ def test_double_counting_reports_are_detected():
     ids=["in order", "repeated", "two groups", "unsettled", "overtaken", "still queued"],
 )
 def test_messages_settled_out_of_order_are_detected(handled, queued, overtaking):
-    made = Account()
+    summary = Account()
     lines = [Handled(number, str(number), 1, False, "", "") for number in handled]
     left = [Left(number, "source", False) for number in queued]
 
-    check_order(made, lines, left, lambda number: number % 2)
+    check_order(summary, lines, left, lambda number: number % 2)
 
     wanted = [f"settled before earlier ones: {overtaking}"] if overtaking else []
-    assert made.mistakes == wanted
+    assert summary.mistakes == wanted
 
 
 def test_attempts_used_up_by_a_crash_are_detected():
-    made = Account()
+    summary = Account()
     lines = [Handled(3, "3", 2, True, "", ""), Handled(4, "4", 2, True, "", "")]
 
-    check_attempts(made, lines)
+    check_attempts(summary, lines)
 
-    assert made.mistakes == ["handled at a wrong attempt: [4]"]
+    assert summary.mistakes == ["handled at a wrong attempt: [4]"]

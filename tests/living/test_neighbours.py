@@ -86,14 +86,14 @@ def test_a_sensor_killed_twenty_times_settles_each_message_once(broker, series, 
 
     # Then the reports of the sensors that came to their end agree with the queues and the sink.
     # What is published anew, a retry or a dead letter, may be there twice, and is marked
-    made = series.close(exact=broker.kind == "sqlite")
-    assert made.good, str(made)
+    summary = series.close(exact=broker.kind == "sqlite")
+    assert summary.good, str(summary)
     assert {message.number for message in series.left if message.place == DEAD} <= {
         number for number in range(series.publisher.published) if fails_for_good(number)
     }
     if broker.kind == "sqlite":
-        assert made.again == 0, str(made)
-    assert made.handled > 60 * rounds
+        assert summary.again == 0, str(summary)
+    assert summary.handled > 60 * rounds
 
 
 def test_a_run_keeps_its_messages_while_its_neighbour_is_killed_thirty_times(
@@ -104,26 +104,26 @@ def test_a_run_keeps_its_messages_while_its_neighbour_is_killed_thirty_times(
     series.publisher.rate = 100.0
     steady = Worker(tmp_path / "steady.log")
     budget = {**_HUNGRY, "max_messages": 200}
-    about: dict[str, Any] = {"flow": "staged", "harm": HARM}
-    series.begin(steady, run="steady", budget=budget, context={"slow": 0.03}, **about)
+    kwargs: dict[str, Any] = {"flow": "staged", "harm": HARM}
+    series.begin(steady, run="steady", budget=budget, context={"slow": 0.03}, **kwargs)
 
     # When runs next to it are killed
     for number in range(30):
         worker = Worker(tmp_path / "killed.log")
-        series.begin(worker, run=f"killed-{number}", running=["steady"], budget=_HUNGRY, **about)
+        series.begin(worker, run=f"killed-{number}", running=["steady"], budget=_HUNGRY, **kwargs)
         time.sleep(dice.uniform(0.1, 0.5))
         worker.end()
-    told = series.end(steady)
+    answer = series.end(steady)
     steady.end()
 
     # Then it has settled all that it received, and so do others with what the killed ones held
-    assert not told["raised"]
-    assert told["report"]["balanced"]
-    assert told["report"]["received"] >= 200
-    assert told["report"]["released"] == told["report"]["lapsed"] == 0
+    assert not answer["raised"]
+    assert answer["report"]["balanced"]
+    assert answer["report"]["received"] >= 200
+    assert answer["report"]["released"] == answer["report"]["lapsed"] == 0
     lines = handled(tmp_path / "sink.jsonl")
-    made = close_quietly(series, broker, tmp_path)
-    assert made.good, str(made)
+    summary = close_quietly(series, broker, tmp_path)
+    assert summary.good, str(summary)
     mine = [line.message_id for line in lines if line.run == "steady"]
     others = {
         line.message_id
@@ -139,12 +139,12 @@ def test_a_pipeline_renamed_between_crashes_blames_and_loses_nothing(broker, ser
     publish(series, 300)
     lapses = isinstance(broker, Lapsing)
     lease = {} if lapses else {"producer": {"lease": _SHORT}}
-    about: dict[str, Any] = {"flow": "staged", "harm": HARM, **lease}
+    kwargs: dict[str, Any] = {"flow": "staged", "harm": HARM, **lease}
     names = ("LivingBefore", "LivingAfter")
     for number in range(8):
         worker, run = Worker(tmp_path / "killed.log"), f"killed-{number}"
         slow = {"context": {"slow": 0.02}, "budget": _HUNGRY}
-        series.begin(worker, run=run, named=names[number % 2], **slow, **about)
+        series.begin(worker, run=run, named=names[number % 2], **slow, **kwargs)
         wait_for_messages(series, worker, run, tmp_path)
         worker.end()
         if isinstance(broker, Lapsing):
@@ -152,10 +152,10 @@ def test_a_pipeline_renamed_between_crashes_blames_and_loses_nothing(broker, ser
 
     # When what the other name held has lapsed, and it runs under the second one
     time.sleep(0.0 if lapses else _SHORT + 0.5)
-    made = close_quietly(series, broker, tmp_path, named=names[1])
+    summary = close_quietly(series, broker, tmp_path, named=names[1])
 
     # Then nothing is lost or dead-lettered without cause, and each name has its own crashes
-    assert made.good, str(made)
+    assert summary.good, str(summary)
     store, now = Store.open(f"file://{tmp_path}/staging"), SharedClock(str(tmp_path / "n")).now()
     histories = [load_crash_history(store, name, now) for name in names]
     assert all(history.crashes for history in histories)
@@ -167,15 +167,15 @@ def test_a_paused_run_whose_suspects_are_taken_over_blames_none(broker, series, 
     # Given a crash on record, and messages that a run handles in a child process
     publish(series, 60)
     producer = {"max_crashes": 1}
-    about: dict[str, Any] = {"flow": "staged", "harm": HARM, "producer": producer}
+    kwargs: dict[str, Any] = {"flow": "staged", "harm": HARM, "producer": producer}
     worker = Worker(tmp_path / "killed.log")
-    series.begin(worker, run="killed", context={"slow": 0.05}, budget=_HUNGRY, **about)
+    series.begin(worker, run="killed", context={"slow": 0.05}, budget=_HUNGRY, **kwargs)
     wait_for_messages(series, worker, "killed", tmp_path)
     worker.end()
     if isinstance(broker, Lapsing):
         broker.lapse()
     late = Worker(tmp_path / "late.log")
-    series.begin(late, run="late", context={"slow": 0.05}, budget={"wait_seconds": 1.0}, **about)
+    series.begin(late, run="late", context={"slow": 0.05}, budget={"wait_seconds": 1.0}, **kwargs)
     children: list[psutil.Process] = []
     while not children and not late.done:  # it has suspects
         children = late.children()
@@ -196,12 +196,12 @@ def test_a_paused_run_whose_suspects_are_taken_over_blames_none(broker, series, 
     if isinstance(broker, Lapsing):
         broker.lapse()
     other = Worker(tmp_path / "other.log")
-    series.run(other, budget={"wait_seconds": 1.0}, **about)
+    series.run(other, budget={"wait_seconds": 1.0}, **kwargs)
     other.end()
     late.signal(signal.SIGCONT)
     series.end(late)
     late.end()
 
     # Then no message is dead-lettered but those that fail for good, and none is lost
-    made = close_quietly(series, broker, tmp_path, producer=producer)
-    assert made.good, str(made)
+    summary = close_quietly(series, broker, tmp_path, producer=producer)
+    assert summary.good, str(summary)

@@ -71,8 +71,8 @@ class Worker:
         if not line:
             tail = self._log.read_text(errors="replace")[-3000:]
             raise RuntimeError(f"the worker does not answer: {tail}")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        report: dict[str, Any] = json.loads(line)
+        return report
 
     @property
     def done(self) -> bool:

@@ -160,9 +160,9 @@ class Bundles:
         for number, copies in enumerate(state.broker):
             for copy in copies or ():
                 if copy.place == "taken" and copy.hand not in gens:
-                    made = _moved(copies, copy, Copy("queue", -1, True))
+                    after = _moved(copies, copy, Copy("queue", -1, True))
                     note = f"the connection of generation {copy.hand} is gone: message {number}"
-                    yield Step(f"RabbitMQ: {note}", set_message(state, number, made))
+                    yield Step(f"RabbitMQ: {note}", set_message(state, number, after))
         for number in range(len(state.gens)):
             claim = self._journal(state, number).claim
             if claim and claim not in alive:
@@ -217,10 +217,10 @@ class Bundles:
             for number, gen in enumerate(state.gens):
                 other = self._journal(state, number)
                 if other.opening and not other.claim and (gen.late or other.settled):
-                    made = self._change(state, number, claim=thread.name)
+                    after = self._change(state, number, claim=thread.name)
                     work = Work(number, True, sweeps=True)
-                    made = set_thread(made, thread, at="sweep fence", memo=work)
-                    yield f"the holding queue of generation {number} is claimed", made
+                    after = set_thread(after, thread, at="sweep fence", memo=work)
+                    yield f"the holding queue of generation {number} is claimed", after
                     return
         nothing = True
         for number, copies in enumerate(state.broker):
@@ -229,14 +229,14 @@ class Bundles:
                 continue
             nothing = False
             if not journal.opened:
-                made = self._change(state, own, claim=thread.name)
-                yield "messages are there", set_thread(made, thread, at="note opened")
+                after = self._change(state, own, claim=thread.name)
+                yield "messages are there", set_thread(after, thread, at="note opened")
                 return
             taken = queued[0]._replace(place="taken", hand=str(own))
-            made = set_message(state, number, _moved(copies, queued[0], taken))
+            after = set_message(state, number, _moved(copies, queued[0], taken))
             at = "confirmed" if run.drop == "confirm" else "bundle"
-            made = set_thread(made, thread, at=at, memo=(number, taken))
-            yield f"message {number} out of the queue", made
+            after = set_thread(after, thread, at=at, memo=(number, taken))
+            yield f"message {number} out of the queue", after
             break
         if nothing or any(state.gens[own].got):
             yield run.enough(state, thread)
@@ -249,9 +249,9 @@ class Bundles:
     def _is_over(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         journal = self._journal(state, thread.gen)
         if journal.closed or journal.settled:
-            made = self._change(state, thread.gen, claim="")
-            made = self.protocol.give_back(made, thread)
-            yield "it was released before its first message", made
+            after = self._change(state, thread.gen, claim="")
+            after = self.protocol.give_back(after, thread)
+            yield "it was released before its first message", after
             return
         yield "it may begin", set_thread(state, thread, at="bind")
 
@@ -269,16 +269,16 @@ class Bundles:
         if self.protocol.drop != "confirm" and copy not in state.broker[number]:
             return
         if not journal.bound and self.protocol.drop != "fence":
-            made = self.protocol.give_back(state, thread)
-            yield "the bundle is returned: it is unbound", made
+            after = self.protocol.give_back(state, thread)
+            yield "the bundle is returned: it is unbound", after
             return
-        made = set_message(state, number, _moved(state.broker[number], None, Copy("held", own)))
+        after = set_message(state, number, _moved(state.broker[number], None, Copy("held", own)))
         if self.protocol.drop == "fence" and not journal.opening:
-            made = state  # into a queue that is being purged
+            after = state  # into a queue that is being purged
         if self.protocol.drop == "confirm":
-            yield f"bundle {number}", set_thread(made, thread, at="receive", memo=())
+            yield f"bundle {number}", set_thread(after, thread, at="receive", memo=())
             return
-        yield f"bundle {number}", set_thread(made, thread, at="confirmed")
+        yield f"bundle {number}", set_thread(after, thread, at="confirmed")
 
     def _confirmed(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, copy = thread.memo
@@ -350,19 +350,22 @@ class Bundles:
             read = self._held(state, number)
             if journal.bundles is not None:
                 read = [bundle for bundle in read if bundle in journal.bundles]
-            made = set_thread(
+            after = set_thread(
                 state,
                 thread,
                 at=at,
                 report=journal.report,
                 memo=Work(number, True, read=tuple(read)) if at == "free" else (),
             )
-            yield "it is settled", made if at == "free" else self._unclaimed(made, number, thread)
+            yield (
+                "it is settled",
+                after if at == "free" else self._unclaimed(after, number, thread),
+            )
             return
         if journal.settled == "swept" or not journal.opening:
-            made = self._unclaimed(state, number, thread)
-            made = set_thread(made, thread, at="journal", report=lapsed, memo=())
-            yield "another run has what it held", made
+            after = self._unclaimed(state, number, thread)
+            after = set_thread(after, thread, at="journal", report=lapsed, memo=())
+            yield "another run has what it held", after
             return
         yield "it is not settled", set_thread(state, thread, at="fence")
 
@@ -381,8 +384,8 @@ class Bundles:
         if decision.complete and len(self._held(state, number)) == counted:
             todo = [(m, v) for m, v in enumerate(decision.verdicts) if v in ("retry", "dead")]
             work = Work(number, False, tuple(todo))
-            made = self._publishes(state, thread, work, report=decision.verdicts)
-            yield f"it is unbound, and all {counted} bundles are there", made
+            after = self._publishes(state, thread, work, report=decision.verdicts)
+            yield f"it is unbound, and all {counted} bundles are there", after
             return
         yield "it is unbound", set_thread(state, thread, at="get")
 
@@ -397,8 +400,10 @@ class Bundles:
             if self.protocol.drop == "covers" and len(todo) < len(read):
                 todo = [(m, "release") for m in read]
                 state = state._replace(broken="what is settled comes to no callback again")
-            made = self._publishes(state, thread, work._replace(todo=tuple(todo), read=tuple(read)))
-            yield f"bundles {read}", made
+            after = self._publishes(
+                state, thread, work._replace(todo=tuple(todo), read=tuple(read))
+            )
+            yield f"bundles {read}", after
             return
         decision, report = thread.decision, [""] * self.protocol.messages
         assert decision is not None
@@ -407,8 +412,8 @@ class Bundles:
             verdict = report[message] = decision.verdicts[message] or "release"
             if verdict != "ack":
                 todo.append((message, verdict))
-        made = work._replace(todo=tuple(todo), read=tuple(read))
-        yield f"bundles {read}", self._publishes(state, thread, made, report=tuple(report))
+        after = work._replace(todo=tuple(todo), read=tuple(read))
+        yield f"bundles {read}", self._publishes(state, thread, after, report=tuple(report))
 
     def _publishes(self, state: State, thread: Thread, work: Work, **changes: Any) -> State:
         """Go on with the next message to publish, or with what comes after the last."""
@@ -425,8 +430,8 @@ class Bundles:
         number, work = thread.settling[0][0], thread.memo
         turns = self._journal(state, number).turns
         if self.protocol.drop == "turn":  # look first, then write
-            made = set_thread(state, thread, at="turns", memo=work._replace(turn=f"after {turns}"))
-            yield f"{turns} turns before", made
+            after = set_thread(state, thread, at="turns", memo=work._replace(turn=f"after {turns}"))
+            yield f"{turns} turns before", after
             return
         state = self._change(state, number, turns=min(turns + 1, 2))
         yield "a turn", set_thread(state, thread, at="turns", memo=work._replace(turn="noted"))
@@ -439,8 +444,8 @@ class Bundles:
             before = int(work.turn.removeprefix("after "))
             repeats = before > 0
             state = self._change(state, number, turns=min(before + 1, 2))
-        made = self._publishes(state, thread, work._replace(turn="again" if repeats else "first"))
-        yield "others settle it, too" if repeats else "it is the first", made
+        after = self._publishes(state, thread, work._replace(turn="again" if repeats else "first"))
+        yield "others settle it, too" if repeats else "it is the first", after
 
     def _carry_out(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         run, work = self.protocol, thread.memo
@@ -451,8 +456,8 @@ class Bundles:
         again = work.turn == "again" or state.gens[work.gen].marked[message]
         copy = Copy("dead", -1, again) if verdict == "dead" else Copy("queue", -1, True)
         state = set_message(state, message, _moved(state.broker[message], None, copy))
-        made = self._publishes(state, thread, work._replace(todo=work.todo[1:]))
-        yield f"message {message}: {verdict}", made._replace(broken=broken)
+        after = self._publishes(state, thread, work._replace(todo=work.todo[1:]))
+        yield f"message {message}: {verdict}", after._replace(broken=broken)
 
     def _note(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         """Created once: the first note stands."""
@@ -463,9 +468,9 @@ class Bundles:
             report = journal.report
             if journal.settled == "swept":
                 report = tuple("lapsed" if received else "" for received in gen.got)
-            made = self._unclaimed(state, work.gen, thread)
-            made = set_thread(made, thread, at="journal", report=report, memo=())
-            yield f"it is {journal.settled} by another", made
+            after = self._unclaimed(state, work.gen, thread)
+            after = set_thread(after, thread, at="journal", report=report, memo=())
+            yield f"it is {journal.settled} by another", after
             return
         bundles = work.read if work.reads else None
         state = self._change(
@@ -477,8 +482,8 @@ class Bundles:
         for message in done:
             verdict = decision.verdicts[message] or "release"
             broken = broken or self.protocol.carried(state, thread, message, verdict)
-        made = work if work.reads else work._replace(read=tuple(self._held(state, work.gen)))
-        state = set_thread(state, thread, at="free", memo=made)
+        after = work if work.reads else work._replace(read=tuple(self._held(state, work.gen)))
+        state = set_thread(state, thread, at="free", memo=after)
         yield "it is settled", state._replace(broken=broken)
 
     def _free(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:

@@ -296,8 +296,8 @@ class Run:
         if main is None:
             if state.over[A]:
                 again = less._replace(over=put(less.over, A, False))
-                made = self._begins(again, "process", None)
-                yield "clear", "Airflow: process is cleared", made
+                after = self._begins(again, "process", None)
+                yield "clear", "Airflow: process is cleared", after
             return
         gone = set_thread(less, main, chain=False)
         who = f"Airflow: {main.name} {main.task} is taken for dead"
@@ -308,8 +308,8 @@ class Run:
             last = self._begins(less, "ack", main, chain=False)
             yield "last look", "Airflow: ack looks for the last time", last
         if main.task in ("batch", "ack"):
-            made = self._begins(gone, "process", main)
-            yield "clear", "Airflow: process is cleared", made
+            after = self._begins(gone, "process", main)
+            yield "clear", "Airflow: process is cleared", after
         over = gone._replace(over=put(gone.over, A, True))
         yield "over", "Airflow: the run is over", over
 
@@ -410,8 +410,8 @@ class Run:
             yield "the messages for batchers", set_thread(state, thread, at="look")
             return
         for results in product(*(self.made_of(gen, place) for place in range(self.messages))):
-            made = set_gen(state, thread.gen, outcome=results)
-            yield f"the entries: {_listed(results)}", set_thread(made, thread, at="look")
+            after = set_gen(state, thread.gen, outcome=results)
+            yield f"the entries: {_listed(results)}", set_thread(after, thread, at="look")
 
     def made_of(self, gen: Gen, message: int) -> Sequence[str]:
         """What a callback may make of a message."""
@@ -525,7 +525,7 @@ class Run:
         gen = state.gens[thread.gen]
         decision = self.decision(gen, void=False)
         if (decision.complete or gen.intent) and not gen.report:
-            made = set_thread(
+            after = set_thread(
                 state,
                 thread,
                 at="intent",
@@ -533,7 +533,7 @@ class Run:
                 settling=((thread.gen, False),),
                 then=END,
             )
-            yield "no sensor has looked: it settles", made
+            yield "no sensor has looked: it settles", after
 
     # -- the sensor ----------------------------------------------------------------------------
 

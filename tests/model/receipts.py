@@ -93,8 +93,8 @@ class Receipts:
     def events(self, state: State) -> Iterator[Step[State]]:
         for number, message in enumerate(state.broker):
             if message.place == FLYING and state.gens[message.receipt].late:
-                shown = set_message(state, number, message._replace(place=READY))
-                yield Step(f"SQS: message {number} is visible again", shown)
+                after = set_message(state, number, message._replace(place=READY))
+                yield Step(f"SQS: message {number} is visible again", after)
 
     def holds(self, state: State, gen: int) -> bool:
         return any(message.place == FLYING and message.receipt == gen for message in state.broker)
@@ -121,12 +121,12 @@ class Receipts:
     def _receive(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         ready = [number for number, each in enumerate(state.broker) if each.place == READY]
         if ready:
-            made = state
+            after = state
             for number in ready:
                 taken = Message(FLYING, thread.gen, True, state.broker[number].letter)
-                made = set_message(made, number, taken)
+                after = set_message(after, number, taken)
             memo = tuple((number, state.broker[number].delivered) for number in ready)
-            yield f"messages {ready}", set_thread(made, thread, at="secure", memo=memo)
+            yield f"messages {ready}", set_thread(after, thread, at="secure", memo=memo)
         if not ready or any(state.gens[thread.gen].got):
             yield self.protocol.enough(state, thread)
 
@@ -153,8 +153,8 @@ class Receipts:
         number, _ = thread.settling[0]
         gen, log = state.gens[number], self._log(state, number)
         if log.report:
-            made = set_thread(state, thread, at="journal", report=log.report)
-            yield "it is settled: only the report", made
+            after = set_thread(state, thread, at="journal", report=log.report)
+            yield "it is settled: only the report", after
             return
         lapsed = tuple("lapsed" if received else "" for received in gen.got)
         if not any(log.held) or gen.late:
@@ -162,8 +162,8 @@ class Receipts:
             yield why, set_thread(state, thread, at="end log", report=lapsed)
             return
         memo = log.begun, log.held
-        made = set_thread(state, thread, at="begin log", report=("",) * len(lapsed), memo=memo)
-        yield "the receipts", made
+        after = set_thread(state, thread, at="begin log", report=("",) * len(lapsed), memo=memo)
+        yield "the receipts", after
 
     def _begin(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, _ = thread.settling[0]
@@ -174,12 +174,12 @@ class Receipts:
 
     def _go_on(self, state: State, thread: Thread, place: int, **changes: object) -> State:
         """Go to the next message whose receipt is known."""
-        held = thread.memo[1]
+        receipts = thread.memo[1]
         place += 1
-        while place < len(held) and not held[place]:
+        while place < len(receipts) and not receipts[place]:
             place += 1
-        at = "carry out" if place < len(held) else "end log"
-        return set_thread(state, thread, at=at, place=place % len(held), result="", **changes)
+        at = "carry out" if place < len(receipts) else "end log"
+        return set_thread(state, thread, at=at, place=place % len(receipts), result="", **changes)
 
     def _carry_out(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         run, (number, _), place = self.protocol, thread.settling[0], thread.place

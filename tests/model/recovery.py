@@ -50,9 +50,9 @@ class Recovery:
             run.thread("next ack", A, "ack", gen),
         ]
         for thread in first if run.batchers else [first[0], first[1], first[3]]:
-            found = self._ends(dead, thread)
-            if found is not None:
-                return found
+            after = self._ends(dead, thread)
+            if after is not None:
+                return after
         return None
 
     def _ends(self, state: State, thread: Thread) -> tuple[str, Sequence[str]] | None:

@@ -93,17 +93,17 @@ class Rows:
         if gen.custody not in ("", "open") and run.drop != "ended":
             lapsed = tuple("lapsed" if received else "" for received in gen.got)
             report = lapsed if gen.custody == "lapsed" else gen.custody
-            made = set_thread(state, thread, at="journal", report=report)
-            yield "its lease has ended: only the report", made
+            after = set_thread(state, thread, at="journal", report=report)
+            yield "its lease has ended: only the report", after
             return
         broker, broken = list(state.broker), ""
         report = [""] * run.messages
         for message, (place, delivered) in enumerate(state.broker):
-            held = place == number
+            holds = place == number
             if run.drop == "ended" and gen.got[message]:
-                broken = broken or ("" if held else "who holds a message settles it")
-                held = True
-            if held:
+                broken = broken or ("" if holds else "who holds a message settles it")
+                holds = True
+            if holds:
                 verdict = report[message] = decision.verdicts[message] or "release"
                 broker[message] = _ENDS[verdict], delivered
                 broken = broken or run.carried(state, thread, message, verdict)

@@ -50,10 +50,10 @@ def test_the_shortest_trace_is_shown():
 
 
 def test_all_states_are_explored():
-    found = explore(Jugs(forbidden=6), most=100)
+    result = explore(Jugs(forbidden=6), most=100)
 
-    assert found.broken is None
-    assert (found.states, found.depth) == (16, 7)
+    assert result.broken is None
+    assert (result.states, result.depth) == (16, 7)
 
 
 def test_the_trace_includes_the_final_checks():
@@ -73,9 +73,9 @@ def test_an_independent_step_is_taken_alone():
             own = [Step("own", (one + 1, other), "one")] if one < 9 else []
             return [*own, *([Step("other", (one, other + 1))] if other < 9 else [])]
 
-    found = explore(Two(forbidden=-1), most=100)
+    result = explore(Two(forbidden=-1), most=100)
 
-    assert (found.states, found.steps) == (19, 18)
+    assert (result.states, result.steps) == (19, 18)
 
 
 def test_too_many_states_are_an_error():

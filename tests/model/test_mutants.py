@@ -16,7 +16,7 @@ MOST = 150_000
 def test_removing_a_guard_violates_an_invariant(mutant):
     run = Run(mutant.custody, **mutant.options, drop=mutant.drop)
 
-    found = explore(run, most=MOST, then=Recovery(run)).broken
+    result = explore(run, most=MOST, then=Recovery(run)).broken
 
-    assert found is not None, f"nothing shows that {mutant.place} {mutant.guard}"
-    assert found.promise == mutant.promise, str(found)
+    assert result is not None, f"nothing shows that {mutant.place} {mutant.guard}"
+    assert result.promise == mutant.promise, str(result)

@@ -32,14 +32,14 @@ BESIDE = {"batchers": False, "trouble": 0, "beside": True, "later": 1}
 def check(custody: Callable[[Run], Custody], options: dict[str, Any], *, most: int) -> None:
     run = Run(custody, **options)
     began = time.process_time()
-    found = explore(run, most=most, then=Recovery(run))
+    result = explore(run, most=most, then=Recovery(run))
     seconds = time.process_time() - began
     print(
-        f"{custody.__name__} {options}: {found.states:,} states, {found.steps:,} steps,"
-        f" {found.depth} deep, in {seconds:.1f} s"
+        f"{custody.__name__} {options}: {result.states:,} states, {result.steps:,} steps,"
+        f" {result.depth} deep, in {seconds:.1f} s"
     )
-    assert found.broken is None, str(found.broken)
-    assert found.states > 1000
+    assert result.broken is None, str(result.broken)
+    assert result.states > 1000
 
 
 Case = tuple[Callable[[Run], Custody], dict[str, Any]]

@@ -43,10 +43,10 @@ def refused(number: int) -> bool:
 
 def rows(folder: Path) -> Counter[tuple[int, bool]]:
     """What was written: numbers, and whether each was marked as delivered before."""
-    found: Counter[tuple[int, bool]] = Counter()
+    counts: Counter[tuple[int, bool]] = Counter()
     for path in folder.glob("date=*/batch_id=*/rows.json"):
-        found.update((number, marked) for number, marked in json.loads(path.read_text()))
-    return found
+        counts.update((number, marked) for number, marked in json.loads(path.read_text()))
+    return counts
 
 
 class Kept(Broadway):
@@ -72,8 +72,8 @@ class Kept(Broadway):
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         folder = Path(batch_info.path(context["rows"], f"date={batch_info.batch_key}"))
         folder.mkdir(parents=True, exist_ok=True)
-        made = [(message.data, message.redelivered) for message in messages]
-        (folder / "rows.json").write_text(json.dumps(made))
+        rows = [(message.data, message.redelivered) for message in messages]
+        (folder / "rows.json").write_text(json.dumps(rows))
         time.sleep(0.1)
         return messages
 

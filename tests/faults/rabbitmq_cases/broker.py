@@ -28,8 +28,8 @@ def the_broker_is_killed_while_the_holding_queue_is_young(place: Place, name: st
     # RabbitMQ 3.10 may leave a quorum queue of that age without a leader, for ever.
     place.producer = place.producer_of(lease=60.0, reconnect_timeout=60.0)
     place.fill(1_000)
-    held: list[tuple[Lease, list[Message]]] = []
-    thread = threading.Thread(target=lambda: held.append(place.hold("g1")))
+    results: list[tuple[Lease, list[Message]]] = []
+    thread = threading.Thread(target=lambda: results.append(place.hold("g1")))
     thread.start()
     while not place.holding_queues():
         time.sleep(0.02)
@@ -37,12 +37,12 @@ def the_broker_is_killed_while_the_holding_queue_is_young(place: Place, name: st
     _restart(place)
     thread.join()
 
-    [(lease, messages)] = held
+    [(lease, messages)] = results
     assert place.settle_all(lease, messages).acked == len(messages) == 1_000
     assert place.rest() == []
-    found = place.found(name, 1_000)
-    found.killed["broker"] = 1
-    return found
+    result = place.found(name, 1_000)
+    result.killed["broker"] = 1
+    return result
 
 
 @case(mortal=True)
@@ -61,9 +61,9 @@ def the_broker_is_killed_while_messages_are_leased(place: Place, name: str) -> F
     assert report == SettleReport(acked=3_000), report
     place.send(range(3_000, 3_010))
     assert place.rest() == list(range(3_000, 3_010))
-    found = place.found(name, 3_010)
-    found.killed["broker"] = 1
-    return found
+    result = place.found(name, 3_010)
+    result.killed["broker"] = 1
+    return result
 
 
 @case(mortal=True)
@@ -79,9 +79,9 @@ def the_broker_is_killed_while_leases_lapse(place: Place, name: str) -> Found:
     time.sleep(5.0)
 
     assert place.rest() == list(range(3_000))
-    found = place.found(name, 3_000)
-    found.killed["broker"] = 1
-    return found
+    result = place.found(name, 3_000)
+    result.killed["broker"] = 1
+    return result
 
 
 @case(mortal=True)
@@ -117,6 +117,6 @@ def the_broker_is_killed_in_settlement(place: Place, name: str) -> Found:
     again = {int(m.data) for m in messages if verdicts.get(m.message_id) is _AGAIN}
     assert set(place.rest()) == again
     assert place.dead_numbers() == {n for n in range(0, count, 7) if n % 3}
-    found = place.found(name, count)
-    found.killed["broker"] = 2
-    return found
+    result = place.found(name, count)
+    result.killed["broker"] = 2
+    return result

@@ -46,6 +46,6 @@ def a_settlement_is_killed_before_it_is_noted(place: Place, name: str) -> Found:
     letters = dead_letters(place.server, place.queues.dead)
     assert sum(letter.marked for letter in letters) == 100
     assert place.rest() == [number for number in range(300) if number % 3 == 2]
-    found = place.found(name, 300)
-    assert found.duplicates == 100, found
-    return found
+    result = place.found(name, 300)
+    assert result.duplicates == 100, result
+    return result

@@ -156,12 +156,12 @@ class Place:
 
     def rest(self) -> list[int]:
         """Handle all that can still be received; in order of number."""
-        found: list[int] = []
+        numbers: list[int] = []
         while True:
             lease, messages = self.hold(uuid.uuid4().hex)
             if not messages:
-                return sorted(found)
-            found += [int(message.data) for message in messages]
+                return sorted(numbers)
+            numbers += [int(message.data) for message in messages]
             self.settle_all(lease, messages)
 
     def dead_numbers(self) -> set[int]:
@@ -172,16 +172,16 @@ class Place:
 
     def found(self, case: str, count: int) -> Found:
         """What became of the numbers below ``count``, if generations by hand handled them all."""
-        found = Found(f"rabbitmq.{case}", count)
-        found.lost = [number for number in range(count) if number not in self._done]
+        result = Found(f"rabbitmq.{case}", count)
+        result.lost = [number for number in range(count) if number not in self._done]
         delays = [self.queues.delay(step) for step in LADDER]
         for name in (self.queue, *delays, *self.holding_queues()):
             if left := self.count(name):
-                found.mistakes.append(f"{left} messages are left in {name}")
+                result.mistakes.append(f"{left} messages are left in {name}")
         copies: dict[int, list[bool]] = defaultdict(list)
         for letter in dead_letters(self.server, self.queues.dead):
             copies[letter.number].append(letter.marked)
         for marks in (*self._taken.values(), *copies.values()):
-            found.duplicates += len(marks) - 1
-            found.unmarked += max(0, marks.count(False) - 1)
-        return found
+            result.duplicates += len(marks) - 1
+            result.unmarked += max(0, marks.count(False) - 1)
+        return result

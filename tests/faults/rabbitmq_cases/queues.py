@@ -45,11 +45,11 @@ def the_holding_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
     assert kept >= set(range(4_000)) - taken
     assert 4_000 - len(kept) <= report.lapsed
 
-    found = place.found(name, 4_000)
-    told = found.lost[: report.lapsed]
-    found.lost = found.lost[report.lapsed :]
-    found.told_lost = len(told)
-    return found
+    result = place.found(name, 4_000)
+    value = result.lost[: report.lapsed]
+    result.lost = result.lost[report.lapsed :]
+    result.told_lost = len(value)
+    return result
 
 
 @case()
@@ -124,10 +124,10 @@ def the_source_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
     # What was secured is held still; the rest went with the queue, which was the operator's.
     report = place.settle_all(lease, messages)
     assert report.acked == len(messages), report
-    found = place.found(name, 3_000)
-    assert len(found.lost) == 3_000 - len(messages)
-    found.told_lost, found.lost = len(found.lost), []
-    return found
+    result = place.found(name, 3_000)
+    assert len(result.lost) == 3_000 - len(messages)
+    result.told_lost, result.lost = len(result.lost), []
+    return result
 
 
 @case()

@@ -41,11 +41,11 @@ class Puppets(Broadway):
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         self.runs.append(("handle_message", self.run, context))
-        told = json.loads(message.data)
-        message = message.put_data(told).put_batcher(told.get("to", "default"))
+        body = json.loads(message.data)
+        message = message.put_data(body).put_batcher(body.get("to", "default"))
         word = self._word(message, "process")
         if word == "raise":
-            raise ValueError(f"raised on {told['n']}")
+            raise ValueError(f"raised on {body['n']}")
         return self._changed(message, word)
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:

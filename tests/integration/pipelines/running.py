@@ -61,7 +61,7 @@ class Ran:
         from sqlalchemy import select
 
         with create_session() as session:
-            found = session.scalars(
+            values = session.scalars(
                 select(XComModel.value).where(
                     XComModel.run_id == self.run_id,
                     XComModel.dag_id == self.run.dag_id,
@@ -70,7 +70,7 @@ class Ran:
                     XComModel.key == "return_value",
                 )
             ).first()
-        return json.loads(found) if isinstance(found, str) else found
+        return json.loads(values) if isinstance(values, str) else values
 
     @property
     def report(self) -> dict[str, Any]:
@@ -142,8 +142,8 @@ class World:
     @property
     def depth(self) -> tuple[int, int, int, int]:
         """Ready, delayed, leased, dead."""
-        found: QueueDepth = self.queue.depth()
-        return found.ready, found.delayed, found.leased, found.dead
+        queue_depth: QueueDepth = self.queue.depth()
+        return queue_depth.ready, queue_depth.delayed, queue_depth.leased, queue_depth.dead
 
     def reasons(self) -> dict[int, str]:
         """The dead letters' reasons, by number."""

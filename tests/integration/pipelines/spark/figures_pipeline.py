@@ -21,8 +21,8 @@ class Figures(Broadway):
     }
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        told = json.loads(message.data)
-        return message.put_data(told).put_batcher(told.pop("to", "default"))
+        body = json.loads(message.data)
+        return message.put_data(body).put_batcher(body.pop("to", "default"))
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         kept = messages.select("message_id", "data.*")
