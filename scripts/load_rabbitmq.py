@@ -23,8 +23,8 @@ def load(address: Address, messages: int | None = None, seed: int | None = None)
     """Send flights, each confirmed by the broker; how many."""
     connection = ConnectionThread(address)
     try:
-        args = {"x-queue-type": "quorum"}
-        connection.channel().call("queue_declare", queue=QUEUE, durable=True, args=args)
+        arguments = {"x-queue-type": "quorum"}
+        connection.channel().call("queue_declare", queue=QUEUE, durable=True, arguments=arguments)
         publisher = Publisher(connection)
         properties = encode(delivery_mode=2, content_type="application/json")
         count = 0

@@ -51,9 +51,7 @@ def _settled(
 
         def made(item: Any) -> Message:
             message = by_data[str(_data_of(item))]
-            message = message.with_acknowledger(
-                AckRef(acknowledger, "ref", message.acknowledger.data)
-            )
+            ref = AckRef(acknowledger, "ref", message.acknowledger.data)
             own = item["configure_ack"] if isinstance(item, dict) else {}
             return message.with_acknowledger(ref).configure_ack(**own)
 

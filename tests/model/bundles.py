@@ -357,10 +357,7 @@ class Bundles:
                 report=journal.report,
                 memo=Work(number, True, read=tuple(read)) if at == "free" else (),
             )
-            yield (
-                "it is settled",
-                after if at == "free" else self._unclaimed(after, number, thread),
-            )
+            yield "it is settled", after if at == "free" else self._unclaimed(after, number, thread)
             return
         if journal.settled == "swept" or not journal.opening:
             after = self._unclaimed(state, number, thread)

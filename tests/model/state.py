@@ -109,22 +109,22 @@ class State(NamedTuple):
 
 
 def put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
-    """A tuple with one place after."""
+    """A tuple with one place changed."""
     return (*values[:place], value, *values[place + 1 :])
 
 
 def set_thread(state: State, thread: Thread, **changes: Any) -> State:
-    """The state with a thread's after."""
-    after = thread._replace(**changes)
-    threads = tuple([after if other.name == thread.name else other for other in state.threads])
+    """The state with a thread's changed."""
+    changed = thread._replace(**changes)
+    threads = tuple([changed if other.name == thread.name else other for other in state.threads])
     return state._replace(threads=threads)
 
 
 def set_gen(state: State, number: int, **changes: Any) -> State:
-    """The state with a generation's after."""
+    """The state with a generation's changed."""
     return state._replace(gens=put(state.gens, number, state.gens[number]._replace(**changes)))
 
 
 def set_message(state: State, message: int, value: Any) -> State:
-    """The state with a message's after at the broker."""
+    """The state with a message's changed at the broker."""
     return state._replace(broker=put(state.broker, message, value))
