@@ -397,7 +397,8 @@ class Bundles:
             if self.protocol.drop == "covers" and len(todo) < len(read):
                 todo = [(m, "release") for m in read]
                 state = state._replace(broken="what is settled comes to no callback again")
-            after = self._publishes(
+            work = work._replace(todo=tuple(todo), read=tuple(read))
+            after = self._publishes(state, thread, work)
                 state, thread, work._replace(todo=tuple(todo), read=tuple(read))
             )
             yield f"bundles {read}", after
