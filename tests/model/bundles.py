@@ -399,8 +399,6 @@ class Bundles:
                 state = state._replace(broken="what is settled comes to no callback again")
             work = work._replace(todo=tuple(todo), read=tuple(read))
             after = self._publishes(state, thread, work)
-                state, thread, work._replace(todo=tuple(todo), read=tuple(read))
-            )
             yield f"bundles {read}", after
             return
         decision, report = thread.decision, [""] * self.protocol.messages
