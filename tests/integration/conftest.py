@@ -5,16 +5,30 @@ from __future__ import annotations
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
+from tests.kafka_group import KafkaGroup
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A queue of the test's own at RabbitMQ, not declared yet."""
-    # Nobody kills this broker: the first holding queue of a test may be used at once.
+def undeclared(tmp_path, monkeypatch):
+    """The place of a queue at RabbitMQ that is not declared yet."""
+    # This broker is never killed: young holding queues are reliable.
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     return Place(wanted_server(), tmp_path)
+
+
+@pytest.fixture
+def place(undeclared):
+    """A queue of the test's own at RabbitMQ."""
+    undeclared.declare()
+    return undeclared
+
+
+@pytest.fixture
+def group(kafka, tmp_path):
+    """A topic and a consumer group of the test's own."""
+    return KafkaGroup(kafka, tmp_path)
 
 
 @pytest.fixture

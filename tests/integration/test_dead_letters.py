@@ -38,7 +38,6 @@ def listed(
 
 def test_requeued_rabbitmq_letters_keep_route_headers_and_properties(place):
     # Given a message that came by an exchange, and died
-    place.declare()
     exchange = f"{place.name}-shop"
     with place.channel() as channel:
         channel.exchange_declare(exchange, "topic")
@@ -73,35 +72,34 @@ def test_requeued_rabbitmq_letters_keep_route_headers_and_properties(place):
     assert (again.attempt, again.redelivered) == (1, True)
 
 
-def test_rabbitmqs_own_dead_letters_are_recognized_by_x_death(place):
+def test_rabbitmqs_own_dead_letters_are_recognized_by_x_death(undeclared):
     # Given a queue whose dead letters the broker itself sets aside: they bear no mark
-    dead = f"{place.name}-graves"
-    place.server.declare(dead, **{"x-queue-type": "quorum"})
-    place.declare(**{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead})
-    place.send(b"one", b"two")
-    with place.channel() as channel:
+    dead = f"{undeclared.name}-graves"
+    undeclared.server.declare(dead, **{"x-queue-type": "quorum"})
+    undeclared.declare(**{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead})
+    undeclared.send(b"one", b"two")
+    with undeclared.channel() as channel:
         for _ in range(2):
-            method, _, _ = channel.basic_get(place.name)
+            method, _, _ = channel.basic_get(undeclared.name)
             channel.basic_reject(method.delivery_tag, requeue=False)
 
-    url = f"http://127.0.0.1:{place.server.management_port}"
-    env = place.env(login="guest", password="guest", extra={"management_url": url})
-    with closing(place.producer(dead_letter=dead, uri=None).dead_letters(env)) as letters:
+    url = f"http://127.0.0.1:{undeclared.server.management_port}"
+    env = undeclared.env(login="guest", password="guest", extra={"management_url": url})
+    with closing(undeclared.producer(dead_letter=dead, uri=None).dead_letters(env)) as letters:
         one, two = letters.letters()
         moved = letters.requeue(Choice(ids=frozenset({one.message_id})))
         left = list(letters.letters())
 
     assert {one.body, two.body} == {b"one", b"two"}
     assert one.message_id != two.message_id
-    assert (one.reason, one.origin, one.died_at is not None) == ("rejected", place.name, True)
+    assert (one.reason, one.origin, one.died_at is not None) == ("rejected", undeclared.name, True)
     assert (moved.count, [message.body for message in left]) == (1, [two.body])
-    [again], _ = place.hold("g1", dead_letter=dead, metadata=["exchange", "routing_key"])
+    [again], _ = undeclared.hold("g1", dead_letter=dead, metadata=["exchange", "routing_key"])
     assert (again.data, again.redelivered) == (one.body, True)
-    assert again.metadata["routing_key"] == place.name
+    assert again.metadata["routing_key"] == undeclared.name
 
 
 def test_letters_that_cannot_be_requeued_stay_with_a_reason(place):
-    place.declare()
     place.send(b"a", b"b")
     place.settle("g1", {0: DEAD, 1: DEAD})
     with place.channel() as channel:
@@ -116,7 +114,6 @@ def test_letters_that_cannot_be_requeued_stay_with_a_reason(place):
 
 
 def test_a_dead_letter_exchange_needs_the_queues_name(place):
-    place.declare()
     producer = place.producer(dead_letter={"exchange": "graves"})
     with pytest.raises(ProducerError, match=r"go to the exchange 'graves'.*name the queue"):
         producer.dead_letters(place.env())
@@ -125,7 +122,6 @@ def test_a_dead_letter_exchange_needs_the_queues_name(place):
 
 
 def test_rabbitmq_letters_are_counted_listed_and_returned(place, monkeypatch, capsys):
-    place.declare()
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
 
@@ -140,7 +136,6 @@ def test_rabbitmq_letters_are_counted_listed_and_returned(place, monkeypatch, ca
 
 @pytest.mark.parametrize("look", ["list", "delete", "requeue"])
 def test_rabbitmq_letters_are_back_before_the_channel_is_seen_closed(place, monkeypatch, look):
-    place.declare()
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
     chosen = Choice(reason="nothing like it")
@@ -173,7 +168,6 @@ def test_rabbitmq_letters_are_back_before_the_channel_is_seen_closed(place, monk
 def test_browsing_rabbitmq_letters_waits_until_they_are_counted_again(
     place, monkeypatch, late, within, counted
 ):
-    place.declare()
     place.send(b"1", b"2", b"3", b"4", b"5")
     place.settle("g1", dict.fromkeys(range(5), DEAD))
     call, counts = Channel.call, list[int]()
@@ -202,7 +196,6 @@ def test_browsing_rabbitmq_letters_waits_until_they_are_counted_again(
 
 @pytest.mark.parametrize("act", ["delete", "requeue"])
 def test_acknowledged_rabbitmq_letters_are_not_waited_for(place, monkeypatch, act):
-    place.declare()
     place.send(b"1", b"2", b"3", b"4", b"5")
     other = DEAD._replace(reason="KeyError: other")
     place.settle("g1", {0: DEAD, 1: other, 2: DEAD, 3: other, 4: DEAD})

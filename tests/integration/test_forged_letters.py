@@ -75,7 +75,6 @@ def deaths(queue: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("by_death", [False, True], ids=["x-broadway-queue", "x-death"])
 def test_a_rabbitmq_letter_cannot_choose_its_destination(place, victim, by_death):
-    place.declare()
     place.send(b"real")
     place.settle("g1", {0: DEAD})
     headers = deaths(victim) if by_death else {"x-broadway-queue": victim}
@@ -96,7 +95,6 @@ def test_a_rabbitmq_letter_cannot_choose_its_destination(place, victim, by_death
 
 
 def test_a_rabbitmq_letter_cannot_take_another_id(place):
-    place.declare()
     place.send(b"real")
     [message], _ = place.settle("g1", {0: DEAD})
     properties, body = place.first(place.queues.dead)
@@ -113,7 +111,6 @@ def test_a_rabbitmq_letter_cannot_take_another_id(place):
 
 def test_shared_dead_letters_are_requeued_to_declared_sources_only(place, victim):
     other = f"{place.name}-other"
-    place.declare()
     place.server.declare(other)
     dead = f"{place.name}-graves"
     place.server.declare(dead)
@@ -137,7 +134,6 @@ def test_shared_dead_letters_are_requeued_to_declared_sources_only(place, victim
 
 
 def test_refused_letters_do_not_reach_the_delivery_limit(place, victim):
-    place.declare()
     dead = f"{place.name}-graves"
     place.server.declare(dead, **{"x-queue-type": "quorum", "x-delivery-limit": 3})
     forge(place, dead, b"of another pipeline", {"x-broadway-queue": victim})

@@ -41,8 +41,7 @@ def test_depth_splits_the_backlog_by_state(kafka, tmp_path):
     assert depth(group)[:4] == (1, 0, 6, 0)
 
 
-def test_depth_counts_messages_behind_a_retry_as_delayed(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_depth_counts_messages_behind_a_retry_as_delayed(group):
     group.fill(10)
     lease, messages = group.hold()
     group.settle(lease, messages, {f"{group.topic}-0-3": RETRY})
@@ -81,8 +80,7 @@ def test_oldest_age_is_that_of_the_timestamp(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_aborted_messages_have_no_age(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_aborted_messages_have_no_age(kafka, group):
     sender = kafka.producer({"transactional.id": group.topic})
     sender.init_transactions(30)
     sender.begin_transaction()

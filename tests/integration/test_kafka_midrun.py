@@ -121,8 +121,7 @@ def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, t
     assert len(group.drain()) == 4
 
 
-def test_a_recreated_topic_is_detected_by_its_id(kafka, tmp_path, monkeypatch):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_recreated_topic_is_detected_by_its_id(kafka, group, monkeypatch):
     group.fill(3)
     ids = {group.topic: "first"}
     monkeypatch.setattr(Cluster, "topic_ids", lambda self, topics: ids)

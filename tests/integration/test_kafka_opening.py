@@ -46,8 +46,7 @@ def test_a_new_group_begins_by_its_policy(kafka, tmp_path, policy, expected):
 
 
 @on_apache_kafka
-def test_a_new_group_begins_at_a_timestamp(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_new_group_begins_at_a_timestamp(kafka, group):
     first = datetime.now(UTC) - timedelta(hours=1)
     producer = kafka.producer()
     for minute in range(5):
@@ -108,8 +107,7 @@ def test_an_added_partition_is_read_from_its_beginning(kafka, tmp_path):
 
 
 # ------------------------------------------------------------------------------- an offset is there
-def test_a_plain_consumers_offsets_are_taken_over(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_plain_consumers_offsets_are_taken_over(kafka, group):
     group.fill(5)
     kafka.commit(group.group, group.topic, 0, 3, "of somebody")
 
@@ -147,9 +145,8 @@ def test_an_expired_offset_loses_nothing(kafka, tmp_path, caplog):
     assert group.committed() == {0: 6}
 
 
-def test_a_late_commit_of_an_earlier_run_redelivers_marked_messages(kafka, tmp_path, caplog):
+def test_a_late_commit_of_an_earlier_run_redelivers_marked_messages(kafka, group, caplog):
     # Given a settler that slept between its last look and its commit, until others had gone on
-    group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     lease, messages = group.hold(most=2)
     group.settle(lease, messages)
@@ -165,8 +162,7 @@ def test_a_late_commit_of_an_earlier_run_redelivers_marked_messages(kafka, tmp_p
     assert group.committed() == {0: 5}
 
 
-def test_an_operators_reset_is_honoured(kafka, tmp_path, caplog):
-    group = KafkaGroup(kafka, tmp_path)
+def test_an_operators_reset_is_honoured(kafka, group, caplog):
     group.fill(6)
     group.drain()
 
@@ -183,8 +179,7 @@ def test_an_operators_reset_is_honoured(kafka, tmp_path, caplog):
     assert "was reset from 6 to 2 by another program: it is honoured" in caplog.text
 
 
-def test_a_reset_during_a_run_counts_and_lapses_its_messages(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_reset_during_a_run_counts_and_lapses_its_messages(kafka, group):
     group.fill(6)
     group.drain()
     group.fill(4)
@@ -204,8 +199,7 @@ def test_a_reset_during_a_run_counts_and_lapses_its_messages(kafka, tmp_path):
     assert group.committed() == {0: 10}
 
 
-def test_a_reset_counts_despite_later_claims(kafka, tmp_path, monkeypatch):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_reset_counts_despite_later_claims(kafka, group, monkeypatch):
     monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
     group.fill(6)
     group.drain()
@@ -222,8 +216,7 @@ def test_a_reset_counts_despite_later_claims(kafka, tmp_path, monkeypatch):
     assert offsets(group.drain()) == list(range(2, 36))
 
 
-def test_a_late_commit_during_a_run_is_no_reset(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_late_commit_during_a_run_is_no_reset(kafka, group):
     group.fill(5)
     group.drain()
     offset, mark = kafka.committed(group.group, group.topic)[0]
@@ -269,8 +262,7 @@ def test_a_missing_dead_letter_topic_is_refused(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_a_group_with_members_is_refused(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_group_with_members_is_refused(kafka, group):
     with (
         kafka.member(group.group, group.topic),
         pytest.raises(ProducerError, match=r"has 1 member \(.*group_id of its own"),
@@ -423,8 +415,7 @@ def test_a_staging_folder_restored_from_backup_loses_and_repeats_nothing(kafka, 
     assert "staging knows of 50: it is older, or was restored" in caplog.text
 
 
-def test_offsets_finished_without_staging_stand(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_offsets_finished_without_staging_stand(group):
     staging, group.staging = group.staging, None
     group.fill(4)
     lease, messages = group.hold()
@@ -483,8 +474,7 @@ def test_a_reset_restarts_a_recreated_topic_before_its_first_commit(apache_kafka
 
 
 @on_apache_kafka
-def test_a_compacted_dead_letter_topic_is_refused(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_compacted_dead_letter_topic_is_refused(kafka, group):
     group.fill(3)
     policy = {"cleanup.policy": "compact,delete"}
     compacted = kafka.topic(f"{group.topic}-compacted", settings=policy)
@@ -511,9 +501,8 @@ def test_a_compacted_retry_topic_is_refused(kafka, tmp_path):
     assert offsets(group.drain()) == [0, 1, 2]
 
 
-def test_a_topic_with_another_id_is_refused(kafka, tmp_path, monkeypatch):
+def test_a_topic_with_another_id_is_refused(kafka, group, monkeypatch):
     # Given a cluster that names its topics by an id (no peer here does)
-    group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     ids = {group.topic: "first"}
     monkeypatch.setattr(Cluster, "topic_ids", lambda self, topics: ids)
@@ -533,8 +522,7 @@ def test_a_topic_with_another_id_is_refused(kafka, tmp_path, monkeypatch):
 
 
 @on_apache_kafka
-def test_messages_removed_by_retention_are_reported_and_skipped(kafka, tmp_path, caplog):
-    group = KafkaGroup(kafka, tmp_path)
+def test_messages_removed_by_retention_are_reported_and_skipped(kafka, group, caplog):
     group.fill(10)
     lease, messages = group.hold(most=4)
     group.settle(lease, messages, {messages[2].message_id: RETRY})
@@ -578,8 +566,7 @@ def test_a_dead_runs_messages_are_free_half_a_minute_after_its_lease(kafka, tmp_
     assert group.committed() == {0: 3}
 
 
-def test_superseded_versions_of_a_claim_are_removed(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_superseded_versions_of_a_claim_are_removed(group, tmp_path):
     for _ in range(8):
         group.fill(1)
         group.drain()
@@ -588,9 +575,8 @@ def test_superseded_versions_of_a_claim_are_removed(kafka, tmp_path):
     assert len(list(folder.iterdir())) <= 11
 
 
-def test_a_writer_that_slept_is_fenced_off(kafka, tmp_path):
+def test_a_writer_that_slept_is_fenced_off(group):
     # Given a process that has read a claim, and slept until all versions that it knew were removed
-    group = KafkaGroup(kafka, tmp_path)
     group.fill(2)
     group.drain()
     place = (group.topic, 0)
@@ -610,11 +596,8 @@ def test_a_writer_that_slept_is_fenced_off(kafka, tmp_path):
     assert (group.claim().start, group.claim().epoch) == (8, 7)
 
 
-def test_a_process_that_sleeps_while_beginning_a_group_marks_handled_messages(
-    kafka, tmp_path, monkeypatch
-):
+def test_a_process_that_sleeps_while_beginning_a_group_marks_handled_messages(group, monkeypatch):
     # Given one that sleeps before its first commit, until another has handled all
-    group = KafkaGroup(kafka, tmp_path)
     group.fill(6)
     committed, handled = Cluster.commit, list[Any]()
 

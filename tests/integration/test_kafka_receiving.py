@@ -33,8 +33,7 @@ def offsets(messages: Any) -> list[int]:
 
 
 # ------------------------------------------------------------------------------- messages
-def test_metadata_is_json_in_broadways_terms(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_metadata_is_json_in_broadways_terms(kafka, group):
     at = round(time.time() * 1000) - 5_000
     producer = kafka.producer()
     headers: list[Any] = [("trace", b"abc"), ("trace", b"\xff\x00"), ("none", None)]
@@ -61,8 +60,7 @@ def test_metadata_is_json_in_broadways_terms(kafka, tmp_path):
     json.dumps([dict(message.metadata) for message in (one, two, three)])
 
 
-def test_a_tombstone_has_no_data(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_tombstone_has_no_data(kafka, group):
     producer = kafka.producer()
     producer.produce(group.topic, None, b"key")
     producer.flush(30)
@@ -73,8 +71,7 @@ def test_a_tombstone_has_no_data(kafka, tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
-def test_compressed_batches_are_claimed_whole(kafka, tmp_path, codec):
-    group = KafkaGroup(kafka, tmp_path)
+def test_compressed_batches_are_claimed_whole(group, codec):
     bodies = group.fill(300, settings={"compression.type": codec})
 
     assert [message.data for message in group.drain()] == bodies
@@ -95,8 +92,7 @@ def test_a_run_without_waiting_receives_the_whole_backlog(kafka, tmp_path, order
     assert len({message.message_id for message in taken}) == 9_000
 
 
-def test_ten_thousand_messages_need_few_claims(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_ten_thousand_messages_need_few_claims(group, tmp_path):
     group.fill(10_000)
 
     with group.source() as source:
@@ -123,10 +119,9 @@ def test_claims_do_not_exceed_the_log(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_aborted_messages_are_never_received_and_the_lag_ends_at_zero(kafka, tmp_path):
+def test_aborted_messages_are_never_received_and_the_lag_ends_at_zero(kafka, group):
     # Given 500 messages of which 150 were aborted, and an aborted one at the end
     # (by a producer each: see test_kafka_peers)
-    group = KafkaGroup(kafka, tmp_path)
     producers = [kafka.producer({"transactional.id": f"{group.topic} {n}"}) for n in (0, 1)]
     for producer in producers:
         producer.init_transactions(30)
@@ -154,8 +149,7 @@ def test_aborted_messages_are_never_received_and_the_lag_ends_at_zero(kafka, tmp
 
 
 @on_apache_kafka
-def test_aborted_messages_alone_are_committed(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_aborted_messages_alone_are_committed(kafka, group):
     producer = kafka.producer({"transactional.id": group.topic})
     producer.init_transactions(30)
     producer.begin_transaction()
@@ -171,8 +165,7 @@ def test_aborted_messages_alone_are_committed(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_an_open_transaction_ends_a_run_early_and_loses_nothing(kafka, tmp_path, caplog):
-    group = KafkaGroup(kafka, tmp_path)
+def test_an_open_transaction_ends_a_run_early_and_loses_nothing(kafka, group, caplog):
     producer = kafka.producer({"transactional.id": group.topic})
     producer.init_transactions(30)
     group.fill(10)
@@ -209,8 +202,7 @@ def test_messages_arriving_at_the_end_are_not_reported_as_open_transaction(kafka
     assert offsets(group.drain()) == [3, 4]
 
 
-def test_a_waiting_run_receives_new_messages(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_waiting_run_receives_new_messages(group):
     with group.source() as source:
         assert source.receive(10, timeout=0.0) == []
         sender = threading.Timer(0.3, lambda: group.fill(2))
@@ -221,10 +213,9 @@ def test_a_waiting_run_receives_new_messages(kafka, tmp_path):
     assert offsets(messages)[0] == 0
 
 
-def test_a_stopped_run_does_not_wait(kafka, tmp_path):
+def test_a_stopped_run_does_not_wait(group):
     import dataclasses
 
-    group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     env = dataclasses.replace(group.env("g"), stopping=lambda: True)
     source = group.producer().source(env)
@@ -244,8 +235,7 @@ def test_an_unreachable_broker_is_reported_first(tmp_path):
 
 
 # ------------------------------------------------------------------------------- who else
-def test_a_partition_held_by_another_run_is_received_once_free(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_partition_held_by_another_run_is_received_once_free(group):
     group.fill(4)
     lease, messages = group.hold(most=2)
     with group.source() as source:
@@ -256,8 +246,7 @@ def test_a_partition_held_by_another_run_is_received_once_free(kafka, tmp_path):
         assert offsets(source.receive(10, timeout=0.0)) == [2, 3]
 
 
-def test_a_retry_that_becomes_due_during_a_run_is_received(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_retry_that_becomes_due_during_a_run_is_received(group):
     group.fill(3)
     lease, messages = group.hold()
     retry = Verdict(Action.RETRY, 60.0, "again", "process")
@@ -351,8 +340,7 @@ def test_messages_removed_by_retention_may_fail_the_run(kafka, tmp_path):
 
 
 @on_apache_kafka
-def test_an_expired_retry_is_superseded(kafka, tmp_path, caplog):
-    group = KafkaGroup(kafka, tmp_path)
+def test_an_expired_retry_is_superseded(kafka, group, caplog):
     group.fill(10)
     lease, messages = group.hold()
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
@@ -365,9 +353,8 @@ def test_an_expired_retry_is_superseded(kafka, tmp_path, caplog):
     assert f"{group.topic}-0-3 was to be retried, and is gone" in caplog.text
 
 
-def test_an_interrupted_fetch_loses_nothing(kafka, tmp_path, monkeypatch):
+def test_an_interrupted_fetch_loses_nothing(group, monkeypatch):
     # Given a fetch that is interrupted when it has taken messages from the client
-    group = KafkaGroup(kafka, tmp_path)
     group.fill(30)
     with group.source() as source:
         taken = list(source.receive(5, timeout=0.0))
@@ -386,9 +373,8 @@ def test_an_interrupted_fetch_loses_nothing(kafka, tmp_path, monkeypatch):
     assert offsets(taken) == list(range(30))
 
 
-def test_a_failed_watermark_query_loses_nothing(kafka, tmp_path, monkeypatch):
+def test_a_failed_watermark_query_loses_nothing(group, monkeypatch):
     # Given a broker that does not answer when messages were fetched that reach beyond the claim
-    group = KafkaGroup(kafka, tmp_path)
     monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
     group.fill(30)
     with group.source() as source:
@@ -407,8 +393,7 @@ def test_a_failed_watermark_query_loses_nothing(kafka, tmp_path, monkeypatch):
     assert offsets(taken) == list(range(30))
 
 
-def test_any_process_releases_a_dead_process_messages(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_any_process_releases_a_dead_process_messages(group):
     group.fill(3)
     with group.source("g") as source:
         opened = source.lease
@@ -433,8 +418,7 @@ def test_an_uncommitted_claim_loses_nothing(kafka_mock, tmp_path):
     assert (offsets(messages), any(m.redelivered for m in messages)) == ([0, 1, 2, 3, 4], False)
 
 
-def test_log_timestamps_are_utc(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_log_timestamps_are_utc(group):
     before = datetime.now(UTC).timestamp() - 60
     group.fill(1)
 

@@ -49,8 +49,7 @@ def offsets(messages: Any) -> list[int]:
 
 
 # ------------------------------------------------------------------------------- dead letters
-def test_a_dead_letter_has_message_and_reason(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_dead_letter_has_message_and_reason(kafka, group):
     producer = kafka.producer()
     own: list[Any] = [("trace", b"\xff"), ("broadway.again", b"old"), ("none", None)]
     begun = round(time.time() * 1000)
@@ -98,8 +97,7 @@ def test_dead_letters_far_apart_are_all_sent(kafka, tmp_path):
     assert sorted(letter.value() for letter in letters(group)) == sorted(m.data for m in dead)
 
 
-def test_a_redelivered_messages_dead_letter_is_marked(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_redelivered_messages_dead_letter_is_marked(group):
     group.fill(1)
     lease, [message] = group.hold()
     group.settle(lease, [message], {message.message_id: RETRY})
@@ -112,8 +110,7 @@ def test_a_redelivered_messages_dead_letter_is_marked(kafka, tmp_path):
     assert headers(letter)["broadway.attempt"] == "2"
 
 
-def test_dead_letters_sent_again_after_a_crash_are_marked(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_dead_letters_sent_again_after_a_crash_are_marked(group):
     group.fill(3)
     lease, messages = group.hold()
     verdicts = {messages[0].message_id: DEAD}
@@ -129,8 +126,7 @@ def _killed(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_an_unrecorded_immediate_dead_letter_is_marked_when_repeated(kafka, tmp_path, monkeypatch):
-    group = KafkaGroup(kafka, tmp_path)
+def test_an_unrecorded_immediate_dead_letter_is_marked_when_repeated(group, monkeypatch):
     group.fill(2)
     lease, messages = group.hold()
     custodian = group.producer().custodian(group.env("c"))
@@ -150,8 +146,7 @@ def test_an_unrecorded_immediate_dead_letter_is_marked_when_repeated(kafka, tmp_
 
 
 @on_apache_kafka
-def test_a_dead_letter_without_body_is_marked(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_dead_letter_without_body_is_marked(kafka, group):
     group.fill(5)
     lease, messages = group.hold()
     kafka.delete_before(group.topic, 0, 3)
@@ -196,10 +191,9 @@ def test_dead_letters_without_topic_stay_in_their_partition(kafka, tmp_path):
     assert kafka.partitions("nowhere-to-go") == []
 
 
-def test_offsets_are_finished_only_after_their_dead_letters(kafka, tmp_path, monkeypatch):
+def test_offsets_are_finished_only_after_their_dead_letters(group, monkeypatch):
     # Given five dead letters on one partition, moved two at a time
     monkeypatch.setattr("airflow_broadway.producers.kafka.letters._WAVE", 2)
-    group = KafkaGroup(kafka, tmp_path)
     group.fill(5)
     lease, messages = group.hold()
     group.settle(lease, messages, {message.message_id: DEAD for message in messages})
@@ -252,8 +246,7 @@ def test_a_decided_settlement_survives_a_takeover(kafka_mock, tmp_path):
     assert report == SettleReport(acked=4, dead_lettered=1, requeued=1)
 
 
-def test_a_million_messages_are_settled_by_counts(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_million_messages_are_settled_by_counts(group):
     group.fill(100)
     lease, messages = group.hold()
 
@@ -276,8 +269,7 @@ def test_messages_missing_from_the_manifest_are_released(kafka, tmp_path):
     assert offsets(group.drain()) == [3, 4]
 
 
-def test_an_inconsistent_manifest_settles_nothing(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_an_inconsistent_manifest_settles_nothing(group):
     group.fill(5)
     lease, _ = group.hold()
 
@@ -453,8 +445,7 @@ def test_a_late_settlement_holds_its_messages_meanwhile(kafka, tmp_path, monkeyp
     assert taken == []
 
 
-def test_a_lease_of_other_options_is_refused(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path)
+def test_a_lease_of_other_options_is_refused(group):
     group.fill(1)
     lease, messages = group.hold()
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.broker
 
 
 def test_an_oversized_body_is_dead_lettered_and_reported(place, caplog):
-    place.declare()
     place.send(b"1" * 1_000, b"x" * 1_001, b"2", b"y" * 6_000)
     caplog.set_level(logging.ERROR)
 
@@ -46,7 +45,6 @@ def test_an_oversized_body_is_dead_lettered_and_reported(place, caplog):
 
 def test_a_bundle_in_the_source_queue_is_dead_lettered_unchanged(place):
     # Given a bundle of two messages that a dead run held, and an operator who moves it
-    place.declare()
     place.send(b"1", b"2")
     place.hold("dead", lease=3.0)
     queue = place.queues.held(0)
@@ -74,15 +72,15 @@ def test_a_bundle_in_the_source_queue_is_dead_lettered_unchanged(place):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"x-stream-offset": "first"}])
-def test_a_stream_is_refused(place, arguments):
-    place.declare(**{"x-queue-type": "stream"})
-    place.send(b"1", b"2", b"3")
+def test_a_stream_is_refused(undeclared, arguments):
+    undeclared.declare(**{"x-queue-type": "stream"})
+    undeclared.send(b"1", b"2", b"3")
     options: dict[str, Any] = {"consume_options": {"arguments": arguments}}
 
     # A user who may do no more than the guide asks for
-    with permitted(place.server, configure="^broadway") as user:
-        producer = place.producer(uri=None, conn_id="rabbit", **options)
-        stream = producer.source(place.env(**user))
+    with permitted(undeclared.server, configure="^broadway") as user:
+        producer = undeclared.producer(uri=None, conn_id="rabbit", **options)
+        stream = producer.source(undeclared.env(**user))
         try:
             with pytest.raises(ProducerError, match=r"is a stream: .* use a classic or quorum"):
                 stream.receive(10, timeout=0.0)
@@ -91,27 +89,27 @@ def test_a_stream_is_refused(place, arguments):
 
 
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
-def test_other_queue_types_are_not_taken_for_streams(place, kind):
-    place.declare(**{"x-queue-type": kind})
+def test_other_queue_types_are_not_taken_for_streams(undeclared, kind):
+    undeclared.declare(**{"x-queue-type": kind})
 
-    assert place.settle("g1")[0] == []
-    place.send(b"1")
-    [message] = place.settle("g2")[0]
+    assert undeclared.settle("g1")[0] == []
+    undeclared.send(b"1")
+    [message] = undeclared.settle("g2")[0]
     assert not message.redelivered
 
 
-def test_a_priority_queue_delivers_urgent_messages_first(place):
-    place.declare(**{"x-max-priority": 5})
+def test_a_priority_queue_delivers_urgent_messages_first(undeclared):
+    undeclared.declare(**{"x-max-priority": 5})
     for priority in (1, 5, 3):
-        place.send(str(priority).encode(), properties=pika.BasicProperties(priority=priority))
+        undeclared.send(str(priority).encode(), properties=pika.BasicProperties(priority=priority))
 
-    messages, _ = place.settle("g1", metadata=["priority"])
+    messages, _ = undeclared.settle("g1", metadata=["priority"])
 
     assert [message.metadata["priority"] for message in messages] == [5, 3, 1]
 
 
-def test_options_declare_bind_and_connect(place):
-    exchange = f"{place.name}-exchange"
+def test_options_declare_bind_and_connect(undeclared):
+    exchange = f"{undeclared.name}-exchange"
     seen: list[int] = []
 
     def after_connect(channel: Any) -> None:
@@ -126,26 +124,24 @@ def test_options_declare_bind_and_connect(place):
         "qos": Qos(prefetch_count=7),
         "metadata": ["exchange", "routing_key"],
     }
-    with place.source("g0", **options) as source:
+    with undeclared.source("g0", **options) as source:
         assert source.receive(10, timeout=0.1) == []
-    with place.channel() as channel:
+    with undeclared.channel() as channel:
         channel.basic_publish(exchange, "flights.late", b"late")
 
-    [message], _ = place.settle("g1", **options)
+    [message], _ = undeclared.settle("g1", **options)
 
     assert dict(message.metadata) == {"exchange": exchange, "routing_key": "flights.late"}
     assert len(seen) >= 2
 
 
 def test_after_connect_may_refuse(place):
-    place.declare()
 
     with pytest.raises(ProducerError, match="it returned 'no'"):
         place.producer(after_connect=lambda channel: "no").source(place.env())
 
 
 def test_an_empty_run_declares_nothing(place):
-    place.declare()
 
     place.settle("g1")
 
@@ -153,7 +149,6 @@ def test_an_empty_run_declares_nothing(place):
 
 
 def test_the_depth_counts_ready_delayed_and_dead(place):
-    place.declare()
     place.send(*[b"%d" % number for number in range(6)])
     late = Verdict(Action.RETRY, 300.0, "later", "process")
     dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
@@ -165,7 +160,6 @@ def test_the_depth_counts_ready_delayed_and_dead(place):
 
 
 def test_immediately_settled_messages_are_not_redelivered_after_a_crash(place):
-    place.declare()
     place.send(b"1", b"2", b"3")
     messages, lease = place.hold("g1", lease=5.0)
     custodian = place.producer(lease=5.0).custodian(place.env("g1"))
@@ -185,7 +179,6 @@ def test_immediately_settled_messages_are_not_redelivered_after_a_crash(place):
 
 
 def test_settled_headers_are_minimal(place):
-    place.declare()
     place.send(b"1", properties=pika.BasicProperties(delivery_mode=2))
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     place.settle("g1", {0: retry})

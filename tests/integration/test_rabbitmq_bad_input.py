@@ -31,54 +31,55 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_wrong_credentials_are_one_clear_error_without_the_password(place, caplog):
+def test_wrong_credentials_are_one_clear_error_without_the_password(undeclared, caplog):
     caplog.set_level("DEBUG")
     caplog.set_level("DEBUG", logger="pika")  # which otherwise keeps to itself
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    producer = RabbitMQProducer(queue=undeclared.name, conn_id="rabbit")
 
     with pytest.raises(ProducerError, match="refused the login of user 'me'") as raised:
-        producer.source(place.env(login="me", password=PASSWORD))
+        producer.source(undeclared.env(login="me", password=PASSWORD))
 
     assert PASSWORD not in str(raised.value) + caplog.text
 
 
-def test_a_missing_virtual_host(place):
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+def test_a_missing_virtual_host(undeclared):
+    producer = RabbitMQProducer(queue=undeclared.name, conn_id="rabbit")
 
     with pytest.raises(ProducerError, match="virtual host 'nowhere'"):
-        producer.source(place.env(schema="nowhere"))
+        producer.source(undeclared.env(schema="nowhere"))
 
 
-def test_an_unreachable_broker(place):
-    producer = RabbitMQProducer(queue=place.name, uri="amqp://127.0.0.1:1", reconnect_timeout=0.1)
+def test_an_unreachable_broker(undeclared):
+    producer = RabbitMQProducer(
+        queue=undeclared.name, uri="amqp://127.0.0.1:1", reconnect_timeout=0.1
+    )
 
     with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
-        producer.source(place.env())
+        producer.source(undeclared.env())
 
 
-def test_an_unknown_host_name(place):
+def test_an_unknown_host_name(undeclared):
     producer = RabbitMQProducer(
-        queue=place.name, uri="amqp://no-such-host.invalid", backoff_type="stop"
+        queue=undeclared.name, uri="amqp://no-such-host.invalid", backoff_type="stop"
     )
 
     with pytest.raises(ProducerUnavailable, match="name is not known"):
-        producer.source(place.env())
+        producer.source(undeclared.env())
 
 
-def test_unreadable_tls_files(place):
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+def test_unreadable_tls_files(undeclared):
+    producer = RabbitMQProducer(queue=undeclared.name, conn_id="rabbit")
 
     with pytest.raises(ConnectionMissing, match="TLS files"):
-        producer.source(place.env(extra={"tls": {"ca": "/no/such/file"}}))
+        producer.source(undeclared.env(extra={"tls": {"ca": "/no/such/file"}}))
 
 
-def test_a_missing_queue_is_named_with_the_remedy(place):
-    with pytest.raises(ProducerError, match=rf"{place.name}.*NOT_FOUND.*declare"):
-        place.producer().source(place.env())
+def test_a_missing_queue_is_named_with_the_remedy(undeclared):
+    with pytest.raises(ProducerError, match=rf"{undeclared.name}.*NOT_FOUND.*declare"):
+        undeclared.producer().source(undeclared.env())
 
 
 def test_a_queue_declared_with_other_arguments(place):
-    place.declare()
 
     with pytest.raises(ProducerError, match=r"PRECONDITION_FAILED.*other arguments"):
         place.producer(declare={"durable": True, "arguments": {"x-max-priority": 3}}).source(
@@ -89,7 +90,6 @@ def test_a_queue_declared_with_other_arguments(place):
 @pytest.mark.parametrize("name", ["held", "dead"])
 def test_a_holding_queue_of_another_type_receives_no_message(place, name):
     # Given one of our queues as a classic queue
-    place.declare()
     place.send(b"1")
     queue = place.queues.dead if name == "dead" else place.queues.held(0)
     with place.channel() as channel:
@@ -112,7 +112,6 @@ def test_a_holding_queue_of_another_type_receives_no_message(place, name):
     [("configure", "access to queue"), ("write", "access to"), ("read", "access to queue")],
 )
 def test_a_missing_permission_is_named(place, lacking, expected):
-    place.declare()
     place.send(b"1")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
@@ -133,7 +132,6 @@ def test_a_missing_permission_is_named(place, lacking, expected):
 
 def test_a_missing_permission_at_settlement_loses_nothing(place):
     # Given a run of a user who may not write to queues any more when it comes to settling
-    place.declare()
     place.send(b"1", b"2")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
 
@@ -162,7 +160,6 @@ def test_a_missing_permission_at_settlement_loses_nothing(place):
 
 
 def test_undecodable_headers_are_harmless(place):
-    place.declare()
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"
     properties = b"\x20\x00" + struct.pack(">I", len(table)) + table
@@ -208,7 +205,6 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 def test_hostile_headers_are_received_and_survive_every_verdict(place):
     # Given messages with each of them
-    place.declare()
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     channel = connection.channel()
     for name, headers in HOSTILE.items():

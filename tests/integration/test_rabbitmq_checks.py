@@ -31,9 +31,9 @@ pytestmark = pytest.mark.broker
 
 
 @pytest.fixture
-def extra(place):
+def extra(undeclared):
     """The extras of a connection that finds the management API."""
-    return {"management_url": f"http://127.0.0.1:{place.server.management_port}"}
+    return {"management_url": f"http://127.0.0.1:{undeclared.server.management_port}"}
 
 
 @contextlib.contextmanager
@@ -67,7 +67,6 @@ def received(place: Place, generation: str, **connection: Any) -> list[Message]:
 
 
 def test_a_lossy_policy_is_an_error_before_the_first_receive(place, extra):
-    place.declare()
     place.send(b"1", b"2")
     pattern = rf"^broadway\..*{place.name}"
 
@@ -84,7 +83,6 @@ def test_a_lossy_policy_is_an_error_before_the_first_receive(place, extra):
 
 
 def test_a_policy_on_the_source_is_a_warning_with_its_effect(place, extra, caplog):
-    place.declare()
     place.send(b"1")
 
     with policy(place, f"^{place.name}$", max_length=100):
@@ -102,7 +100,6 @@ def test_every_run_checks_policies(place, extra, monkeypatch):
         return check_queues(connection, options)
 
     monkeypatch.setattr(checks, "check_queues", look)
-    place.declare()
     assert received(place, "g0", extra=extra) == []
 
     for generation in ("g1", "g2"):
@@ -126,7 +123,6 @@ def settled(place: Place, lease: Lease, settlement: Settlement, **connection: An
 def test_a_lossy_policy_keeps_a_dead_runs_messages_in_place(place, extra, queue):
     """The sweep comes before the first message: it is the first that must not move them."""
     # Given a run that checked the policies just now, and one that died and whose lease has lapsed
-    place.declare()
     assert received(place, "g0", extra=extra) == []
     place.send(*[b"%d" % number for number in range(300)])
     messages, _ = place.hold(lease=3.0)
@@ -158,7 +154,6 @@ def test_a_lossy_policy_keeps_a_dead_runs_messages_in_place(place, extra, queue)
 def test_a_policy_set_during_a_run_keeps_only_failed_messages(
     place, extra, verdict, queue, definition
 ):
-    place.declare()
     place.send(b"bad", b"good", b"good")
     messages, lease = place.hold()
     settlement = settlement_of(messages, {messages[0].message_id: verdict})
@@ -174,7 +169,6 @@ def test_a_policy_set_during_a_run_keeps_only_failed_messages(
 
 def test_a_run_without_management_api_warns(place, caplog):
     caplog.set_level("WARNING")
-    place.declare()
     place.send(b"1")
 
     taken = received(place, "g1", extra={"management_url": "http://127.0.0.1:1"})
@@ -186,7 +180,6 @@ def test_a_run_without_management_api_warns(place, caplog):
 
 def test_a_missing_user_tag_is_named(place, extra, caplog):
     caplog.set_level("WARNING")
-    place.declare()
     place.send(b"1")
 
     with permitted(place.server) as user:
@@ -197,7 +190,6 @@ def test_a_missing_user_tag_is_named(place, extra, caplog):
 
 
 def test_the_management_tag_suffices_except_for_feature_flags(place, extra):
-    place.declare()
 
     with permitted(place.server, tags="management") as user:
         address = address_for(
@@ -244,7 +236,6 @@ def test_the_password_is_not_sent_unencrypted_to_another_port(caplog):
 
 def test_management_checks_can_be_disabled(place, caplog):
     caplog.set_level("INFO")
-    place.declare()
     place.send(b"1")
 
     assert len(received(place, "g1", extra={"management_url": False})) == 1
@@ -257,8 +248,8 @@ def test_management_checks_can_be_disabled(place, caplog):
     ]
 
 
-def test_a_foreign_server_at_the_management_port_is_a_warning(place):
-    wrong = Management(Address(management_url=f"http://127.0.0.1:{place.port}"))
+def test_a_foreign_server_at_the_management_port_is_a_warning(undeclared):
+    wrong = Management(Address(management_url=f"http://127.0.0.1:{undeclared.port}"))
 
     with pytest.raises(ApiError, match="cannot be reached"):
         wrong.policies()
@@ -268,8 +259,8 @@ def test_a_foreign_server_at_the_management_port_is_a_warning(place):
 
 
 @pytest.fixture
-def connection(place, extra, monkeypatch):
-    value = json.dumps(place.server.connection(extra=extra))
+def connection(undeclared, extra, monkeypatch):
+    value = json.dumps(undeclared.server.connection(extra=extra))
     monkeypatch.setenv("AIRFLOW_CONN_RABBIT_CHECKED", value)
     return "rabbit_checked"
 
@@ -280,7 +271,6 @@ def reference(pipeline: type[Passing], **producer: Any) -> str:
 
 
 def test_the_command_prints_findings(place, connection, capsys):
-    place.declare()
     checked = reference(Checked, queue=place.name, conn_id=connection)
 
     fine = ran(capsys, "check", checked)
@@ -296,7 +286,6 @@ def test_the_command_prints_findings(place, connection, capsys):
 
 def test_depth_counts_held_bundles(place):
     # Given 1,200 messages that a run holds
-    place.declare()
     place.send(*[b"%d" % number for number in range(1_200)])
     _, lease = place.hold(lease=3.0)
     count = lease.state["bundles"]
@@ -309,7 +298,6 @@ def test_depth_counts_held_bundles(place):
 @pytest.mark.parametrize("kind", ["no tag", "false", "nobody there"])
 def test_the_command_warns_of_unreadable_policies(place, extra, monkeypatch, capsys, kind):
     url = {"false": False, "nobody there": "http://127.0.0.1:1"}.get(kind, extra["management_url"])
-    place.declare()
     with permitted(place.server) as user:
         value = place.server.connection(**user, extra={"management_url": url})
         monkeypatch.setenv("AIRFLOW_CONN_RABBIT_BLIND", json.dumps(value))
@@ -333,8 +321,8 @@ class Sharded(Checked):
     )
 
 
-def test_the_command_checks_every_producers_queue(place, connection, capsys):
-    with place.channel() as channel:
+def test_the_command_checks_every_producers_queue(undeclared, connection, capsys):
+    with undeclared.channel() as channel:
         channel.queue_declare("sharded-0", durable=True)
 
     done = ran(capsys, "check", reference(Sharded, conn_id=connection), "--json")
@@ -344,7 +332,7 @@ def test_the_command_checks_every_producers_queue(place, connection, capsys):
     assert "has no queue 'sharded-1'" in finding["text"]
 
 
-def test_the_command_refuses_a_template(place, connection, capsys):
+def test_the_command_refuses_a_template(undeclared, connection, capsys):
     templated = ran(capsys, "check", reference(Checked, conn_id=connection))
 
     assert templated.code == 2

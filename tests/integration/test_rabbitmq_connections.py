@@ -50,7 +50,6 @@ def one(source: Source) -> Message:
 
 def test_generated_ids_stay_unique_after_a_reconnect(place):
     # Given a run that receives one message before its connection breaks, and one after
-    place.declare()
     place.send(b"before")
     with Breaker(place.server.address) as breaker:
         with place.source(**through(breaker)) as source:
@@ -79,7 +78,6 @@ def synchronise(source: Any) -> None:
 
 def test_a_retry_with_a_lost_ack_is_redelivered_under_another_id(place):
     # Given a run, and a message on its second attempt
-    place.declare()
     place.send(b"first")
     mark = marked(b"second", "its-own", attempt=2)
     with Breaker(place.server.address) as breaker:
@@ -110,7 +108,6 @@ def test_a_retry_with_a_lost_ack_is_redelivered_under_another_id(place):
 
 def test_a_run_killed_between_confirm_and_ack_leaves_two_marked_ids(place):
     # Given a run that has a confirmed bundle, and never reaches the broker with its acknowledgement
-    place.declare()
     place.send(b"one")
     with Breaker(place.server.address) as breaker:
         with place.source(**through(breaker)) as source:
@@ -132,7 +129,6 @@ def test_a_run_killed_between_confirm_and_ack_leaves_two_marked_ids(place):
 
 
 def test_a_run_waits_for_a_starting_broker(place, caplog):
-    place.declare()
     place.send(b"1")
     port = free_port()
     came: list[Breaker] = []
@@ -152,7 +148,6 @@ def test_a_run_waits_for_a_starting_broker(place, caplog):
 
 
 def test_failures_after_connecting_are_retried(place):
-    place.declare()
     place.send(b"1")
     calls: list[Any] = []
 
@@ -180,7 +175,6 @@ def failing(breaker: Breaker, **options: Any) -> dict[str, Any]:
 
 
 def test_connections_that_fail_at_first_use_back_off_and_time_out(place):
-    place.declare()
     place.send(b"1")
     with Breaker(place.server.address) as breaker, place.source(**failing(breaker)) as source:
         breaker.arm(BASIC_CONSUME, times=math.inf)
@@ -194,7 +188,6 @@ def test_connections_that_fail_at_first_use_back_off_and_time_out(place):
 
 
 def test_a_stopped_run_does_not_wait_for_its_broker(place):
-    place.declare()
     place.send(b"1", b"2")
     stop = threading.Event()
     with Breaker(place.server.address) as breaker:
@@ -219,7 +212,6 @@ def test_a_stopped_run_does_not_wait_for_its_broker(place):
 
 
 def test_settlement_survives_repeated_connection_losses(place):
-    place.declare()
     place.send(b"1")
     messages, lease = place.hold()
     with Breaker(place.server.address) as breaker:
@@ -242,7 +234,6 @@ def test_settlement_survives_repeated_connection_losses(place):
 
 def test_a_run_survives_connections_closed_at_the_broker(place):
     # Given a run that has received a message
-    place.declare()
     place.send(b"1", b"2", b"3")
     with place.source(qos=Qos(prefetch_count=1), backoff_min=0.01) as source:
         first = one(source)
@@ -269,7 +260,6 @@ def test_a_run_survives_connections_closed_at_the_broker(place):
 
 @pytest.mark.parametrize("at", ["claim", "bind", "opening bundle"])
 def test_a_connection_lost_while_opening_a_holding_queue_is_replaced(place, at):
-    place.declare()
     place.send(b"1")
     result = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
 
@@ -287,7 +277,6 @@ def test_a_connection_lost_while_opening_a_holding_queue_is_replaced(place, at):
 
 
 def test_a_cancelled_consumer_is_one_clear_error(place):
-    place.declare()
     place.send(b"1")
 
     with place.source(qos=Qos(prefetch_count=1), on_failure="retry") as source:
@@ -300,7 +289,6 @@ def test_a_cancelled_consumer_is_one_clear_error(place):
 
 def test_a_deleted_queue_is_redeclared_if_configured(place):
     options: dict[str, Any] = {"qos": Qos(prefetch_count=1), "declare": {"durable": True}}
-    place.declare()
     place.send(b"1")
 
     with place.source(**options, on_failure="retry", backoff_min=0.01) as source:
@@ -323,7 +311,6 @@ def delete(place: Place) -> None:
 
 def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(place):
     # Given a run that consumes exclusively
-    place.declare()
     place.send(b"1")
     options: dict[str, Any] = {
         "consume_options": {"exclusive": True, "arguments": {"x-priority": 5}},
@@ -359,7 +346,6 @@ def test_metadata_has_every_requested_field(place):
         "app_id": "a",
         "cluster_id": "k",
     }
-    place.declare()
     place.send(b"1", properties=pika.BasicProperties(delivery_mode=2, **properties))
 
     [message], _ = place.settle("g1", metadata=list(METADATA_FIELDS))
@@ -376,25 +362,25 @@ def test_metadata_has_every_requested_field(place):
 # -- set-up ----------------------------------------------------------------------------------------
 
 
-def test_a_binding_without_key_uses_the_empty_key(place):
-    exchange = f"exchange-{place.name}"
-    with place.channel() as channel:
+def test_a_binding_without_key_uses_the_empty_key(undeclared):
+    exchange = f"exchange-{undeclared.name}"
+    with undeclared.channel() as channel:
         channel.exchange_declare(exchange, exchange_type="direct", auto_delete=True)
     options: dict[str, Any] = {
         "declare": {"durable": True},
         "bindings": [(exchange, {})],
         "on_failure": "retry",
     }
-    with place.source("g0", **options):
+    with undeclared.source("g0", **options):
         pass
 
-    with place.channel() as channel:
+    with undeclared.channel() as channel:
         channel.confirm_delivery()
         channel.basic_publish(exchange, "", b"by no key", mandatory=True)
         with pytest.raises(pika.exceptions.UnroutableError):
-            channel.basic_publish(exchange, place.name, b"by the queue's name", mandatory=True)
+            channel.basic_publish(exchange, undeclared.name, b"by the queue's name", mandatory=True)
 
-    assert [message.data for message in place.settle("g1", **options)[0]] == [b"by no key"]
+    assert [message.data for message in undeclared.settle("g1", **options)[0]] == [b"by no key"]
 
 
 # -- hosts -----------------------------------------------------------------------------------------
@@ -402,7 +388,6 @@ def test_a_binding_without_key_uses_the_empty_key(place):
 
 def test_the_first_reachable_host_is_used_with_failover(place):
     # Given a run on the second of three hosts, since the first is away
-    place.declare()
     place.send(b"before")
     with Breaker(place.server.address) as breaker:
         hosts = f"127.0.0.1:1,127.0.0.1:{breaker.port},{place.host}:{place.port}"
@@ -423,14 +408,14 @@ def test_the_first_reachable_host_is_used_with_failover(place):
     assert place.carry_out(lease, settlement_of([before, after])) == SettleReport(acked=2)
 
 
-def test_unreachable_hosts_are_all_named(place):
-    producer = place.producer(uri="amqp://127.0.0.1:1,127.0.0.1:2", backoff_type="stop")
+def test_unreachable_hosts_are_all_named(undeclared):
+    producer = undeclared.producer(uri="amqp://127.0.0.1:1,127.0.0.1:2", backoff_type="stop")
 
     with pytest.raises(
         ProducerUnavailable,
         match=r"127\.0\.0\.1:1 cannot be reached.*; RabbitMQ at 127\.0\.0\.1:2 cannot be reached",
     ):
-        producer.source(place.env())
+        producer.source(undeclared.env())
 
 
 def test_connection_tuning_and_client_properties_are_applied(place):
@@ -438,7 +423,6 @@ def test_connection_tuning_and_client_properties_are_applied(place):
     env = place.env(extra=extra)
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
     bodies = [bytes([number]) * 20_000 for number in range(50)]
-    place.declare()
     place.send(*bodies)
 
     source: Any = producer.source(env)

@@ -47,12 +47,12 @@ def look_from_outside(place: Place, queue: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 5, 20])
-def test_browsing_never_deletes_letters(place, limit):
-    queue = declare(place, **{"x-delivery-limit": limit})
+def test_browsing_never_deletes_letters(undeclared, limit):
+    queue = declare(undeclared, **{"x-delivery-limit": limit})
     seen, text = [], ""
     for _ in range(limit + 3):
         try:
-            seen.append(look(place, queue))
+            seen.append(look(undeclared, queue))
         except ProducerError as error:
             seen.append(0)
             text = str(error)
@@ -61,40 +61,39 @@ def test_browsing_never_deletes_letters(place, limit):
     assert f"{queue!r} cannot be listed any more" in text
     assert f"the queue's delivery-limit is {limit}" in text
     assert seen == [LETTERS] * looks + [0] * (limit + 3 - looks)
-    assert place.depth(queue) == LETTERS
+    assert undeclared.depth(queue) == LETTERS
 
 
-def test_a_limit_of_a_policy_counts_as_well(place):
-    queue = declare(place)
+def test_a_limit_of_a_policy_counts_as_well(undeclared):
+    queue = declare(undeclared)
     policy = {"pattern": f"^{queue}$", "definition": {"delivery-limit": 4}, "apply-to": "queues"}
-    manage(place.server, "PUT", f"policies/%2F/{queue}", policy)
+    manage(undeclared.server, "PUT", f"policies/%2F/{queue}", policy)
     try:
         path = f"queues/%2F/{queue}"
-        eventually(lambda: manage(place.server, "GET", path).get("policy") == queue)
-        assert [look(place, queue) for _ in range(2)] == [LETTERS, LETTERS]
+        eventually(lambda: manage(undeclared.server, "GET", path).get("policy") == queue)
+        assert [look(undeclared, queue) for _ in range(2)] == [LETTERS, LETTERS]
         for _ in range(4):
             with pytest.raises(ProducerError, match="delivery-limit is 4"):
-                look(place, queue)
+                look(undeclared, queue)
     finally:
-        manage(place.server, "DELETE", f"policies/%2F/{queue}")
-    assert place.depth(queue) == LETTERS
+        manage(undeclared.server, "DELETE", f"policies/%2F/{queue}")
+    assert undeclared.depth(queue) == LETTERS
 
 
 @pytest.mark.parametrize("times", [3, 4, 5])
-def test_deliveries_to_other_clients_are_counted(place, times):
-    queue = declare(place, **{"x-delivery-limit": 5})
-    look_from_outside(place, queue, times)
+def test_deliveries_to_other_clients_are_counted(undeclared, times):
+    queue = declare(undeclared, **{"x-delivery-limit": 5})
+    look_from_outside(undeclared, queue, times)
 
     for _ in range(4):
         with pytest.raises(ProducerError, match="cannot be listed any more"):
-            look(place, queue)
+            look(undeclared, queue)
 
-    assert place.depth(queue) == LETTERS
+    assert undeclared.depth(queue) == LETTERS
 
 
 def test_moving_some_letters_counts_and_moving_all_does_not(place):
     queue = declare(place, **{"x-delivery-limit": 4})
-    place.declare()
     assert [look(place, queue) for _ in range(2)] == [LETTERS, LETTERS]
 
     with opened(place, queue) as letters:
@@ -114,19 +113,19 @@ def test_moving_some_letters_counts_and_moving_all_does_not(place):
 @pytest.mark.parametrize(
     "extra", [{"management_url": False}, {"management_url": "http://127.0.0.1:1"}]
 )
-def test_an_unknown_limit_refuses_browsing(place, extra):
-    queue = declare(place, **{"x-delivery-limit": 5})
+def test_an_unknown_limit_refuses_browsing(undeclared, extra):
+    queue = declare(undeclared, **{"x-delivery-limit": 5})
 
     for _ in range(7):
         with pytest.raises(
             ProducerError, match="whether the queue has a delivery limit is not known"
         ):
-            look(place, queue, **extra)
+            look(undeclared, queue, **extra)
 
-    assert place.depth(queue) == LETTERS
+    assert undeclared.depth(queue) == LETTERS
 
 
-def test_queues_without_limit_can_be_browsed_forever(place):
+def test_queues_without_limit_can_be_browsed_forever(undeclared):
     # RabbitMQ 3 has no default
-    queue = declare(place)
-    assert [look(place, queue) for _ in range(25)] == [LETTERS] * 25
+    queue = declare(undeclared)
+    assert [look(undeclared, queue) for _ in range(25)] == [LETTERS] * 25

@@ -22,12 +22,6 @@ from tests.rabbitmq_place import Place, manage
 pytestmark = pytest.mark.broker
 
 
-@pytest.fixture
-def place(place):
-    place.declare()
-    return place
-
-
 def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place):
     # Given small messages, and such as two of a bundle would be just too large
     half = bundle.MAX_BYTES // 2

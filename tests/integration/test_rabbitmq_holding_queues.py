@@ -40,12 +40,6 @@ pytestmark = pytest.mark.broker
 BUNDLE = b"application/x-broadway-bundle"
 
 
-@pytest.fixture
-def place(place):
-    place.declare()
-    return place
-
-
 @contextmanager
 def connected(place: Place) -> Iterator[ConnectionThread]:
     connection = ConnectionThread.to(address_for(place.producer(), place.env()))

@@ -24,12 +24,6 @@ pytestmark = pytest.mark.broker
 MAX_SIZE, TIMEOUT, TICK = 134_217_728, 1_800_000, 60_000
 
 
-@pytest.fixture
-def place(place):
-    place.declare()
-    return place
-
-
 # -- slow callbacks --------------------------------------------------------------------------------
 
 

@@ -41,11 +41,11 @@ def taken(place: Place, producer: RabbitMQProducer, index: int) -> tuple[list[Me
         source.close()
 
 
-def test_sharded_queues_are_settled_by_their_own_options(place):
+def test_sharded_queues_are_settled_by_their_own_options(undeclared):
     # Given two producers, each with a queue and a place for dead letters of its own
-    names = shards(place)
+    names = shards(undeclared)
     graves = [f"{name}-grave" for name in names]
-    with place.channel() as channel:
+    with undeclared.channel() as channel:
         for grave in graves:
             channel.queue_declare(grave, durable=True)
 
@@ -58,11 +58,11 @@ def test_sharded_queues_are_settled_by_their_own_options(place):
             "lease": 600.0 + index,
         }
 
-    producer = place.producer(concurrency=2, merge_options=merge, queue="nobody's")
-    received = [taken(place, producer, index) for index in range(2)]
+    producer = undeclared.producer(concurrency=2, merge_options=merge, queue="nobody's")
+    received = [taken(undeclared, producer, index) for index in range(2)]
 
     # When another process settles them, whose producers' index it does not know
-    custodian = producer.custodian(place.env("custodian"))
+    custodian = producer.custodian(undeclared.env("custodian"))
     for index, (messages, lease) in enumerate(received):
         assert [m.data for m in messages] == [f"{names[index]} {n}".encode() for n in range(2)]
         assert messages[0].metadata == ({"routing_key": names[1]} if index else {})
@@ -78,31 +78,33 @@ def test_sharded_queues_are_settled_by_their_own_options(place):
     custodian.close()
 
     # Then each message went where its own producer's options say
-    assert [place.depth(grave) for grave in graves] == [0, 2]
-    assert producer.depth(place.env()).ready == 0
-    assert producer.depth(place.env()).delayed == 2
-    assert producer.depth(place.env()).dead == 2
+    assert [undeclared.depth(grave) for grave in graves] == [0, 2]
+    assert producer.depth(undeclared.env()).ready == 0
+    assert producer.depth(undeclared.env()).delayed == 2
+    assert producer.depth(undeclared.env()).dead == 2
 
 
-def test_a_merged_address_replaces_the_declared_one(place):
-    [name] = shards(place, 1)
-    nowhere = place.producer(
+def test_a_merged_address_replaces_the_declared_one(undeclared):
+    [name] = shards(undeclared, 1)
+    nowhere = undeclared.producer(
         queue=name, reconnect_timeout=0.1, merge_options=lambda index: {"uri": "amqp://127.0.0.1:1"}
     )
     declared = RabbitMQProducer(
-        queue=name, conn_id="not_defined", merge_options=lambda index: {"uri": place.server.uri}
+        queue=name,
+        conn_id="not_defined",
+        merge_options=lambda index: {"uri": undeclared.server.uri},
     )
 
     with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
-        nowhere.source(place.env())
-    assert len(taken(place, declared, 0)[0]) == 2
+        nowhere.source(undeclared.env())
+    assert len(taken(undeclared, declared, 0)[0]) == 2
 
 
-def test_a_pipeline_settles_by_the_merged_actions(place):
-    [name] = shards(place, 1)
+def test_a_pipeline_settles_by_the_merged_actions(undeclared):
+    [name] = shards(undeclared, 1)
 
     class Sharded(Broadway):
-        producer = place.producer(
+        producer = undeclared.producer(
             queue="nobody's",
             on_failure="retry",
             merge_options=lambda index: {"queue": name, "on_failure": "dead_letter"},
@@ -114,16 +116,16 @@ def test_a_pipeline_settles_by_the_merged_actions(place):
     report = Sharded().run_local(max_messages=10)
 
     assert report.settled.dead_lettered == 2
-    assert place.depth(f"broadway.dead.{name}") == 2
+    assert undeclared.depth(f"broadway.dead.{name}") == 2
 
 
-def test_a_lease_of_a_removed_shard_is_not_settled_elsewhere(place):
-    names = shards(place)
-    before = place.producer(merge_options=lambda index: {"queue": names[0]})
-    after = place.producer(merge_options=lambda index: {"queue": names[1]})
-    _, lease = taken(place, before, 0)
+def test_a_lease_of_a_removed_shard_is_not_settled_elsewhere(undeclared):
+    names = shards(undeclared)
+    before = undeclared.producer(merge_options=lambda index: {"queue": names[0]})
+    after = undeclared.producer(merge_options=lambda index: {"queue": names[1]})
+    _, lease = taken(undeclared, before, 0)
 
-    custodian = after.custodian(place.env("custodian"))
+    custodian = after.custodian(undeclared.env("custodian"))
     with pytest.raises(ProducerError, match="give both halves of the run the same options"):
         custodian.settle(lease, Settlement(rest=settlement_of([]).rest))
     custodian.close()

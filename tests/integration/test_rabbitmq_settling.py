@@ -81,7 +81,6 @@ def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
 
 def test_concurrent_settlements_report_the_same(place, monkeypatch):
     # Given a settlement that stalls with half of the bundles read
-    place.declare()
     lease, messages = hold(place, "g1", 1_500)
     assert lease.state["bundles"] >= 3
     good, bad, open_ = messages[::3], messages[1::3], messages[2::3]
@@ -129,7 +128,6 @@ def test_concurrent_settlements_report_the_same(place, monkeypatch):
 def test_settlement_removes_any_number_of_bundles(place, monkeypatch):
     # Given more bundles than the broker takes acknowledgements of at a time
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 1)
-    place.declare()
 
     # When they are given back, as often as it takes to see some forgotten
     for turn in range(6):
@@ -145,7 +143,6 @@ def test_settlement_removes_any_number_of_bundles(place, monkeypatch):
 @pytest.mark.parametrize("what", ["deleted", "emptied"])
 def test_immediate_settlements_are_counted_without_their_bundles(place, what):
     # Given messages that a callback settled, and a holding queue that an operator has spoilt
-    place.declare()
     lease, messages = hold(place, "g1", 10)
     settler = place.producer().custodian(place.env("custodian"))
     settler.settle_now(lease, [entry_of(message, ACK) for message in messages[:3]])
@@ -167,7 +164,6 @@ def test_immediate_settlements_are_counted_without_their_bundles(place, what):
 
 @pytest.mark.parametrize(("count", "held"), [(1, "1 message"), (3, "3 messages")])
 def test_a_holding_queue_deleted_before_the_manifest_is_a_reported_loss(place, count, held):
-    place.declare()
     lease, _ = hold(place, "g1", count)
     with place.channel() as channel:
         channel.queue_delete(lease.state["holding_queue"])
@@ -182,7 +178,6 @@ def test_a_holding_queue_deleted_before_the_manifest_is_a_reported_loss(place, c
 @pytest.mark.parametrize(("rest", "acked", "released"), [(ACK, 8, 0), (RELEASE, 1, 7)])
 def test_an_emptied_holding_queue_is_settled_from_staging(place, rest, acked, released):
     # Given a holding queue that an operator has purged
-    place.declare()
     lease, messages = hold(place, "g1", 10)
     with place.channel() as channel:
         channel.queue_purge(lease.state["holding_queue"])
@@ -203,7 +198,6 @@ def test_an_emptied_holding_queue_is_settled_from_staging(place, rest, acked, re
 def test_manually_removed_bundles_are_settled_from_staging(place, kept, monkeypatch):
     # Given three bundles, of which an operator has removed all but those kept
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 5)
-    place.declare()
     lease, messages = hold(place, "g1", 15)
     queue = lease.state["holding_queue"]
     with place.channel() as channel:
@@ -221,7 +215,6 @@ def test_manually_removed_bundles_are_settled_from_staging(place, kept, monkeypa
 
 def test_uncounted_bundles_are_reported_at_the_purge(place, monkeypatch):
     # Given a bundle that comes between the last count of the holding queue and its end
-    place.declare()
     lease, messages = hold(place, "g1", 3)
     inside = HoldingQueue.purge
 
@@ -240,7 +233,6 @@ def test_uncounted_bundles_are_reported_at_the_purge(place, monkeypatch):
 
 
 def test_an_extra_bundle_prevents_the_purge(place):
-    place.declare()
     lease, messages = hold(place, "g1", 3)
     queue = lease.state["holding_queue"]
     publish_raw(place, queue, (b"no bundle", b"\x00\x00"))
@@ -257,7 +249,6 @@ def test_an_extra_bundle_prevents_the_purge(place):
 
 def test_an_unpublishable_message_fails_alone(place, monkeypatch):
     # Given a message that no client can encode
-    place.declare()
     lease, messages = hold(place, "g1", 3)
     inside = Outbox._properties
 
@@ -280,7 +271,6 @@ def test_an_unpublishable_message_fails_alone(place, monkeypatch):
 
 def test_an_incomplete_release_is_completed_by_the_next_sweep(place, monkeypatch):
     # Given a settlement that cannot publish two messages of a bundle
-    place.declare()
     lease, messages = hold(place, "g1", 4)
     inside, broken = Outbox._properties, {b"000001", b"000002"}
 
@@ -308,7 +298,6 @@ def test_an_incomplete_release_is_completed_by_the_next_sweep(place, monkeypatch
 
 def test_an_unpublishable_message_without_bundle_is_not_settled(place, monkeypatch):
     # Given a message whose bundle an operator has removed, and that cannot be published
-    place.declare()
     lease, messages = hold(place, "g1", 2)
     with place.channel() as channel:
         channel.queue_purge(lease.state["holding_queue"])
@@ -331,7 +320,6 @@ def test_an_unpublishable_message_without_bundle_is_not_settled(place, monkeypat
 @pytest.mark.parametrize("verdict", [RETRY, DEAD], ids=["retry", "dead letter"])
 def test_oversized_headers_fail_alone(place, verdict):
     # Given headers as large as a frame takes, and small integers that would grow if written anew
-    place.declare()
     text = b"S" + (131_000).to_bytes(4, "big") + b"x" * 131_000
     small = b"A" + (100_000).to_bytes(4, "big") + b"b\x07" * 50_000
     publish_raw(
@@ -368,7 +356,6 @@ def test_oversized_headers_fail_alone(place, verdict):
 
 def test_a_retried_message_keeps_its_route_and_its_sender(place):
     # Given a message with a route, a sender and a death of its own
-    place.declare()
     exchange = f"{place.name}-shop"
     death = [{"queue": "elsewhere", "reason": "expired", "count": 1}]
     with place.channel() as channel:
@@ -412,7 +399,6 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place):
 
 
 def test_a_requeued_dead_letter_starts_with_fresh_attempts(place):
-    place.declare()
     place.send(b"1")
     place.settle("g1", {0: RETRY})
     [second], _ = place.settle("g2", {0: DEAD})
@@ -428,7 +414,6 @@ def test_a_requeued_dead_letter_starts_with_fresh_attempts(place):
 
 def test_a_copied_header_is_no_duplicate(place):
     # Given a retried message, and two others that copied its headers: one of them is like it
-    place.declare()
     place.send(b"ping")
     [first], _ = place.settle("g1", {0: RETRY})
     letter = place.first(place.name)
@@ -447,7 +432,6 @@ def test_a_copied_header_is_no_duplicate(place):
 
 def test_a_retry_published_twice_is_handled_once(place, monkeypatch):
     # Given a settlement that is killed when it has published a retry and a dead letter
-    place.declare()
     lease, messages = hold(place, "g1", 3)
     chosen = {messages[0].message_id: RETRY, messages[1].message_id: DEAD}
 
@@ -477,7 +461,6 @@ def test_a_retry_published_twice_is_handled_once(place, monkeypatch):
 
 
 def test_settlement_without_backoff_reports_an_unreachable_broker(place):
-    place.declare()
     lease, messages = hold(place, "g1", 1)
     nowhere: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "backoff_type": "stop"}
 
@@ -489,7 +472,6 @@ def test_settlement_without_backoff_reports_an_unreachable_broker(place):
 
 def test_a_settlement_reconnects(place):
     # Given a connection that breaks as a dead letter is published
-    place.declare()
     lease, messages = hold(place, "g1", 3)
     chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}
     with Breaker(place.server.address) as breaker:
@@ -509,7 +491,6 @@ def test_a_settlement_reconnects(place):
 
 
 def test_dead_letters_to_an_exchange_keep_their_own_key(place):
-    place.declare()
     exchange, queue = f"{place.name}-dlx", f"{place.name}-parked"
     with place.channel() as channel:
         channel.exchange_declare(exchange, "topic")
@@ -524,7 +505,6 @@ def test_dead_letters_to_an_exchange_keep_their_own_key(place):
 
 
 def test_a_missing_exchange_is_an_error_before_the_first_receive(place):
-    place.declare()
     place.send(b"1")
     options: dict[str, Any] = {"dead_letter": {"exchange": f"{place.name}-none"}}
 
@@ -538,7 +518,6 @@ def test_a_missing_exchange_is_an_error_before_the_first_receive(place):
 
 
 def test_a_deleted_exchange_fails_only_its_dead_letters(place):
-    place.declare()
     lease, messages = hold(place, "g1", 3)
     chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}
     options: dict[str, Any] = {"dead_letter": {"exchange": f"{place.name}-none"}}

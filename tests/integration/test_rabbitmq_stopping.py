@@ -37,7 +37,6 @@ BASIC_ACK = b"\x00\x3c\x00\x50"
 @pytest.fixture
 def place(place, monkeypatch):
     monkeypatch.setattr(receiving, "_CLOSE_TIMEOUT", 0.2)
-    place.declare()
     return place
 
 

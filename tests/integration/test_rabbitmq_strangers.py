@@ -74,7 +74,6 @@ GUEST = {"login": "guest", "password": "guest"}
 
 def test_the_guides_permissions_suffice_for_runs(place):
     # Given a run with the permissions that the guide grants
-    place.declare()
     place.send(b"1", b"2", b"3", b"4")
 
     with permitted(place.server, tags="management", **guide_permissions(place.name)) as user:
@@ -92,7 +91,6 @@ def test_the_guides_permissions_suffice_for_runs(place):
 
 
 def test_the_guides_permissions_exclude_other_sources(place, victim):
-    place.declare()
 
     with permitted(place.server, tags="management", **guide_permissions(place.name)) as user:
         login = pika.PlainCredentials(user["login"], user["password"])
@@ -108,7 +106,6 @@ def test_the_guides_permissions_exclude_other_sources(place, victim):
 
 def test_forged_bundles_settle_nothing(place):
     # Given a run, and a sender by the default exchange who names its generation
-    place.declare()
     place.send(b"1")
     messages, lease = place.hold("g1")
     forged = Header(bundle="forged.1", generation="g1", queue=place.name, count=1, until=2e12)
@@ -137,7 +134,6 @@ def test_forged_bundles_settle_nothing(place):
 
 
 def test_a_holding_queue_with_other_arguments_is_an_error(place):
-    place.declare()
     place.send(b"1")
     with place.channel() as channel:
         channel.queue_declare(place.queues.held(0), durable=True)
@@ -154,7 +150,6 @@ def test_a_holding_queue_with_other_arguments_is_an_error(place):
 @pytest.mark.parametrize("where", ["journal", "lease"])
 def test_a_lease_of_another_queue_is_not_settled(place, victim, where):
     # Given a run whose holding queue another name has been put in place of
-    place.declare()
     place.send(b"1")
     messages, lease = place.hold("g1")
     if where == "lease":
@@ -177,7 +172,6 @@ def test_a_lease_of_another_queue_is_not_settled(place, victim, where):
 
 def test_forged_generation_names_block_no_connection(place, monkeypatch):
     # Given messages with marks of two generations, and others that bear copies of such marks
-    place.declare()
     proper = [marked(b"proper", f"m{n}", giver=f"giver-{n % 2}") for n in range(20)]
     copied = [marked(b"another", f"c{n}", giver=f"stranger-{n}") for n in range(50)]
     for headers in (*proper, *copied):
