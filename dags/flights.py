@@ -18,7 +18,7 @@ with DAG(
     # Or "*/5 * * * *": each run takes what has arrived since the one before.
     schedule=None,
     catchup=False,
-    # One run at a time drains the queue; a second would only wait beside it.
+    # One run at a time drains the queue; a second would only wait for it.
     max_active_runs=1,
     # The budget of a run, which the UI's trigger form asks for, and a parameter of our own.
     params={

@@ -33,7 +33,7 @@ TOLERANCE = 15
 
 
 class Flights(Broadway):
-    # Where the queue is, an Airflow connection says: on a laptop another than in production.
+    # An Airflow connection has the queue's address: on a laptop another than in production.
     producer = SqliteProducer(queue="flights", conn_id="flights_queue", concurrency=2)
     # Handling a flight takes microseconds, so hand them out by the thousand.
     processors = Processors(concurrency=1, max_demand=2_000)
@@ -41,7 +41,7 @@ class Flights(Broadway):
         "delayed": Batcher(batch_size=50_000, schema=SCHEMA),
         "on_time": Batcher(batch_size=50_000, schema=SCHEMA),
     }
-    # Where the output goes; the DAG says where that is.
+    # The output's folder, which the DAG passes.
     context = {"output": "build/flights"}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
@@ -57,7 +57,7 @@ class Flights(Broadway):
     def handle_batch(
         self, batcher: str, messages: SparkBatch, batch_info: BatchInfo, context: Any
     ) -> None:
-        # A time comes as an hour, minutes past it and a delay: make instants of them.
+        # A time comes as an hour, minutes past it and a delay: make timestamps of them.
         flights = messages.selectExpr(
             "message_id",
             "concat(data.carrier, data.flight) AS flight",

@@ -20,7 +20,7 @@ FINISHED = frozenset({"success", "failed"})
 
 
 class LocalAirflowError(RuntimeError):
-    """Airflow did not do what was asked of it; the message tells why, with the end of a log."""
+    """Airflow did not do what was requested; the message has the reason, with the end of a log."""
 
 
 class ApiError(LocalAirflowError):
@@ -37,7 +37,7 @@ class ApiError(LocalAirflowError):
 class AirflowApi:
     """The API of the Airflow at ``url``.
 
-    :param login: A user's name and password; ``None`` where whoever comes is an administrator.
+    :param login: A user's name and password; ``None`` where every client is an administrator.
     """
 
     def __init__(self, url: str, *, login: tuple[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class AirflowApi:
         """Called again and again while waiting; raises if there is nothing left to wait for."""
 
     def _failure(self, what: str, log: str) -> LocalAirflowError:
-        """Return the error to raise for ``what``; ``log`` is the component likely to tell why."""
+        """Returns the error to raise for ``what``; ``log`` may have the reason."""
         return LocalAirflowError(what)
 
     def _wait(
@@ -90,7 +90,7 @@ class AirflowApi:
     def token_for(self, login: tuple[str, str] | None) -> str:
         """Log in, and return the token that Airflow hands out."""
         if login is None:
-            # With "all are administrators" a GET suffices, and nobody has a password to POST.
+            # With "all are administrators" a GET suffices, and there is no password to POST.
             answer = _call("GET", f"{self.url}/auth/token", None, None)
         else:
             body = dict(zip(("username", "password"), login, strict=True))

@@ -36,7 +36,7 @@ SETTINGS: Mapping[str, str] = {
     "core.parallelism": "4",
     "core.load_examples": "False",
     "core.dags_are_paused_at_creation": "False",
-    # Anyone who reaches the loopback port is an administrator: nothing to log in to on a laptop.
+    # Every client of the loopback port is an administrator: no login on a laptop.
     "core.simple_auth_manager_all_admins": "True",
     "api.host": "127.0.0.1",
     "api.workers": "1",

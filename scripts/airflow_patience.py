@@ -18,7 +18,7 @@ _PATIENCE, _PATIENCE_OF_A_LOOP = 120.0, 5.0
 
 
 class _Connection(sqlite3.Connection):
-    """As patient as whoever uses it may be."""
+    """Waits as long as its caller does."""
 
     def cursor(self, *args: Any, **named: Any) -> Any:
         self._be_patient()

@@ -33,7 +33,7 @@ from scripts.local_airflow import ApiError, LocalAirflow, LocalAirflowError, fre
 
 DAG_ID = "flights"
 
-#: Where the queue and the output lie, and beside it the report.
+#: The folder of queue and output, next to the report.
 FOLDER = FLIGHTS_QUEUE.parent
 
 #: Seconds between two looks at the run.
@@ -44,7 +44,7 @@ PATIENCE = 1_800.0
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on; the message says why in a sentence."""
+    """The demo cannot go on; the message has the reason."""
 
 
 class Demo:

@@ -1,4 +1,4 @@
-"""The demo's report: what the queue, the output and the run say, compared with the data itself."""
+"""The demo's report: the queue, the output and the run, compared with the data itself."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BATCH = 500
 THREADS = 4
 #: Requests handed to the threads at a time.
 CHUNK = 100
-#: Seconds that a subscription holds what it delivered, until somebody says otherwise.
+#: Seconds that a subscription holds delivered messages by default.
 ACK_DEADLINE = 60
 
 

@@ -305,7 +305,7 @@ class LocalAirflow(AirflowApi):
         self._lock = lock
 
 
-#: In AIRFLOW_HOME: locked while an Airflow of ours runs there; tells its token, URL and process.
+#: In AIRFLOW_HOME: locked while an Airflow of ours runs there; has its token, URL and process.
 _LOCK = "local_airflow.lock"
 
 
@@ -336,7 +336,7 @@ def end_leftovers(home: Path) -> None:
 def processes_with(
     token: str, *, variable: str = TOKEN_VARIABLE, spared: Sequence[str] = ()
 ) -> list[psutil.Process]:
-    """Return every living process that carries ``token``, whoever its parent is now.
+    """Returns every living process that carries ``token``, in spite of its parent.
 
     :param spared: Names of programs that are passed over.
     """

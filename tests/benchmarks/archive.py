@@ -51,7 +51,7 @@ def bench_archive(
 
 
 def compared(name: str, stage: Callable[[bool], Took], tries: int) -> Figures:
-    """A process stage that keeps its messages beside the same that does not."""
+    """A process stage that archives its messages next to the same without an archive."""
     pairs = [(stage(False), stage(True)) for _ in range(tries)]
     without, kept = ([pair[index] for pair in pairs] for index in (0, 1))
     bare, each = ([1e6 * took.cpu / took.messages for took in side] for side in (without, kept))

@@ -1,4 +1,4 @@
-"""What kills from outside cost the run that follows them: beside a run that was never killed."""
+"""The cost of outside kills for the next run, next to a run that was never killed."""
 
 from __future__ import annotations
 

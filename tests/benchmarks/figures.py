@@ -1,4 +1,4 @@
-"""How the parts of ``make bench`` say what they measured."""
+"""The figures of ``make bench``."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def bench_pubsub(messages: int = MESSAGES, tries: int = 7) -> Figures:
     """All figures, against an emulator of its own."""
     taken: dict[str, list[Took]] = {}
     with folder_of_its_own() as folder, Emulator(folder, heap="2g").run() as server:
-        one_try(server, messages // 10)  # nobody has its first seconds alone
+        one_try(server, messages // 10)  # a warm-up, which is not measured
         for number in range(tries):
             for name, took in one_try(server, messages, ours_first=number % 2 == 1).items():
                 taken.setdefault(name, []).append(took)

@@ -35,7 +35,7 @@ def stages(
 
     :param producer: The producer's options.
     :param runs: In so many runs, of as many messages each; one is settled before the next begins.
-    :param env_of: What the producer is opened in, beside what every run has.
+    :param env_of: The producer's environment, in addition to that of every run.
     """
     import pyarrow.parquet
 
@@ -116,7 +116,7 @@ def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
 
 
 def with_run(took: Mapping[str, Took]) -> dict[str, Took]:
-    """What both stages took together, beside what each took."""
+    """Figures of both stages together, next to each stage's own."""
     return {**took, "run": added(took["process"], took["settle"])}
 
 

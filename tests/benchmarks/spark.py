@@ -1,4 +1,4 @@
-"""What a batch costs in a running session, beside what Spark itself costs for the same."""
+"""The costs of a batch in a running session, next to those of Spark itself for the same."""
 
 from __future__ import annotations
 

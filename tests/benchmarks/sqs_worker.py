@@ -23,7 +23,7 @@ from tests.sqs_server import KEY, REGION, Connections
 
 PIPELINE = "tests.benchmarks.pipelines:OnSqs"
 BODY = "x" * 200
-#: The endpoint of the stub: nobody listens there, nor has to.
+#: The endpoint of the stub: no server listens there, nor has to.
 NOWHERE = "http://127.0.0.1:9"
 
 

@@ -128,15 +128,15 @@ class Chromium:
         return list(self.driver.find_elements(By.CSS_SELECTOR, css))
 
     def button(self, text: str, *, within: str = "body", timeout: float = 30.0) -> WebElement:
-        """Wait for a button that says ``text`` and nothing else, and return the last such."""
+        """Waits for a button with exactly this text, and returns the last."""
         return self.saying(f"{within} button, {within} [role=menuitem]", text, timeout)
 
     def link(self, text: str, *, within: str = "body", timeout: float = 30.0) -> WebElement:
-        """Wait for a link that says ``text`` and nothing else, and return the last such."""
+        """Waits for a link with exactly this text, and returns the last."""
         return self.saying(f"{within} a[href]", text, timeout)
 
     def saying(self, css: str, text: str, timeout: float = 30.0) -> WebElement:
-        """Wait for an element that says ``text`` and nothing else, and return the last such."""
+        """Waits for an element with exactly this text, and returns the last."""
         elements: list[WebElement] = []
 
         def there(driver: Any) -> bool:

@@ -37,7 +37,7 @@ def _chromium(site, tmp_path_factory):
 
 @pytest.fixture
 def browser(_chromium, request):
-    """A browser in which nobody is logged in; a test that fails leaves a picture."""
+    """A browser without a login; a test that fails leaves a picture."""
     _chromium.fresh()
     failed_before = request.session.testsfailed
     yield _chromium

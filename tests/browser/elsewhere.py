@@ -28,7 +28,7 @@ def another_site(page: str) -> Iterator[tuple[str, list[str]]]:
             self.wfile.write(page.encode())
 
         def log_message(self, *_: object) -> None:
-            """Nothing: the test says what happened."""
+            """Logs nothing: the test reports."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -11,7 +11,7 @@ from tests.browser.chromium import PHONE, Chromium
 
 _SCRIPT = (Path(__file__).parent / "looks.js").read_text()
 
-#: Roles of which a screen reader tells the name, and nothing else.
+#: Roles of which a screen reader reads the name, and nothing else.
 _NAMED = frozenset(
     {"button", "link", "textbox", "searchbox", "checkbox", "radio", "combobox", "spinbutton"}
 )
@@ -50,7 +50,7 @@ def not_reached_by_tab(browser: Chromium) -> list[str]:
     browser.run("document.activeElement.blur(); window.scrollTo(0, 0)")
     browser.run(f"{_SCRIPT}\nwindow.wanted = new Set(controls()); window.got = new Set();")
     complaints = []
-    # A field for an instant takes a Tab for each of its parts.
+    # A field for a timestamp takes a Tab for each of its parts.
     for _ in range(browser.run("return window.wanted.size") + 30):
         ActionChains(browser.driver).send_keys(Keys.TAB).perform()
         bare = browser.run(_FOCUS)

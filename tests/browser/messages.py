@@ -1,4 +1,4 @@
-"""What is in the queues: flights, and messages that attack whoever shows them.
+"""The messages in the queues: flights, and attacks on pages that show them.
 
 Each of those tries to set ``window.owned`` in the page, or to break out of where it is shown.
 """

@@ -68,7 +68,7 @@ class Site:
     def request(
         self, method: str, path: str, *, user: str | None = None, **options: Any
     ) -> requests.Response:
-        """Ask as ``user``, or as nobody; the path goes out as it is, and nothing is followed."""
+        """Requests as ``user``, or anonymously; path unchanged, redirects not followed."""
         session = requests.Session()
         # The proxies of a developer's environment are for other hosts.
         session.trust_env = False
@@ -80,7 +80,7 @@ class Site:
         return session.send(prepared, timeout=60, allow_redirects=False)
 
     def get(self, path: str, *, user: str | None = None, **options: Any) -> requests.Response:
-        """``GET`` as ``user``, or as nobody."""
+        """``GET`` as ``user``, or anonymously."""
         return self.request("GET", path, user=user, **options)
 
 

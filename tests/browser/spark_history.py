@@ -1,4 +1,4 @@
-"""Spark's history server, as an administrator has one beside Airflow."""
+"""Spark's history server, as an administrator runs one next to Airflow."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 
 def test_a_user_logs_in_and_sees_the_dags(browser, site):
-    # Given somebody whom nobody knows, who is asked for a name
+    # Given an anonymous browser at the login form
     site.airflow.wait_for_dag("letters")
     browser.open("/dags")
     browser.find("input[name='username']").send_keys("viewer")
     browser.find("input[name='password']").send_keys("viewerviewer")
 
-    # When it is told
+    # When it logs in
     browser.driver.find_element(By.CSS_SELECTOR, "button[type='submit']").click()
 
     # Then the DAGs are there
@@ -83,7 +83,7 @@ def test_pages_of_an_unreadable_dag_are_refused(site, secret):
     # When another user asks for each of its pages, and for what is about all DAGs
     answers = {path: site.request(method, path, user="viewer") for method, path in routes(secret)}
 
-    # Then what is the DAG's own is refused, and nothing of it told
+    # Then the Dag's own pages are refused, and reveal nothing
     for path, answer in answers.items():
         assert answer.status_code == 403 or "secret" not in path, path
         assert "secret" not in answer.text.replace(path, "").replace("a secret", "")

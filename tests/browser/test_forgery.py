@@ -1,4 +1,4 @@
-"""Another site's page can neither act for a user who visits it, nor show our pages in its own."""
+"""Another site's page can neither act for its visitor, nor frame our pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever can send a message, or name something, gets no power over who looks at it."""
+"""Senders of messages and names get no power over viewers of the pages."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def links(run: Run, task_id: str) -> dict[str, str]:
     """The links of a task, by Airflow's API, which its UI asks."""
     run_id = urllib.parse.quote(run.run_id, safe="")
     path = f"/dags/{run.dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/links"
-    # A process task is mapped, whatever the number of its producers.
+    # A process task is mapped, even with one producer.
     index = {"map_index": 0} if task_id == "broadway.process" else {}
     response = run.site.airflow.api("GET", path, **index)["extra_links"]
     return {name: url for name, url in response.items() if url}
@@ -80,7 +80,7 @@ def test_task_links_open_the_right_page(as_admin, site, rabbitmq):
     for name, url in urls["broadway.ack"].items():
         assert as_admin.link(name).get_attribute("href") == url
 
-    # And each leads where it says
+    # And each leads to its page
     for given in urls.values():
         as_admin.driver.get(given["Broadway"])
         assert as_admin.text("h1") == run.run_id

@@ -40,7 +40,7 @@ def test_pages_are_accessible(as_admin, letters, screens, request, name):
     assert complaints == []
 
 
-#: A page that nobody should be given.
+#: An inaccessible page.
 BAD = """\
 <!doctype html><title>bad</title><meta name=viewport content="width=device-width">
 <main><h1>Bad</h1><h3>too deep</h3>

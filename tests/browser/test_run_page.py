@@ -58,7 +58,7 @@ def test_messages_are_searchable_by_text_and_id(as_admin, letters):
 def test_a_viewer_finds_messages_by_id_without_payload(as_viewer, letters):
     first = f"{ID}-{1}"
 
-    # When somebody who may only read asks for a text
+    # When a read-only user searches a text
     find_message(as_viewer, letters, "haystack-17")
 
     # Then nothing is found, and a message by its id alone

@@ -20,7 +20,7 @@ def brightness(browser: Chromium) -> int:
 
 
 def test_timestamps_show_utc_and_local_time(as_admin, letters):
-    # Given somebody in Kathmandu, which is 5 hours and 45 minutes ahead
+    # Given a viewer in Kathmandu, which is 5 hours and 45 minutes ahead
     as_admin.cdp("Emulation.setTimezoneOverride", timezoneId="Asia/Kathmandu")
     try:
         as_admin.open(letters.page)

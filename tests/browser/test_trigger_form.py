@@ -79,7 +79,7 @@ def test_form_values_apply_to_the_triggered_run_alone(as_admin, site):
     taken = shown_run(as_admin, site, "form")
     as_admin.wait_text("balanced", "h2", timeout=60)
 
-    # Then that run takes 3, and the scheduled one that begins beside it all
+    # Then that run takes 3, and the scheduled one next to it all
     assert "3 received" in as_admin.text(".sum")
     assert (by_hand.depth().ready, by_hand.depth().dead) == (7, 1)
     [scheduled] = [run for run in site.runs("form") if run.run_id.startswith("scheduled")]
@@ -95,7 +95,7 @@ def test_form_values_apply_to_the_triggered_run_alone(as_admin, site):
     shown_run(as_admin, site, "form")
     as_admin.wait_text("dry run", "h2", timeout=60)
 
-    # Then it says what is there, and takes nothing
+    # Then it reports the backlog, and receives nothing
     assert "7 messages" in as_admin.text("section .notice")
     assert as_admin.all(".sum") == []
     assert (by_hand.depth().ready, by_hand.depth().dead) == (7, 1)

@@ -77,7 +77,7 @@ class SparkCase(StagedCase):
 
     @staticmethod
     def _failed(rows: DataFrame, messages: list[Message]) -> Any:
-        """Those that failed, by their reasons; ``None`` for nobody."""
+        """Those that failed, by their reasons; ``None`` without failures."""
         reasons: dict[str, list[str]] = {}
         for message in messages:
             reasons.setdefault(str(message.status.reason), []).append(message.message_id)

@@ -41,7 +41,7 @@ IMPLEMENTED = {
     "testing_helpers",
 }
 
-#: Airflow makes files in its home when it is imported: not in the one of whoever runs the tests.
+#: Airflow makes files in its home when it is imported: not in the developer's own.
 HOME = Path(__file__).resolve().parents[2] / "build" / "airflow-test"
 
 _throws = pytest.StashKey[int]()

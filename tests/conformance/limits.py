@@ -54,7 +54,7 @@ def changed_when_settled(value: Any) -> bool:
 def flushes_last(case: Case) -> bool:
     """Whether a batch's timeout may pass after the last message of its batcher.
 
-    Staged messages are batched by the instants at which they came, so the end of input closes such
+    Staged messages are batched by their arrival times, so the end of input closes such
     a batch, with trigger ``flush``.
     """
     passed: float | None = None
@@ -95,7 +95,7 @@ def not_by_operators(case: Case) -> str:
 def _configurable(given: dict[str, Any]) -> bool:
     names = list(operations(given))
     if any(op["op"] == "ack_immediately" for op in names):
-        return True  # after which nobody can be configured, whatever the options
+        return True  # after it no message can be configured
     return all(
         name in ("on_success", "on_failure") and value in CONFIGURABLE
         for op in names

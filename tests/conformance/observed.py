@@ -12,13 +12,13 @@ from airflow_broadway import Message
 
 Case = dict[str, Any]
 
-#: The value of a key of a batch that a way cannot tell.
+#: The value of a batch's key that a way cannot observe.
 ANY = "*"
 
 
 @dataclass
 class Observed:
-    """Everything that cases speak of.  ``None``: this way cannot tell, so it is not compared."""
+    """The observations of a case.  ``None``: this way cannot observe it, so it is not compared."""
 
     acks: list[dict[str, Any]] | None = field(default_factory=list)
     acks_total: dict[str, dict[str, list[Any]]] | None = None
@@ -33,7 +33,7 @@ class Observed:
     sequence: list[Any] | None = field(default_factory=list)
     errors: list[str] | None = field(default_factory=list)
     ack_calls_that_raised: list[Any] | None = field(default_factory=list)
-    #: (data, reason) of the messages that failed, where their broker tells no more.
+    #: (data, reason) of the messages that failed, where the broker keeps no more.
     reasons: list[tuple[Any, str]] | None = None
     #: Fields whose order this way does not keep; ``"batchers"``: that between batchers.
     unordered: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ class Observed:
     flushes_last: bool = False
 
     def totals(self) -> dict[str, dict[str, list[Any]]] | None:
-        """The acks summed per ref; ``None`` if this way cannot tell."""
+        """The acks summed per ref; ``None`` if this way cannot observe them."""
         if self.acks_total is not None or self.acks is None:
             return self.acks_total
         return totals_of(self.acks)
@@ -196,7 +196,7 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
     if "acks_total" in expect:
         check("acks_total", expect["acks_total"], seen.totals(), "totals")
     if "handle_message_columns" in expect and seen.handle_message is not None:
-        # What one processor has is in order, whatever the others do meanwhile.
+        # One processor's messages are in order, independently of the others.
         wanted, got = expect["handle_message"], seen.handle_message
         check("handle_message of each processor", _lanes(wanted), _lanes(got), "exactly")
     if "batches" in expect and seen.batches is not None:
@@ -323,7 +323,7 @@ class _Comparer:
                 return bool(reason == "")
             # An exception's text begins with its type.
             words = [reason, reason.partition(": ")[2]] if status[0] == "error" else [reason]
-            if status[0] == "exit":  # with its kind, which tells it from a text of the user's
+            if status[0] == "exit":  # with its kind, which distinguishes it from a user's text
                 words = [reason.partition("SystemExit: ")[2]]
             return any(same_reason(str(status[1]), word) for word in words)
 

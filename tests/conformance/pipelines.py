@@ -147,7 +147,7 @@ def _splitter(spec: dict[str, Any]) -> tuple[Any, Callable[[Message, Any], tuple
     return spec["init"], split
 
 
-#: What a batcher is unless its case says otherwise, whatever its engine.
+#: A batcher's defaults with any engine.
 _BATCHER = {"batch_size": 100, "batch_bytes": None, "batch_timeout": 1.0}
 
 

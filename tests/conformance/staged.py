@@ -81,7 +81,7 @@ class Custody(Followed):
     def _keep(self, message: Message) -> None:
         if message.message_id in self._settled:
             return
-        if is_settled(message):  # by ack_immediately: as it was then, whatever becomes of it
+        if is_settled(message):  # by ack_immediately: final
             self._settled.add(message.message_id)
         self.data[message.message_id] = message.data
         delivery = message.acknowledger.data
@@ -133,7 +133,7 @@ class StagedCase:
         self._staging = f"file://{folder}/staging"
         #: Whether success and failure of some message come to the same.
         self._alike = False
-        # Now, so that leases are as long as they say.
+        # Now, so that leases have their full length.
         self._clock = ManualClock(datetime.now(UTC))
         self.queue = SqliteQueue(folder / "queue.db", f"{prefix}queue", clock=self._clock)
         self.queue.create()  # the file of a Spark application has the queues of other cases
@@ -230,7 +230,7 @@ class StagedCase:
         return self.seen
 
     def _forget(self) -> None:
-        """Drop what this case does not let a staged run tell."""
+        """Drops fields that a staged run cannot observe in this case."""
         inputs = self.case["given"]
         names = [op["op"] for op in operations(inputs)]
         breaks = bool(
@@ -240,7 +240,7 @@ class StagedCase:
             # A message is settled once, however often it is returned.
             self.seen.acks_total = self.seen.reasons = None
         if changed_when_settled(inputs) or (self._alike and breaks):
-            # What it was when it was settled, or why it was, the queue does not say.
+            # The queue does not keep its state or reason at settlement.
             self.seen.acks_total = None
         if breaks or "ack_immediately" in names or names.count("configure_ack") > 1:
             # Of what callbacks configured only the last is known, and only if they returned it.
@@ -283,7 +283,7 @@ class StagedCase:
             self.seen.configured += configured
 
     def _ready(self, at: datetime) -> set[str]:
-        """The messages that may be received at an instant."""
+        """The messages that may be received at a time."""
         with SqliteQueue(self.queue.path, self.queue.name, clock=ManualClock(at)) as queue:
             messages = queue.receive(f"looking at {at}", 1000)
             return {message.message_id for message in messages}

@@ -18,7 +18,7 @@ class Tasks:
 
     def __init__(self, run_id: str = "manual__1") -> None:
         self.run_id = run_id
-        #: What has become of each task; also what the ack sensor is told.
+        #: The state of each task, which the ack sensor sees too.
         self.states: dict[str, str] = {}
         #: What each task that succeeded returned.
         self.returned: dict[str, Any] = {}
@@ -52,7 +52,7 @@ class Tasks:
             map_index=map_index,
             try_number=1,
             id="00000000-0000-0000-0000-000000000000",
-            # A sensor stays at its worker while its run is young; here nothing runs beside it.
+            # A sensor stays at its worker while its run is young; here nothing runs next to it.
             start_date=datetime.now(UTC) - timedelta(minutes=2),
             get_task_states=self._task_states,
             get_dr_count=lambda dag_id, run_ids, states: 1,
@@ -89,5 +89,5 @@ class Tasks:
 
 
 def _called(operator: Any) -> dict[str, Any]:
-    """What tells an operator that it is called by who may."""
+    """The marker by which an operator is called by a task runner."""
     return {f"{type(operator).__name__}__sentinel": ExecutorSafeguard.sentinel_value}

@@ -21,7 +21,7 @@ CASES: list[Case] = [
     if not needs_throw(case)
 ]
 
-#: What of an expectation says how it was recorded, or for people; and what names that which must
+#: Fields of an expectation on how it was recorded, or for readers; and those that name what must
 #: not be there, of which less is always met.
 NOTES = {"handle_message_columns", "never_acked", "why"}
 

@@ -35,7 +35,7 @@ class _Held:
         self._settled: dict[int, Decision] = {}
 
     def settle(self, offsets: Iterable[int], action: Action = Action.ACK) -> None:
-        """Settle messages; what nobody holds is ignored, as in Broadway."""
+        """Settles messages; those not held are ignored, as in Broadway."""
         result = self._polled
         self._settled |= {offset: Decision(action) for offset in offsets if offset in result}
 

@@ -40,7 +40,7 @@ from tests.rabbitmq_place import Breaker, Place
 
 @contextmanager
 def own_place() -> Iterator[Place]:
-    """A queue of the case's own at a real broker, which nobody kills."""
+    """A queue of the case's own at a real broker, which is never killed."""
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(standing_queues, "_RELIABLE_AGE", 0.0),
@@ -100,7 +100,7 @@ def defaults(case: Case) -> None:
         expect["on_success"],
         expect["on_failure"],
     )
-    # As Broadway's: when the producer starts, which it then cannot, as nobody answers.
+    # As Broadway's: when the producer starts, which fails without a broker.
     with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
         producer.source(ProducerEnv())
     assert [text for text in told if expect["warning"].lstrip(":") in text]
@@ -137,7 +137,7 @@ def refused_by_the_broker(case: Case) -> None:
 
     Here an acknowledgement is a purge of the holding queue; what can be refused for one
     message alone is what a verdict publishes.  So the successes are dead-lettered, through an
-    exchange that has no queue for those which the case says fail.  As in Broadway every one is
+    exchange without queue for those that fail in the case.  As in Broadway every one is
     tried, and the error is loud: settle-failed in the report.  Unlike there the failed list is
     settled all the same; in both, what was refused comes again.
     """

@@ -77,7 +77,7 @@ def deletes(case: Case) -> None:
 
 
 def requests(case: Case) -> None:
-    # A receive also asks for the lease, and for the receive count; this is what the options say.
+    # A receive also asks for the lease, and for the receive count; this has the options alone.
     inputs = dict(case["given"])
     demands = inputs.pop("demands")
     producer = SqsProducer(queue_url=URL, **inputs)

@@ -29,7 +29,7 @@ class Way:
 
     :param why_not: Why this way cannot run a pipeline case; empty if it can.  The first way can
         run all.
-    :param run: Runs it, with whatever fixtures it asks for.
+    :param run: Runs it, with its fixtures.
     :param marks: Of its tests.
     """
 

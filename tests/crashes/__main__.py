@@ -1,4 +1,4 @@
-"""Strike the pipelines over one broker, and say what came of it; part of ``make faults``."""
+"""Strikes the pipelines over one broker, and prints the result; part of ``make faults``."""
 
 from __future__ import annotations
 

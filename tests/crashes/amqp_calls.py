@@ -38,7 +38,7 @@ class _Line:
         self._socket = None if sock is None else socket.socket(fileno=os.dup(sock.fileno()))
 
     def deliver(self) -> None:
-        """Have it arrive; then the line is cut, for nobody is there any more to answer."""
+        """Lets it arrive; then the connection is cut, since its client is dead."""
         if self._socket is None:
             return
         with closing(self._socket) as line:
@@ -167,7 +167,7 @@ class Amqp:
 
 
 def _flush(connection: Any) -> None:
-    """Give the system all that is to be sent: after the call it is on its way, whoever dies."""
+    """Hands all pending bytes to the system: they are sent even if the process dies."""
     if _socket(connection) is not None and connection._transport._tx_buffers:
         connection._transport._on_socket_writable()
 

@@ -33,7 +33,7 @@ def live_run(
     overrides: Callable[[], Mapping[str, Any]],
     boundaries: Sequence[Boundary] = (),
 ) -> None:
-    """Make a live run from its first task to its last, in a process that nobody strikes.
+    """Makes a live run from its first task to its last, in an undisturbed process.
 
     :param overrides: The options with which it runs.
     :param boundaries: Those of the subject's that it is to have, too.

@@ -26,12 +26,12 @@ from tests.crashes.subjects import SUBJECTS, MakeSubject
 
 MESSAGES = [b"%d" % number for number in range(12)]
 
-#: A case on Spark takes seconds.  So only its own tasks are struck, and those of the batcher beside
+#: A case on Spark takes seconds.  So only its own tasks are struck, and those of the batcher next
 #: it, for the others are as with batches in Python; and of what is asked for only this share.
 _SPARK_TASKS, _SPARK_SHARE = ("spark", "driver", "batch.small"), 0.2
 
 
-#: How much of a broker's cases is struck unless told.  A pipeline has some 6,000 cases, of 1 to 3 s
+#: The share of a broker's cases that is struck by default.  A pipeline has 6,000 cases, of 1 to 3 s
 #: of a processor each, in a bucket 5 s.  So all brokers together have half an hour of two
 #: processors, and every point has had its turn within two months of nights.
 SHARES = {
@@ -103,7 +103,7 @@ _EMBEDDED = {"batches": (0.055, 20), "no batchers": (0.055, 10)}
 
 
 def plans_of(broker: str) -> list[Plan]:
-    """What is struck over one broker unless told: what takes minutes."""
+    """The default plans of a broker, which take minutes."""
     if broker != "sqlite":
         tasks = _LETTER_TASKS if broker.endswith(" letters") else ()
         return [Plan(name, SHARES[broker], 2, tasks=tasks) for name in pipelines_of(broker)]
@@ -125,7 +125,7 @@ def campaigns(
     """Strike each plan's pipeline over a broker; what failed keeps its files.
 
     Where few cases of each pipeline are struck, most of the time goes into the runs without a
-    strike, one after another: so pipelines are struck beside each other.  A broker that restarts
+    strike, one after another: so pipelines are struck in parallel.  A broker that restarts
     does so for all.
 
     :param jobs: Processes at work at once.
@@ -188,13 +188,13 @@ def _cases(campaign: Campaign, plan: Plan, spark: bool, seed: int) -> list[Case]
 
 
 def _unsound(error: UnsoundPipeline) -> Sums:
-    """What is told of a pipeline that cannot be struck."""
+    """The report of a pipeline that cannot be struck."""
     failure = Failure(Case(), [str(error)], str(error.log), {Violation.OTHER: [str(error)]})
     return Sums(mistakes=1, failures=[failure])
 
 
 def _made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
-    """A subject whose runs are set up as its pipeline says."""
+    """A subject with the set-up of its pipeline."""
     subject = make(pipeline, folder)
     subject.hold_failed, subject.unstaged = pipeline.hold_failed, pipeline.unstaged
     return subject

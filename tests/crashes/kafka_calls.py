@@ -24,7 +24,7 @@ _LOOKS = {
 
 
 class _Struck(Exception):
-    """A letter is not sent, or nobody hears that it was."""
+    """A dead letter is not sent, or its delivery report is lost."""
 
 
 class Kafka:
@@ -62,7 +62,7 @@ class Kafka:
         def looking(method: str, name: str) -> Any:
             def look(self: Any, *given: Any, **named: Any) -> Any:
                 do = getattr(super(Consumer, self), method)
-                if named.get("cached"):  # it asks nobody
+                if named.get("cached"):  # answered without a request
                     return do(*given, **named)
                 return asked(name, "", lambda: do(*given, **named))
 
@@ -84,7 +84,7 @@ class Kafka:
 
                 try:
                     interceptor.call("produce", "", send, error=_Struck, hangs=_Struck, late=True)
-                except _Struck:  # who sends hears of it when he asks
+                except _Struck:  # the sender sees it in its next call
                     refused[:] = [kafka.KafkaError(kafka.KafkaError._MSG_TIMED_OUT)]
                 on_delivery(refused[0], None)
 

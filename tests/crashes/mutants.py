@@ -172,7 +172,7 @@ MUTANTS: dict[str, Mutant] = {
 
 
 def main(name: str) -> None:
-    """Break the code, strike it once, and print what the account says."""
+    """Breaks the code, strikes it once, and prints the account."""
     mutant = MUTANTS[name]
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder, SUBJECTS[mutant.broker]() as make:
         make_subject = partial(make, PIPELINES[mutant.pipeline])

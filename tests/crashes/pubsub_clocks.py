@@ -17,7 +17,7 @@ from tests.pubsub_stub.broker import Broker
 from tests.pubsub_stub.errors import Refused
 from tests.pubsub_stub.server import Stub
 
-#: The label that tells how many messages a subscription has.
+#: The label with the number of a subscription's messages.
 LEFT = "left"
 
 
@@ -46,7 +46,7 @@ class _Clocks(SystemClock):
 
 
 def main() -> None:
-    """Serve, until killed; the argument is the folder of the clocks, where the port is told."""
+    """Serves until killed; the argument is the folder of the clocks, which gets the port."""
     folder = Path(sys.argv[1])
     clocks = _Clocks(folder)
     look = Broker.get_subscription

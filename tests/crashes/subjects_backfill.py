@@ -40,10 +40,10 @@ def over_backfills() -> Iterator[MakeSubject]:
 
 
 class _Backfills(LiveBefore):
-    """A pipeline over what is archived; who fails is kept beside the archive."""
+    """A pipeline over an archive; failures are kept next to the archive."""
 
     kind = "sqlite backfill"
-    lapses = False  # nobody can take what a run has of an archive
+    lapses = False  # a run's messages of an archive cannot be taken over
 
     def __init__(self, pipeline: type[Broadway], folder: Path) -> None:
         kept = {"archive": Archive(time=_scheduled), "__module__": pipeline.__module__}
@@ -83,7 +83,7 @@ class _Backfills(LiveBefore):
         return {*self._sent} - done - {letter.message_id for letter in self.letters()}
 
     def letters(self) -> list[Letter]:
-        """What failed again: another run of the interval has it once more, and says so."""
+        """Repeated failures: another run of the interval adds them again, with a mark."""
         folder = self.work / "staging" / self.pipeline.__name__ / "_archive" / "failed"
         lines = [
             json.loads(line)

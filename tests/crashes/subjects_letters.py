@@ -44,7 +44,7 @@ def over_letters(broker: str) -> Iterator[MakeSubject]:
     with SUBJECTS[broker]() as make:
 
         def made(pipeline: type[Broadway], folder: Path) -> Subject:
-            # Each case has its own class, for its first run is to fail whatever it gets.
+            # Each case has its own class, since its first run fails every message.
             subject = make(type(pipeline.__name__, (pipeline,), {}), folder)
             subject.__class__ = _over(type(subject))
             return subject
@@ -73,7 +73,7 @@ class _Letters(Subject):
 
     @property
     def _counted(self) -> Path:
-        """Where what is told of letters that were sent back is written down."""
+        """The file of the reported counts of requeued letters."""
         return self.folder / "counted.jsonl"
 
     def id_of(self, message: Message) -> str:
@@ -131,7 +131,7 @@ class _Letters(Subject):
     def left(self) -> list[str]:
         result = super().left()
         lines = [json.loads(line) for line in self._counted.read_text().splitlines()]
-        if [execution for execution, _ in lines] == ["one/process/1"]:  # nobody else has sent any
+        if [execution for execution, _ in lines] == ["one/process/1"]:  # no other has requeued any
             [[_, count]] = lines
             if count != len(self._were):
                 result.append(f"{len(self._were)} letters, of which {count} are told")
@@ -139,7 +139,7 @@ class _Letters(Subject):
 
 
 class _Counts:
-    """Writes down how many letters were sent back, or refused, as whoever asks for it is told."""
+    """Records how many letters were requeued or refused, as reported to the caller."""
 
     def __init__(self, file: Path, producer: type[Producer]) -> None:
         self._file = file

@@ -156,7 +156,7 @@ class _OnPubSub(OverReceipts):
             ]
 
         # A letter is there twice where a run was killed between its sending and its original's
-        # acknowledgement: this attribute says that it is the same one.
+        # acknowledgement: this attribute identifies it.
         return [Letter(key, True, why, body.encode()) for key, why, body in self._asked(read)]
 
     def group_of(self, place: int) -> str | None:

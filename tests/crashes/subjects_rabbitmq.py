@@ -28,7 +28,7 @@ from tests.rabbitmq_server import RabbitServer
 _STANDING = ("held", "dead", "delay")
 #: Seconds for the broker to move what a test has let lapse.
 _MOVE_TIMEOUT = 20.0
-#: Seconds that it needs, where nobody can see whether it has.
+#: Seconds that it needs where its end cannot be observed.
 _MOVE_TIME = 0.5
 
 

@@ -54,7 +54,7 @@ def _client(pid: int, service: str, url: str) -> Any:
 
 @contextmanager
 def moto() -> Iterator[Moto]:
-    """A server that this process's children find without being told."""
+    """A server that child processes find through the environment."""
     result = {
         "AWS_ACCESS_KEY_ID": KEY["aws_access_key_id"],
         "AWS_SECRET_ACCESS_KEY": KEY["aws_secret_access_key"],
@@ -177,7 +177,7 @@ class _Sqs(OverReceipts):
 
     def _letter(self, attributes: Mapping[str, Any], body: str) -> Letter:
         # A standard queue has a letter twice where a run was killed between its sending and its
-        # original's deletion: this attribute says that it is the same one.
+        # original's deletion: this attribute identifies it.
         key, why = (attributes[f"broadway_{name}"] for name in ("message_id", "reason"))
         return Letter(key["StringValue"], True, why["StringValue"], body.encode())
 

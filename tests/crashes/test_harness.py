@@ -1,4 +1,4 @@
-"""The harness itself: nothing of a case outlives it, and what it cannot strike it tells."""
+"""The harness itself: cases leave no processes behind, and points not struck are reported."""
 
 from __future__ import annotations
 

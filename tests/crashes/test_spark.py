@@ -53,7 +53,7 @@ def campaign(jvm, tmp_path_factory):
         ("driver", (BATCH, 2), Fault.KILLED_BEFORE, Recovery.RETRY),
         # It sleeps, and finds that the next try has handled its batches.
         ("driver", (BATCH, 1), Fault.ASLEEP_BEFORE, Recovery.RETRY),
-        # The task dies, and its driver is at work beside the next try's.
+        # The task dies, and its driver is at work next to the next try's.
         ("spark", (DRIVER, 1), Fault.KILLED_HALFWAY, Recovery.RETRY),
         # spark-submit is lost after the driver has done all.
         ("spark", (DRIVER, 1), Fault.ANSWER_LOST, Recovery.RETRY),

@@ -12,7 +12,7 @@ import airflow_broadway
 
 PACKAGE = Path(airflow_broadway.__file__).parent
 TEXT = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
-#: The most modules of a folder that one listing still tells.
+#: The most modules of a folder that fit one listing.
 MOST = 22
 
 

@@ -1,4 +1,4 @@
-"""The table of what a batch holds, in docs/semantics.md, says what the code does."""
+"""The table of batch contents in docs/semantics.md matches the code."""
 
 from __future__ import annotations
 

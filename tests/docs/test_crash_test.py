@@ -1,4 +1,4 @@
-"""The crash test of docs/testing.md finds what the document says that it finds."""
+"""The crash test of docs/testing.md finds what the document shows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.order import LONGEST, ONE_SPARK
 ROOT = Path(__file__).parents[2]
 STAGES = [Path(airflow_broadway.__file__).parent / room for room in ("core", "spark")]
 
-#: What a limiter answers to its caller; nobody logs it.
+#: The response of a limiter to its caller, which is never logged.
 NOT_LOGGED = {"rate_limiting_not_enabled"}
 
 

@@ -41,9 +41,9 @@ LIVING_RUNS = 24
 #: untouched.
 PREEMPTED = {"rabbitmq": 600.0}
 FEW_PREEMPTED = 60.0
-#: Messages of the runs in which nobody is killed, and of those that are backfilled.
+#: Messages of runs without kills, and of those that are backfilled.
 NORMAL = 2_000
-#: Dead letters that are sent back while who does so is killed, and how often.
+#: Dead letters that are requeued by a killed command, and how often it is killed.
 LETTERS, LETTER_KILLS = 1_000, 5
 
 
@@ -105,14 +105,14 @@ def _today() -> int:
 
 
 class _Points(threading.Thread):
-    """Strikes every point of each subject, one after another, beside what is killed at random: that
+    """Strikes every point of each subject, one after another, next to the random kills: those
     mostly waits for Airflow.
 
     :param subjects: Their names.
     """
 
     def __init__(self, subjects: Iterable[str], seed: int) -> None:
-        # A daemon: who is interrupted does not wait for it.
+        # A daemon, so that an interrupt does not wait for it.
         super().__init__(name="points", daemon=True)
         self._left = list(subjects)
         self._seed = seed
@@ -163,7 +163,7 @@ def _tell_points(points: list[dict[str, Any]]) -> None:
 def _cases_of(
     broker: str, folder: Path, given: argparse.Namespace
 ) -> Iterator[tuple[str, int, Callable[[], Found]]]:
-    """Each case's name, messages (0: it says itself), and what runs it."""
+    """Yields each case's name, messages (0: the case counts them), and its function."""
     kills = KILLS.get(broker, FEW_KILLS) if given.kills is None else given.kills
     case = Case(
         broker=broker,

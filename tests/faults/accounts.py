@@ -47,7 +47,7 @@ def account(
 
 
 def _count_letters(found: Found, letters: Sequence[Dead]) -> None:
-    """Of dead letters of one message, all but the first must say that they may be repeated."""
+    """Of several dead letters of a message, all but the first must be marked as repeated."""
     copies: dict[int, list[bool]] = {}
     for letter in letters:
         copies.setdefault(letter.number, []).append(letter.marked)

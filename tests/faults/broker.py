@@ -1,4 +1,4 @@
-"""What a broker of the fault runs can tell about its messages without our reports."""
+"""What the fault tests need of a broker, independently of our reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 class Dead(NamedTuple):
     """One dead letter.
 
-    :param marked: Whether it says of itself that there may be another of the same message.
+    :param marked: Whether it is marked as a possible duplicate.
     """
 
     number: int
@@ -21,8 +21,8 @@ class Dead(NamedTuple):
 class Broker(Protocol):
     """A queue called ``killed`` at a broker of this run's own.
 
-    :param stable_ids: Whether a message keeps one id, whoever dies.  Without an id by the broker it
-        gets one at its first receipt, and a second one if who received it died between securing it
+    :param stable_ids: Whether a message keeps one id across crashes.  Without an id by the broker,
+        it gets one at its first receipt, and a second one if its receiver died between securing it
         and acknowledging it; then both copies are marked, and each is settled.
     """
 

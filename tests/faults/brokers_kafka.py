@@ -39,7 +39,7 @@ class Kafka:
         return sum(self.server.lag(_GROUP, topic) for topic in (_TOPIC, _RETRIES))
 
     def leased(self) -> int:
-        """Whoever holds a message holds up the group's offset: nobody, where nothing waits."""
+        """Always 0: a held message holds up the group's offset, so ``waiting`` counts it."""
         return 0
 
     def dead(self) -> list[Dead]:

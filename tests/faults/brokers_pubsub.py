@@ -38,7 +38,7 @@ class PubSub:
         return len(self.server.attempts(self._subscription))
 
     def leased(self) -> int:
-        """Also what waits for its retry: Pub/Sub tells the two by nothing."""
+        """Includes scheduled retries, which Pub/Sub does not tell apart."""
         with self.server.broker.changed:
             return len(self.server.broker.subscriptions[self._subscription].flying)
 

@@ -41,7 +41,7 @@ class Sqs:
         return sum(self.server.depth(self._url))
 
     def leased(self) -> int:
-        """Also what waits for its retry: SQS tells the two by nothing."""
+        """Includes scheduled retries, which SQS does not tell apart."""
         return self.server.depth(self._url)[1]
 
     def dead(self) -> list[Dead]:

@@ -19,7 +19,7 @@ class Found:
     :param told_lost: Messages that an operator deleted with their queue, if that was counted and
         reported.
     :param duplicates: Messages handled again at the same attempt, or that ended twice.
-    :param unmarked: Of these, those that nothing tells from the first.
+    :param unmarked: Those of the duplicates that are not marked.
     :param mistakes: Anything else that must not be, one sentence each.
     """
 

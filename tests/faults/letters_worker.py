@@ -32,7 +32,7 @@ PIPELINES = {
     "kafka": killed_pipeline.KilledKafka,
     "pubsub": killed_pipeline.KilledPubSub,
 }
-#: Seconds for which SQS and Pub/Sub hide what was looked at by somebody who was killed; else it is
+#: Seconds for which SQS and Pub/Sub hide letters that a killed process had received; by default
 #: minutes.
 _HIDDEN = 5
 
@@ -101,7 +101,7 @@ def requeue(broker: str, folder: Path) -> int:
     PubSubDeadLetters.hidden_seconds = 2 * _HIDDEN
     own = PIPELINES[broker]
     producer: Any = own.producer
-    # What takes long and moves nothing comes first: nobody is to be killed at that.
+    # The slow part that moves nothing comes first: it is not to be killed.
     producer.dead_letters(_env(broker, folder)).close()
     print(AT_WORK, flush=True)
     place = ["--pipeline", f"{own.__module__}:{own.__name__}"]

@@ -1,4 +1,4 @@
-"""An archive, and backfills of it, whose tasks are killed at random instants in a real Airflow.
+"""An archive, and backfills of it, whose tasks are killed at random times in a real Airflow.
 
 Live runs are killed while they put messages into the archive, a run of the dead letters while it
 sends them back, and two backfills over what these have written in each of their tasks.
@@ -160,7 +160,7 @@ class _Past:
         self._case.tell(f"  kill {self._found.killed.total()}: {target}")
 
     def _killed_publishing(self, run_id: str) -> bool:
-        """Kill who settles once files of a generation lie in the archive that nothing names yet.
+        """Kills the settling task once files of a generation are archived but not indexed.
 
         Whether that was so still when it was dead.
         """
@@ -188,7 +188,7 @@ class _Past:
     # -- what came of it -----------------------------------------------------------------------
 
     def _check_rows(self, when: str, wanted: set[int], *, once: bool = False) -> None:
-        """Each message has a row: one, or others that say of themselves that it may be repeated."""
+        """Each message has a row; further rows are marked as possible duplicates."""
         counts = truth.rows(self._rows)
         copies: Counter[int] = Counter()
         unmarked: Counter[int] = Counter()
@@ -229,7 +229,7 @@ class _Past:
             )
 
     def _check_failed(self, wanted: set[int]) -> None:
-        """What failed in a backfill is kept beside the archive, once for each run that it took."""
+        """Failures of a backfill are kept next to the archive, once per run that failed them."""
         folder = self._case.folder / "staging" / self._archive.path / "failed"
         lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
         failed: dict[str, Counter[int]] = defaultdict(Counter)

@@ -1,4 +1,4 @@
-"""All of RabbitMQ's cases beside the killed runs, for ``make faults``: one server, one Airflow."""
+"""All of RabbitMQ's cases next to the killed runs, for ``make faults``: one server, one Airflow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Named = tuple[str, int, Callable[[], Found]]
 
 
 def rabbitmq_cases(folder: Path, wanted: str) -> Iterator[Named]:
-    """Each case's name, messages (0: it says itself), and what runs it.
+    """Yields each case's name, messages (0: the case counts them), and the function that runs it.
 
     :param wanted: What a case's name must have in it; for others nothing is started.
     """

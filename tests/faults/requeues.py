@@ -1,4 +1,4 @@
-"""Dead letters that are sent back by a command, which is killed at random instants, and again.
+"""Dead letters that are requeued by a command, which is killed at random times, and repeated.
 
 It is ``airflow-broadway dead-letters requeue``, in a process of its own.  What it sent back dies
 once more while kills are left; in the end all is sent back, handled, and counted.
@@ -137,7 +137,7 @@ class _Requeues:
         return when != "after"
 
     def _send_all_back(self) -> None:
-        """Until there is nothing to send back any more, and nobody hides any."""
+        """Until no letter is left to requeue, nor hidden by a killed command."""
         deadline = time.monotonic() + _PATIENCE
         quiet = 0
         while quiet < 2:

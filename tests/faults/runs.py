@@ -1,4 +1,4 @@
-"""Runs of one pipeline under a real scheduler, whose tasks are killed at random seeded instants."""
+"""Runs of one pipeline under a real scheduler, with tasks killed at seeded random times."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_batcher_killed_before_any_disk_call_is_completed_by_the_next(
         run = made(tmp_path / str(fatal))
         reference = run.process()
         killed = died(lambda: deadly(fatal, lambda: run.batch(reference)))  # noqa: B023
-        # Then whoever comes next ends it
+        # Then the next task completes it
         check(run, reference)
     assert fatal > 20
 
@@ -146,7 +146,7 @@ def server():
 @pytest.mark.timeout(900)  # a process for each request
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_batcher_killed_at_any_s3_request_is_completed_by_the_next(server, tmp_path, moment):
-    """``after``: the request was carried out, and nobody has heard the answer."""
+    """``after``: the request was carried out, and its response never read."""
     fatal, killed = 0, True
     while killed:
         fatal += 1

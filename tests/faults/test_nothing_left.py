@@ -1,4 +1,4 @@
-"""Programs that start servers leave none behind, whatever ends them."""
+"""Programs that start servers leave none behind, however they end."""
 
 from __future__ import annotations
 

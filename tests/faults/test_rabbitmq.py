@@ -29,7 +29,7 @@ def mortal(tmp_path_factory):
     ],
 )
 def test_nothing_is_lost_or_repeated_unmarked_when(case, tmp_path, request, monkeypatch):
-    if not case.mortal:  # nobody kills this broker: its queues may be used at once
+    if not case.mortal:  # this broker is never killed: young queues are reliable
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     server = request.getfixturevalue("mortal") if case.mortal else wanted_server()
 

@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     cases = {
         # One kill of each kind.
         "sqlite": _case(folder, "sqlite", messages=1_500, kills=4, seed=7),
-        # By its seed: who receives, and who settles.  Even numbers need no Spark.
+        # The seed kills a receiving and a settling task.  Even numbers need no Spark.
         "rabbitmq": _case(folder, "rabbitmq", messages=300, kills=2, seed=55, step=2),
     }
     if find_server() is None or given_url() is not None:

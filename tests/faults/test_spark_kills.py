@@ -1,4 +1,4 @@
-"""Kill a Spark application at random instants, and start the next try."""
+"""Kills a Spark application at random times, and starts the next try."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_every_batch_is_handled_and_recorded_once(tmp_path, monkeypatch, seed, v
             return []
         return [json.loads(line) for line in calls_file.read_text().splitlines()]
 
-    # When each try but the last is killed at an instant of its own
+    # When each try but the last is killed at a random time
     for number, victim in enumerate(victims, 1):
         staged.work(ref, plan, try_number=number)
         before = len(calls())

@@ -1,4 +1,4 @@
-"""``kill -9`` of senders and receivers of the embedded queue, at random seeded instants."""
+"""``kill -9`` of senders and receivers of the embedded queue, at seeded random times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for portion in range(1_000_000):
     print(portion, flush=True)
 """
 
-# Takes, settles by number, begins anew.
+# Receives, settles by number, repeats.
 _WORKER = """
 import sys, time, uuid
 from tests.faults.test_sqlite_kills import one_run
@@ -106,7 +106,7 @@ def test_a_killed_sender_loses_no_confirmed_message(tmp_path, seed):
                 portion = int(message.data.partition(b":")[0])
                 counts[portion] = counts.get(portion, 0) + 1
 
-    # Each call is there whole; at most one was on disk before its sender could be told.
+    # Each call is complete; at most one was on disk before its sender got the confirmation.
     assert set(counts.values()) == {200}
     assert set(confirmed) <= set(counts)
     assert len(counts) - len(confirmed) <= 1

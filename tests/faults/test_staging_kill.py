@@ -92,7 +92,7 @@ for line in sys.stdin:
 
 
 class Nursery:
-    """Does runs' staging in processes of their own, which die where they are told."""
+    """Does runs' staging in processes of their own, which die at a given step."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -160,7 +160,7 @@ def finish(run: StagedRun) -> dict[str, str]:
 
 
 def test_a_process_killed_at_any_step_is_completed_by_the_next(tmp_path, nursery):
-    # Given how many steps there are when nobody dies
+    # Given the number of steps of a run that is not killed
     assert nursery.work(tmp_path / "whole", 0) == 0
     steps = int((tmp_path / "whole.steps").read_text())
     assert steps > 30
@@ -174,7 +174,7 @@ def test_a_process_killed_at_any_step_is_completed_by_the_next(tmp_path, nursery
         check_no_file_is_torn(root)
         run = open_run(root)
         check_plans_are_whole(run, root)
-        # and whoever comes next ends it: all acked, or all given back, or it was done
+        # and the next task completes it: all acked, or all released, or it was done
         published = run.manifest(GENERATION) is not None
         verdicts = finish(run)
         if verdicts:

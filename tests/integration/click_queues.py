@@ -1,4 +1,4 @@
-"""The queues that runs are clicked at, and what each can tell about its messages."""
+"""The queues of the click tests, and their depths."""
 
 from __future__ import annotations
 

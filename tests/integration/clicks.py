@@ -140,7 +140,7 @@ class Clicks:
     # -- evidence ------------------------------------------------------------------------------
 
     def asset_events(self) -> list[dict[str, Any]]:
-        """What the run's tasks have told of their outlets, the latest first."""
+        """The events of the run's outlets, the latest first."""
         response = self.airflow.api("GET", "/assets/events", order_by="-timestamp", limit=100)
         return [
             {"name": event["name"], **event["extra"]}
@@ -236,7 +236,7 @@ def clear_process_gives_back_and_receives_anew(clicks: Clicks) -> None:
     clicks.take_down("die")
     clicks.clear(PROCESS, downstream=True)
 
-    # Then both batches are handled anew, marked, and the old outcome counts for nothing
+    # Then both batches are handled again, marked, and the old outcome counts for nothing
     assert clicks.end() == "success"
     assert clicks.firsts() == [0, 10, 0, 10]
     assert [call["redelivered"] for call in clicks.calls] == [0, 0, 10, 10]
@@ -293,7 +293,7 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     # When it is cleared again, after settlement
     clicks.clear(SPARK)
 
-    # Then no code of the user's runs, and the log says how it was settled and how to run it again
+    # Then no user code runs, and the log has the settlement and the command that repeats the run
     assert clicks.end() == "success"
     assert len(clicks.calls) == 3
     assert clicks.asset_events() == [told, told]
@@ -395,7 +395,7 @@ def delete_the_run_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
 
 @click()
 def pause_lets_running_work_settle_itself(clicks: Clicks) -> None:
-    # Given a batcher at work when the Dag is paused, so that nobody looks after the run
+    # Given a batcher at work when the Dag is paused, so that the run has no sensor
     clicks.start("wait", dag_id="clicked_deferred")
     eventually(lambda: clicks.firsts() == [0, 10])
     clicks.airflow.pause(clicks.dag_id)
@@ -439,7 +439,7 @@ def let_the_lease_lapse_in_mid_spark(clicks: Clicks) -> None:
     assert clicks.totals() == {"received": 20, "lapsed": 20, "accounted": 20}
     assert clicks.depth() == (20, 0, 0)
 
-    # And the next run handles all of it anew, marked
+    # And the next run handles all of it again, marked
     clicks.start(dag_id="clicked")
     assert clicks.end() == "success"
     assert [call["redelivered"] for call in clicks.calls] == [0, 0, 10, 10]

@@ -139,7 +139,7 @@ def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
         "max_active_runs": 2,
         "reprocess_behavior": "none",
     }
-    # SQLite has one writer, and Airflow makes no backfill there beside others.
+    # SQLite has one writer, and Airflow creates no backfill there next to others.
     writers = ("scheduler", "dag-processor")
     for name in writers:
         process = airflow.processes.pop(name)

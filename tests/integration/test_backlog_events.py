@@ -41,7 +41,7 @@ class Sums(Broadway):
         return messages
 """
 
-#: A producer of somebody's own: each look leaves a line with its process, and one at three messages
+#: A user's own producer: each depth leaves a line with its process, and one at three messages
 #: takes as long as a test wants.
 WATCHED_PRODUCER = """\
 import os
@@ -144,7 +144,7 @@ def airflow(folder, queue):
     connection = {"conn_type": "broadway_sqlite", "host": str(queue.path)}
     env["AIRFLOW_CONN_THE_QUEUE"] = json.dumps(connection)
     env["SIGNS"] = str(folder / "signs")
-    # What lies beside the Dag files is not on the path of Airflow's processes, as in production.
+    # Modules next to the Dag files are not on the path of Airflow's processes, as in production.
     env["PYTHONPATH"] = f"{env['PYTHONPATH'].split(':')[0]}:{folder / 'installed'}"
     with LocalAirflow(env, folder / "logs") as airflow:
         airflow.wait_for_dag("sums")
@@ -201,12 +201,12 @@ def test_events_start_runs_that_handle_each_message_once(airflow, queue):
     [produced] = events(airflow, "sums-table")
     assert (produced["extra"]["successful"], len(produced["extra"]["batch_ids"])) == (3, 1)
 
-    # When an event comes again that was told before the run began, as by a second triggerer
+    # When an event from before the run is repeated, as by a second triggerer
     queue.send([b"4"])
     body = {"asset_id": event["asset_id"], "extra": {"payload": payload}}
     airflow.api("POST", "/assets/events", body)
 
-    # Then its run ends at once, takes nothing, and says why
+    # Then its run ends immediately, receives nothing, and logs the reason
     second = finished(airflow, 2)
     assert queue.depth().ready == 1
     assert process_state(airflow, second) == "skipped"
@@ -235,11 +235,11 @@ def test_a_deferred_sensor_waits_in_the_triggerer(airflow, queue):
     assert queue.depth().ready == 2
 
 
-# -- what is looked at, and who looks --------------------------------------------------------------
+# -- depths and triggerers ------------------------------------------------------------------------
 
 
 class World:
-    """The Dag ``watched``: its queue, its runs and events, who looks at its queue."""
+    """The Dag ``watched``: its queue, runs and events, and the processes that read its depth."""
 
     def __init__(self, airflow: LocalAirflow, folder: Path, queue: SqliteQueue) -> None:
         self.airflow = airflow
@@ -360,7 +360,7 @@ def test_a_dag_at_its_run_limit_gets_its_backlog_in_the_next_run(world):
     # When as much comes again
     world.send(3)
 
-    # Then nothing is told while that goes on
+    # Then no event is sent meanwhile
     world.look_again(4)
     assert world.new == (1, 1)
 
@@ -378,7 +378,7 @@ def test_events_dropped_while_a_dag_is_paused_are_sent_again(world):
     with world.hangs(world.component("dag-processor")):
         world.airflow.pause("watched")
 
-        # When a backlog is told
+        # When a backlog is reported
         world.send(3)
         first = world.told(1)
 
@@ -388,7 +388,7 @@ def test_events_dropped_while_a_dag_is_paused_are_sent_again(world):
         world.look_again(2)
         assert world.new == (0, 1)
 
-        # And it is told again
+        # And it is reported again
         again = world.told(2)
     assert (again["crossing"], again["told"]) == (first["crossing"], 2)
     world.finished(1)
@@ -397,7 +397,7 @@ def test_events_dropped_while_a_dag_is_paused_are_sent_again(world):
 
 @pytest.mark.usefixtures("second_triggerer")
 def test_two_triggerers_start_one_run_per_crossing(world):
-    # Given a scheduler that is slow, and a crossing that was told
+    # Given a scheduler that is slow, and a reported crossing
     with ExitStack() as hung:
         with world.hangs(world.component("scheduler")):
             world.send(3)
@@ -418,7 +418,7 @@ def test_two_triggerers_start_one_run_per_crossing(world):
     world.look_again(3)
     assert world.new == (1, 2)
 
-    # Given a crossing that was told, and another triggerer whose look is slow
+    # Given a reported crossing, and another triggerer with a slow depth query
     with ExitStack() as hung:
         with world.hangs(world.component("scheduler")):
             world.send(3)
@@ -433,7 +433,7 @@ def test_two_triggerers_start_one_run_per_crossing(world):
         world.send(1)
         (world.signs / "held").unlink()
 
-        # Then the run of its event ends at once, takes nothing, and says why
+        # Then the run of its event ends immediately, receives nothing, and logs the reason
         second = world.finished(3)
     assert process_state(world.airflow, first) == "success"
     assert process_state(world.airflow, second) == "skipped"

@@ -109,7 +109,7 @@ def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world):
 
 @pytest.mark.parametrize("count", [0, 15])
 def test_an_idle_batcher_logs_no_error(world, monkeypatch, capfd, count):
-    # Given messages for one of two batchers at most, beside a Spark task without any
+    # Given messages for at most one of two batchers, next to a Spark task without any
     batchers = {**Puppets.batchers, "spark": Batcher(schema="n long")}
     monkeypatch.setattr(Puppets, "batchers", batchers)
     world.numbers(range(count))
@@ -166,7 +166,7 @@ def test_a_dry_run_receives_nothing_and_leaves_no_trace(world):
     assert ran.xcom("ack")["received"] == 0
     assert Puppets.calls == []
     assert world.depth == (15, 0, 0, 0)
-    # And a run that nobody filled a form in for works as ever
+    # And a run without form values works as usual
     ran = world.run(dag_of(Puppets))  # parsed anew, as every task does
     assert ran.totals == {"received": 15, "acked": 15, "accounted": 15}
 
@@ -369,7 +369,7 @@ def test_a_terminated_single_task_run_leaves_its_report(world, monkeypatch, by):
 
     assert ran.state == ("success" if by == "SIGTERM" else "failed")
     report = ran.report
-    # Then what was done is settled, the rest is in the queue, and the report says which
+    # Then finished work is settled, the rest is in the queue, and the report has both
     totals = {name: count for name, count in report["totals"].items() if count}
     done = 8 if by == "SIGTERM" else 4
     assert totals == {

@@ -185,7 +185,7 @@ def test_browsing_rabbitmq_letters_waits_until_they_are_counted_again(
         sent = letters.letters()
         for _ in range(3):
             next(sent)
-        # Given a queue that puts back later, or never, what it is given back
+        # Given a queue that requeues letters late, or never
         monkeypatch.setattr(Channel, "call", slow)
 
         assert isinstance(sent, Generator)

@@ -1,4 +1,4 @@
-"""``make demo``, from the flights to the report: what it says is compared with the files it leaves.
+"""``make demo``, from the flights to the report, which is compared with the files it leaves.
 
 The numbers of each run stand here as they are in the data, counted by hand and not by the demo.
 """
@@ -222,7 +222,7 @@ def test_ctrl_c_leaves_no_process_behind(interrupted):
     text = interrupted.stdout.read()
     code = interrupted.wait(60)
 
-    # Then it says so, and all it started has ended
+    # Then it is reported, and all processes it started have ended
     assert code == 130
     assert "Stopping Airflow" in text
     assert "Traceback" not in text

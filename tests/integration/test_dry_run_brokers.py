@@ -27,7 +27,7 @@ from tests.sqs_server import Connections as SqsConnections
 
 
 class Orders(Broadway):
-    """Fails what it is told to."""
+    """Fails the messages that ask for it."""
 
     producer: Any = RabbitMQProducer(queue="replaced")
 
@@ -124,7 +124,7 @@ def test_a_dry_run_counts_what_the_next_run_receives(tmp_path, broker):
     result = dry.look()["look"]
     report = dry.ack()
 
-    # Then its report says what is there, and a run would take
+    # Then its report has what the next run would receive
     assert result["messages"] == 5
     text = " ".join(lines_of(report))
     assert "The queue: 5 ready" in text

@@ -49,7 +49,7 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
             live(airflow, **({} if most is None else {"max_messages": most}))
         assert written(output) == rows_of(sent)
 
-        # When the days are run again, two at a time, beside a live run, and one cannot be read
+        # When the days are backfilled, two at a time, next to a live run, and one cannot be read
         with SqliteQueue(queue, "flights") as opened:
             load(opened, late)
         with damaged(tmp_path / "staging", last):
@@ -134,7 +134,7 @@ def begin(airflow: LocalAirflow, start: str, end: str, *more: str) -> None:
     dates = ("--from-date", start, "--to-date", end)
     command = ("airflow", "backfill", "create", "--dag-id", DAG, *dates, *more)
     # Airflow's own database is SQLite here.  The command makes a month of runs slowly, fails when
-    # somebody writes meanwhile, and leaves or removes then what it has made.
+    # another run writes meanwhile, and leaves or removes its files.
     writers = ("scheduler", "dag-processor")
     for name in writers:
         process = airflow.processes.pop(name)

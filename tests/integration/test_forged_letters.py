@@ -88,7 +88,7 @@ def test_a_rabbitmq_letter_cannot_choose_its_destination(place, victim, by_death
         assert place.server.depth(victim) == 0
         with pytest.raises(ProducerError, match=STAYS):
             raise ProducerError(refusal(moved, evil))
-        # The one who moves it can name a destination.
+        # An operator who moves it can name a destination.
         assert letters.requeue(to=place.name).count == 1
     again, _ = place.hold("g2")
     assert sorted(message.data for message in again) == [b"evil", b"real"]

@@ -1,4 +1,4 @@
-"""Kafka in a real Airflow: its connection, as people type it, and a backfill beside a live run."""
+"""Kafka in a real Airflow: its connection form, and a backfill next to a live run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import eventually
 pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DAGS = ROOT / "tests" / "integration" / "pipelines" / "backfilled"
-#: The hours that are read again, and what their messages say: the hour, and which of it.
+#: The hours of the backfill; a message's body has its hour, and its number in that.
 HOURS = 3
 OF_AN_HOUR = 40
 START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=6)

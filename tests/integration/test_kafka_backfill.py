@@ -47,7 +47,7 @@ class Backfill(KafkaGroup):
             source.close()
 
     def send(self, minutes: list[float], partition: int = 0) -> None:
-        """A message for each, with that instant, in this order."""
+        """Sends a message per timestamp, in this order."""
         producer = self.kafka.producer()
         for minute in minutes:
             at = round((NOON + timedelta(minutes=minute)).timestamp() * 1000)

@@ -31,7 +31,7 @@ def body_of(letter: Any) -> str:
 
 @on_apache_kafka
 def test_a_process_that_dies_before_an_open_transaction_holds_no_later_messages(kafka, tmp_path):
-    # Given ten messages, and ten of a transaction that nobody has ended
+    # Given ten messages, and ten of an open transaction
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(10)
     sender = kafka.producer({"transactional.id": group.topic})
@@ -65,7 +65,7 @@ def test_staging_lost_after_a_run_settles_and_loses_nothing(kafka, tmp_path):
     shutil.rmtree(tmp_path / "staging")
 
     assert group.settle(lease, messages) == SettleReport(lapsed=4)
-    # The mark next to the offset tells that a run holds the partition, and until when
+    # The metadata of the offset shows that a run holds the partition, and until when
     assert group.drain() == []
     group.clock.sleep(101.0)
     again = group.drain()
@@ -111,7 +111,7 @@ def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, t
     assert group.committed() == {}
     [letter] = apache_kafka.read(group.letters)
     assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
-    # And nobody reads on as if nothing had happened
+    # And no run reads on as if nothing had happened
     with pytest.raises(ProducerError, match="was made anew since the group"):
         group.drain()
     apache_kafka.consumer_groups(

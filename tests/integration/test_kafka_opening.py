@@ -355,7 +355,7 @@ def test_the_last_commit_of_two_staging_folders_counts(kafka, tmp_path, monkeypa
         second.stop()
         reports = [one.settle(first.lease, received), two.settle(second.lease, taken)]
 
-    # Then both have handled the messages; one of the two says so
+    # Then both have handled the messages, and one of the two reports it
     assert (len(received), len(taken)) == (30, 30)
     assert [(report.acked, report.lapsed) for report in reports] == [(30, 0), (0, 30)]
     assert "a run with another staging folder" in reports[1].errors[0]
@@ -393,7 +393,7 @@ def test_an_overtaken_commit_delivers_nothing(kafka, tmp_path, monkeypatch):
 
 
 def test_a_staging_folder_restored_from_backup_loses_and_repeats_nothing(kafka, tmp_path, caplog):
-    # Given a copy of the staging folder, and runs after it; of the last nobody has settled anything
+    # Given a copy of the staging folder, and later runs, the last of them unsettled
     group = KafkaGroup(kafka, tmp_path / "staging", lease=100.0)
     group.fill(50)
     group.drain()
@@ -409,7 +409,7 @@ def test_a_staging_folder_restored_from_backup_loses_and_repeats_nothing(kafka, 
     group.clock.sleep(200.0)
     again = group.drain()
 
-    # Then the offset in Kafka counts, and its mark tells what was handed out
+    # Then the offset in Kafka counts, and its metadata shows which messages were delivered
     assert offsets(again) == list(range(100, 210))
     assert [m.redelivered for m in again] == [True] * 100 + [False] * 10
     assert "staging knows of 50: it is older, or was restored" in caplog.text
@@ -517,7 +517,7 @@ def test_a_topic_with_another_id_is_refused(kafka, group, monkeypatch):
     kafka.commit(group.group, group.topic, 0, 0)  # kafka-consumer-groups --reset-offsets
     assert len(group.drain()) == 4
     assert group.drain() == []
-    ids.clear()  # not told any more: nothing to compare
+    ids.clear()  # without ids there is nothing to compare
     assert group.drain() == []
 
 
@@ -549,7 +549,7 @@ def test_a_group_without_write_permission_is_refused(kafka_mock, tmp_path):
         group.drain()
 
 
-# ------------------------------------------------------------------------------- who died
+# ------------------------------------------------------------------------------- crashes
 def test_a_dead_runs_messages_are_free_half_a_minute_after_its_lease(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
     group.fill(3)
@@ -586,7 +586,7 @@ def test_a_writer_that_slept_is_fenced_off(group):
         group.fill(1)
         group.drain()
 
-    # When it writes on, then it is told that others were faster, and goes by the newest
+    # When it writes on, then its write is refused, and it continues with the newest version
     assert stale is not None
     assert not slept.replace(place, stale, dataclasses.replace(stale, epoch=7))
     newest = slept.read(place)

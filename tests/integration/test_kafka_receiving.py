@@ -234,7 +234,7 @@ def test_an_unreachable_broker_is_reported_first(tmp_path):
         group.drain(settings={"socket.timeout.ms": 2_000})
 
 
-# ------------------------------------------------------------------------------- who else
+# ------------------------------------------------------------------------------- concurrent runs
 def test_a_partition_held_by_another_run_is_received_once_free(group):
     group.fill(4)
     lease, messages = group.hold(most=2)
@@ -401,7 +401,7 @@ def test_any_process_releases_a_dead_process_messages(group):
 
         report = group.carry_out(opened, Settlement(rest=RELEASE))
 
-    assert report.released == 3  # nobody knows how many of the claim were handed out
+    assert report.released == 3  # the number of delivered messages of the claim is unknown
     assert [m.redelivered for m in group.drain()] == [True, True, True]
 
 

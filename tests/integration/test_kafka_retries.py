@@ -52,7 +52,7 @@ def test_a_retried_message_keeps_its_identity(kafka, tmp_path):
 
     report = group.settle(lease, messages, {m.message_id: RETRY for m in messages})
 
-    # Then the group is finished with its topic, and the copy tells where it was and why
+    # Then the group is finished with its topic, and the copy has its origin and reason
     assert report == SettleReport(requeued=2)
     assert group.committed() == {0: 2}
     record, _ = kafka.read(group.retries)
@@ -156,7 +156,7 @@ def test_a_retry_copied_twice_is_handled_once(kafka, tmp_path):
 
 
 def test_a_takeover_handles_a_message_and_its_copy_once(kafka, tmp_path):
-    # Given a settler that died when it had sent a copy, and nobody who settles again
+    # Given a settlement that died after it had sent a copy, and was not repeated
     group = KafkaGroup(kafka, tmp_path, order="none", lease=100.0)
     group.fill(3)
     lease, messages = group.hold()

@@ -1,4 +1,4 @@
-"""How a generation is settled: tables, dead letters, the mirror; and who dies on the way."""
+"""How a generation is settled: claims, dead letters, commits; and crashes in between."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_an_oversized_dead_letter_is_sent_without_body(apache_kafka, tmp_path, m
 
 
 def test_dead_letters_without_topic_stay_in_their_partition(kafka, tmp_path):
-    # Given a message that asks to be a dead letter by itself, where nobody expected any
+    # Given a message that dead-letters itself, where no dead letters were configured
     group = KafkaGroup(kafka, tmp_path, dead_letter="nowhere-to-go", on_failure="ack")
     group.fill(3)
     lease, messages = group.hold()
@@ -222,7 +222,7 @@ def test_a_refused_commit_settles_nothing(kafka_mock, tmp_path):
 
     assert group.committed() == {0: 0}
     assert group.drain() == []
-    # Whoever settles next carries out what was decided
+    # The next settlement carries out the recorded decision
     assert group.settle(lease, messages, rest=RELEASE) == SettleReport(acked=3)
     assert group.committed() == {0: 3}
 

@@ -1,4 +1,4 @@
-"""Who says nothing is out of reach, or damaged: a cluster, and one partition beside others."""
+"""Silent clusters are unreachable, silent partitions damaged, even next to healthy ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def without_end(marker: bytes) -> Callable[[int, bytes], bytes]:
 
 @pytest.mark.parametrize("traffic", [True, False])
 def test_a_silent_partition_is_reported(kafka, tmp_path, monkeypatch, traffic):
-    # Given a batch whose length is damaged: the client fetches it for ever, and says nothing
+    # Given a batch with a damaged length, which the client fetches for ever without an error
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
     monkeypatch.setattr(client, "_SILENCE_TIMEOUT", 0.5)
     group = KafkaGroup(kafka, tmp_path, partitions=2)
@@ -68,7 +68,7 @@ def test_a_silent_partition_is_reported(kafka, tmp_path, monkeypatch, traffic):
             receive(source)
         assert bool(got) is traffic
 
-        # And who wants to read it again, for a dead letter, is told the same
+        # And reading it again for a dead letter fails in the same way
         cluster = Cluster(group.producer(), group.env(""))
         letters = cluster.read({(group.topic, 1): ((0, 1),)}, "it cannot be read")
         with pytest.raises(ProducerUnavailable, match=where):

@@ -1,4 +1,4 @@
-"""Kafka by TLS, passwords and rights; and what a damaged batch says, by a proxy of the tests."""
+"""Kafka over TLS with passwords and ACLs; and damaged batches, through a proxy."""
 
 from __future__ import annotations
 

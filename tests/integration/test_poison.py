@@ -135,7 +135,7 @@ class Task:
         return [[batch, json.loads(numbers)] for batch, numbers in lines]
 
     def entries(self) -> list[dict[str, Any]]:
-        """What outcomes say of single messages."""
+        """The lines of the outcomes, one per message."""
         outcomes: dict[str, Outcome] = self.staged.outcomes("default")
         return [json.loads(line) for outcome in outcomes.values() for line in outcome.lines or ()]
 

@@ -109,7 +109,7 @@ class World:
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     def check(self) -> None:
-        """All but one are handled and acknowledged, and that is a dead letter that says why."""
+        """All but one are handled and acknowledged; that one is a dead letter with the reason."""
         depth = self.queue.depth()
         assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 0, 0, 1)
         [letter] = self.queue.dead_letters()
@@ -174,7 +174,7 @@ def test_outside_kills_while_isolating_lose_nothing(world):
 
 @pytest.mark.timeout(900)
 def test_five_outside_kills_blame_no_message(world):
-    # Given one message that harms nobody
+    # Given one harmless message
     world.empty()
     world.queue.send([b"1"])
     (world.folder / "slow").touch()

@@ -40,7 +40,7 @@ def data(found: list[Any]) -> list[bytes]:
 
 
 def told_of(error: Any) -> dict[str, str]:
-    """What an exactly-once subscription says of each id."""
+    """The confirmations of an exactly-once subscription, by id."""
     [info] = error.details
     assert info.reason == "EXACTLY_ONCE_ACKID_FAILURE"
     return dict(info.metadata)

@@ -44,7 +44,7 @@ def test_an_oversized_body_is_dead_lettered_and_reported(place, caplog):
 
 
 def test_a_bundle_in_the_source_queue_is_dead_lettered_unchanged(place):
-    # Given a bundle of two messages that a dead run held, and an operator who moves it
+    # Given a bundle of two messages of a dead run, moved by an operator
     place.send(b"1", b"2")
     place.hold("dead", lease=3.0)
     queue = place.queues.held(0)
@@ -77,7 +77,7 @@ def test_a_stream_is_refused(undeclared, arguments):
     undeclared.send(b"1", b"2", b"3")
     options: dict[str, Any] = {"consume_options": {"arguments": arguments}}
 
-    # A user who may do no more than the guide asks for
+    # A user with exactly the permissions of the guide
     with permitted(undeclared.server, configure="^broadway") as user:
         producer = undeclared.producer(uri=None, conn_id="rabbit", **options)
         stream = producer.source(undeclared.env(**user))

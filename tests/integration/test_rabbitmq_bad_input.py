@@ -95,7 +95,7 @@ def test_a_holding_queue_of_another_type_receives_no_message(place, name):
     with place.channel() as channel:
         channel.queue_declare(queue, durable=True)
 
-    # When a run receives, it is told
+    # When a run receives, it fails
     with place.source() as source:
         result = rf"{queue}.*inequivalent arg.*declare it as it is, or delete it once it is empty"
         with pytest.raises(ProducerError, match=result):
@@ -131,7 +131,7 @@ def test_a_missing_permission_is_named(place, lacking, expected):
 
 
 def test_a_missing_permission_at_settlement_loses_nothing(place):
-    # Given a run of a user who may not write to queues any more when it comes to settling
+    # Given a run whose user loses the write permission before settlement
     place.send(b"1", b"2")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
 
@@ -150,7 +150,7 @@ def test_a_missing_permission_at_settlement_loses_nothing(place):
             custodian.settle(lease, settlement)
         custodian.close()
 
-    # Then nothing was settled, and it is, once somebody may
+    # Then nothing was settled until the permission is back
     assert PASSWORD not in str(raised.value)
     assert place.carry_out(lease, settlement) == SettleReport(acked=1, requeued=1)
     assert [message.data for message in place.settle("g2")[0]] == [b"1"]
@@ -221,7 +221,7 @@ def test_hostile_headers_are_received_and_survive_every_verdict(place):
     first, retried = place.settle("g1", everyone, **options)
     second, buried = place.settle("g2", dict.fromkeys(everyone, DEAD), **options)
 
-    # Then nobody is missing at any time, and what came back is who it was
+    # Then no message is missing at any time, and redelivered ones keep their identity
     assert sorted(message.data.decode() for message in first) == sent
     assert retried.requeued + retried.failed + retried.dead_lettered == len(sent)
     assert sorted(message.data.decode() for message in second) == sent

@@ -1,4 +1,4 @@
-"""Connections to a real RabbitMQ that break, and what consumers on them are told and given."""
+"""Connections to a real RabbitMQ that break, and the errors and messages of their consumers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_retry_with_a_lost_ack_is_redelivered_under_another_id(place):
             lease = source.lease
         assert breaker.broken == 1
 
-    # Then nobody can tell it from another's copy: it is handled again, marked, and the sum is right
+    # Then it cannot be told from a copy: it is handled again, marked, and the totals are right
     report = place.carry_out(lease, settlement_of(messages))
     data = [message.data for message in messages]
     assert sorted(data) == [b"first", b"second", b"second", b"third"]
@@ -321,7 +321,7 @@ def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
         assert one(source).data == b"1"
         place.send(b"2")
 
-        # When another run comes to the same queue, it is told why it gets nothing
+        # When another run opens the same queue, its error has the reason
         with place.source("g2", **options) as other:
             result = "in exclusive use; another consumer has it for itself"
             with pytest.raises(ProducerError, match=result):

@@ -39,7 +39,7 @@ def look(place: Place, queue: str, **extra: Any) -> int:
 
 
 def look_from_outside(place: Place, queue: str, times: int) -> None:
-    """What somebody does who presses the button of RabbitMQ's own console."""
+    """Browses the queue as the button of RabbitMQ's console does."""
     body = {"count": LETTERS, "ackmode": "ack_requeue_true", "encoding": "auto"}
     for _ in range(times):
         assert len(manage(place.server, "POST", f"queues/%2F/{queue}/get", body)) == LETTERS

@@ -47,7 +47,7 @@ def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place):
 
 
 def test_redelivered_messages_come_before_new_ones(place):
-    # Given messages that a run gave back, and as many new ones
+    # Given messages that a run released, and as many new ones
     place.send(*[b"old %d" % number for number in range(40)])
     _, lease = place.hold("g1", on_failure="retry")
     assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 40
@@ -64,7 +64,7 @@ def test_redelivered_messages_come_before_new_ones(place):
 
 
 class Moved(SystemClock):
-    """A clock that may be told to be later."""
+    """A clock that can be advanced."""
 
     later = 0.0
 
@@ -118,7 +118,7 @@ class Waited:
         self._now += seconds
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass while nobody sleeps."""
+        """Advances the time of a waiting run."""
         self._now += seconds
 
     def time(self) -> float:
@@ -155,7 +155,7 @@ def test_only_the_first_run_waits_for_a_young_holding_queue(place, monkeypatch, 
 
 
 class TestQueuesThatStay:
-    """Those that messages are given back to: none gets one before it is old enough."""
+    """Queues of released messages, which are not used before they are old enough."""
 
     def settle(self, place: Place, waited: Waited, generation: str) -> float:
         """Retry a message; the seconds that were slept to settle it."""

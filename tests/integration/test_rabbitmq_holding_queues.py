@@ -246,7 +246,7 @@ def test_released_messages_are_not_purged_while_counts_lag(place, monkeypatch):
     messages, lease = held_behind_a_full_queue(place)
     monkeypatch.setattr(HoldingQueue, "count", lambda *_: lease.state["bundles"])
 
-    # When the count does not tell yet of what was put back
+    # When the count does not include the requeued message yet
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     report = place.carry_out(lease, settlement_of(messages, {messages[0].message_id: retry}))
     monkeypatch.undo()

@@ -130,7 +130,7 @@ def test_bundles_respect_the_brokers_size_limit(place):
     bodies = [b"%03d" % number + b"x" * 10_000 for number in range(60)]
     place.send(*bodies, b"y" * 199_990)
 
-    # When a run drains the queue that is not told of the limit
+    # When a run drains a queue whose limit is unknown to it
     with (
         place.source("g0") as source,
         pytest.raises(ProducerError, match="set the option max_message_bytes"),

@@ -77,7 +77,7 @@ def test_sharded_queues_are_settled_by_their_own_options(undeclared):
         assert report == (SettleReport(dead_lettered=2) if index else SettleReport(requeued=2))
     custodian.close()
 
-    # Then each message went where its own producer's options say
+    # Then each message is settled by its own producer's options
     assert [undeclared.depth(grave) for grave in graves] == [0, 2]
     assert producer.depth(undeclared.env()).ready == 0
     assert producer.depth(undeclared.env()).delayed == 2

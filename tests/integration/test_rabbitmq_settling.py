@@ -116,7 +116,7 @@ def test_concurrent_settlements_report_the_same(place, monkeypatch):
     for thread in both:
         thread.join(60)
 
-    # Then each message is where its verdict says, once, and both report that
+    # Then each message is where its verdict sends it, once, and both report that
     assert reports == [SettleReport(acked=500, dead_lettered=500, released=500)] * 2
     again, _ = place.settle("g2")
     assert sorted(message.data for message in again) == [message.data for message in open_]
@@ -129,7 +129,7 @@ def test_settlement_removes_any_number_of_bundles(place, monkeypatch):
     # Given more bundles than the broker takes acknowledgements of at a time
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 1)
 
-    # When they are given back, as often as it takes to see some forgotten
+    # When they are released, often enough for acknowledgements to be forgotten
     for turn in range(6):
         lease, _ = hold(place, f"g{turn}", 40)
         assert lease.state["bundles"] == 40
@@ -153,7 +153,7 @@ def test_immediate_settlements_are_counted_without_their_bundles(place, what):
         else:
             channel.queue_purge(lease.state["holding_queue"])
 
-    # When who called it died before it could tell of the third
+    # When the process that settled them died before it could record the third
     settlement = settlement_of(messages[2:], {messages[9].message_id: DEAD})
     report = place.carry_out(lease, replace(settlement, settled_now=SettleReport(acked=2)))
 
@@ -186,7 +186,7 @@ def test_an_emptied_holding_queue_is_settled_from_staging(place, rest, acked, re
     chosen = dict(zip(ids(messages), (DEAD, RETRY, ACK), strict=False))
     report = place.carry_out(lease, settlement_of(messages, chosen, rest))
 
-    # Then they are published from what staging has, and the report says what it found
+    # Then they are published from staging, and the report names the difference
     counts = SettleReport(acked=acked, dead_lettered=1, requeued=1, released=released)
     assert report == replace(counts, errors=ANY)
     assert "emptied or deleted by hand" in report.errors[0]
@@ -226,7 +226,7 @@ def test_uncounted_bundles_are_reported_at_the_purge(place, monkeypatch):
 
     report = place.carry_out(lease, settlement_of(messages))
 
-    # Then the report says so, the first time and ever after
+    # Then the report names it, now and when repeated
     assert report.acked == 3
     assert "held 2 bundles when it was purged, and 1 were expected" in report.errors[0]
     assert place.carry_out(lease, settlement_of(messages)) == report
@@ -261,7 +261,7 @@ def test_an_unpublishable_message_fails_alone(place, monkeypatch):
         patch.setattr(Outbox, "_properties", properties)
         report = place.carry_out(lease, settlement_of(messages, dict.fromkeys(ids(messages), DEAD)))
 
-    # Then its neighbours are settled, it comes again as it was, and the report says why
+    # Then its neighbours are settled, it is redelivered unchanged, and the report has the reason
     assert (report.dead_lettered, report.failed) == (2, 1)
     assert "UnicodeEncodeError" in report.errors[0]
     assert messages[1].message_id in report.errors[0]
@@ -319,7 +319,7 @@ def test_an_unpublishable_message_without_bundle_is_not_settled(place, monkeypat
 
 @pytest.mark.parametrize("verdict", [RETRY, DEAD], ids=["retry", "dead letter"])
 def test_oversized_headers_fail_alone(place, verdict):
-    # Given headers as large as a frame takes, and small integers that would grow if written anew
+    # Given headers as large as a frame, and small integers that would grow if encoded again
     text = b"S" + (131_000).to_bytes(4, "big") + b"x" * 131_000
     small = b"A" + (100_000).to_bytes(4, "big") + b"b\x07" * 50_000
     publish_raw(
@@ -330,7 +330,7 @@ def test_oversized_headers_fail_alone(place, verdict):
     )
     place.send(b"plain")
 
-    # When each is given back, or set aside
+    # When all are retried or dead-lettered
     first, report = place.settle("g1", dict.fromkeys(range(3), verdict))
 
     # Then all are: that without room for the mark of a retry is a dead letter
@@ -375,7 +375,7 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place):
     }
     late = Verdict(Action.RETRY, 1.0, "later", "process")
 
-    # When it is retried at once, then by a queue of the ladder, and at last set aside
+    # When it is retried immediately, then after a delay, and finally dead-lettered
     [first], _ = place.settle("g1", {0: RETRY}, **options)
     [second], _ = place.settle("g2", {0: late}, **options)
     third: list[Message] = []

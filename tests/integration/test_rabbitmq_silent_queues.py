@@ -48,7 +48,7 @@ class TestQueuesThatStay:
     def delayed(self, place: Place, *, noted: bool) -> tuple[str, Callable[[], SettleReport]]:
         """The queue of a delay in that state, and what gives it a message.
 
-        :param noted: Whether it is known that nobody relied on it yet.
+        :param noted: Whether the journal has the queue, which was not relied on yet.
         """
         place.send(b"1")
         with place.source("g1") as source:

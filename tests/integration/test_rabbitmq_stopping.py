@@ -1,4 +1,4 @@
-"""A source that stops while messages go on coming: all is secured and told, or goes back."""
+"""A source that stops in traffic: every message is secured and reported, or released."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def place(place, monkeypatch):
 
 @contextmanager
 def sender(place: Place) -> Iterator[list[bytes]]:
-    """Somebody who sends without a pause: what was sent, complete once the block has ended."""
+    """Publishes without a pause; the list of bodies is complete once the block has ended."""
     sent: list[bytes] = []
     end = threading.Event()
 
@@ -192,7 +192,7 @@ def test_messages_are_acknowledged_after_their_bundle_is_confirmed(place, breake
         lease = source.lease
         breaker.release()
 
-    # Then what was taken is in its queue still, whatever becomes of the bundles
+    # Then the received messages are still in their queue, whatever becomes of the bundles
     with place.channel() as channel:
         assert channel.queue_purge(lease.state["holding_queue"]).method.message_count == 3
     assert place.depth(place.name) == 5

@@ -105,7 +105,7 @@ def test_the_guides_permissions_exclude_other_sources(place, victim):
 
 
 def test_forged_bundles_settle_nothing(place):
-    # Given a run, and a sender by the default exchange who names its generation
+    # Given a run, and a sender that names its generation through the default exchange
     place.send(b"1")
     messages, lease = place.hold("g1")
     forged = Header(bundle="forged.1", generation="g1", queue=place.name, count=1, until=2e12)
@@ -161,7 +161,7 @@ def test_a_lease_of_another_queue_is_not_settled(place, victim, where):
     with place.channel() as channel:
         channel.basic_publish("", victim, b"somebody's")
 
-    # When it is settled, in whatever way
+    # When it is settled by any verdict
     for settlement in (settlement_of(messages), Settlement(rest=RELEASE)):
         with pytest.raises(ProducerError, match=rf"'{victim}' is no holding queue of"):
             place.carry_out(lease, settlement)

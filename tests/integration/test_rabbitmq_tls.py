@@ -44,7 +44,7 @@ class SecuredServer(RabbitServer):
         files = {"cacertfile": authority.certificate, "certfile": certificate, "keyfile": key}
         lines = [f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}"]
         lines += [f"ssl_options.{name} = {file}" for name, file in files.items()]
-        # Who shows a certificate must show one of this authority; nobody must.
+        # A client certificate must be of this authority; it is not mandatory.
         lines += ["ssl_options.verify = verify_peer", "ssl_options.fail_if_no_peer_cert = false"]
         lines += ["auth_mechanisms.1 = PLAIN", "auth_mechanisms.2 = EXTERNAL"]
         lines += ["ssl_cert_login_from = common_name"]
@@ -149,7 +149,7 @@ def test_a_client_certificate_authenticates(place, authority):
     assert [message.data for message in place.take(source)] == [b"1"]
     source.close()
 
-    # And one that names nobody is refused
+    # And an unknown user is refused
     with pytest.raises(ProducerError, match="refused the login by certificate"):
         producer.source(place.env(**connection("nobody")))
 

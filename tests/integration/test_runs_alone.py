@@ -151,7 +151,7 @@ def test_killed_tasks_are_retried_and_settled_by_another_process(alone):
 
 
 def test_a_killed_run_is_settled_by_the_next_runs_process_task(alone):
-    # Given a run that nobody goes on with: some of its batches have an outcome, and some have none
+    # Given an abandoned run: some of its batches have an outcome, and some have none
     alone.run("process", "one")
     alone.kill("batch", "one", at=101)
     before = len(alone.handled())

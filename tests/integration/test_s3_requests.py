@@ -42,14 +42,14 @@ def test_a_batch_costs_at_most_two_requests(server, tmp_path, tasks):
     few = asked(server, tmp_path / "few", batches=10, tasks=tasks)
     many = asked(server, tmp_path / "many", batches=110, tasks=tasks)
 
-    # Then nobody asks of a batch but who writes its outcome, once, and that has its failures in it
+    # Then a batch costs the requests that write its outcome, once, with its failures in it
     batch = many["batch"]
     assert batch.of("PUT", part="/outcomes/") == 110 + 1  # the copies of all
     assert batch.of("HEAD", part="/outcomes/") == batch.of("GET", part="/outcomes/") == 0
-    # and who settles reads the copies, however many there are
+    # and settlement reads the merged copies, however many there are
     assert many["ack"].total() == few["ack"].total()
     assert many["ack"].of("GET", part="/outcomes/") == 1
-    # and who looks whether the run still holds its messages looks once a second, not for a batch
+    # and the check of the run's lease costs one request a second, not one per batch
     assert many["batch"].of("LIST") == few["batch"].of("LIST")
 
     # So the whole of what a further batch costs is bounded

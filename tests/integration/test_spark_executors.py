@@ -18,7 +18,7 @@ from tests.unit.spark.plans import Planned, Staged, rows
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
 
-#: An expression that ends whoever computes it.
+#: An expression that ends the process that computes it.
 EXIT = "java_method('java.lang.System', 'exit', 1)"
 
 

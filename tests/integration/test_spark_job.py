@@ -203,7 +203,7 @@ def test_every_schema_type_round_trips(job):
     )
     assert row["ts"].astimezone(UTC) == instant
     assert {**row, "ts": instant, "y": bytes(row["y"])} == data
-    # What handle_failed gets is plain Python, with aware instants.
+    # handle_failed gets plain Python, with aware timestamps.
     assert rebuilt == data
     assert rebuilt["ts"].tzinfo is UTC
     assert type(rebuilt["y"]) is bytes
@@ -398,7 +398,7 @@ def test_settings_have_defaults_and_overrides(job):
 
 
 def test_an_existing_setting_is_kept(monkeypatch):
-    # Given a driver whose spark-submit was told one of our settings, and another of its own
+    # Given a driver whose spark-submit sets one of our settings, and one of its own
     settings = {"spark.sql.session.timeZone": "Asia/Tokyo", "a.b": "c"}
     from pyspark import SparkConf
 
@@ -409,7 +409,7 @@ def test_an_existing_setting_is_kept(monkeypatch):
 
     open_session()
 
-    # Then the others are set beside them
+    # Then the missing ones are added
     builder.config.assert_called_once_with(conf=conf)
     assert dict(conf.getAll()) == settings | {
         "spark.scheduler.mode": "FAIR",
@@ -501,7 +501,7 @@ def test_a_message_left_out_of_the_outcomes_is_released(job, monkeypatch, small)
         "m1": Action.RELEASE,
         "m2": Action.RETRY,
     }
-    # Some brokers give back by publishing again: without the body nothing could be published.
+    # Some brokers release by publishing again, which needs the body.
     first = entries["m0"]
     assert (first.receipt, first.attempt) == ("r0", 2)
     assert (first.payload, first.properties) == (b"body", "{}")
@@ -637,7 +637,7 @@ def test_attempts_payload_and_own_actions(job):
     assert (entries["last"].attempt, entries["last"].payload) == (5, b"body")
     assert entries["last"].properties == '{"a":1}'
     assert entries["first"].payload == b"\xff"
-    # Settled before it came here: failed, as handle_failed hears, and settled by nobody again.
+    # Settled before: reported to handle_failed as failed, and not settled again.
     assert (outcome.failed, outcome.missing) == (4, 0)
     [heard] = Mending.seen
     assert sorted(message.message_id for message in heard) == ["acked", "first", "last", "own"]
@@ -787,7 +787,7 @@ def test_the_driver_settles_nothing_immediately(job, caplog):
 
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York", "Europe/Berlin"])
 def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
-    # Given instants that datetime.fromtimestamp cannot build, or builds twice, in some zone
+    # Given timestamps that datetime.fromtimestamp cannot build, or builds twice, in some zone
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     instants = [
@@ -959,7 +959,7 @@ def test_a_stop_leaves_running_batches_without_outcome(job):
 
 
 class Over(BaseException):
-    """No exception: it ends whatever it comes to."""
+    """No Exception: it ends the application."""
 
 
 def _interrupts(job: Job, patch: pytest.MonkeyPatch) -> None:

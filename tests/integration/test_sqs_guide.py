@@ -1,4 +1,4 @@
-"""What ``docs/sqs.md`` says of permissions, requests and FIFO queues, held against what is sent."""
+"""Permissions, requests and FIFO queues of ``docs/sqs.md``, compared with the requests sent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def server():
 
 
 class Some(Broadway):
-    """Fails what it is told to fail, in the way it is told."""
+    """Fails messages in the way that they ask for."""
 
     producer = SqsProducer(queue_name="orders", receive_interval=0.2, on_failure="retry")
     processors = Processors(concurrency=2)

@@ -38,7 +38,7 @@ def test_browsing_never_redrives_letters(tmp_path):
     producer = SqsProducer(queue_url=create("orders"), dead_letter=dead)
     env = ProducerEnv(connections=Connections(server.url), staging=tmp_path.as_uri())
 
-    # When somebody looks again and again
+    # When an operator browses again and again
     seen, text = [], ""
     for _ in range(limit + 2):
         with closing(producer.dead_letters(env)) as letters:

@@ -35,7 +35,7 @@ SECRETS = {
 
 
 def connections(url: str) -> Connections:
-    """With one try for each request: what is refused is told at once."""
+    """With one try per request: a refused request is reported immediately."""
     return Connections(
         url,
         key={"aws_access_key_id": SECRETS["key"], "aws_secret_access_key": SECRETS["secret"]},

@@ -76,7 +76,7 @@ def test_one_of_two_concurrent_writers_creates_the_object(uri, options):
             if folder.create(path, text):
                 won.append(text)  # noqa: B023 - joined below
 
-        # When both write it at the same instant
+        # When both write it concurrently
         threads = [
             threading.Thread(target=write, args=(folder, name * 5000))
             for folder, name in zip(folders, "ab", strict=True)
@@ -86,7 +86,7 @@ def test_one_of_two_concurrent_writers_creates_the_object(uri, options):
         for thread in threads:
             thread.join()
 
-        # Then one of them is told that it did, and its text is there
+        # Then one of them has created it, and its text is there
         assert len(won) == 1
         assert folders[0].read(path) == won[0]
 

@@ -21,7 +21,7 @@ class Left(NamedTuple):
     """One message that lies in a queue.
 
     :param place: ``source``, ``returns``, ``delay``, ``leased`` or ``dead``.
-    :param marked: Whether who receives it will see that it may have been handled before.
+    :param marked: Whether it will be received as possibly handled before.
     """
 
     number: int
@@ -52,7 +52,7 @@ class LivingBroker(Protocol):
         ...
 
     def free(self) -> bool:
-        """Whether nobody keeps all others from the queue, as a stopped writer of a file does."""
+        """Whether the queue is open to others, unlike a file whose writer is stopped."""
         ...
 
     def sender(self) -> Sender:

@@ -76,7 +76,7 @@ class _Growing(_Sender):
 class _Transactional(_Sender):
     """Sends in transactions, each open for a while; what one of them aborts another sends again.
 
-    What was aborted nobody may ever see: it would be handled twice, and nothing would tell.
+    Aborted messages must never be received: they would be handled twice, without a mark.
     """
 
     def __init__(self, server: KafkaServer, topic: str) -> None:
@@ -212,7 +212,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, topic: str, partition: int, committed: int) -> _Place:
-        """Read the newest claim; nothing where nobody has opened the partition."""
+        """Reads the newest claim; empty if the partition was never opened."""
         pattern = f"staging/**/claims/{topic}/{partition}/*.json"
         versions = sorted(folder.glob(pattern), key=lambda path: path.name)
         if not versions:

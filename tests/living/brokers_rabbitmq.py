@@ -1,4 +1,4 @@
-"""RabbitMQ: pika publishes with confirms, and drains; the API says which queues there are."""
+"""RabbitMQ: pika publishes with confirms, and drains; the API lists the queues."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class MortalRabbit(LivingRabbit):
 
     def __init__(self, server: RabbitServer, folder: Path, **options: str) -> None:
         super().__init__(server, folder, **options)
-        # RabbitMQ 3.10, killed within a second, forgets a quorum queue: whoever makes one waits.
+        # RabbitMQ 3.10, killed within a second, forgets a new quorum queue.
         time.sleep(2.0)
 
     def die(self) -> None:

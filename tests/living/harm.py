@@ -48,7 +48,7 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
 
     ``slow_staging`` and ``slow_journal``: seconds that each write takes more.  ``fail_write``:
     which write to the staging folder finds the disk full.  ``freeze_at``: at which write, to the
-    staging folder or a journal, the process stops until it is told to go on.  ``freeze_at_any``:
+    staging folder or a journal, the process stops until it gets SIGCONT.  ``freeze_at_any``:
     the same of all writes, those to the broker too.  ``young_queues``: queues of RabbitMQ are
     relied on as soon as they are declared.  ``no_grace``: what a lease of Kafka's held others take
     as soon as it is over.
@@ -76,7 +76,7 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
 
     def sending(function: Callable[..., Any]) -> Callable[..., Any]:
         def send(self: socket.socket, *given: Any) -> Any:
-            if self.family == socket.AF_INET:  # not to who watches
+            if self.family == socket.AF_INET:  # not to the watching process
                 freeze(writes.any(), "freeze_at_any")
             return function(self, *given)
 

@@ -24,9 +24,9 @@ class Account:
     :param handled: Of them, in the sink; ``settled``: and in no queue any more.
     :param lost: Confirmed, and then neither handled nor in a queue.
     :param again: Messages handled again, or handled and still in a queue.
-    :param unmarked: Of these, those that nothing tells from the first.
+    :param unmarked: Those of them that are not marked as possible duplicates.
     :param places: How many messages lie where.
-    :param mistakes: What the reports say otherwise than the truth.
+    :param mistakes: Where the reports differ from the truth.
     """
 
     confirmed: int = 0
@@ -47,7 +47,7 @@ class Account:
 
     @property
     def good(self) -> bool:
-        """Whether nothing was lost, or repeated without a mark, or told wrongly."""
+        """Whether nothing was lost, repeated without a mark, or misreported."""
         return not (self.lost or self.unmarked or self.mistakes)
 
 
@@ -124,7 +124,7 @@ def check_attempts(made: Account, lines: Sequence[Handled]) -> None:
 
 
 def compare(made: Account, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Hold what the runs' reports say, added up, against the account.
+    """Compares the totals of the runs' reports with the account.
 
     For runs of which each was settled, and none was killed, stalled or late.
     """
@@ -143,7 +143,7 @@ def compare(made: Account, reports: Sequence[Mapping[str, Any]]) -> None:
 def bound(
     made: Account, reports: Mapping[str, Mapping[str, Any]], lines: Sequence[Handled]
 ) -> None:
-    """Hold what runs say, whoever was killed or taken for dead, against what can be true at most.
+    """Compares the runs' reports with what can be true at most, in spite of kills and takeovers.
 
     A run whose messages were taken from it meanwhile must not count what others count too.
 

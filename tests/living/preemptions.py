@@ -80,7 +80,7 @@ def close_quietly(
     tell: Callable[[str], None] = print,
     **command: Any,
 ) -> Account:
-    """End a series by runs that nobody kills; its account, with what they left or dead-lettered.
+    """Ends a series by undisturbed runs; returns its account with the remaining messages.
 
     :param command: More of these runs.
     """

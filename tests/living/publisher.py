@@ -1,4 +1,4 @@
-"""Who goes on publishing, whatever the runs do: numbered messages, and which the broker confirmed.
+"""Publishes continuously next to the runs: numbered messages, and which the broker confirmed.
 
 A publisher is a thread of the process that watches; the runs are at work in processes of their own.
 """

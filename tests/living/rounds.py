@@ -23,7 +23,7 @@ from tests.living.ledger import Account
 from tests.living.series import Series
 from tests.living.workers import Worker
 
-#: Seconds of a lease that lapses while who holds it sleeps.
+#: Seconds of a lease that lapses while its process is stopped.
 _SHORT = 4.0
 #: The part of a run by which one kill is later than the one before; runs of any number of kills
 #: are spread evenly by it.
@@ -73,7 +73,7 @@ def play(given: Round) -> Account:
             weather.play(table, turn)
         table.close()
         summary = series.close(exact=weather.exact, forgetful=weather.deadly)
-        if weather.exact:  # else who is late is refused, and says so
+        if weather.exact:  # else late settlements are refused, and reported as such
             summary.mistakes += table.surprises
         return summary
 
@@ -126,7 +126,7 @@ class _Table:
     def begin(self, turn: tuple[Ending, str], worker: Worker, **more: Any) -> str:
         """Begin a run that ends so; its name."""
         ending, flow = turn
-        # These runs follow each other at once and are over in two seconds: where nobody kills the
+        # These runs follow each other immediately and take two seconds: unless the
         # broker its queues need not be that old.
         young = not WEATHERS[self.given.weather].deadly
         harm = {"young_queues": young, "no_grace": True, **more.pop("harm", {}), **ending.harm}
@@ -296,7 +296,7 @@ def _zombie(table: _Table, turn: tuple[Ending, str]) -> None:
     name = table.begin(turn, one, producer=lease)
     time.sleep(table.dice.uniform(0.1, 0.8))
     one.signal(signal.SIGSTOP)
-    while not table.broker.free():  # nobody could take over
+    while not table.broker.free():  # no other run could take over
         one.signal(signal.SIGCONT)
         time.sleep(0.01)
         one.signal(signal.SIGSTOP)

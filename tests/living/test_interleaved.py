@@ -53,7 +53,7 @@ STEPS = st.sampled_from(
         "crash",
     ]
 )
-#: Those after which nobody's report can be the whole truth.
+#: Those after which no report can be the whole truth.
 UNTOLD = {"release", "settle", "lapse", "crash"}
 
 RUNS = st.tuples(
@@ -90,7 +90,7 @@ class Watched:
 
 
 class Run:
-    """A run at work: one that can be told to stop, and settled by another."""
+    """A run at work, which can be stopped, and settled by another."""
 
     def __init__(self, world: World, flow: str, budget: dict[str, Any]) -> None:
         self._flow = flow
@@ -183,7 +183,7 @@ class World:
         getattr(self, step)()
 
     def run(self, flow: str, budget: dict[str, Any]) -> None:
-        """A run from its beginning to whatever end."""
+        """A run from its beginning to any end."""
         run = Run(self, flow, budget)
         self._at_work.append(run)
         try:
@@ -230,12 +230,12 @@ class World:
         self.clock.advance(LEASE + 1.0)
 
     def release(self) -> None:
-        """A sweep takes for dead who lives."""
+        """A sweep mistakes living runs for dead."""
         for lease in self._queue.leases():
             self._queue.release(lease.lease.generation)
 
     def settle(self) -> None:
-        """Another settles a run before its time; who began goes on afterwards."""
+        """Another process settles a run early; the run continues afterwards."""
         if self._at_work and len(self._at_work) < 3:
             with suppress(BroadwayError):
                 self._at_work[-1].settle()

@@ -85,7 +85,7 @@ def test_a_sensor_killed_twenty_times_settles_each_message_once(broker, series, 
     worker.end()
 
     # Then the reports of the sensors that came to their end agree with the queues and the sink.
-    # What is published anew, a retry or a dead letter, may be there twice, and is marked
+    # A republished message, retry or dead letter, may be there twice, and is marked
     summary = series.close(exact=broker.kind == "sqlite")
     assert summary.good, str(summary)
     assert {message.number for message in series.left if message.place == DEAD} <= {

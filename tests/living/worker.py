@@ -1,4 +1,4 @@
-"""A process that runs pipelines, one run after another, as it is told: the one under test.
+"""The process under test: runs pipelines, one run after another, by commands.
 
 :mod:`tests.living.workers` starts it.  What it is to run it reads from a socket, a line of JSON
 each, and answers each by a line.  It can be sent signals, stopped, continued and killed like any
@@ -52,7 +52,7 @@ class _Connections:
 
 
 class _Run:
-    """One run, as a command says it."""
+    """One run of a command."""
 
     def __init__(self, command: Mapping[str, Any]) -> None:
         place = command["place"]
@@ -78,7 +78,7 @@ class _Run:
         )
         self._stopped = ""
         self._stop: Callable[[str], object] = lambda reason: None
-        #: What the run says of its messages.
+        #: The run's report of its messages.
         self.report: dict[str, Any] | None = None
 
     def stop(self, *_: object) -> None:
@@ -173,7 +173,7 @@ class _Run:
         )
 
     def _sweep(self) -> None:
-        """What a process task does first: give back what dead runs hold."""
+        """The first step of a process task: release the messages of dead runs."""
         sweep(self._staged, self._pipeline, self._task, self._ports)
 
 
@@ -211,7 +211,7 @@ def _execute(command: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(connection: socket.socket) -> None:
-    """Run what is asked for, until nobody asks any more."""
+    """Runs command after command until the socket is closed."""
     for number in (signal.SIGUSR1, signal.SIGTERM):  # when they come after the run is over
         signal.signal(number, signal.SIG_IGN)
     with connection.makefile("rw") as lines:

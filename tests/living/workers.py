@@ -1,4 +1,4 @@
-"""The processes under test, as who watches them has them: told what to run, signalled, killed."""
+"""Handles of the processes under test: commands, signals, kills."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Worker:
         return self._process.children(recursive=True)
 
     def end(self) -> None:
-        """Kill it: what it held is for others to give back.  Safe to repeat."""
+        """Kills it; its messages are released by others.  Safe to repeat."""
         try:
             self._process.kill()
             self._process.wait()

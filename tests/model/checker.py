@@ -18,7 +18,7 @@ class Step(NamedTuple, Generic[S]):
 
     :param name: Who does what, for people: the last word before the colon names a function.
     :param state: The state after it.
-    :param alone: Who takes it, if it changes only what nobody else reads, and can be taken at any
+    :param alone: The thread, if the step changes only what no other reads, and can be taken at any
         time; else empty.
     """
 

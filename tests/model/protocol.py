@@ -124,7 +124,7 @@ class Run:
     :param lapses: How many deadlines pass.
     :param other: Whether the other run ever begins.
     :param kinds: What may go wrong: a task is taken for dead, and tried again, or for good; the
-        sensor looks for the last time; somebody clears the process task; the run is over.
+        sensor looks for the last time; the process task is cleared; the run is over.
     :param beside: Whether the other run may begin before this one is over.
     :param retention: Whether what balanced may be old enough to be removed.
     :param results: What a callback may make of a message that comes for the first time.
@@ -235,7 +235,7 @@ class Run:
 
     @staticmethod
     def _is_alone(state: State, thread: Thread, private: bool) -> bool:
-        """Whether nobody can tell when the thread takes its step.
+        """Whether the step's moment makes no difference to others.
 
         So it is in the files of a generation at which no other thread will look.
         """

@@ -54,7 +54,7 @@ class Log(NamedTuple):
 
 
 class Receipts:
-    """Messages, and the logs of those who received them."""
+    """Messages, and the logs of their receivers."""
 
     code: Mapping[str, str] = {
         "receive": "producers.engine.source.EngineSource.receive",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: The runs of a Dag: one that meets with trouble, one beside or after it, and one that comes when
+#: The runs of a Dag: one that meets with trouble, one next to or after it, and one that comes when
 #: all else is dead.
 A, B, C = 0, 1, 2
 
@@ -26,7 +26,7 @@ class Decision(NamedTuple):
 
 
 class Gen(NamedTuple):
-    """One generation: its files in staging, and what the broker and the clock say of it.
+    """One generation: its files in staging, and its state at the broker and by the clock.
 
     :param listed: Its copy lies in ``_open/``.
     :param record: ``generations/<generation>.json`` is there.
@@ -34,7 +34,7 @@ class Gen(NamedTuple):
     :param marked: Of these, those that were received as redelivered.
     :param outcome: By message, what is recorded: ``ok``, ``retry``, ``dead``; or nothing.
     :param late: Its deadline has passed.
-    :param report: What ``journal-settled.json`` says, by message; empty while it is not there.
+    :param report: The contents of ``journal-settled.json``, by message; empty without that file.
     :param custody: What the broker, and the producer's own files, know of it.
     """
 

@@ -1,4 +1,4 @@
-"""The model's steps and guards are the code's: whoever renames a function renames it here too."""
+"""The model's steps and guards are the code's: names that change there change here too."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ BATCHES = {"batchers": True, "results": ("ok",), "lapses": 0}
 DEAD = {"batchers": False, "results": ("dead",), "lapses": 0}
 #: A deadline passes besides, at any time.
 LATE = {"lapses": 1}
-#: The next run's sweep settles beside a zombie; or the sensor, for the last time, beside the task.
+#: The next run settles next to a zombie; or the sensor, for the last time, next to the task.
 OVER = {"kinds": ("over",)}
 LAST_LOOK = {"kinds": ("last look",), "other": False}
 #: Two messages, the second sent at any time, and two runs at once, one of which may lose its lease.

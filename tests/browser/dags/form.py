@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from form_pipeline import Orders  # type: ignore[import-not-found]
 
-# It is paused until somebody triggers it: then its one scheduled run begins, too.
+# It is paused until it is triggered: then its one scheduled run begins, too.
 Orders(producer={"queue": "{{ run_id.partition('__')[0] }}"}).dag(
     "form",
     schedule="@once",

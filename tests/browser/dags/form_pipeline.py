@@ -1,4 +1,4 @@
-"""A pipeline of one stage, which fails what it is told to."""
+"""A pipeline of one stage, which fails the messages that ask for it."""
 
 from __future__ import annotations
 

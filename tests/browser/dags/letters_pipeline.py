@@ -7,7 +7,7 @@ from typing import Any
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message
 from airflow_broadway.producers.sqlite import SqliteProducer
 
-#: What a message begins with that fails, unless the run was told that the trouble is mended; and
+#: The prefix of a message that fails, unless the run has the trouble fixed; and
 #: what one begins with that fails in its batch.
 BAD = b"bad: "
 LATE = b"late: "

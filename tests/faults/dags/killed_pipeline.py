@@ -170,7 +170,7 @@ class KilledRabbitMQ(Killed):
 
 
 class KilledSqs(Killed):
-    """The same from SQS; what nobody wrote down a receipt of comes back by itself in a minute."""
+    """The same from SQS; messages whose receipt was never recorded are visible after a minute."""
 
     producer = SqsProducer(
         queue_name="killed",
@@ -200,7 +200,7 @@ class KilledKafka(Killed):
 
 
 class KilledPubSub(Killed):
-    """The same from Pub/Sub; what nobody wrote down an id of comes back by itself in a minute."""
+    """The same from Pub/Sub; messages whose ack id was never recorded return after a minute."""
 
     producer = PubSubProducer(
         subscription="killed",

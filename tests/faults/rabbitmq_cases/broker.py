@@ -110,7 +110,7 @@ def the_broker_is_killed_in_settlement(place: Place, name: str) -> Found:
         _restart(place)
         thread.join()
 
-    # Until it has succeeded, the same settlement is done anew; then it tells what it told.
+    # The same settlement is repeated until it succeeds; then its report stays the same.
     report = place.settle_all(lease, messages, verdicts)
     assert report == place.settle_all(lease, messages, verdicts)
     assert (report.acked, report.lapsed, report.failed) == (count - len(verdicts), 0, 0), report

@@ -27,7 +27,7 @@ def a_lease_lapses_before_it_is_settled(place: Place, name: str) -> Found:
     custodian.close()
     place.producer = place.producer_of(lease=30.0)
     assert place.rest() == list(range(2_000))
-    # Who comes too late is told so; what it had decided is not carried out.
+    # A late settlement is refused; its verdicts are not carried out.
     dead = Verdict(Action.DEAD_LETTER, 0.0, "too late", "batch")
     verdicts = dict.fromkeys((message.message_id for message in messages[:100]), dead)
     report = place.settle(lease, settlement_of(messages, verdicts))
@@ -58,12 +58,12 @@ def a_zombie_that_receives_is_fenced_off(place: Place, name: str) -> Found:
 def a_zombie_of_an_older_generation_settles_late(place: Place, name: str) -> Found:
     place.fill(2_000)
     lease, messages = place.hold("zombie")
-    # Its process task is cleared: released, and received anew by a newer generation...
+    # Its process task is cleared: released, and received again by a newer generation...
     place.settle(place.release_lease("zombie"), Settlement(rest=RELEASE))
     newer, again = place.hold("newer")
     assert sorted(int(message.data) for message in again) == list(range(2_000))
 
-    # ...of which the zombie can settle nothing, whatever it has decided.
+    # ...of which the zombie can settle nothing, whatever its verdicts.
     dead = Verdict(Action.DEAD_LETTER, 0.0, "too late", "batch")
     verdicts = dict.fromkeys((message.message_id for message in messages), dead)
     report = place.settle(lease, settlement_of(messages, verdicts))

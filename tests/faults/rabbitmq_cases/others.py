@@ -38,7 +38,7 @@ def a_settlement_is_killed_before_it_is_noted(place: Place, name: str) -> Found:
             place.settle(lease, settlement_of(messages, verdicts))
     assert not any(letter.marked for letter in dead_letters(place.server, place.queues.dead))
 
-    # Begun anew, it publishes again what it had published: each such dead letter says so, and a
+    # Repeated, it publishes again what it had published: each such dead letter is marked, and a
     # run that meets both copies of a retry takes one.
     report = place.settle_all(lease, messages, verdicts)
 

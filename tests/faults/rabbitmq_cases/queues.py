@@ -36,7 +36,7 @@ def the_holding_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
         source.close()
 
     # It was deleted with what it held, by an operator and before anything was published: that is
-    # lost, counted and told.  All else is still the source's.
+    # lost, counted and reported.  All else is still the source's.
     report = place.settle(lease, Settlement(rest=RELEASE))
     assert report.lapsed == lease.state["messages"], (report, lease.state)
     assert "emptied or deleted by hand" in report.errors[0]
@@ -151,7 +151,7 @@ def the_source_queue_is_full_when_messages_go_back(place: Place, name: str) -> F
 
 def _fill_up(place: Place) -> None:
     with place.channel() as channel:
-        for number in range(25):  # what it refuses is nobody's
+        for number in range(25):  # rejected messages do not count
             channel.basic_publish("", place.queue, b"%d" % (1_000 + number))
 
 

@@ -1,4 +1,4 @@
-"""A pipeline whose messages say what is to happen to them.
+"""A pipeline whose messages control what happens to them.
 
 A message is a JSON object, for instance ``{"n": 7, "process": "fail"}``; the keys are
 

@@ -1,4 +1,4 @@
-"""A pipeline whose batches wait, or die, as files beside its log of calls say."""
+"""A pipeline whose batches wait or die while certain files are next to its call log."""
 
 from __future__ import annotations
 
