@@ -65,7 +65,7 @@ class AirflowApi:
             time.sleep(0.5)  # each look is work for the API server
 
     def api(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
-        """Call ``/api/v2`` + ``path`` and return the JSON of its answer, ``None`` if it is empty.
+        """Calls ``/api/v2`` + ``path`` and returns the JSON of its answer, ``None`` if it is empty.
 
         :raises ApiError: The answer's status is 400 or higher.
         """
@@ -88,7 +88,7 @@ class AirflowApi:
         return _call(method, url, body, self._jwt)
 
     def token_for(self, login: tuple[str, str] | None) -> str:
-        """Log in, and return the token that Airflow hands out."""
+        """Logs in, and returns the token that Airflow hands out."""
         if login is None:
             # With "all are administrators" a GET suffices, and there is no password to POST.
             answer = _call("GET", f"{self.url}/auth/token", None, None)
@@ -127,7 +127,7 @@ class AirflowApi:
         run_id: str | None = None,
         logical_date: datetime | None = None,
     ) -> str:
-        """Start a run of ``dag_id`` and return its run id."""
+        """Starts a run of ``dag_id`` and returns its run id."""
         body = {
             "conf": dict(conf or {}),
             "dag_run_id": run_id,
@@ -137,11 +137,11 @@ class AirflowApi:
         return str(run["dag_run_id"])
 
     def dag_run(self, dag_id: str, run_id: str) -> dict[str, Any]:
-        """Return the API's description of a run."""
+        """Returns the API's description of a run."""
         return dict(self.api("GET", _run(dag_id, run_id)))
 
     def wait_for_run(self, dag_id: str, run_id: str, timeout: float = 300.0) -> str:
-        """Wait until the run is over and return its state, ``success`` or ``failed``."""
+        """Waits until the run is over and returns its state, ``success`` or ``failed``."""
         state = ""
 
         def over() -> bool:
@@ -160,14 +160,14 @@ class AirflowApi:
         return state
 
     def task_instances(self, dag_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Return the API's descriptions of a run's task instances, mapped ones each for itself."""
+        """Returns the API's descriptions of a run's task instances, mapped ones each for itself."""
         answer = self.api("GET", _run(dag_id, run_id) + "/taskInstances", limit=1000)
         return list(answer["task_instances"])
 
     def task_instance(
         self, dag_id: str, run_id: str, task_id: str, map_index: int = -1
     ) -> dict[str, Any]:
-        """Return the API's description of one task instance."""
+        """Returns the API's description of one task instance."""
         return dict(self.api("GET", _task(dag_id, run_id, task_id, map_index)))
 
     def wait_for_task(
@@ -180,7 +180,7 @@ class AirflowApi:
         map_index: int = -1,
         timeout: float = 120.0,
     ) -> dict[str, Any]:
-        """Wait until a task instance is in one of ``states``; return the API's description of it.
+        """Waits until a task instance is in one of ``states``; returns the API's description of it.
 
         A mapped task instance that is not made yet counts as one without a state.
         """
@@ -230,15 +230,15 @@ class AirflowApi:
     def set_state(
         self, dag_id: str, run_id: str, task_id: str, state: str, *, map_index: int = -1
     ) -> None:
-        """Mark a task instance ``success``, ``failed`` or ``skipped``, as the UI does."""
+        """Marks a task instance ``success``, ``failed`` or ``skipped``, as the UI does."""
         self.api("PATCH", _task(dag_id, run_id, task_id, map_index), {"new_state": state})
 
     def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
-        """Mark a whole run ``success``, ``failed`` or ``queued``, as the UI does."""
+        """Marks a whole run ``success``, ``failed`` or ``queued``, as the UI does."""
         self.api("PATCH", _run(dag_id, run_id), {"state": state})
 
     def delete_run(self, dag_id: str, run_id: str) -> None:
-        """Delete a run, as the UI does."""
+        """Deletes a run, as the UI does."""
         self.api("DELETE", _run(dag_id, run_id))
 
     def pause(self, dag_id: str, paused: bool = True) -> None:

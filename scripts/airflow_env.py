@@ -65,7 +65,7 @@ def connections() -> dict[str, dict[str, Any]]:
 
 
 def home_of(root: Path, name: str = "airflow") -> Path:
-    """Return the AIRFLOW_HOME called ``name`` in the checkout ``root``."""
+    """Returns the AIRFLOW_HOME called ``name`` in the checkout ``root``."""
     return root / "build" / name
 
 
@@ -77,7 +77,7 @@ def airflow_variables(
     dags: Path | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return only the variables that make Airflow this checkout's, not a whole environment.
+    """Returns only the variables that make Airflow this checkout's, not a whole environment.
 
     Makes ``home`` if needed, and in it the secret that its components share.
 
@@ -125,7 +125,7 @@ def airflow_env(
     settings: Mapping[str, str] | None = None,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return a whole environment for Airflow's commands, and for ``dag.test()``, in this checkout.
+    """Returns a whole environment for Airflow's commands, and for ``dag.test()``, in this checkout.
 
     Airflow settings and connections that ``base`` carries are left out, so that a developer's own
     Airflow never shows through.  The checkout and the DAGs folder are on PYTHONPATH, and this
@@ -149,12 +149,12 @@ def airflow_env(
 
 
 def _prepend(first: list[str], rest: str) -> str:
-    """Put ``first`` at the start of a search path, each folder once."""
+    """Puts ``first`` at the start of a search path, each folder once."""
     return os.pathsep.join(dict.fromkeys([*first, *filter(None, rest.split(os.pathsep))]))
 
 
 def _shared_secret(home: Path) -> str:
-    """Return the secret of ``home``, made once: all components sign and check with the same."""
+    """Returns the secret of ``home``, made once: all components sign and check with the same."""
     path = home / "secret"
     home.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -171,12 +171,12 @@ def _shared_secret(home: Path) -> str:
 
 
 def _fernet_key(secret: str) -> str:
-    """Return the key to what Airflow keeps encrypted in its database."""
+    """Returns the key to what Airflow keeps encrypted in its database."""
     return base64.urlsafe_b64encode(hashlib.sha256(secret.encode()).digest()).decode()
 
 
 def main() -> None:
-    """Print the variables as shell ``export`` lines, for ``scripts/env.sh``."""
+    """Prints the variables as shell ``export`` lines, for ``scripts/env.sh``."""
     home = home_of(ROOT, *sys.argv[1:2])
     env = airflow_env(home=home, base={"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
     del env["PATH"]

@@ -79,7 +79,7 @@ class Demo:
         self._running: str | None = None
 
     def run(self) -> dict[str, Any]:
-        """Fill the queue, run the DAG until it is empty, and return the report."""
+        """Fills the queue, runs the DAG until it is empty, and returns the report."""
         begun = time.monotonic()
         # First of all, because it makes sure that no other Airflow of this checkout is at work on
         # the queue that is about to be replaced.
@@ -96,7 +96,7 @@ class Demo:
         return make_report(self.expected, runs, self.queue, self.output, self.seconds)
 
     def stop(self) -> None:
-        """Stop Airflow; a run that is still going ends as failed, and its messages go back."""
+        """Stops Airflow; a run that is still going ends as failed, and its messages go back."""
         self.screen.close()
         try:
             if self._running is not None:
@@ -121,7 +121,7 @@ class Demo:
         self.screen.step(f"Sent {sent:,} flights to {shown(Path(self.queue.path))}")
 
     def _end_old_runs(self) -> None:
-        """End what a killed demo, or an interrupted `make up`, left: its queue is no more."""
+        """Ends what a killed demo, or an interrupted `make up`, left: its queue is no more."""
         path = f"/dags/{DAG_ID}/dagRuns"
         response = self.airflow.api("GET", path, state=["queued", "running"])
         for run in response["dag_runs"]:
@@ -129,7 +129,7 @@ class Demo:
         self.airflow.pause(DAG_ID, paused=False)
 
     def _drain(self) -> Iterator[Run]:
-        """Run the DAG until the queue has nothing left; yield each run."""
+        """Runs the DAG until the queue has nothing left; yields each run."""
         while True:
             # At least once: an empty queue makes a run too.
             run = self._run_once()
@@ -175,7 +175,7 @@ class Demo:
         reraise=True,
     )
     def _look(self, run_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Describe the run and its tasks."""
+        """Describes the run and its tasks."""
         self.airflow.check_alive()
         return self.airflow.dag_run(DAG_ID, run_id), self.airflow.task_instances(DAG_ID, run_id)
 
@@ -199,7 +199,7 @@ def _batches(folder: Path) -> tuple[int, int]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the demo; 0 if every message is accounted for."""
+    """Runs the demo; 0 if every message is accounted for."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     add_arguments(parser)
     parser.add_argument(

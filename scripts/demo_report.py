@@ -51,7 +51,7 @@ class Expected:
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def watch(self, flights: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """Count ``flights`` as they pass."""
+        """Counts ``flights`` as they pass."""
         for flight in flights:
             self.sent += 1
             delay = flight["dep_delay"]
@@ -306,7 +306,7 @@ def shown(path: Path) -> str:
 
 
 def show(report: Mapping[str, Any], path: Path, console: Console) -> None:
-    """Print the report for people.
+    """Prints the report for people.
 
     :param path: Where it lies as JSON.
     """

@@ -38,7 +38,7 @@ class Screen:
         self.console.print(f"{self._clock()}  {text}", markup=False)
 
     def loading(self, sent: int, wanted: int) -> None:
-        """Show how far the queue is filled."""
+        """Shows how far the queue is filled."""
         self._draw(_bar("sent", sent, wanted))
 
     def running(
@@ -49,7 +49,7 @@ class Screen:
         sent: int,
         batches: tuple[int, int],
     ) -> None:
-        """Show a run: its tasks, and where the messages are.
+        """Shows a run: its tasks, and where the messages are.
 
         :param sent: Messages that there were at first.
         :param batches: Those handled, and those planned so far.
@@ -77,7 +77,7 @@ class Screen:
             self.step(text)
 
     def close(self) -> None:
-        """End the drawing.  Safe to repeat."""
+        """Ends the drawing.  Safe to repeat."""
         if self._live is not None:
             self._live.stop()
             self._live = None

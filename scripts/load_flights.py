@@ -38,7 +38,7 @@ _TEXT = frozenset({"carrier", "dest", "origin", "tailnum", "time_hour"})
 
 
 def data_file() -> Path:
-    """Return where the package's data lies.
+    """Returns where the package's data lies.
 
     :raises RuntimeError: If it is not installed.
     """
@@ -56,7 +56,7 @@ def data_file() -> Path:
 
 
 def flights(messages: int | None = None, seed: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield flights in the order of the file.
+    """Yields flights in the order of the file.
 
     :param messages: How many; all if not given.
     :param seed: Choose them at random, the same ones for the same seed; else the first ones.
@@ -86,7 +86,7 @@ def load(
     *,
     progress: Callable[[int], None] = lambda sent: None,
 ) -> int:
-    """Send flights to ``queue``, each as JSON, and return how many.
+    """Sends flights to ``queue``, each as JSON, and returns how many.
 
     :param progress: Called after each chunk, with the messages sent so far.
     """
@@ -101,7 +101,7 @@ def load(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that choose messages."""
+    """Declares the options that choose messages."""
     parser.add_argument(
         "--messages", type=_count, metavar="N", help="send N flights; all 336,776 if not given"
     )
@@ -118,7 +118,7 @@ def _count(text: str) -> int:
 
 
 def main() -> None:
-    """Add flights to a queue."""
+    """Adds flights to a queue."""
     parser = argparse.ArgumentParser(description="Add flights to the demo's queue.")
     add_arguments(parser)
     parser.add_argument("--file", type=Path, default=FLIGHTS_QUEUE, help="the queue's file")

@@ -20,7 +20,7 @@ PARTITIONS = 4
 
 
 def load(settings: dict[str, Any], messages: int | None = None, seed: int | None = None) -> int:
-    """Send flights, each confirmed by Kafka; how many.
+    """Sends flights, each confirmed by Kafka; how many.
 
     :param settings: librdkafka's, such as ``bootstrap.servers``.
     :raises RuntimeError: If Kafka does not take all of them.
@@ -70,7 +70,7 @@ def make_topics(settings: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Load what the command line asks for."""
+    """Loads what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bootstrap", default="127.0.0.1:9092", help="host:port of a broker")
     parser.add_argument("--messages", type=int)

@@ -41,7 +41,7 @@ def load(
     messages: int | None = None,
     seed: int | None = None,
 ) -> int:
-    """Publish flights, each confirmed by Pub/Sub; how many.
+    """Publishes flights, each confirmed by Pub/Sub; how many.
 
     :param publisher: ``google.pubsub_v1.PublisherClient``, or one with the same requests.
     :raises GoogleAPICallError: If Pub/Sub refuses messages.
@@ -86,7 +86,7 @@ def make(publisher: Any, subscriber: Any, project: str) -> str:
 
 
 def main() -> int:
-    """Load what the command line asks for."""
+    """Loads what the command line asks for."""
     from google.api_core.exceptions import GoogleAPICallError
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 

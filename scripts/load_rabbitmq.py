@@ -20,7 +20,7 @@ QUEUE = "flights"
 
 
 def load(address: Address, messages: int | None = None, seed: int | None = None) -> int:
-    """Send flights, each confirmed by the broker; how many."""
+    """Sends flights, each confirmed by the broker; how many."""
     connection = ConnectionThread(address)
     try:
         arguments = {"x-queue-type": "quorum"}
@@ -40,7 +40,7 @@ def load(address: Address, messages: int | None = None, seed: int | None = None)
 
 
 def main() -> int:
-    """Load what the command line asks for."""
+    """Loads what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="amqp://guest:guest@127.0.0.1:5672/")
     parser.add_argument("--messages", type=int)

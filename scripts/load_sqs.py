@@ -33,7 +33,7 @@ CHUNK = 1_000
 
 
 def load(client: SQSClient, messages: int | None = None, seed: int | None = None) -> int:
-    """Send flights, each confirmed by SQS; how many.
+    """Sends flights, each confirmed by SQS; how many.
 
     :raises RuntimeError: If SQS refuses messages.
     """
@@ -79,7 +79,7 @@ def _send(client: SQSClient, url: str, entries: Sequence[Any]) -> int:
 
 
 def main() -> int:
-    """Load what the command line asks for."""
+    """Loads what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint-url", help="another endpoint than AWS's")
     parser.add_argument("--region", default="us-east-1")

@@ -70,7 +70,7 @@ TOKEN_VARIABLE = "BROADWAY_LOCAL_AIRFLOW"
 
 
 def free_port(preferred: int = 0) -> int:
-    """Return ``preferred`` if nothing listens on it, else the next free one; any free one if 0."""
+    """Returns ``preferred`` if nothing listens on it, else the next free one; any free one if 0."""
     for port in range(preferred, preferred + 100) if preferred else (0,):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,7 +151,7 @@ class LocalAirflow(AirflowApi):
             self.start_component(name)
 
     def migrate(self) -> None:
-        """Make or upgrade the metadata database, once for each version of Airflow."""
+        """Makes or upgrades the metadata database, once for each version of Airflow."""
         version = metadata.version("apache-airflow-core")
         stamp = self.home / "migrated"
         if (
@@ -176,7 +176,7 @@ class LocalAirflow(AirflowApi):
         stamp.write_text(version)
 
     def start_component(self, name: str) -> None:
-        """Start one component, in a session of its own: a terminal's Ctrl-C must not reach it."""
+        """Starts one component, in a session of its own: a terminal's Ctrl-C must not reach it."""
         self._started[name] = datetime.now(UTC)
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -189,7 +189,7 @@ class LocalAirflow(AirflowApi):
             )
 
     def wait_healthy(self, timeout: float = 120.0) -> None:
-        """Wait until every component reports itself healthy.
+        """Waits until every component reports itself healthy.
 
         :raises LocalAirflowError: A component ended, or ``timeout`` seconds passed.
         """
@@ -202,7 +202,7 @@ class LocalAirflow(AirflowApi):
         self._wait(healthy, timeout, lambda: f"Airflow is not healthy: {health}", "api-server")
 
     def health(self) -> dict[str, str]:
-        """Return each component's health in its own word, or ``"no answer"`` for all."""
+        """Returns each component's health in its own word, or ``"no answer"`` for all."""
         if not self._listens():  # another Airflow may have taken the port since it was chosen
             return dict.fromkeys(self.components, "no answer")
         try:
@@ -215,7 +215,7 @@ class LocalAirflow(AirflowApi):
         }
 
     def _listens(self) -> bool:
-        """Return whether a process of our API server listens on the port."""
+        """Returns whether a process of our API server listens on the port."""
         try:
             server = psutil.Process(self.processes["api-server"].pid)
             return any(
@@ -234,7 +234,7 @@ class LocalAirflow(AirflowApi):
         return str(part.get("status"))
 
     def check_alive(self) -> None:
-        """Check that no component has ended.
+        """Checks that no component has ended.
 
         :raises LocalAirflowError: Naming the component, with the end of its log.
         """
@@ -243,7 +243,7 @@ class LocalAirflow(AirflowApi):
                 raise self._failure(f"{name} ended with code {process.returncode}", name)
 
     def stop(self, grace: float = 5.0) -> None:
-        """Stop every component and everything they have started.  Safe to repeat.
+        """Stops every component and everything they have started.  Safe to repeat.
 
         First asked (SIGTERM), then, after ``grace`` seconds or when asked in vain, killed.
         """
@@ -263,7 +263,7 @@ class LocalAirflow(AirflowApi):
                 self.processes[name].wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Kill every component and everything they have started, at once."""
+        """Kills every component and everything they have started, at once."""
         kill_by_token(self.token)
         for process in self.processes.values():
             process.wait()
@@ -279,7 +279,7 @@ class LocalAirflow(AirflowApi):
 
     # ---------------------------------------------------------------------------------- details
     def component_log(self, name: str, lines: int = 30) -> str:
-        """Return the last ``lines`` lines that a component wrote."""
+        """Returns the last ``lines`` lines that a component wrote."""
         try:
             text = self._log(name).read_text(errors="replace")
         except FileNotFoundError:
@@ -294,7 +294,7 @@ class LocalAirflow(AirflowApi):
         return LocalAirflowError(f"{what}.  The end of {self._log(log)}:\n{end}")
 
     def _take_home(self) -> None:
-        """Make this the only Airflow of ours on its home."""
+        """Makes this the only Airflow of ours on its home."""
         lock = _lock_home(self.home)
         if lock is None:
             lines = (self.home / _LOCK).read_text().split()
@@ -327,7 +327,7 @@ def _lock_home(home: Path) -> IO[str] | None:
 
 
 def end_leftovers(home: Path) -> None:
-    """End what a killed :class:`LocalAirflow` left running on ``home``: its port becomes free."""
+    """Ends what a killed :class:`LocalAirflow` left running on ``home``: its port becomes free."""
     lock = _lock_home(home)
     if lock is not None:
         lock.close()
@@ -353,7 +353,7 @@ def processes_with(
 def kill_by_token(
     token: str, timeout: float = 10.0, *, variable: str = TOKEN_VARIABLE, spared: Sequence[str] = ()
 ) -> None:
-    """Kill every process that carries ``token``, until none is left: one may just be forking."""
+    """Kills every process that carries ``token``, until none is left: one may just be forking."""
     deadline = time.monotonic() + timeout
     while (
         found := processes_with(token, variable=variable, spared=spared)
@@ -370,7 +370,7 @@ def _airflow() -> list[str]:
 
 
 def main() -> None:
-    """Make the metadata database of the AIRFLOW_HOME that the environment names."""
+    """Makes the metadata database of the AIRFLOW_HOME that the environment names."""
     home = Path(os.environ["AIRFLOW_HOME"])
     LocalAirflow(os.environ, home / "logs" / "components").migrate()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Write rows, read them, have Python see them, in both ways."""
+    """Writes rows, read them, have Python see them, in both ways."""
     from pyspark.sql import SparkSession, functions
 
     spark = SparkSession.builder.master("local[2]").getOrCreate()

@@ -53,7 +53,7 @@ class _Interrupts:
 
 
 def main() -> int:
-    """Run Airflow until interrupted; 0 if that is how it ended."""
+    """Runs Airflow until interrupted; 0 if that is how it ended."""
     dags = ROOT / "dags"
     dags.mkdir(exist_ok=True)
     end_leftovers(home_of(ROOT))

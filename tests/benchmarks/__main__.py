@@ -70,7 +70,7 @@ def parts(quick: bool) -> dict[str, Part]:
 
 
 def main() -> int:
-    """Run the parts and write the result; 1 if a part failed."""
+    """Runs the parts and writes the result; 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--only", help="names of parts, with commas between")
     parser.add_argument("--quick", action="store_true", help="smallest sizes, one try")
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def _compare(figures: list[dict[str, Any]]) -> None:
-    """Add the ratios between figures of different parts."""
+    """Adds the ratios between figures of different parts."""
     values = {figure["name"]: figure["value"] for figure in figures}
     for figure in figures:
         of = flights.COMPARED.get(figure["name"])

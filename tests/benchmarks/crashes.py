@@ -32,7 +32,7 @@ class Numbers(Passing):
 
 
 def _killed(work: Callable[[], object]) -> None:
-    """Do work in a process of its own, and kill that where it would publish."""
+    """Does work in a process of its own, and kills that where it would publish."""
     child = os.fork()
     if not child:
         try:

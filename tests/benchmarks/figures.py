@@ -78,7 +78,7 @@ def median(
 
 
 def run_of(airflow: LocalAirflow, dag_id: str) -> float:
-    """Run a Dag; seconds from the start of the run to its end."""
+    """Runs a Dag; seconds from the start of the run to its end."""
     run = airflow.trigger(dag_id)
     state = airflow.wait_for_run(dag_id, run, timeout=1_800)
     if state != "success":

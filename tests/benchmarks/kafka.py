@@ -178,7 +178,7 @@ def ceiling(bootstrap: str, topic: str, count: int) -> Took:
 
 
 def source(bootstrap: str, topic: str, count: int) -> Took:
-    """Receive all with this package's source, which keeps its claims in a folder."""
+    """Receives all with this package's source, which keeps its claims in a folder."""
     import confluent_kafka  # noqa: F401 - loaded before the clock starts
 
     from airflow_broadway.core.custody.producer import ProducerEnv

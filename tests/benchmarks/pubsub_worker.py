@@ -139,7 +139,7 @@ def ours(
 
 
 def main() -> None:
-    """Do what the command line names."""
+    """Does what the command line names."""
     requests = Requests()
     requests.install()
     serve(requests, bare, ours)

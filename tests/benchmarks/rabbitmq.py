@@ -70,7 +70,7 @@ def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figur
 
 
 def fill(server: RabbitServer, queue: str, count: int) -> None:
-    """Put messages into a queue, and wait until they are there."""
+    """Puts messages into a queue, and waits until they are there."""
     server.declare(queue)
     server.fill(queue, repeat(BODY, count))
 

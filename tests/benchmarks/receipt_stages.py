@@ -176,7 +176,7 @@ def _compared(
 def serve(
     requests: Counted, bare: Callable[..., dict[str, Took]], ours: Callable[..., dict[str, Took]]
 ) -> None:
-    """Do what the command line of a worker names, and print what it took."""
+    """Does what the command line of a worker names, and prints what it took."""
     work = {"bare": bare, "ours": ours}[sys.argv[1]]
     print(json.dumps(work(requests, **json.loads(sys.argv[2]))))
 

@@ -178,7 +178,7 @@ def ours(
 
 
 def main() -> None:
-    """Do what the command line names."""
+    """Does what the command line names."""
     arguments = json.loads(sys.argv[2])
     stub = arguments["endpoint"] == NOWHERE
     total = arguments["count"] * (2 if sys.argv[1] == "bare" else 1)

@@ -42,7 +42,7 @@ class Stage(NamedTuple):
 
 
 def run_stage(name: str, **given: Any) -> Stage:
-    """Run a stage in a process of its own."""
+    """Runs a stage in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.stages", name, json.dumps(given)],
         capture_output=True,
@@ -164,7 +164,7 @@ STAGES: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Run the stage that the command line names."""
+    """Runs the stage that the command line names."""
     name, text = sys.argv[1:]
     work = STAGES[name](**json.loads(text))
     before, begun = _cpu(), time.monotonic()

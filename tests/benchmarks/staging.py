@@ -63,7 +63,7 @@ def _chunk(start: int, keys: int) -> list[Message]:
 
 
 def _stage(run: StagedRun, pipeline: Broadway, keys: int) -> tuple[str, float, float]:
-    """Stage the messages; the generation, and the seconds of converting and of writing them."""
+    """Stages the messages; the generation, and the seconds of converting and of writing them."""
     generation = open_generation(run).generation
     rows = RowConverter(pipeline)
     converting = writing = 0.0

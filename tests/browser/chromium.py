@@ -27,7 +27,7 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def programs() -> tuple[str, str] | None:
-    """Return where the browser and its driver are, or ``None`` if one is not on PATH."""
+    """Returns where the browser and its driver are, or ``None`` if one is not on PATH."""
     paths = [path for name in _BROWSERS if (path := shutil.which(name))]
     driver = shutil.which("chromedriver")
     return (paths[0], driver) if paths and driver else None
@@ -62,12 +62,12 @@ class Chromium:
         self.size(DESKTOP)
 
     def quit(self) -> None:
-        """End the browser and its driver."""
+        """Ends the browser and its driver."""
         self.driver.quit()
 
     # ------------------------------------------------------------------------------------- state
     def fresh(self) -> None:
-        """Log out, and be a light desktop again."""
+        """Logs out, and resets to a light desktop again."""
         self.driver.switch_to.default_content()
         with contextlib.suppress(WebDriverException):
             self.driver.switch_to.alert.dismiss()
@@ -84,7 +84,7 @@ class Chromium:
         )
 
     def size(self, size: tuple[int, int]) -> None:
-        """Set the window's width and height; a narrow one is a phone's."""
+        """Sets the window's width and height; a narrow one is a phone's."""
         self._size = width, height = size
         self.cdp(
             "Emulation.setDeviceMetricsOverride",
@@ -101,18 +101,18 @@ class Chromium:
 
     # ------------------------------------------------------------------------------------- pages
     def open(self, path: str) -> None:
-        """Open a page of the site."""
+        """Opens a page of the site."""
         self.driver.switch_to.default_content()
         self.driver.get(self.site + path)
 
     def enter_frame(self, fragment: str, timeout: float = 60.0) -> None:
-        """Go into the frame whose address has ``fragment``, as soon as it has a page of ours."""
+        """Goes into the frame whose address has ``fragment``, as soon as it has a page of ours."""
         frame = self.find(f"iframe[src*='{fragment}']", timeout)
         self.driver.switch_to.frame(frame)
         self.find("main", timeout)
 
     def find(self, css: str, timeout: float = 30.0) -> WebElement:
-        """Wait for an element that is to be seen, and return it."""
+        """Waits for an element that is to be seen, and returns it."""
         elements: list[WebElement] = []
 
         def there(driver: Any) -> bool:
@@ -124,7 +124,7 @@ class Chromium:
         return elements[0]
 
     def all(self, css: str) -> list[WebElement]:
-        """Return all elements that are there now."""
+        """Returns all elements that are there now."""
         return list(self.driver.find_elements(By.CSS_SELECTOR, css))
 
     def button(self, text: str, *, within: str = "body", timeout: float = 30.0) -> WebElement:
@@ -157,7 +157,7 @@ class Chromium:
         return ""
 
     def until(self, condition: Any, complaint: str, timeout: float = 30.0) -> None:
-        """Wait until ``condition(driver)`` holds.
+        """Waits until ``condition(driver)`` holds.
 
         :raises AssertionError: If it does not; it says what was to be seen.
         """
@@ -171,28 +171,28 @@ class Chromium:
             raise AssertionError(say()) from None
 
     def wait_text(self, words: str, css: str = "body", timeout: float = 30.0) -> None:
-        """Wait until ``words`` are to be seen in an element."""
+        """Waits until ``words`` are to be seen in an element."""
         self.until(lambda _: words in self.text(css), f"{css} does not say {words!r}", timeout)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Run JavaScript in the page, as its developer tools do, and return what it returns."""
+        """Runs JavaScript in the page, as its developer tools do, and returns what it returns."""
         return self.driver.execute_script(script, *arguments)
 
     def complaints(self) -> list[str]:
-        """Return what the console said since the last look: errors, refusals, missing files."""
+        """Returns what the console said since the last look: errors, refusals, missing files."""
         entries: list[dict[str, Any]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [f"{entry['level']} {entry['message']}" for entry in entries]
 
     # ---------------------------------------------------------------------------------- pictures
     def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Write a PNG of what is to be seen, or of the whole page."""
+        """Writes a PNG of what is to be seen, or of the whole page."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self.whole_page() if whole else contextlib.nullcontext():
             path.write_bytes(self.driver.get_screenshot_as_png())
 
     @contextlib.contextmanager
     def whole_page(self) -> Iterator[None]:
-        """Make the window as high as the page: nothing is below its edge."""
+        """Makes the window as high as the page: nothing is below its edge."""
         width, height = self._size
         self.size((width, max(height, self.run("return document.documentElement.scrollHeight"))))
         try:
@@ -201,5 +201,5 @@ class Chromium:
             self.size((width, height))
 
     def cdp(self, command: str, **parameters: Any) -> Any:
-        """Send a command of the Chrome DevTools Protocol."""
+        """Sends a command of the Chrome DevTools Protocol."""
         return self.driver.execute_cdp_cmd(command, json.loads(json.dumps(parameters)))

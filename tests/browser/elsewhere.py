@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def another_site(page: str) -> Iterator[tuple[str, list[str]]]:
-    """Serve an HTML page on a port of its own.
+    """Serves an HTML page on a port of its own.
 
     To a browser, another port of the same host is another origin and the same *site*: cookies that
     are kept from other sites go along.

@@ -57,7 +57,7 @@ def fill_hostile(site: Site, name: str) -> None:
 
 
 def fill_flights(site: Site) -> int:
-    """Send flights to the demo's queue; return how many of them never departed."""
+    """Sends flights to the demo's queue; returns how many of them never departed."""
     sent = list(flights(FLIGHTS))
     load(site.queue("flights"), sent)
     return sum(flight["dep_delay"] is None for flight in sent)

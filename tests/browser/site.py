@@ -39,17 +39,17 @@ class Site:
         self._tokens: dict[str, str] = {}
 
     def token(self, user: str) -> str:
-        """Return the user's token for cookies and headers."""
+        """Returns the user's token for cookies and headers."""
         if user not in self._tokens:
             self._tokens[user] = self.airflow.token_for((user, user * 2))
         return self._tokens[user]
 
     def queue(self, name: str) -> SqliteQueue:
-        """Return the queue that the DAGs know by this name."""
+        """Returns the queue that the DAGs know by this name."""
         return SqliteQueue(self.folder / "queues.db", name)
 
     def trigger(self, dag_id: str, **conf: Any) -> Run:
-        """Start a run, as soon as the DAG is known."""
+        """Starts a run, as soon as the DAG is known."""
         self.airflow.wait_for_dag(dag_id)
         return Run(self, dag_id, self.airflow.trigger(dag_id, conf))
 
@@ -105,14 +105,14 @@ class Run:
         return f"/dags/{self.dag_id}/runs/{run_id}/plugin/broadway-run"
 
     def wait(self) -> None:
-        """Wait until it has succeeded."""
+        """Waits until it has succeeded."""
         state = self.site.airflow.wait_for_run(self.dag_id, self.run_id)
         assert state == "success", f"{self.dag_id} {self.run_id}: {state}"
 
 
 @contextmanager
 def site_in(folder: Path) -> Iterator[Site]:
-    """Start the Airflow in a folder that is new, healthy inside."""
+    """Starts the Airflow in a folder that is new, healthy inside."""
     shutil.rmtree(folder, ignore_errors=True)
     dags = folder / "dags"
     shutil.copytree(_HERE / "dags", dags)

@@ -16,7 +16,7 @@ import pyspark
 
 @contextmanager
 def history_server(events: Path, port: int, log: Path) -> Iterator[str]:
-    """Serve the event logs of a folder on a port of loopback; gives the server's address."""
+    """Serves the event logs of a folder on a port of loopback; gives the server's address."""
     options = {
         "spark.history.ui.port": port,
         "spark.history.fs.logDirectory": f"file://{events}",

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 
 def find_message(browser: Chromium, run: Run, text: str) -> None:
-    """Ask the run's page where a message is."""
+    """Asks the run's page where a message is."""
     browser.open(run.page)
     browser.find("input[name=q]").send_keys(text)
     browser.button("Find").click()

@@ -26,7 +26,7 @@ class Form:
         self._browser = browser
 
     def field(self, section: str, css: str) -> WebElement:
-        """Open a section, if it is not, and return one of its fields."""
+        """Opens a section, if it is not, and returns one of its fields."""
         head = self._browser.button(section, within=DIALOG)
         if head.get_attribute("aria-expanded") != "true":
             head.click()
@@ -46,7 +46,7 @@ class Form:
 
 @contextmanager
 def triggered(browser: Chromium, dag_id: str) -> Iterator[Form]:
-    """Open the form of a Dag; send it when it is filled in, and look at the run's tab."""
+    """Opens the form of a Dag; sends it when filled in, and opens the run's tab."""
     browser.open(f"/dags/{dag_id}")
     browser.button("Trigger").click()
     browser.find(DIALOG)

@@ -52,7 +52,7 @@ class SparkCase(StagedCase):
             self.seen.handle_failed_status = None
 
     def handle_batch(self, batcher: str, rows: DataFrame, info: BatchInfo) -> Any:
-        """Follow the case's rules; returns what Spark knows for it."""
+        """Follows the case's rules; returns what Spark knows for it."""
         messages = [
             Message(json.loads(row.data), message_id=row.message_id)
             for row in rows.orderBy("position").collect()

@@ -80,7 +80,7 @@ class Feed:
             self._take(*self._steps.popleft())
 
     def go_on(self) -> None:
-        """Take steps until there is a message to receive, or none will come."""
+        """Takes steps until there is a message to receive, or none will come."""
         self._clock.advance(self._passed)
         self._passed = 0.0
         while self._steps and self._steps[0][0] == "checkpoint":
@@ -91,7 +91,7 @@ class Feed:
             self._take(*self._steps.popleft())
 
     def after(self) -> None:
-        """Send what comes too late for the run."""
+        """Sends what comes too late for the run."""
         self._send(self._producer.get("after_drain", []))
 
     def _ready(self) -> bool:

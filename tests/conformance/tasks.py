@@ -26,7 +26,7 @@ class Tasks:
         self.task_ids: list[str] = []
 
     def execute(self, operator: Any, map_index: int = -1) -> Any:
-        """Run one task; what it returned, ``None`` if it skipped itself or will look again."""
+        """Runs one task; what it returned, ``None`` if it skipped itself or will look again."""
         name = operator.task_id if map_index < 0 else f"{operator.task_id}_{map_index}"
         self.states[name] = "running"
         try:

@@ -28,7 +28,7 @@ from tests.pubsub_witness import Asked, Witness
 
 
 def _settled(server: PubSubServer, good: int, bad: int, **options: Any) -> list[list[Any]]:
-    """Settle one stage's result; the requests that come of it, as the cases write them."""
+    """Settles one stage's result; the requests that come of it, as the cases write them."""
     topic = server.topic()
     name = server.subscription(topic)
     server.publish(topic, [b"%d" % number for number in range(good + bad)])

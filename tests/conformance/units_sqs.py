@@ -31,7 +31,7 @@ def _data_of(given: Any) -> Any:
 def _settled(
     fake: FakeSqs, options: dict[str, Any], good: list[Any], bad: list[Any], *, ends: bool = False
 ) -> list[Any]:
-    """Settle one stage's result; the data of each delete request's messages.
+    """Settles one stage's result; the data of each delete request's messages.
 
     :param ends: Whether the run ends too, which tries what was refused once more.
     """

@@ -119,7 +119,7 @@ def _telemetry_into(seen: Observed) -> telemetry.Handler:
 
 
 def run_driven(case: Case, request: pytest.FixtureRequest) -> Observed:
-    """Run a case by the test kit's driver, on a clock moved by hand."""
+    """Runs a case by the test kit's driver, on a clock moved by hand."""
     seen = Observed()
     known = acknowledgers(seen)
     numbers = itertools.count()
@@ -180,7 +180,7 @@ def _not_locally(case: Case) -> str:
 
 
 def run_local(case: Case, request: pytest.FixtureRequest) -> Observed:
-    """Run a case by ``run_local``: all that is pushed at once, then drained."""
+    """Runs a case by ``run_local``: all that is pushed at once, then drained."""
     seen = Observed()
     known = acknowledgers(seen)
     [push, _] = case["given"]["steps"]
@@ -200,7 +200,7 @@ def run_local(case: Case, request: pytest.FixtureRequest) -> Observed:
 
 
 def run_operators(case: Case, request: pytest.FixtureRequest) -> Observed:
-    """Run a case by the tasks of a run: real operators, queue and staging.
+    """Runs a case by the tasks of a run: real operators, queue and staging.
 
     Not compared: how acknowledgements are grouped and ordered (a run settles in bulk; what became
     of each message is), the order between stages, and the batchers' own telemetry.
@@ -220,7 +220,7 @@ def run_operators(case: Case, request: pytest.FixtureRequest) -> Observed:
 
 
 def run_one_task(case: Case, request: pytest.FixtureRequest) -> Observed:
-    """Run a case by ``BroadwayRunOperator``; not compared: what of a queue is not."""
+    """Runs a case by ``BroadwayRunOperator``; not compared: what of a queue is not."""
     from tests.conformance.staged import OneTask
     from tests.conformance.tasks import Tasks
 
@@ -236,7 +236,7 @@ def run_one_task(case: Case, request: pytest.FixtureRequest) -> Observed:
 
 
 def run_spark(case: Case, request: pytest.FixtureRequest) -> Observed:
-    """Look up what a case has seen in the one Spark application that has the batches of all.
+    """Looks up what a case has seen in the one Spark application that has the batches of all.
 
     Not compared, beside what the operators cannot tell: telemetry, and which batch processor (one
     thread of several) had a batch.

@@ -122,7 +122,7 @@ def in_memory() -> str | None:
 def campaigns(
     broker: str, plans: list[Plan], *, jobs: int, seed: int = 1, only: str = ""
 ) -> Iterator[tuple[Plan, list[Sums]]]:
-    """Strike each plan's pipeline over a broker; what failed keeps its files.
+    """Strikes each plan's pipeline over a broker; what failed keeps its files.
 
     Where few cases of each pipeline are struck, most of the time goes into the runs without a
     strike, one after another: so pipelines are struck in parallel.  A broker that restarts

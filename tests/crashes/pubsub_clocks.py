@@ -32,7 +32,7 @@ class _Clocks(SystemClock):
         return super().now() + timedelta(seconds=self._ahead)
 
     def turn_to(self, call: str, request: Any) -> Refused | None:
-        """Go by the clock of a request's project; refuses nothing."""
+        """Goes by the clock of a request's project; refuses nothing."""
         name = next(
             value
             for name in ("subscription", "topic", "name")

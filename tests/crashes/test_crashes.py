@@ -26,7 +26,7 @@ LEAST = 0.0008
 
 
 def run(module: str, *options: str) -> str:
-    """Run a program of the campaign; what it prints."""
+    """Runs a program of the campaign; what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", module, *options],
         cwd=ROOT,
@@ -40,7 +40,7 @@ def run(module: str, *options: str) -> str:
 
 
 def strike(report: Path, broker: str, pipeline: str, share: float, pairs: int = 0) -> int:
-    """Strike a share of the cases: none may come out badly, and no call be a gap; how many."""
+    """Strikes a share of the cases: none may come out badly, and no call be a gap; how many."""
     result = run(
         "tests.crashes",
         *("--broker", broker, "--pipeline", pipeline),

@@ -48,7 +48,7 @@ LETTERS, LETTER_KILLS = 1_000, 5
 
 
 def main() -> int:
-    """Run the cases; returns 1 if a message was lost, or repeated without a mark."""
+    """Runs the cases; returns 1 if a message was lost, or repeated without a mark."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--broker", choices=sorted(BROKERS), action="append", help="only this one")
     parser.add_argument("--messages", type=int, default=20_000)

@@ -19,7 +19,7 @@ from tests.faults.found import Found
 def account(
     found: Found, broker: Broker, numbers: range, handled: str, staging: Path, runs: int
 ) -> None:
-    """Add to what was found what is to be counted in the end.
+    """Adds to what was found what is to be counted in the end.
 
     :param numbers: Those of the messages.
     :param handled: The file of what ``handle_batch`` got.

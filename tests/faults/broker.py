@@ -34,7 +34,7 @@ class Broker(Protocol):
         ...
 
     def send(self, bodies: Sequence[bytes]) -> None:
-        """Enqueue messages."""
+        """Enqueues messages."""
         ...
 
     def waiting(self) -> int:
@@ -50,5 +50,5 @@ class Broker(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop what was started."""
+        """Stops what was started."""
         ...

@@ -124,14 +124,14 @@ class Killer:
         self._struck = struck
 
     def end_leftovers(self) -> None:
-        """End the runs of a case that was interrupted: the first run here would wait for them."""
+        """Ends the runs of a case that was interrupted: the first run here would wait for them."""
         for state in ("running", "queued"):
             response = self._airflow.api("GET", f"/dags/{self._dag_id}/dagRuns", state=state)
             for run in response["dag_runs"]:
                 self._airflow.set_run_state(self._dag_id, run["dag_run_id"], "failed")
 
     def kill_one(self, run_id: str, name: str) -> bool | None:
-        """Wait for a victim, let it work for a random while, kill it.
+        """Waits for a victim, lets it work for a random while, kills it.
 
         Returns whether one died; ``None`` if the run is over.
         """
@@ -162,7 +162,7 @@ class Killer:
         return None
 
     def end_of(self, run_id: str) -> tuple[str, list[str]]:
-        """Wait for the end of a run: its state, and what is wrong with that."""
+        """Waits for the end of a run: its state, and what is wrong with that."""
         state = self._airflow.wait_for_run(self._dag_id, run_id, timeout=PATIENCE)
         if state == "success":
             return state, []

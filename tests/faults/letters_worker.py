@@ -66,7 +66,7 @@ class Letters(Broadway):
 
 
 def take(broker: str, folder: Path, *, refuse: bool) -> None:
-    """Take all that waits, until two runs in a row find nothing."""
+    """Takes all that waits, until two runs in a row find nothing."""
     own = PIPELINES[broker]
     context = {"refuse": refuse, "handled": str(folder / HANDLED)}
     pipeline = Letters(context=context)
@@ -94,7 +94,7 @@ def _env(broker: str, folder: Path) -> ProducerEnv:
 
 
 def requeue(broker: str, folder: Path) -> int:
-    """Send all of them back; the command's own exit code."""
+    """Sends all of them back; the command's own exit code."""
     from airflow_broadway.cli.app import main as command  # it loads Airflow
 
     SqsDeadLetters.hidden_seconds = _HIDDEN

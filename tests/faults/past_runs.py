@@ -61,7 +61,7 @@ class Past:
 
 
 def run_past(case: Past) -> Found:
-    """Run it in an Airflow of its own."""
+    """Runs it in an Airflow of its own."""
     case.folder.mkdir(parents=True, exist_ok=True)
     queue = Sqlite(case.folder)
     settings = {**SETTINGS, "broadway.staging": f"file://{case.folder / 'staging'}"}
@@ -116,7 +116,7 @@ class _Past:
     # -- runs ----------------------------------------------------------------------------------
 
     def _live(self, kills: Sequence[str]) -> None:
-        """Run after run, until the queue is empty; they are killed until one dies publishing."""
+        """Runs after run, until the queue is empty; they are killed until one dies publishing."""
         portion = self._case.messages // _LIVE_RUNS
         conf: dict[str, Any] = {"refuse": "yes", "max_messages": portion // 2}
         amid = False
@@ -147,7 +147,7 @@ class _Past:
         return self._airflow.trigger(_DAG, {"rows": str(self._rows), **conf})
 
     def _kill(self, run_id: str, kinds: Sequence[str]) -> list[str]:
-        """Kill tasks of these kinds, one after another; those that were too quick."""
+        """Kills tasks of these kinds, one after another; those that were too quick."""
         return [kind for kind in kinds if not self._killer.kill_one(run_id, kind)]
 
     def _end(self, run_id: str) -> None:

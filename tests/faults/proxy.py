@@ -29,7 +29,7 @@ class Relay(ABC):
         self.close()
 
     def close(self) -> None:
-        """Take no connection any more; those that are there stay."""
+        """Takes no connection any more; those that are there stay."""
         try:
             self._server.shutdown(socket.SHUT_RDWR)  # or accept would go on waiting
         except OSError:  # closed already
@@ -47,7 +47,7 @@ class Relay(ABC):
 
     @abstractmethod
     def _join(self, client: socket.socket, broker: socket.socket) -> None:
-        """Let bytes through in both directions, from now on."""
+        """Lets bytes through in both directions, from now on."""
 
 
 class Proxy(Relay):
@@ -68,7 +68,7 @@ class Proxy(Relay):
         self.cut()
 
     def cut(self) -> None:
-        """Drop every connection."""
+        """Drops every connection."""
         self._gate.set()
         for pair in self._pairs:
             for end in pair:
@@ -76,15 +76,15 @@ class Proxy(Relay):
         self._pairs.clear()
 
     def stall(self) -> None:
-        """Let nothing through."""
+        """Lets nothing through."""
         self._gate.clear()
 
     def go_on(self) -> None:
-        """Let everything through."""
+        """Lets everything through."""
         self._gate.set()
 
     def half_close(self) -> None:
-        """End what the clients send, and go on with what they are sent."""
+        """Ends what the clients send, not what they receive."""
         for _, broker in list(self._pairs):
             try:
                 broker.shutdown(socket.SHUT_WR)
@@ -130,7 +130,7 @@ class Proxy(Relay):
 
 
 def _hang_up(end: socket.socket) -> None:
-    """End a connection so that its other side knows at once.
+    """Ends a connection so that its other side knows at once.
 
     Closing alone does nothing while another thread reads from it: the broker would take the client
     for alive, and keep what that one has not acknowledged, until a heartbeat.

@@ -51,7 +51,7 @@ class Requeues:
 
 
 def run_requeues(case: Requeues) -> Found:
-    """Run the case at a broker of its own."""
+    """Runs the case at a broker of its own."""
     case.folder.mkdir(parents=True, exist_ok=True)
     broker = BROKERS[case.broker](case.folder)
     try:
@@ -111,7 +111,7 @@ class _Requeues:
             raise AssertionError(f"the worker ended with {code}: see worker.log")
 
     def _killed(self) -> bool:
-        """Begin to send back, and kill it; whether anything is left to send back."""
+        """Begins to send back, and kills it; whether anything is left to send back."""
         with self._start("requeue") as process:
             assert process.stdout is not None
             while (line := process.stdout.readline()) and line.strip() != AT_WORK:

@@ -61,7 +61,7 @@ class Case:
 
 
 def run_case(case: Case) -> Found:
-    """Run it in an Airflow of its own."""
+    """Runs it in an Airflow of its own."""
     with airflow_for(case) as run:
         return run(case)
 

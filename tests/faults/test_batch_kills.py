@@ -52,7 +52,7 @@ def outcomes(run: Run) -> set[str]:
 
 
 def check(run: Run, reference: dict[str, Any]) -> None:
-    """End a run whose batcher was killed, and look at what became of every message."""
+    """Ends a run whose batcher was killed, and checks what became of every message."""
     recorded, before = outcomes(run), len(run.calls())
     run.batch(reference, try_number=2)
     report = run.ack()
@@ -74,7 +74,7 @@ def check(run: Run, reference: dict[str, Any]) -> None:
 
 
 def died(step: Callable[[], object]) -> bool:
-    """Run ``step`` in a child; whether it was killed, which it must do unless it succeeds."""
+    """Runs ``step`` in a child; whether it was killed, which it must do unless it succeeds."""
     child = os.fork()
     if not child:
         code = 1
@@ -112,7 +112,7 @@ def test_a_batcher_killed_before_any_disk_call_is_completed_by_the_next(
 
 
 def deadly(fatal: int, step: Callable[[], object]) -> None:
-    """Die before the ``fatal``-th call that the step makes of the staging folder."""
+    """Dies before the ``fatal``-th call that the step makes of the staging folder."""
     counted = 0
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:

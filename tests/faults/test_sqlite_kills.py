@@ -45,7 +45,7 @@ LEASE = 1.0
 
 
 def one_run(queue: SqliteQueue, generation: str) -> int:
-    """Take up to 100 messages and settle them by their number; return how many."""
+    """Takes up to 100 messages and settles them by their number; returns how many."""
     messages: list[Message] = []
     while len(messages) < 100:
         portion = queue.receive(generation, 20, seconds=LEASE)

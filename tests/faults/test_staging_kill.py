@@ -104,7 +104,7 @@ class Nursery:
         )
 
     def work(self, root: Path, fatal: int) -> int:
-        """Stage below ``root``; dies at the ``fatal``-th step, never at 0.  The exit code."""
+        """Stages below ``root``; dies at the ``fatal``-th step, never at 0.  The exit code."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{fatal} {root}\n")
@@ -112,7 +112,7 @@ class Nursery:
         return int(self._process.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
+        """Ends it."""
         self._process.communicate(timeout=60)
 
 

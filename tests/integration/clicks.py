@@ -87,7 +87,7 @@ CLICKS: list[Click] = []
 def click(
     *, spark: bool = False, brokers: tuple[str, ...] = ("sqlite", "rabbitmq")
 ) -> Callable[[Callable[[Clicks], None]], Callable[[Clicks], None]]:
-    """Declare a click; its name is the function's."""
+    """Declares a click; its name is the function's."""
 
     def declare(function: Callable[[Clicks], None]) -> Callable[[Clicks], None]:
         CLICKS.append(Click(name=function.__name__, run=function, spark=spark, brokers=brokers))
@@ -110,7 +110,7 @@ class Clicks:
         self.run_id = ""
 
     def start(self, *signs: str, dag_id: str = "clicked") -> str:
-        """Start a run; ``signs`` are ``wait`` and ``die``."""
+        """Starts a run; ``signs`` are ``wait`` and ``die``."""
         for sign in signs:
             (self.folder / sign).touch()
         self.dag_id = self.world.server.prefix + dag_id
@@ -133,7 +133,7 @@ class Clicks:
         self.airflow.clear(self.dag_id, self.run_id, task_ids, downstream=downstream)
 
     def mark(self, task_id: str, state: str) -> None:
-        """Mark a task at rest: what a scheduler is just about to start may not stay marked."""
+        """Marks a task at rest: what a scheduler is just about to start may not stay marked."""
         self.wait(task_id, "failed", "up_for_reschedule")
         self.airflow.set_state(self.dag_id, self.run_id, task_id, state)
 
@@ -218,7 +218,7 @@ class Clicks:
         ]
 
     def held(self) -> None:
-        """Wait until the sensor holds a run whose batcher, or Spark task, has failed."""
+        """Waits until the sensor holds a run whose batcher, or Spark task, has failed."""
         task_id = BATCH if self.dag_id.endswith("clicked") else SPARK
         self.wait(task_id, "failed")
         eventually((self.staged() / "hold.json").exists)

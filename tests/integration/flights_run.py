@@ -33,7 +33,7 @@ class FlightsRun:
         assert self.expected.never_departed
 
     def run(self, environment: Mapping[str, str], **conf: Any) -> None:
-        """Run the Dag, and check its output and its report."""
+        """Runs the Dag, and checks its output and its report."""
         folder, dag = self._folder, f"{self._broker}_flights"
         env = airflow_env(
             # That of the demo's tests: its database is made once.

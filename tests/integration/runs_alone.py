@@ -71,7 +71,7 @@ def _wait_to_be_killed(folder: str, stage: str, numbers: Sequence[int]) -> None:
 
 
 def run_task(folder: str, task_id: str, run_id: str, try_number: int) -> Any:
-    """Run one task; returns what it came to, as JSON."""
+    """Runs one task; returns what it came to, as JSON."""
     pipeline = Numbers(producer={"path": f"{folder}/queue.db"}, context={"folder": folder})
     store = Store.open(f"file://{folder}/staging")
     run = StagedRun(store, pipeline="Numbers", dag_id=DAG, run_id=run_id)

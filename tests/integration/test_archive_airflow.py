@@ -1,4 +1,4 @@
-"""Hours of a Kafka topic, archived by live runs in a real Airflow, and run again without Kafka.
+"""Hours of a Kafka topic, archived by live runs in a real Airflow, and runs again without Kafka.
 
 Once with staging in a bucket, and once on Spark: no package index has what Spark needs for buckets.
 """
@@ -131,7 +131,7 @@ def states_of(airflow: LocalAirflow, dag_id: str) -> set[str]:
 
 
 def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
-    """Have the hours run again, by what ``airflow backfill create`` does; how each run ended."""
+    """Has the hours run again, by what ``airflow backfill create`` does; how each run ended."""
     body: dict[str, Any] = {
         "dag_id": dag_id,
         "from_date": START.isoformat(),

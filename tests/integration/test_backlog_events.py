@@ -281,7 +281,7 @@ class World:
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def look_again(self, number: int) -> None:
-        """Wait for so many whole looks."""
+        """Waits for so many whole looks."""
         enough = len(self.looks()) + number + 1
         eventually(lambda: len(self.looks()) >= enough, timeout=120.0)
 

@@ -581,7 +581,7 @@ def _raise_no_room(*_: Any) -> None:
 
 
 def _fail_once(patch: pytest.MonkeyPatch, path: str) -> None:
-    """Make a method raise the first time it is called."""
+    """Makes a method raise the first time it is called."""
     from pkgutil import resolve_name
 
     owner_path, _, name = path.rpartition(".")

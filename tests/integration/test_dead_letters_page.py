@@ -54,7 +54,7 @@ def act(browser: Browser, action: str, **fields: Any) -> str:
 
 
 def moved(world: World) -> Ran:
-    """Run what the page has just triggered, as a scheduler does: with the conf of its run."""
+    """Runs what the page has just triggered, as a scheduler does: with the conf of its run."""
     with create_session() as session:
         wanted = select(DagRun).where(
             DagRun.dag_id == "real_letters", DagRun.state == DagRunState.QUEUED

@@ -126,7 +126,7 @@ def run_of(airflow: LocalAirflow, hour: datetime) -> str:
 
 
 def connect(airflow: LocalAirflow, kafka: ApacheKafka) -> None:
-    """Make the connection as the form does, and press its test button."""
+    """Makes the connection as the form does, and presses its test button."""
     from airflow.providers.apache.kafka.hooks.base import KafkaBaseHook
 
     form = KafkaBaseHook.get_ui_field_behaviour()

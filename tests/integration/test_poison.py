@@ -113,7 +113,7 @@ class Task:
         self.plan = self.staged.plan("default", planned)
 
     def execute(self) -> list[int]:
-        """Start drivers until nothing is left; their exit codes."""
+        """Starts drivers until nothing is left; their exit codes."""
         name = "handle_batches"
         batches = SparkBatches(
             self.run, load_ref(REF, RunInfo()), [{"plan": self.plan.path}], Ports(), name=name

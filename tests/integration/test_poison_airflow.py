@@ -70,7 +70,7 @@ class World:
         self.runs = 0
 
     def empty(self) -> None:
-        """Receive and acknowledge all messages of the queue."""
+        """Receives and acknowledges all messages of the queue."""
         with sqlite3.connect(self.folder / "queue.db") as db:
             db.execute("DELETE FROM messages")
 
@@ -83,7 +83,7 @@ class World:
         self.airflow.wait_for_run("poisoned", self.begin(), timeout=200)
 
     def kill(self, task: str, run_id: str, when: Callable[[], bool]) -> None:
-        """Kill a task's processes, but its supervisor, once something is so; wait for the run."""
+        """Kills a task's processes, but its supervisor, once something is so; wait for the run."""
         deadline = time.monotonic() + 100
         while not when() or not (found := self._children(run_id, task)):
             assert time.monotonic() < deadline

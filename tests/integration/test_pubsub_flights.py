@@ -36,7 +36,7 @@ def test_flights_through_pubsub(pubsub, tmp_path, messages):
 
 
 def purge(server: PubSubServer) -> None:
-    """Leave nothing of a test before."""
+    """Leaves nothing of a test before."""
     from google.api_core.exceptions import NotFound
 
     for name in (NAME, DEAD):

@@ -110,7 +110,7 @@ def test_every_run_checks_policies(place, extra, monkeypatch):
 
 
 def settled(place: Place, lease: Lease, settlement: Settlement, **connection: Any) -> SettleReport:
-    """Settle with a connection that finds the management API."""
+    """Settles with a connection that finds the management API."""
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
     custodian = producer.custodian(place.env("custodian", **connection))
     try:

@@ -72,7 +72,7 @@ def test_generated_ids_stay_unique_after_a_reconnect(place):
 
 
 def synchronise(source: Any) -> None:
-    """Wait until the broker has all that the source said so far."""
+    """Waits until the broker has all that the source said so far."""
     source._consumer.channel.call("basic_qos", prefetch_count=1)
 
 

@@ -50,7 +50,7 @@ def connected(place: Place) -> Iterator[ConnectionThread]:
 
 
 def die(place: Place, generation: str, count: int, **options: Any) -> list[Message]:
-    """Take messages, as a run that dies before its manifest and whose lease then lapses."""
+    """Takes messages, as a run that dies before its manifest and whose lease then lapses."""
     place.send(*[b"%06d" % number for number in range(count)])
     messages, _ = place.hold(generation, lease=3.0, on_failure="retry", **options)
     assert len(messages) == count
@@ -213,7 +213,7 @@ def test_a_run_stopped_before_its_sweep_forgets_no_settlement(place):
 
 
 def held_behind_a_full_queue(place: Place) -> tuple[Sequence[Message], Lease]:
-    """Hold the one message that the source queue has room for, and fill its room with another."""
+    """Holds the one message that the source queue has room for, and fills its room with another."""
     with place.channel() as channel:
         channel.queue_delete(place.name)
     place.declare(**{"x-max-length": 1, "x-overflow": "reject-publish"})
@@ -276,7 +276,7 @@ def test_a_generation_swept_before_its_first_message_cannot_begin(place, noted):
 
 
 def receive_until_lapsed(source: Source) -> LeaseLapsed:
-    """Receive until the lease is said to be over."""
+    """Receives until the lease is said to be over."""
     for _ in range(200):
         try:
             source.receive(1_000, timeout=0.5)
@@ -367,7 +367,7 @@ def test_a_deleted_exchange_ends_the_run_with_a_remedy(place):
 
 
 def late_bundle(place: Place) -> None:
-    """Publish a bundle that was under way when its generation was fenced off."""
+    """Publishes a bundle that was under way when its generation was fenced off."""
     late = Header(bundle="late.1", generation="g0", queue=place.name, count=1, until=1.0)
     body = pack(late, [Held("m0", 1, False, b"\0\0", b"\0\0", b"late")])
     with place.channel() as channel:

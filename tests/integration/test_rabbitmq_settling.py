@@ -46,7 +46,7 @@ def place(place, monkeypatch):
 
 
 def hold(place: Place, generation: str, count: int, **options: Any) -> tuple[Lease, list[Message]]:
-    """Send and take so many messages."""
+    """Sends and takes so many messages."""
     place.send(*[b"%06d" % number for number in range(count)])
     with place.source(generation, **options) as source:
         messages = place.take(source)

@@ -137,7 +137,7 @@ def waiting(place: Place, breaker: Breaker) -> dict[str, Any]:
 
 
 def receive_in_vain(source: Any) -> None:
-    """Receive what the broker does not confirm, once there is something."""
+    """Receives what the broker does not confirm, once there is something."""
 
     def receive() -> None:
         for _ in range(100):

@@ -39,7 +39,7 @@ class SecuredServer(RabbitServer):
         return {**super().env, **more}
 
     def secure(self, authority: Authority) -> None:
-        """Write the settings; before the server starts."""
+        """Writes the settings; before the server starts."""
         certificate, key = authority.sign("server", "127.0.0.1", "broker.test")
         files = {"cacertfile": authority.certificate, "certfile": certificate, "keyfile": key}
         lines = [f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}"]

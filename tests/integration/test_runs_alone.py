@@ -56,7 +56,7 @@ class Alone:
         self.ids = self.queue.send([b"%d" % number for number in range(COUNT)])
 
     def start(self, task: str, run: str, try_number: int = 1) -> subprocess.Popen[str]:
-        """Start a task of a run."""
+        """Starts a task of a run."""
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(self.folder), task, run, str(try_number)],
             cwd=ROOT,
@@ -66,14 +66,14 @@ class Alone:
         )
 
     def run(self, task: str, run: str, try_number: int = 1) -> Any:
-        """Run a task to its end; returns what it came to."""
+        """Runs a task to its end; returns what it came to."""
         process = self.start(task, run, try_number)
         out, err = process.communicate(timeout=120.0)
         assert process.returncode == 0, err[-3000:]
         return json.loads(out)
 
     def kill(self, task: str, run: str, *, at: int) -> None:
-        """Kill a task while its callback is at a number."""
+        """Kills a task while its callback is at a number."""
         (self.folder / f"stop-at-{task}").write_text(str(at))
         process = self.start(task, run)
         try:

@@ -23,7 +23,7 @@ EXIT = "java_method('java.lang.System', 'exit', 1)"
 
 
 def application(root: Path) -> None:
-    """Handle two batches, of which one kills every executor that works on it."""
+    """Handles two batches, of which one kills every executor that works on it."""
     import pyspark
 
     from airflow_broadway.spark.session import open_session

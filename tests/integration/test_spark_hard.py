@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
 def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
-    """Run batches ``b0``, ``b1`` … of ten messages, one after another; their outcomes."""
+    """Runs batches ``b0``, ``b1`` … of ten messages, one after another; their outcomes."""
     Counting.callback = staticmethod(callback)
     batches = [Planned(f"b{n}", rows(10, prefix=f"b{n}-")) for n in range(count)]
     work = staged.work(Counting, staged.plan("default", batches))

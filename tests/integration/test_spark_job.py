@@ -56,7 +56,7 @@ class Job(Staged):
         try_number: int = 1,
         **more: Any,
     ) -> int:
-        """Handle the batches of plans by ``callback``; the exit code."""
+        """Handles the batches of plans by ``callback``; the exit code."""
         pipeline.callback = staticmethod(callback)
         return self.run_work(self.work(pipeline, *plans, try_number=try_number), **more)
 
@@ -64,7 +64,7 @@ class Job(Staged):
         return run_work(self.spark, self.uri, self.files, work, **more)
 
     def one(self, callback: Callback, count: int = 10, **more: Any) -> Any:
-        """Run one batch of ``count`` messages; its outcome, and its entries."""
+        """Runs one batch of ``count`` messages; its outcome, and its entries."""
         row = more.pop("rows", {})
         key = row.get("batch_key", "default")
         plan = self.plan("default", [Planned("b0", rows(count, **row), batch_key=key)])
@@ -97,7 +97,7 @@ BODY = {"payload": b"body", "properties": "{}"}
 
 
 def sleep(messages: DataFrame) -> None:
-    """Run a job of a minute, which ends at once when it is cancelled."""
+    """Runs a job of a minute, which ends at once when it is cancelled."""
     messages.sparkSession.range(2).selectExpr(
         "java_method('java.lang.Thread', 'sleep', 60000L)"
     ).collect()

@@ -83,7 +83,7 @@ class Place:
         )
 
     def enlarge(self, count: int) -> None:
-        """Make the batch one of ``count`` messages."""
+        """Makes the batch one of ``count`` messages."""
         path = self.staged.root / self.plan.path / self.plan.data[0]
         schema = pq.read_schema(path)
         one = pq.read_table(path)

@@ -140,7 +140,7 @@ def test_a_dead_application_reports_its_end_and_is_retried(tmp_path, monkeypatch
 
 # ------------------------------------------------------------------------- an archive of classes
 def spark_version(options: str) -> subprocess.CompletedProcess[str]:
-    """Start Spark's launcher alone, with options of Java."""
+    """Starts Spark's launcher alone, with options of Java."""
     env = {**os.environ, "SPARK_SUBMIT_OPTS": options}
     command = ["spark-submit", "--version"]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -30,7 +30,7 @@ def test_a_month_of_flights_through_sqs(tmp_path):
 
 
 def purge(server: SqsServer) -> None:
-    """Leave nothing of a test before."""
+    """Leaves nothing of a test before."""
     client = server.client()
     for url in client.list_queues(QueueNamePrefix=QUEUE).get("QueueUrls", []):
         client.purge_queue(QueueUrl=url)

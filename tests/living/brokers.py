@@ -60,7 +60,7 @@ class LivingBroker(Protocol):
         ...
 
     def drain(self) -> list[Left]:
-        """Take everything out of all queues, those that are held by leases too."""
+        """Takes everything out of all queues, those that are held by leases too."""
         ...
 
 
@@ -73,7 +73,7 @@ class Networked(Protocol):
         ...
 
     def reached_by(self, port: int) -> None:
-        """Let runs go through a proxy at this port."""
+        """Lets runs go through a proxy at this port."""
         ...
 
 
@@ -82,7 +82,7 @@ class Lapsing(Protocol):
     """A broker that holds what a process received and did not live to note, until a deadline."""
 
     def lapse(self) -> None:
-        """Move the broker's clock beyond the deadlines of all leases."""
+        """Moves the broker's clock beyond the deadlines of all leases."""
         ...
 
 

@@ -142,7 +142,7 @@ class LivingKafka:
         return host, int(port)
 
     def reached_by(self, port: int) -> None:
-        """Let runs go through a proxy at this port, wherever the server sends them."""
+        """Lets runs go through a proxy at this port, wherever the server sends them."""
         self._proxy = KafkaProxy(self._server.bootstrap, through=port).__enter__()
         self.connections = {
             "living": self._server.connection(**{"bootstrap.servers": self._proxy.bootstrap})

@@ -73,7 +73,7 @@ class LivingPubSub:
         return host, int(port)
 
     def reached_by(self, port: int) -> None:
-        """Let runs go through a proxy at this port."""
+        """Lets runs go through a proxy at this port."""
         self.options = {**self.options, "endpoint": f"http://127.0.0.1:{port}"}
 
     def group_of(self, number: int) -> int | None:

@@ -99,7 +99,7 @@ class LivingRabbit:
         return self._server.address
 
     def reached_by(self, port: int) -> None:
-        """Let runs go through a proxy at this port."""
+        """Lets runs go through a proxy at this port."""
         uri = f"amqp://{self._server.address[0]}:{port}"
         self.options: Mapping[str, Any] = {"queue": self._name, "uri": uri}
 

@@ -72,7 +72,7 @@ class LivingSqs:
         return "127.0.0.1", self._server.port
 
     def reached_by(self, port: int) -> None:
-        """Let runs go through a proxy at this port."""
+        """Lets runs go through a proxy at this port."""
         self.connections = {"living": self._connection(f"http://127.0.0.1:{port}")}
 
     def _connection(self, url: str) -> dict[str, Any]:

@@ -26,8 +26,8 @@ def open_broker(request, tmp_path):
             if kind == "sqlite":
                 return LivingSqlite
             if kind == "sqs":
-                server, clock = moved_server()
-                return lambda _: LivingSqs(server, clock, **options)
+                moved, clock = moved_server()
+                return lambda _: LivingSqs(moved, clock, **options)
             if kind == "pubsub":
                 clock = str(tmp_path / "clock")
                 stub = stack.enter_context(StubServer(SharedClock(clock)))
@@ -39,7 +39,7 @@ def open_broker(request, tmp_path):
                 skip_without_own_server()
                 server = stack.enter_context(RabbitServer.start(tmp_path / "server"))
                 return lambda folder: MortalRabbit(server, folder, **options)
-            server = request.getfixturevalue(kind)
-            return lambda folder: LivingKafka(server, folder, **options)
+            kafka = request.getfixturevalue(kind)
+            return lambda folder: LivingKafka(kafka, folder, **options)
 
         yield open_broker

@@ -54,7 +54,7 @@ class Account:
 def account(
     confirmed: Mapping[int, float], published: int, lines: Sequence[Handled], left: Sequence[Left]
 ) -> Account:
-    """Look for each number in the sink and in the queues.
+    """Looks for each number in the sink and in the queues.
 
     :param published: How many were published; what was not confirmed may be anywhere, but once.
     """

@@ -34,7 +34,7 @@ def fails_for_good(number: int) -> bool:
 
 
 def broken_transformer(message: Message) -> Message:
-    """Break at the first message of a hundred."""
+    """Breaks at the first message of a hundred."""
     if number_of(message.data) % 100 == 0:
         raise KeyboardInterrupt  # never taken for a failure of the message
     return message

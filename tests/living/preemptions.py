@@ -53,7 +53,7 @@ class Preemption:
 
 
 def preempt(given: Preemption) -> tuple[Account, int]:
-    """Play it; the account, and the number of kills."""
+    """Plays it; the account, and the number of kills."""
     broker = given.make(given.folder)
     kills = 0
     with Series(broker, given.folder, rate=given.rate) as series:

@@ -30,11 +30,11 @@ class Sender(Protocol):
     """Publishes to one queue, with the broker's own client; used from one thread."""
 
     def send(self, numbers: Sequence[int]) -> Iterable[int]:
-        """Publish these, and wait; returns those that the broker confirmed."""
+        """Publishes these, and waits; returns those that the broker confirmed."""
         ...
 
     def close(self) -> None:
-        """Release connections."""
+        """Releases connections."""
         ...
 
 
@@ -63,7 +63,7 @@ class Publisher:
         self.stop()
 
     def stop(self) -> None:
-        """Publish no more, and wait for the last confirm; raises what went wrong meanwhile."""
+        """Publishes no more, and waits for the last confirm; raises what went wrong meanwhile."""
         self._stopped.set()
         self._thread.join()
         if self._error is not None:

@@ -57,7 +57,7 @@ class Round:
 
 
 def play(given: Round) -> Account:
-    """Play it."""
+    """Plays it."""
     weather = WEATHERS[given.weather]
     with ExitStack() as stack:
         broker = given.make(given.folder)
@@ -110,12 +110,12 @@ class _Table:
         return self._workers[place]
 
     def kill(self, place: int = 0) -> None:
-        """Kill one; another takes its place when it is wanted."""
+        """Kills one; another takes its place when it is wanted."""
         self._workers[place].end()
         self._workers[place] = Worker(self.given.folder / f"worker-{place}.log")
 
     def close(self) -> None:
-        """End all processes."""
+        """Ends all processes."""
         while self._workers:
             self._workers.pop().end()
 
@@ -124,7 +124,7 @@ class _Table:
         return f"run-{next(self._numbers)}"
 
     def begin(self, turn: tuple[Ending, str], worker: Worker, **more: Any) -> str:
-        """Begin a run that ends so; its name."""
+        """Begins a run that ends so; its name."""
         ending, flow = turn
         # These runs follow each other immediately and take two seconds: unless the
         # broker its queues need not be that old.
@@ -152,7 +152,7 @@ class _Table:
         return 1 + int(self._instant * writes)
 
     def finish(self, turn: tuple[Ending, str], worker: Worker) -> dict[str, Any]:
-        """End a run as it is to end, and wait for it."""
+        """Ends a run as it is to end, and waits for it."""
         if turn[0].number is not None:
             time.sleep(self.dice.uniform(0.05, 0.8))
             while not worker.done:  # the first may come before the run listens

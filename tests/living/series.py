@@ -49,12 +49,12 @@ class Series:
         self.publisher.stop()
 
     def begin(self, worker: Worker, **command: Any) -> None:
-        """Begin a run."""
+        """Begins a run."""
         self._count += 1
         worker.tell({"place": self._place, "run": f"run-{self._count}", **command})
 
     def end(self, worker: Worker) -> dict[str, Any]:
-        """Wait for the end of a run."""
+        """Waits for the end of a run."""
         answer = worker.answer()
         self.told.append(answer)
         return answer
@@ -65,7 +65,7 @@ class Series:
         return self.end(worker)
 
     def close(self, *, exact: bool = True, forgetful: bool = False, quiet: float = 0.2) -> Account:
-        """Publish a little longer, drain the broker, and count.  No worker is at work any more.
+        """Publishes a little longer, drain the broker, and counts.  No worker is at work any more.
 
         :param exact: Whether the reports must agree with the truth to the message: no run was
             killed, or taken for dead.  Runs that ended without a report make them disagree too.

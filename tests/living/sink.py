@@ -28,7 +28,7 @@ class Handled(NamedTuple):
 
 
 def note(path: str, lines: Iterable[Handled]) -> None:
-    """Write down, whole or not at all."""
+    """Writes down, whole or not at all."""
     data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     if not data:
         return

@@ -118,12 +118,12 @@ class Run:
         self._stopped = ""
 
     def stop(self) -> None:
-        """Take no more."""
+        """Takes no more."""
         self._stopped = "stopped"
         self._process.stop("stopped")
 
     def __call__(self) -> dict[str, Any]:
-        """Do it all; returns its report."""
+        """Does it all; returns its report."""
         if self._flow == "local":
             stop = Stop(self._env.clock, self._pipeline.shutdown, lambda: self._stopped)
             report = LocalRun(self._pipeline, self._env, stop=stop).pull(Budget(**self._budget))
@@ -138,7 +138,7 @@ class Run:
         return self.settle()
 
     def settle(self) -> dict[str, Any]:
-        """Settle it with what outcomes there are; returns the sensor's report."""
+        """Settles it with what outcomes there are; returns the sensor's report."""
         settler = RunWatcher(self._staged, self._pipeline)
         try:
             settler.settle(final=True)
@@ -166,7 +166,7 @@ class World:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let things happen between the calls."""
+        """Lets things happen between the calls."""
         with ExitStack() as stack:
             for name in ("source", "custodian"):
                 stack.enter_context(mock.patch.object(SqliteProducer, name, self._opens(name)))
@@ -177,7 +177,7 @@ class World:
         return lambda producer, env: Watched(opening(producer, env), self.between)
 
     def between(self) -> None:
-        """Let the next thing happen."""
+        """Lets the next thing happen."""
         step = next(self._schedule, "nothing")
         self._happened.add(step)
         getattr(self, step)()
@@ -195,7 +195,7 @@ class World:
             self._at_work.pop()
 
     def end(self) -> Account:
-        """Drain the queue, and count."""
+        """Drains the queue, and counts."""
         self._queue.close()
         confirmed = dict.fromkeys(range(self._published), 0.0)
         summary = account(confirmed, self._published, handled(self.sink), self.broker.drain())

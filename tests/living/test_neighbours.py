@@ -44,7 +44,7 @@ def series(broker, tmp_path):
 
 
 def wait_for_messages(series: Series, worker: Worker, run: str, folder: Path) -> None:
-    """Wait until a run has received, and been at work for a while."""
+    """Waits until a run has received, and been at work for a while."""
     while not list((folder / "staging").rglob(f"{run}/generations/*")):
         assert not worker.done, series.end(worker)
         time.sleep(0.02)
@@ -52,7 +52,7 @@ def wait_for_messages(series: Series, worker: Worker, run: str, folder: Path) ->
 
 
 def publish(series: Series, count: int) -> None:
-    """Wait until so many messages more are confirmed, and publish no more."""
+    """Waits until so many messages more are confirmed, and publishes no more."""
     wanted = len(series.publisher.confirmed) + count
     series.publisher.rate = 1000.0
     while len(series.publisher.confirmed) < wanted:

@@ -82,7 +82,7 @@ class _Run:
         self.report: dict[str, Any] | None = None
 
     def stop(self, *_: object) -> None:
-        """Take no more."""
+        """Takes no more."""
         self._stopped = "stopped"
         self._stop("stopped")
 
@@ -221,7 +221,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Fork a worker for each socket that comes, so that none of them has to import anything.
+    """Forks a worker for each socket that comes, so that none of them has to import anything.
 
     Nor may it: an import that a time-out broke off would not be tried again.
     """

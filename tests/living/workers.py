@@ -59,11 +59,11 @@ class Worker:
         self._process = psutil.Process(self.answer()["pid"])
 
     def tell(self, command: dict[str, Any]) -> None:
-        """Begin a run."""
+        """Begins a run."""
         self._socket.sendall(json.dumps(command).encode() + b"\n")
 
     def answer(self, *, timeout: float = 240.0) -> dict[str, Any]:
-        """Wait until the run is over."""
+        """Waits until the run is over."""
         try:
             line = self._answers.get(timeout=timeout)
         except queue.Empty:
@@ -80,7 +80,7 @@ class Worker:
         return not self._answers.empty()
 
     def frozen(self) -> bool:
-        """Wait until the run is over, or the process stopped; whether it is stopped."""
+        """Waits until the run is over, or the process stopped; whether it is stopped."""
         while not self.done:
             if self._process.status() == psutil.STATUS_STOPPED:
                 return True
@@ -88,7 +88,7 @@ class Worker:
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Sends it a signal."""
         self._process.send_signal(number)
 
     def children(self) -> list[psutil.Process]:

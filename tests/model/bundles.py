@@ -412,7 +412,7 @@ class Bundles:
         yield f"bundles {read}", self._publishes(state, thread, after, report=tuple(report))
 
     def _publishes(self, state: State, thread: Thread, work: Work, **changes: Any) -> State:
-        """Go on with the next message to publish, or with what comes after the last."""
+        """Goes on with the next message to publish, or with what comes after the last."""
         if work.todo:
             failure = work.todo[0][1] in ("retry", "dead")
             at = "turn" if failure and not work.turn else "carry out"
@@ -483,7 +483,7 @@ class Bundles:
         yield "it is settled", state._replace(broken=broken)
 
     def _free(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        """Remove what is done with, then the bundle that opens the queue."""
+        """Removes what is done with, then the bundle that opens the queue."""
         work = thread.memo
         if self._is_cut(state, thread):
             return

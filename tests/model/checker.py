@@ -77,7 +77,7 @@ def explore(
     most: int,
     then: Callable[[S], tuple[str, Sequence[str]] | None] = lambda state: None,
 ) -> Explored[S]:
-    """Look at every state that can be reached, nearest first, until one is wrong.
+    """Looks at every state that can be reached, nearest first, until one is wrong.
 
     :param most: States to look at, at most.
     :param then: Looks further from each state that is right: which promise is broken after it, and

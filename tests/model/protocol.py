@@ -320,7 +320,7 @@ class Run:
         return state._replace(threads=(*state.threads, thread), executions=count)
 
     def _settled_down(self, state: State, thread: Thread) -> State:
-        """Go on with the task that follows one that has ended."""
+        """Goes on with the task that follows one that has ended."""
         now = next((other for other in state.threads if other.name == thread.name), None)
         if now is None or now.at != END:
             return state
@@ -453,7 +453,7 @@ class Run:
         yield f"try {number}", set_thread(state, thread, number=number, **changes)
 
     def _next(self, state: State, thread: Thread, place: int) -> dict[str, Any]:
-        """Go to the next batch without an outcome."""
+        """Goes to the next batch without an outcome."""
         gen = state.gens[thread.gen]
         while place < self.messages and (not gen.got[place] or gen.outcome[place]):
             place += 1
@@ -617,7 +617,7 @@ class Run:
 
     @staticmethod
     def _settled(state: State, thread: Thread) -> State:
-        """Go on to the next generation to settle."""
+        """Goes on to the next generation to settle."""
         left = thread.settling[1:]
         at, then = ("decide", thread.then) if left else (thread.then, "")
         return set_thread(

@@ -173,7 +173,7 @@ class Receipts:
         yield "settling begins", self._go_on(state, thread, -1)
 
     def _go_on(self, state: State, thread: Thread, place: int, **changes: object) -> State:
-        """Go to the next message whose receipt is known."""
+        """Goes to the next message whose receipt is known."""
         receipts = thread.memo[1]
         place += 1
         while place < len(receipts) and not receipts[place]:

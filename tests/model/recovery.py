@@ -73,7 +73,7 @@ class Recovery:
         return None
 
     def _run_through(self, state: State, thread: Thread, names: list[str]) -> tuple[State, str]:
-        """Execute a task, and those after it; the promise that is broken on the way."""
+        """Executes a task, and those after it; the promise that is broken on the way."""
         state = state._replace(threads=(thread,))
         for name, reached in self._steps(state):
             names.append(name)

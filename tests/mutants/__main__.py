@@ -68,7 +68,7 @@ TARGETS = [
 
 
 def main() -> int:
-    """Run the mutants; returns 1 if one lives that was killed before."""
+    """Runs the mutants; returns 1 if one lives that was killed before."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     names = [target.name for target in TARGETS]
     parser.add_argument("--only", choices=names, action="append", help="only these targets")
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def choose_mutants(target: Target, before: set[str]) -> Iterator[Mutant]:
-    """Choose a target's mutants: those that were killed before and still can be made, and of the
+    """Chooses a target's mutants: those that were killed before and still can be made, and of the
     others, by their hashes, as many as it is to have.
     """
     paths = sorted({path for module in target.modules for path in (ROOT / PACKAGE).glob(module)})
@@ -124,7 +124,7 @@ def choose_mutants(target: Target, before: set[str]) -> Iterator[Mutant]:
 
 
 def passes(tests: Sequence[str], mutant: Mutant | None = None) -> bool:
-    """Run tests, against a mutant if one is given; returns whether all pass, and end."""
+    """Runs tests, against a mutant if one is given; returns whether all pass, and ends."""
     if mutant is not None:
         (COPY / mutant.path).write_text(mutant.source)
     line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]

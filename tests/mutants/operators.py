@@ -45,7 +45,7 @@ class _Change(NamedTuple):
 
 
 def mutants_of(path: str, source: str) -> Iterator[Mutant]:
-    """Make the mutants of a module, in the order of its text.
+    """Makes the mutants of a module, in the order of its text.
 
     :param path: The module, from the project's root.
     :param source: Its text.

@@ -14,7 +14,7 @@ from tests.benchmarks.pipelines import SPARK
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """Does nothing."""
 
 
 with DAG("bench_flights", schedule=None, params=Flights.params()) as dag:

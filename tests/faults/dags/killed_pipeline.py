@@ -72,7 +72,7 @@ def attempts(number: int) -> int:
 
 
 def note(path: str, calls: Iterable[Handled]) -> None:
-    """Write inputs down; they are on disk when this returns."""
+    """Writes inputs down; they are on disk when this returns."""
     with closing(sqlite3.connect(path, timeout=60.0)) as db, db:
         db.execute("PRAGMA synchronous=FULL")
         db.execute(_TABLE)

@@ -57,21 +57,21 @@ class Place:
     # -- queues --------------------------------------------------------------------------------
 
     def fill(self, count: int, *, kind: str = "classic", **arguments: Any) -> None:
-        """Declare the queue with the numbers below ``count`` in it."""
+        """Declares the queue with the numbers below ``count`` in it."""
         self.server.declare(self.queue, **{"x-queue-type": kind, **arguments})
         self.send(range(count))
 
     def send(self, numbers: range) -> None:
-        """Publish numbers to the queue, which is empty, and wait until they are there."""
+        """Publishes numbers to the queue, which is empty, and waits until they are there."""
         self.server.fill(self.queue, (b"%d" % number for number in numbers))
 
     def delete(self, queue: str) -> None:
-        """Delete a queue with what is in it."""
+        """Deletes a queue with what is in it."""
         with self.channel() as channel:
             channel.queue_delete(queue)
 
     def set_policy(self, queue: str, definition: Mapping[str, object] | None) -> None:
-        """Set a policy for one queue, or remove it."""
+        """Sets a policy for one queue, or removes it."""
         path = f"policies/%2F/{queue[-40:]}"
         if definition is None:
             self.server.manage("DELETE", path)
@@ -99,7 +99,7 @@ class Place:
         return self.server.queue_names(f"broadway.held.{self.queue}")
 
     def take(self, source: Source, most: int = 100_000) -> list[Message]:
-        """Receive until the queue is quiet, or so many."""
+        """Receives until the queue is quiet, or so many."""
         taken: list[Message] = []
         while len(taken) < most:
             got = self.receive(source, min(1000, most - len(taken)))
@@ -144,7 +144,7 @@ class Place:
     def settle_all(
         self, lease: Lease, messages: list[Message], verdicts: Mapping[str, Verdict] | None = None
     ) -> SettleReport:
-        """Settle by a manifest: what is named no verdict is acknowledged."""
+        """Settles by a manifest: what is named no verdict is acknowledged."""
         verdicts = verdicts or {}
         report = self.settle(lease, settlement_of(messages, dict(verdicts)))
         assert not report.lapsed, report
@@ -155,7 +155,7 @@ class Place:
         return report
 
     def rest(self) -> list[int]:
-        """Handle all that can still be received; in order of number."""
+        """Handles all that can still be received; in order of number."""
         numbers: list[int] = []
         while True:
             lease, messages = self.hold(uuid.uuid4().hex)

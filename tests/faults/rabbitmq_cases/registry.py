@@ -32,7 +32,7 @@ CASES: list[RabbitCase] = []
 def case(
     *, slow: bool = True, mortal: bool = False
 ) -> Callable[[Callable[[Place, str], Found]], None]:
-    """Declare a case: its name is the function's, which it gets back as its second argument."""
+    """Declares a case: its name is the function's, which it gets back as its second argument."""
 
     def declare(function: Callable[[Place, str], Found]) -> None:
         name = function.__name__

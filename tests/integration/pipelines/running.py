@@ -108,7 +108,7 @@ class World:
         self.connect("puppets", {"conn_type": "broadway_sqlite", "host": str(self.file)})
 
     def close(self) -> None:
-        """Leave no Dag that later tests of this process would find."""
+        """Leaves no Dag that later tests of this process would find."""
         self.queue.close()
         ours = update(DagModel).where(DagModel.bundle_name == _BUNDLE)
         with create_session() as session:
@@ -119,18 +119,18 @@ class World:
         self.patch.setenv(f"AIRFLOW_CONN_{conn_id.upper()}", json.dumps(dict(connection)))
 
     def send(self, *messages: Mapping[str, Any] | bytes) -> list[str]:
-        """Enqueue messages; returns their ids."""
+        """Enqueues messages; returns their ids."""
         return self.queue.send(
             message if isinstance(message, bytes) else json.dumps(dict(message))
             for message in messages
         )
 
     def numbers(self, numbers: Iterable[int], **told: Any) -> list[str]:
-        """Enqueue messages that differ by their numbers alone."""
+        """Enqueues messages that differ by their numbers alone."""
         return self.send(*({"n": number, **told} for number in numbers))
 
     def run(self, dag: DAG, conf: Mapping[str, Any] | None = None) -> Ran:
-        """Run it to its end; all messages are there already, so it waits for no others."""
+        """Runs it to its end; all messages are there already, so it waits for no others."""
         DagBundlesManager().sync_bundles_to_db()  # type: ignore[no-untyped-call]
         lazy = LazyDeserializedDAG.from_dag(dag)
         with create_session() as session:
