@@ -100,9 +100,11 @@ class KafkaGroup:
         return taken
 
     def hold(
-        self, generation: str = "", most: int = 100_000, **options: Any
+        self, generation: str = "", most: int = 100_000, *, fill: int = 0, **options: Any
     ) -> tuple[Lease, list[Message]]:
-        """Receives by a run, which ends; returns its lease as read by another process."""
+        """Sends ``fill`` messages and receives in a run; returns its lease as others read it."""
+        if fill:
+            self.fill(fill)
         with self.source(generation, **options) as source:
             messages = self.take(source, most)
             source.stop()

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,49 +43,53 @@ def all_refuse(path: Path, kind: type[ProducerError], *texts: str) -> None:
             assert text in str(error.value)
 
 
-def test_a_missing_folder(tmp_path):
-    path = tmp_path / "missing" / "q.db"
-
-    all_refuse(path, ProducerError, "does not exist; make it, or correct the path")
-    assert not path.parent.exists()
+def missing(folder: Path) -> Path:
+    return folder / "missing" / "q.db"
 
 
-def test_a_folder_in_place_of_the_file(tmp_path):
-    all_refuse(tmp_path, ProducerError, "is a folder: name a file in it")
+def in_a_file(folder: Path) -> Path:
+    (folder / "file").write_text("x")
+    return folder / "file" / "q.db"
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
-    (tmp_path / "file").write_text("x")
-
-    all_refuse(tmp_path / "file" / "q.db", ProducerError, "the folder", "does not exist")
-
-
-def test_a_file_that_is_no_database(tmp_path):
-    path = tmp_path / "q.db"
-    path.write_bytes(b"these are not the messages you are looking for" * 100)
-
-    all_refuse(path, ProducerError, "is not a database: correct the path")
-    assert path.read_bytes().startswith(b"these are")
+def no_database(folder: Path) -> Path:
+    (folder / "q.db").write_bytes(b"these are not the messages you are looking for" * 100)
+    return folder / "q.db"
 
 
-def test_the_database_of_another_application(tmp_path):
-    path = tmp_path / "airflow.db"
-    db = sqlite3.connect(path)
-    db.execute("CREATE TABLE dag (id)")
-    db.close()
-
-    all_refuse(path, ProducerError, "is another application's database")
+def airflows(folder: Path) -> Path:
+    with closing(sqlite3.connect(folder / "airflow.db")) as db:
+        db.execute("CREATE TABLE dag (id)")
+    return folder / "airflow.db"
 
 
-def test_a_newer_schema(tmp_path):
-    path = tmp_path / "q.db"
-    with SqliteQueue(path, "q") as queue:
+def newer(folder: Path) -> Path:
+    with SqliteQueue(folder / "q.db", "q") as queue:
         queue.send([b"x"])
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 2")
-    db.close()
+    with closing(sqlite3.connect(folder / "q.db")) as db:
+        db.execute("PRAGMA user_version = 2")
+    return folder / "q.db"
 
-    all_refuse(path, ProducerError, "has schema 2", "knows schema 1: upgrade it here")
+
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (missing, ["does not exist; make it, or correct the path"]),
+        (lambda folder: folder, ["is a folder: name a file in it"]),
+        (in_a_file, ["the folder", "does not exist"]),
+        (no_database, ["is not a database: correct the path"]),
+        (airflows, ["is another application's database"]),
+        (newer, ["has schema 2", "knows schema 1: upgrade it here"]),
+    ],
+    ids=["missing folder", "folder", "file as folder", "no database", "Airflow's", "newer schema"],
+)
+def test_an_unusable_file_is_one_clear_error(tmp_path, make, texts):
+    path = make(tmp_path)
+    before = path.read_bytes() if path.is_file() else path.parent.exists()
+
+    all_refuse(path, ProducerError, *texts)
+
+    assert before == (path.read_bytes() if path.is_file() else path.parent.exists())
 
 
 def test_a_damaged_file(tmp_path):

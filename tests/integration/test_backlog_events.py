@@ -304,19 +304,19 @@ class World:
         try:
             yield
         finally:
-            for event in every:
-                event.resume()
+            for member in every:
+                member.resume()
 
     def _stopped(self, every: Sequence[psutil.Process]) -> bool:
-        for event in every:
-            event.suspend()
+        for member in every:
+            member.suspend()
         for database in (self.database, self.queue.path):
             with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as opened:
                 try:
                     opened.execute("BEGIN EXCLUSIVE")
                 except sqlite3.OperationalError:
-                    for event in every:
-                        event.resume()
+                    for member in every:
+                        member.resume()
                     return False
         return True
 

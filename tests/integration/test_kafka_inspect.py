@@ -23,8 +23,7 @@ def depth(group: KafkaGroup) -> QueueDepth:
 def test_depth_splits_the_backlog_by_state(kafka, tmp_path):
     # Given a partition that is finished but for one message that is retried, and one that is held
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
-    group.fill(20)
-    lease, messages = group.hold(most=20)
+    lease, messages = group.hold(most=20, fill=20)
     group.settle(lease, messages, {f"{group.topic}-0-3": RETRY})
     group.fill(6, partition=1)
     group.hold("holder", most=2)
@@ -42,8 +41,7 @@ def test_depth_splits_the_backlog_by_state(kafka, tmp_path):
 
 
 def test_depth_counts_messages_behind_a_retry_as_delayed(group):
-    group.fill(10)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=10)
     group.settle(lease, messages, {f"{group.topic}-0-3": RETRY})
 
     assert group.committed() == {0: 3}

@@ -59,8 +59,7 @@ def test_staging_lost_after_a_run_settles_and_loses_nothing(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path / "staging", order="none", lease=100.0)
     group.fill(6)
     group.drain()
-    group.fill(4)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=4)
 
     shutil.rmtree(tmp_path / "staging")
 
@@ -99,8 +98,7 @@ def made_anew(group: KafkaGroup, count: int) -> None:
 
 def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
-    group.fill(10)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=10)
 
     made_anew(group, 4)
     report = group.settle(lease, messages, {messages[2].message_id: DEAD})

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway import RetryPolicy
-from airflow_broadway.core.custody.protocol import Settlement
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.source import KafkaSource
@@ -147,8 +146,7 @@ def test_an_expired_offset_loses_nothing(kafka, tmp_path, caplog):
 
 def test_a_late_commit_of_an_earlier_run_redelivers_marked_messages(kafka, group, caplog):
     # Given a settler that slept between its last look and its commit, until others had gone on
-    group.fill(5)
-    lease, messages = group.hold(most=2)
+    lease, messages = group.hold(most=2, fill=5)
     group.settle(lease, messages)
     offset, mark = kafka.committed(group.group, group.topic)[0]
     group.drain()
@@ -182,8 +180,7 @@ def test_an_operators_reset_is_honoured(kafka, group, caplog):
 def test_a_reset_during_a_run_counts_and_lapses_its_messages(kafka, group):
     group.fill(6)
     group.drain()
-    group.fill(4)
-    lease, messages = group.hold("holder")
+    lease, messages = group.hold("holder", fill=4)
     kafka.commit(group.group, group.topic, 0, 2)
     assert group.drain() == []  # the run holds the partition
 
@@ -222,8 +219,7 @@ def test_a_late_commit_during_a_run_is_no_reset(kafka, group):
     offset, mark = kafka.committed(group.group, group.topic)[0]
     group.fill(4)
     group.drain()
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
     kafka.commit(group.group, group.topic, 0, offset, mark or "")
 
     report = group.settle(lease, messages)
@@ -287,8 +283,7 @@ def test_messages_held_from_another_staging_folder_are_spared_until_the_lease_la
     kafka, tmp_path, caplog
 ):
     group = KafkaGroup(kafka, tmp_path / "one", lease=100.0)
-    group.fill(3)
-    lease, held = group.hold()
+    lease, held = group.hold(fill=3)
     group.staging = f"file://{tmp_path}/two"
 
     assert group.drain() == []
@@ -417,8 +412,7 @@ def test_a_staging_folder_restored_from_backup_loses_and_repeats_nothing(kafka, 
 
 def test_offsets_finished_without_staging_stand(group):
     staging, group.staging = group.staging, None
-    group.fill(4)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=4)
     group.settle(lease, messages, {messages[1].message_id: RETRY})
     group.staging = staging
 
@@ -428,14 +422,17 @@ def test_offsets_finished_without_staging_stand(group):
     assert all(message.redelivered for message in again)
 
 
-def test_a_recreated_topic_is_refused(apache_kafka, tmp_path):
+@pytest.mark.parametrize("finished", [True, False], ids=["after a commit", "before one"])
+def test_a_recreated_topic_is_refused_until_a_reset(apache_kafka, tmp_path, finished):
     group = KafkaGroup(apache_kafka, tmp_path)
-    group.fill(10)
-    group.drain()
+    lease, messages = group.hold(fill=3)
+    # Without a commit, the claim begins where the group is reset to
+    group.settle(lease, messages, rest=ACK if finished else RELEASE)
+    assert group.committed() == {0: 3 if finished else 0}
     apache_kafka.delete_topic(group.topic)
     eventually(lambda: apache_kafka.partitions(group.topic) == [])
     apache_kafka.topic(group.topic)
-    group.fill(4)
+    group.fill(2)
 
     with pytest.raises(
         ProducerError, match=r"was made anew since the group .* read it: .*--reset-offsets"
@@ -446,57 +443,26 @@ def test_a_recreated_topic_is_refused(apache_kafka, tmp_path):
         *("--group", group.group, "--topic", group.topic),
         *("--reset-offsets", "--to-earliest", "--execute"),
     )
-    assert offsets(group.drain()) == [0, 1, 2, 3]
-    assert group.drain() == []
-
-
-def test_a_reset_restarts_a_recreated_topic_before_its_first_commit(apache_kafka, tmp_path):
-    # Given a claim that begins where the group is reset to
-    group = KafkaGroup(apache_kafka, tmp_path)
-    group.fill(3)
-    lease, _ = group.hold()
-    group.carry_out(lease, Settlement(rest=RELEASE))
-    assert group.committed() == {0: 0}
-    apache_kafka.delete_topic(group.topic)
-    eventually(lambda: apache_kafka.partitions(group.topic) == [])
-    apache_kafka.topic(group.topic)
-    group.fill(2)
-    with pytest.raises(ProducerError, match=r"was made anew since .*--reset-offsets starts over"):
-        group.drain()
-
-    apache_kafka.consumer_groups(
-        *("--group", group.group, "--topic", group.topic),
-        *("--reset-offsets", "--to-earliest", "--execute"),
-    )
-
     assert offsets(group.drain()) == [0, 1]
     assert group.drain() == []
 
 
 @on_apache_kafka
-def test_a_compacted_dead_letter_topic_is_refused(kafka, group):
+@pytest.mark.parametrize(
+    ("order", "option", "policy", "text"),
+    [
+        ("partition", "dead_letter", "compact,delete", "-compacted' .* is compacted"),
+        ("none", "retry_topic", "compact", "the retry topic '.*-compacted' .*"),
+    ],
+    ids=["dead letters", "retries"],
+)
+def test_a_compacted_topic_is_refused(kafka, tmp_path, order, option, policy, text):
+    group = KafkaGroup(kafka, tmp_path, order=order)
     group.fill(3)
-    policy = {"cleanup.policy": "compact,delete"}
-    compacted = kafka.topic(f"{group.topic}-compacted", settings=policy)
+    compacted = kafka.topic(f"{group.topic}-compacted", settings={"cleanup.policy": policy})
 
-    with pytest.raises(
-        ProducerError, match=r"-compacted' .* is compacted \(cleanup.policy=compact,delete\)"
-    ):
-        group.drain(dead_letter=compacted)
-
-    assert offsets(group.drain()) == [0, 1, 2]
-
-
-@on_apache_kafka
-def test_a_compacted_retry_topic_is_refused(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(3)
-    compacted = kafka.topic(f"{group.topic}-compacted", settings={"cleanup.policy": "compact"})
-
-    with pytest.raises(
-        ProducerError, match=r"the retry topic '.*-compacted' .* \(cleanup.policy=compact\): of"
-    ):
-        group.drain(retry_topic=compacted)
+    with pytest.raises(ProducerError, match=rf"{text} \(cleanup.policy={policy}\)"):
+        group.drain(**{option: compacted})
 
     assert offsets(group.drain()) == [0, 1, 2]
 
@@ -523,8 +489,7 @@ def test_a_topic_with_another_id_is_refused(kafka, group, monkeypatch):
 
 @on_apache_kafka
 def test_messages_removed_by_retention_are_reported_and_skipped(kafka, group, caplog):
-    group.fill(10)
-    lease, messages = group.hold(most=4)
+    lease, messages = group.hold(most=4, fill=10)
     group.settle(lease, messages, {messages[2].message_id: RETRY})
     kafka.delete_before(group.topic, 0, 7)
 
@@ -552,8 +517,7 @@ def test_a_group_without_write_permission_is_refused(kafka_mock, tmp_path):
 # ------------------------------------------------------------------------------- crashes
 def test_a_dead_runs_messages_are_free_half_a_minute_after_its_lease(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
-    group.fill(3)
-    lease, _ = group.hold()
+    lease, _ = group.hold(fill=3)
 
     group.clock.sleep(125.0)
     assert group.drain() == []

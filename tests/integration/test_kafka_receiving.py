@@ -106,8 +106,7 @@ def test_ten_thousand_messages_need_few_claims(group, tmp_path):
 
 def test_claims_do_not_exceed_the_log(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
-    group.fill(10)
-    lease, messages = group.hold(most=3)
+    lease, messages = group.hold(most=3, fill=10)
     group.fill(5, start=10)
     group.clock.sleep(140.0)
 
@@ -236,8 +235,7 @@ def test_an_unreachable_broker_is_reported_first(tmp_path):
 
 # ------------------------------------------------------------------------------- concurrent runs
 def test_a_partition_held_by_another_run_is_received_once_free(group):
-    group.fill(4)
-    lease, messages = group.hold(most=2)
+    lease, messages = group.hold(most=2, fill=4)
     with group.source() as source:
         assert source.receive(10, timeout=0.0) == []
         group.settle(lease, messages)
@@ -247,8 +245,7 @@ def test_a_partition_held_by_another_run_is_received_once_free(group):
 
 
 def test_a_retry_that_becomes_due_during_a_run_is_received(group):
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
     retry = Verdict(Action.RETRY, 60.0, "again", "process")
     report = group.settle(lease, messages, {messages[1].message_id: retry})
     assert (report.acked, report.requeued, report.released) == (1, 1, 1)
@@ -341,8 +338,7 @@ def test_messages_removed_by_retention_may_fail_the_run(kafka, tmp_path):
 
 @on_apache_kafka
 def test_an_expired_retry_is_superseded(kafka, group, caplog):
-    group.fill(10)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=10)
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     group.settle(lease, messages, {messages[3].message_id: retry})
     kafka.delete_before(group.topic, 0, 8)

@@ -102,8 +102,7 @@ def test_a_retried_message_keeps_its_identity(kafka, tmp_path):
 
 def test_a_retry_not_yet_due_blocks_only_its_retry_topic(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(6)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=6)
     later = RETRY._replace(delay=600.0)
     group.settle(lease, messages, {messages[1].message_id: later, messages[3].message_id: RETRY})
     group.fill(2, start=6)
@@ -118,8 +117,7 @@ def test_a_retry_not_yet_due_blocks_only_its_retry_topic(kafka, tmp_path):
 
 def test_a_waiting_run_receives_due_retries(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(2)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=2)
     group.settle(lease, messages, {messages[1].message_id: RETRY})
     with group.source() as source:
         assert source.receive(10, timeout=0.0) == []
@@ -130,8 +128,7 @@ def test_a_waiting_run_receives_due_retries(kafka, tmp_path):
 
 def test_released_messages_stay_in_their_topic_without_repeating_others(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(10)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=10)
     verdicts = {messages[2].message_id: RELEASE, messages[7].message_id: RELEASE}
 
     assert group.settle(lease, messages, verdicts) == SettleReport(acked=8, released=2)
@@ -144,8 +141,7 @@ def test_released_messages_stay_in_their_topic_without_repeating_others(kafka, t
 
 def test_a_retry_copied_twice_is_handled_once(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
     verdicts = {messages[1].message_id: RETRY._replace(delay=0.0)}
     group.die_settling(GenerationLog, "begin", lease, messages, verdicts)
 
@@ -158,8 +154,7 @@ def test_a_retry_copied_twice_is_handled_once(kafka, tmp_path):
 def test_a_takeover_handles_a_message_and_its_copy_once(kafka, tmp_path):
     # Given a settlement that died after it had sent a copy, and was not repeated
     group = KafkaGroup(kafka, tmp_path, order="none", lease=100.0)
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
     verdicts = {messages[1].message_id: RETRY._replace(delay=0.0)}
     group.die_settling(GenerationLog, "begin", lease, messages, verdicts)
 
@@ -191,8 +186,7 @@ def test_foreign_records_in_the_retry_topic_are_ignored(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
     other = KafkaGroup(kafka, tmp_path / "other", order="none")
     other.topic, other.retries, other.letters = group.topic, group.retries, group.letters
-    group.fill(2)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=2)
     group.settle(lease, messages, {messages[0].message_id: RETRY._replace(delay=0.0)})
     kafka.fill(group.retries, [b"of nobody"])
 
@@ -203,8 +197,7 @@ def test_foreign_records_in_the_retry_topic_are_ignored(kafka, tmp_path):
 
 def test_a_retry_topic_is_read_after_a_change_of_order(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
     group.settle(lease, messages, {m.message_id: RETRY._replace(delay=0.0) for m in messages})
 
     lease, again = group.hold(order="partition")
@@ -239,8 +232,7 @@ def test_a_retry_too_large_to_copy_stays_in_its_topic(apache_kafka, tmp_path):
 def test_retries_keep_their_partition(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=4, order="none")
     kafka.add_partitions(group.retries, 2)
-    group.fill(8)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=8)
 
     group.settle(lease, messages, {m.message_id: RETRY._replace(delay=0.0) for m in messages})
 

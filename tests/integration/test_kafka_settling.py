@@ -87,8 +87,7 @@ def test_a_dead_letter_has_message_and_reason(kafka, group):
 
 def test_dead_letters_far_apart_are_all_sent(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
-    group.fill(12_000)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=12_000)
     dead = [m for m in messages if m.metadata["offset"] in (0, 1, 7, 4_500, 5_999)]
 
     report = group.settle(lease, messages, {m.message_id: DEAD for m in dead})
@@ -98,8 +97,7 @@ def test_dead_letters_far_apart_are_all_sent(kafka, tmp_path):
 
 
 def test_a_redelivered_messages_dead_letter_is_marked(group):
-    group.fill(1)
-    lease, [message] = group.hold()
+    lease, [message] = group.hold(fill=1)
     group.settle(lease, [message], {message.message_id: RETRY})
     lease, [again] = group.hold()
 
@@ -111,8 +109,7 @@ def test_a_redelivered_messages_dead_letter_is_marked(group):
 
 
 def test_dead_letters_sent_again_after_a_crash_are_marked(group):
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
     verdicts = {messages[0].message_id: DEAD}
     group.die_settling(GenerationLog, "begin", lease, messages, verdicts)
 
@@ -127,8 +124,7 @@ def _killed(*_: Any, **__: Any) -> Any:
 
 
 def test_an_unrecorded_immediate_dead_letter_is_marked_when_repeated(group, monkeypatch):
-    group.fill(2)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=2)
     custodian = group.producer().custodian(group.env("c"))
     with monkeypatch.context() as patched:
         patched.setattr(GenerationFiles, "note_decisions", _killed)
@@ -147,8 +143,7 @@ def test_an_unrecorded_immediate_dead_letter_is_marked_when_repeated(group, monk
 
 @on_apache_kafka
 def test_a_dead_letter_without_body_is_marked(kafka, group):
-    group.fill(5)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=5)
     kafka.delete_before(group.topic, 0, 3)
 
     report = group.settle(lease, messages, {messages[n].message_id: DEAD for n in (0, 2, 4)})
@@ -180,8 +175,7 @@ def test_an_oversized_dead_letter_is_sent_without_body(apache_kafka, tmp_path, m
 def test_dead_letters_without_topic_stay_in_their_partition(kafka, tmp_path):
     # Given a message that dead-letters itself, where no dead letters were configured
     group = KafkaGroup(kafka, tmp_path, dead_letter="nowhere-to-go", on_failure="ack")
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
 
     report = group.settle(lease, messages, {messages[1].message_id: DEAD})
 
@@ -194,8 +188,7 @@ def test_dead_letters_without_topic_stay_in_their_partition(kafka, tmp_path):
 def test_offsets_are_finished_only_after_their_dead_letters(group, monkeypatch):
     # Given five dead letters on one partition, moved two at a time
     monkeypatch.setattr("airflow_broadway.producers.kafka.letters._WAVE", 2)
-    group.fill(5)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=5)
     group.settle(lease, messages, {message.message_id: DEAD for message in messages})
 
     # When the first two are deleted
@@ -213,8 +206,7 @@ def test_offsets_are_finished_only_after_their_dead_letters(group, monkeypatch):
 # ------------------------------------------------------------------------------- the offsets
 def test_a_refused_commit_settles_nothing(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path)
-    group.fill(3)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=3)
     kafka_mock.tell("push_request_errors_array", 8, [30])
 
     with pytest.raises(ProducerError, match="the group is not allowed"):
@@ -230,8 +222,7 @@ def test_a_refused_commit_settles_nothing(kafka_mock, tmp_path):
 def test_a_decided_settlement_survives_a_takeover(kafka_mock, tmp_path):
     # Given a settler that dies when it has decided, and before it has committed
     group = KafkaGroup(kafka_mock, tmp_path, lease=100.0)
-    group.fill(6)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=6)
     kafka_mock.tell("push_request_errors_array", 8, [30])
     with pytest.raises(ProducerError):
         group.settle(lease, messages, {messages[4].message_id: DEAD, messages[5].message_id: RETRY})
@@ -247,8 +238,7 @@ def test_a_decided_settlement_survives_a_takeover(kafka_mock, tmp_path):
 
 
 def test_a_million_messages_are_settled_by_counts(group):
-    group.fill(100)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=100)
 
     def unread() -> Any:
         raise AssertionError("ids were read")
@@ -260,8 +250,7 @@ def test_a_million_messages_are_settled_by_counts(group):
 
 def test_messages_missing_from_the_manifest_are_released(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, order="none")
-    group.fill(5)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=5)
 
     report = group.settle(lease, messages[:3])
 
@@ -270,8 +259,7 @@ def test_messages_missing_from_the_manifest_are_released(kafka, tmp_path):
 
 
 def test_an_inconsistent_manifest_settles_nothing(group):
-    group.fill(5)
-    lease, _ = group.hold()
+    lease, _ = group.hold(fill=5)
 
     with pytest.raises(ProducerError, match="read 5 messages and its manifest names 3: none was"):
         group.carry_out(lease, Settlement(rest=ACK, expected=3))
@@ -283,8 +271,7 @@ def test_a_settlement_killed_at_any_write_reports_the_same(
     kafka_mock, tmp_path, monkeypatch, kill_at
 ):
     group = KafkaGroup(kafka_mock, tmp_path, partitions=3, order="none")
-    group.fill(30)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=30)
     verdicts = {messages[0].message_id: RETRY, messages[7].message_id: DEAD}
     from airflow_broadway.producers.kit.state_files import StateFiles
 
@@ -310,8 +297,7 @@ def test_a_settlement_killed_at_any_write_reports_the_same(
 
 def test_the_first_of_two_conflicting_settlements_counts(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
-    group.fill(10)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=10)
     group.die_settling(Cluster, "commit", lease, messages)
 
     report = group.settle(lease, messages, rest=RELEASE)
@@ -323,8 +309,7 @@ def test_the_first_of_two_conflicting_settlements_counts(kafka, tmp_path):
 # ------------------------------------------------------------------------------- order and halts
 def test_a_halt_keeps_later_messages_and_fails_the_run(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2)
-    group.fill(10)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=10)
     halt = next(m for m in messages if m.message_id == f"{group.topic}-0-2")
 
     report = group.settle(lease, messages, {halt.message_id: LEAVE})
@@ -429,8 +414,7 @@ def test_a_late_settlement_settles_unclaimed_messages(kafka, tmp_path):
 def test_a_late_settlement_holds_its_messages_meanwhile(kafka, tmp_path, monkeypatch):
     # Given a settlement behind the end of its lease, and another run before its plan is recorded
     group = KafkaGroup(kafka, tmp_path, lease=100.0)
-    group.fill(5)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=5)
     group.clock.sleep(1000.0)
     begin, taken = GenerationLog.begin, list[Any]()
 
@@ -446,8 +430,7 @@ def test_a_late_settlement_holds_its_messages_meanwhile(kafka, tmp_path, monkeyp
 
 
 def test_a_lease_of_other_options_is_refused(group):
-    group.fill(1)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=1)
 
     with pytest.raises(ProducerError, match="give both halves of the run the same options"):
         group.settle(lease, messages, group_id="another")

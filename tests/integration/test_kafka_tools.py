@@ -58,8 +58,7 @@ def offsets(messages: Any) -> list[int]:
 
 def test_describe_shows_offsets_and_lag_during_and_after_runs(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path, partitions=2, order="none")
-    group.fill(20)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=20)
 
     during = described(group)
     report = group.settle(lease, messages, {messages[3].message_id: RETRY})
@@ -115,8 +114,7 @@ def test_attempts_restart_after_a_reset(apache_kafka, tmp_path):
 def test_a_foreign_consumer_in_the_group_is_reported_at_settlement(apache_kafka, tmp_path):
     # Given a run that holds messages, and a consumer that joins its group: the group rebalances
     group = KafkaGroup(apache_kafka, tmp_path, lease=100.0)
-    group.fill(5)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=5)
     with apache_kafka.member(group.group, group.topic):
         with pytest.raises(ProducerError, match="the group has members, which consume beside"):
             group.settle(lease, messages)
@@ -132,8 +130,7 @@ def test_a_foreign_consumer_in_the_group_is_reported_at_settlement(apache_kafka,
 
 def test_a_marker_is_small_and_contains_no_secret(apache_kafka, tmp_path):
     group = KafkaGroup(apache_kafka, tmp_path)
-    group.fill(5)
-    lease, messages = group.hold()
+    lease, messages = group.hold(fill=5)
 
     [(offset, held)] = apache_kafka.committed(group.group, group.topic).values()
     group.settle(lease, messages)

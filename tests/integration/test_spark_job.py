@@ -431,48 +431,28 @@ def test_returning_none_is_success(job):
     assert datetime.fromisoformat(made.started_at).tzinfo is not None
 
 
-def _by_frame(messages: DataFrame) -> Any:
-    return failed(messages.where("data.n >= 8"), reason="big")
-
-
-def _by_ids(messages: DataFrame) -> Any:
-    return failed((f"m{n}" for n in (8, 9)), reason="big")
-
-
 def _by_column(messages: DataFrame) -> Any:
     from pyspark.sql import functions as F  # noqa: N812
 
     return failed(messages.where("data.n >= 8"), reason=F.concat(F.lit("bi"), F.lit("g")))
 
 
-def _by_list(messages: DataFrame) -> Any:
-    return [failed(["m8"], reason="big"), failed(messages.where("data.n = 9"), reason="big")]
-
-
-def _by_or(messages: DataFrame) -> Any:
-    return failed(["m8", "m9"], reason="small") | failed(["m9", "m8", "m9"], reason="big")
-
-
-def _by_duplicates(messages: DataFrame) -> Any:
-    bad = messages.where("data.n >= 8")
-    return failed(bad.union(bad), reason="big")
-
-
-def _by_outcomes(messages: DataFrame) -> Any:
-    return messages.selectExpr("message_id", "data.n < 8 AS ok", "'big' AS reason")
-
-
-def _by_status(messages: DataFrame) -> Any:
-    return messages.selectExpr(
+FAILED = {
+    "frame": lambda m: failed(m.where("data.n >= 8"), reason="big"),
+    "ids": lambda m: failed((f"m{n}" for n in (8, 9)), reason="big"),
+    "column": _by_column,
+    "list": lambda m: [failed(["m8"], reason="big"), failed(m.where("data.n = 9"), reason="big")],
+    "or": lambda m: failed(["m8", "m9"], reason="no") | failed(["m9", "m8", "m9"], reason="big"),
+    "duplicates": lambda m: failed(m.where("data.n >= 8").union(m.where("data.n > 7")), "big"),
+    "outcomes": lambda m: m.selectExpr("message_id", "data.n < 8 AS ok", "'big' AS reason"),
+    "status": lambda m: m.selectExpr(
         "message_id", "IF(data.n < 8, 'OK', 'Failed') AS status", "'big' AS reason"
-    )
+    ),
+}
 
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
-@pytest.mark.parametrize(
-    "callback",
-    [_by_frame, _by_ids, _by_column, _by_list, _by_or, _by_duplicates, _by_outcomes, _by_status],
-)
+@pytest.mark.parametrize("callback", FAILED.values(), ids=FAILED)
 def test_some_failed(job, monkeypatch, callback, small):
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     made, entries = job.one(lambda messages, info: callback(messages))
@@ -507,11 +487,9 @@ def test_a_message_left_out_of_the_outcomes_is_released(job, monkeypatch, small)
     assert (first.payload, first.properties) == (b"body", "{}")
 
 
-def _nobody(messages: DataFrame) -> Any:
-    return failed(messages.where("false"))
-
-
-@pytest.mark.parametrize("callback", [_nobody, lambda m: failed([]), lambda m: []])
+@pytest.mark.parametrize(
+    "callback", [lambda m: failed(m.where("false")), lambda m: failed([]), lambda m: []]
+)
 def test_no_message_failed(job, callback):
     made, _ = job.one(lambda messages, info: callback(messages))
     assert (made.successful, made.failed, made.exceptions) == (10, 0, None)
@@ -525,47 +503,31 @@ def _exits(messages: DataFrame) -> Any:
     raise SystemExit(3)
 
 
-def _bad_column(messages: DataFrame) -> Any:
-    return messages.select("nothing")
-
-
-def _bad_row(messages: DataFrame) -> Any:
-    return failed(messages.selectExpr("raise_error('lazily') AS message_id"))
-
-
-def _unknown(messages: DataFrame) -> Any:
-    return failed(["m1", "nobody"])
-
-
-def _unknown_frame(messages: DataFrame) -> Any:
-    return failed(messages.selectExpr("concat('x', message_id) AS message_id"))
-
-
-def _bad_word(messages: DataFrame) -> Any:
-    return messages.selectExpr("message_id", "'perhaps' AS status")
-
-
-def _no_standing(messages: DataFrame) -> Any:
-    return messages.select("message_id", "data")
-
-
-def _bad_kind(messages: DataFrame) -> Any:
-    return messages.selectExpr("message_id", "1 AS ok")
-
-
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 @pytest.mark.parametrize(
     ("callback", "text"),
     [
         (_raises, "ValueError: no such luck"),
         (_exits, "SystemExit: 3"),
-        (_bad_column, "UNRESOLVED_COLUMN"),
-        (_bad_row, "lazily"),
-        (_unknown, "PipelineError: handle_batch returned message ids that are not of this batch"),
-        (_unknown_frame, "message ids that are not of this batch: 'xm"),
-        (_bad_word, "has the status 'perhaps'; expected one of"),
-        (_no_standing, "with neither of the columns ok and status"),
-        (_bad_kind, "column 'ok' of the DataFrame that handle_batch returned is"),
+        (lambda m: m.select("nothing"), "UNRESOLVED_COLUMN"),
+        (lambda m: failed(m.selectExpr("raise_error('lazily') AS message_id")), "lazily"),
+        (
+            lambda m: failed(["m1", "stranger"]),
+            "PipelineError: handle_batch returned message ids that are not of this batch",
+        ),
+        (
+            lambda m: failed(m.selectExpr("concat('x', message_id) AS message_id")),
+            "message ids that are not of this batch: 'xm",
+        ),
+        (
+            lambda m: m.selectExpr("message_id", "'perhaps' AS status"),
+            "has the status 'perhaps'; expected one of",
+        ),
+        (lambda m: m.select("message_id", "data"), "with neither of the columns ok and status"),
+        (
+            lambda m: m.selectExpr("message_id", "1 AS ok"),
+            "column 'ok' of the DataFrame that handle_batch returned is",
+        ),
         (lambda messages: 42, "handle_batch returned int 42; on Spark it returns None"),
     ],
 )
