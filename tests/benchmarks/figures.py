@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.local_airflow import LocalAirflow
+from scripts.airflow_env import airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+
+_DAGS = Path(__file__).parent / "dags"
 
 #: ``{"name", "value", "unit"}``, and ``"ratio"`` with ``"of"``, the figure it is compared with.
 Figures = list[dict[str, Any]]
@@ -44,6 +50,29 @@ def folder_of_its_own() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def measure(module: str, *arguments: str, **options: Any) -> Any:
+    """Runs a benchmark module in a process of its own; returns its last line, JSON."""
+    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join([module, *arguments])} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def tell(name: str, took: Took) -> None:
+    """Prints a try immediately: all of them together take half an hour."""
+    print(f"  {name}: {took.rate:,.0f} msg/s in {took.seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def airflow_for(folder: Path, conn_id: str, connection: Any) -> LocalAirflow:
+    """A real Airflow with the benchmarks' Dags and a connection."""
+    env = airflow_env(port=free_port(), home=folder / "airflow", dags=_DAGS)
+    env["PYTHONPATH"] += f":{_DAGS.parents[2] / 'dags'}"
+    env[f"AIRFLOW_CONN_{conn_id.upper()}"] = json.dumps(connection)
+    parts = ("api-server", "scheduler", "dag-processor")
+    return LocalAirflow(env, folder / "logs", components=parts)
 
 
 def rate(name: str, messages: int, seconds: float) -> dict[str, Any]:

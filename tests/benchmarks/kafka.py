@@ -16,7 +16,6 @@ The server is Apache Kafka, one broker on this machine.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 import uuid
@@ -25,21 +24,28 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from scripts.airflow_env import airflow_env
-from scripts.local_airflow import LocalAirflow, free_port
-from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, run_of
+from scripts.local_airflow import LocalAirflow
+from tests.benchmarks.figures import (
+    Figures,
+    Took,
+    airflow_for,
+    folder_of_its_own,
+    measure,
+    median,
+    memory,
+    run_of,
+    tell,
+)
 from tests.benchmarks.made_up import BODY
-from tests.benchmarks.stages import Stage, run_stage
+from tests.benchmarks.stages import Stage, run_batches, run_made_up, run_stage
 from tests.kafka_server import ApacheKafka, KafkaServer
 
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 PARTITIONS = 8
 PIPELINE = "tests.benchmarks.pipelines:OnKafka"
-MADE_UP = "tests.benchmarks.made_up:OnNothing"
 #: What is compared with what.
 OF = {"source": "ceiling", "process": "made_up", "process.unordered": "made_up"}
-DAGS = Path(__file__).parent / "dags"
 #: The topic of the Dag.
 TOPIC = "bench"
 
@@ -58,18 +64,13 @@ def bench_kafka(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
         if sizes:
             server.topic(TOPIC, PARTITIONS)
             server.topic(f"{TOPIC}-dlt")
-            with airflow_with(server, folder) as airflow:
+            with airflow_for(folder, "bench_kafka", server.connection()) as airflow:
                 for _ in range(min(tries, 3)):
                     for label, size in sizes.items():
                         took = run_of_messages(airflow, server, size)
                         tell(f"run.{label}", took)
                         taken.setdefault(f"run.{label}", []).append(took)
     return [*figures(taken), *peaks]
-
-
-def tell(name: str, took: Took) -> None:
-    """Say at once what a try took."""
-    print(f"  {name}: {took.rate:,.0f} msg/s in {took.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 # -- the stages ------------------------------------------------------------------------------------
@@ -89,13 +90,13 @@ def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Took]]:
     topic = new_topic(server, count)
     yield "ceiling", apart("ceiling", server.bootstrap, topic, count)
     yield "source", apart("source", server.bootstrap, topic, count)
-    yield "made_up", of_stage(count, made_up(count))
+    yield "made_up", of_stage(count, run_made_up(count))
     for name, order in (("process", "partition"), ("process.unordered", "none")):
         with folder_of_its_own() as folder:
             arguments = given_for(server, folder, topic, order)
             yield name, of_stage(count, run_stage("process", **arguments))
             if order == "partition":
-                batches(arguments)
+                run_batches(arguments)
                 yield "settle", of_stage(count, run_stage("settle", **arguments))
     server.delete_topic(topic)
 
@@ -110,20 +111,6 @@ def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict
         "order": order,
     }
     return {"folder": str(folder), "ref": {"class": PIPELINE, "options": {"producer": options}}}
-
-
-def made_up(count: int) -> Stage:
-    """The process stage on messages from nowhere."""
-    options = {"producer": {"messages": count}}
-    with folder_of_its_own() as folder:
-        arguments = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
-        return run_stage("process", max_messages=count, **arguments)
-
-
-def batches(given: dict[str, Any]) -> None:
-    """Plan and run the batches of a run."""
-    plans = [run_stage("plan", batcher=name, **given) for name in ("even", "odd")]
-    run_stage("spark", plans=[plan.result["plan"] for plan in plans], **given)
 
 
 def of_stage(count: int, stage: Stage) -> Took:
@@ -152,12 +139,7 @@ def peak_of(server: ApacheKafka, label: str, size: int) -> dict[str, Any]:
 
 def apart(name: str, bootstrap: str, topic: str, count: int) -> Took:
     """What one thing took, in a process of its own."""
-    arguments = json.dumps({"bootstrap": bootstrap, "topic": topic, "count": count})
-    command = [sys.executable, "-m", "tests.benchmarks.kafka", name, arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-    return Took(*json.loads(done.stdout.splitlines()[-1]))
+    return Took(*measure("kafka", name, bootstrap=bootstrap, topic=topic, count=count))
 
 
 def ceiling(bootstrap: str, topic: str, count: int) -> Took:
@@ -220,15 +202,6 @@ def timed(count: int, work: Callable[[], int]) -> Took:
 
 
 # -- whole runs ------------------------------------------------------------------------------------
-
-
-def airflow_with(server: ApacheKafka, folder: Path) -> Any:
-    """A real Airflow whose connection leads to the server."""
-    env = airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS)
-    env["PYTHONPATH"] += f":{DAGS.parents[2] / 'dags'}"
-    env["AIRFLOW_CONN_BENCH_KAFKA"] = json.dumps(server.connection())
-    parts = ("api-server", "scheduler", "dag-processor")
-    return LocalAirflow(env, folder / "logs", components=parts)
 
 
 def run_of_messages(airflow: LocalAirflow, server: ApacheKafka, count: int) -> Took:

@@ -23,16 +23,15 @@ from itertools import repeat
 from tests.benchmarks.figures import Figures, Took, folder_of_its_own
 from tests.benchmarks.made_up import BODY
 from tests.benchmarks.receipt_stages import added, apart, processor, rates, requests_of, with_run
-from tests.benchmarks.stages import run_stage
+from tests.benchmarks.stages import run_made_up
 from tests.pubsub_server import Emulator, PubSubServer
 
 MESSAGES = 100_000
 #: Of these messages: 20,000 each.
 RUNS = 5
 THREADS = 4
-MADE_UP = "tests.benchmarks.made_up:OnNothing"
 
-WORKER = "tests.benchmarks.pubsub_worker"
+WORKER = "pubsub_worker"
 #: What is compared with what.
 OF = {
     "process": "ceiling.pull",
@@ -84,17 +83,9 @@ def one_try(server: PubSubServer, count: int, *, ours_first: bool = False) -> di
 
     turns = [bare, all_runs, one_run]
     took = {
-        name: each for turn in turns[:: -1 if ours_first else 1] for name, each in turn().items()
+        name: took for turn in turns[:: -1 if ours_first else 1] for name, took in turn().items()
     }
-    for each in subscriptions:
-        server.subscriber.delete_subscription(subscription=each)
-    return {**took, "made_up": made_up(count)}
-
-
-def made_up(count: int) -> Took:
-    """The process stage on messages from nowhere."""
-    options = {"producer": {"messages": count}}
-    with folder_of_its_own() as folder:
-        arguments = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
-        stage = run_stage("process", max_messages=count, **arguments)
-    return Took(count, stage.seconds, stage.cpu)
+    for name in subscriptions:
+        server.subscriber.delete_subscription(subscription=name)
+    stage = run_made_up(count)
+    return {**took, "made_up": Took(count, stage.seconds, stage.cpu)}

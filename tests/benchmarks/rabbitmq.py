@@ -11,7 +11,6 @@ the client's processor time for a message, ``.peak`` the largest process of a st
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 import uuid
@@ -24,19 +23,27 @@ from typing import Any
 
 import psutil
 
-from scripts.airflow_env import airflow_env
-from scripts.local_airflow import LocalAirflow, free_port
-from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, run_of
-from tests.benchmarks.stages import Stage, run_stage
+from scripts.local_airflow import LocalAirflow
+from tests.benchmarks.figures import (
+    Figures,
+    Took,
+    airflow_for,
+    folder_of_its_own,
+    measure,
+    median,
+    memory,
+    run_of,
+    tell,
+)
+from tests.benchmarks.made_up import BODY
+from tests.benchmarks.stages import Stage, run_batches, run_stage
 from tests.rabbitmq_server import RabbitServer
 
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
-BODY = b"x" * 200
 PIPELINE = "tests.benchmarks.pipelines:OnRabbitMQ"
 #: The queue of the Dags; each runs with the producer concurrency that its name ends with.
 QUEUE = "bench"
-DAGS = Path(__file__).parent / "dags"
 
 
 def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
@@ -117,12 +124,8 @@ def ceiling(url: str, queue: str, count: int) -> Took:
 
 def ceiling_of(server: RabbitServer, count: int) -> Took:
     """The ceiling, in a process of its own."""
-    arguments = {"url": server.url, "queue": new_queue(server, count), "count": count}
-    command = [sys.executable, "-m", "tests.benchmarks.rabbitmq", json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the ceiling failed:\n{done.stderr[-4000:]}")
-    return Took(*json.loads(done.stdout.splitlines()[-1]))
+    queue = new_queue(server, count)
+    return Took(*measure("rabbitmq", url=server.url, queue=queue, count=count))
 
 
 # -- the stages ------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def stages(server: RabbitServer, count: int) -> Iterator[tuple[str, Took]]:
     with folder_of_its_own() as folder:
         arguments = prepared(server, folder, count)
         yield "process", took(count, run_stage("process", **arguments))
-        batches(arguments)
+        run_batches(arguments)
         yield "settle", took(count, run_stage("settle", **arguments))
     with folder_of_its_own() as folder:
         arguments = prepared(server, folder, count)
@@ -150,7 +153,7 @@ def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
     with folder_of_its_own() as folder:
         arguments = prepared(server, folder, size)
         result = [memory(f"rabbitmq.{label}.process", run_stage("process", **arguments).peak)]
-        plans, spark = batches(arguments)
+        plans, spark = run_batches(arguments)
         result.append(memory(f"rabbitmq.{label}.batch", max(plan.peak for plan in plans)))
         result.append(memory(f"rabbitmq.{label}.spark", spark.peak))
         settled = run_stage("settle", **arguments)
@@ -185,12 +188,6 @@ def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     return {"folder": str(folder), "ref": ref}
 
 
-def batches(given: dict[str, Any]) -> tuple[list[Stage], Stage]:
-    """Plan and run the batches of a run."""
-    plans = [run_stage("plan", batcher=name, **given) for name in ("even", "odd")]
-    return plans, run_stage("spark", plans=[plan.result["plan"] for plan in plans], **given)
-
-
 def took(count: int, stage: Stage) -> Took:
     """What a stage took for so many messages."""
     return Took(count, stage.seconds, stage.cpu)
@@ -202,11 +199,7 @@ def took(count: int, stage: Stage) -> Took:
 @contextmanager
 def airflow_with(server: RabbitServer, folder: Path) -> Iterator[LocalAirflow]:
     """A real Airflow whose connection leads to the server."""
-    env = airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS)
-    env["PYTHONPATH"] += f":{DAGS.parents[2] / 'dags'}"
-    env["AIRFLOW_CONN_BENCH_RABBITMQ"] = json.dumps(server.connection())
-    parts = ("api-server", "scheduler", "dag-processor")
-    with LocalAirflow(env, folder / "logs", components=parts) as airflow:
+    with airflow_for(folder, "bench_rabbitmq", server.connection()) as airflow:
         for producers in (1, 2):
             airflow.wait_for_dag(f"bench_rabbitmq_{producers}")
         yield airflow
@@ -233,11 +226,6 @@ def cpu_of(airflow: LocalAirflow) -> float:
             continue
         total += times.user + times.system + times.children_user + times.children_system
     return total
-
-
-def tell(name: str, took: Took) -> None:
-    """Say at once what a try took: all of them together take half an hour."""
-    print(f"  {name}: {took.rate:,.0f} msg/s in {took.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 # -- figures ---------------------------------------------------------------------------------------

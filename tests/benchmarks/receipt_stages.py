@@ -5,14 +5,13 @@ that it received, over a broker of receipts.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from tests.benchmarks.figures import Figures, Took, median
+from tests.benchmarks.figures import Figures, Took, measure, median
 
 
 class Counted(Protocol):
@@ -107,12 +106,7 @@ def timed(requests: Counted, messages: int, work: Callable[[], None]) -> Took:
 
 def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
     """What a worker took for one thing, in a process of its own."""
-    command = [sys.executable, "-m", module, name, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-    report = json.loads(done.stdout.splitlines()[-1])
-    return {key: Took(*value) for key, value in report.items()}
+    return {key: Took(*value) for key, value in measure(module, name, **given).items()}
 
 
 def with_run(took: Mapping[str, Took]) -> dict[str, Took]:

@@ -23,7 +23,7 @@ MESSAGES = 5_000
 STUBBED = 20_000
 THREADS = 10
 
-WORKER = "tests.benchmarks.sqs_worker"
+WORKER = "sqs_worker"
 #: What is compared with what.
 OF = {"process": "ceiling.receive", "settle": "ceiling.delete", "run": "ceiling"}
 

@@ -43,15 +43,25 @@ class Stage(NamedTuple):
 
 def run_stage(name: str, **given: Any) -> Stage:
     """Runs a stage in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.stages", name, json.dumps(given)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"stage {name} failed:\n{done.stderr[-4000:]}")
-    return Stage(**json.loads(done.stdout.splitlines()[-1]))
+    from tests.benchmarks.figures import measure  # loads Airflow's client, which stages do not need
+
+    return Stage(**measure("stages", name, **given))
+
+
+def run_batches(given: dict[str, Any]) -> tuple[list[Stage], Stage]:
+    """Plans and runs the batches of a run."""
+    plans = [run_stage("plan", batcher=name, **given) for name in ("even", "odd")]
+    return plans, run_stage("spark", plans=[plan.result["plan"] for plan in plans], **given)
+
+
+def run_made_up(count: int) -> Stage:
+    """The process stage on messages from nowhere."""
+    from tests.benchmarks.figures import folder_of_its_own
+
+    options = {"producer": {"messages": count}}
+    ref = {"class": "tests.benchmarks.made_up:OnNothing", "options": options}
+    with folder_of_its_own() as folder:
+        return run_stage("process", max_messages=count, folder=str(folder), ref=ref)
 
 
 def _pipeline(ref: dict[str, Any]) -> Pipeline:
