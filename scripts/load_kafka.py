@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from scripts.load_flights import flights
+from scripts.load_flights import add_arguments, flights
 
 TOPIC = "flights"
 DEAD, RETRY = "flights-dlt", "flights.retry"
@@ -73,8 +73,7 @@ def main() -> int:
     """Loads what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bootstrap", default="127.0.0.1:9092", help="host:port of a broker")
-    parser.add_argument("--messages", type=int)
-    parser.add_argument("--seed", type=int)
+    add_arguments(parser)
     args = parser.parse_args()
     try:
         count = load({"bootstrap.servers": args.bootstrap}, args.messages, args.seed)

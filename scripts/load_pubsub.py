@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from scripts.load_flights import flights
+from scripts.load_flights import add_arguments, flights
 
 #: The topic, and its subscription.
 NAME = "flights"
@@ -92,8 +92,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project", default=os.environ.get("GOOGLE_CLOUD_PROJECT"))
-    parser.add_argument("--messages", type=int)
-    parser.add_argument("--seed", type=int)
+    add_arguments(parser)
     args = parser.parse_args()
     if not args.project:
         parser.error("--project is needed, or GOOGLE_CLOUD_PROJECT")

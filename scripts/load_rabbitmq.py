@@ -14,7 +14,7 @@ from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of
 from airflow_broadway.producers.rabbitmq.amqp.channels import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from scripts.load_flights import flights
+from scripts.load_flights import add_arguments, flights
 
 QUEUE = "flights"
 
@@ -43,8 +43,7 @@ def main() -> int:
     """Loads what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="amqp://guest:guest@127.0.0.1:5672/")
-    parser.add_argument("--messages", type=int)
-    parser.add_argument("--seed", type=int)
+    add_arguments(parser)
     args = parser.parse_args()
     count = load(address_of_uri(args.url, name="load_rabbitmq"), args.messages, args.seed)
     print(f"{count:,} flights are in the queue {QUEUE!r}.")

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from scripts.load_flights import flights
+from scripts.load_flights import add_arguments, flights
 
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
@@ -83,8 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint-url", help="another endpoint than AWS's")
     parser.add_argument("--region", default="us-east-1")
-    parser.add_argument("--messages", type=int)
-    parser.add_argument("--seed", type=int)
+    add_arguments(parser)
     args = parser.parse_args()
 
     import boto3

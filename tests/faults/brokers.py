@@ -1,7 +1,7 @@
 """The brokers of the fault runs.
 
 Another broker takes part by an entry in :data:`BROKERS`, with a module of its own beside this one,
-and a pipeline in ``dags/killed_pipeline.py`` and ``dags/killed.py``.
+and a pipeline in ``dags/killed_pipeline.py``.
 """
 
 from __future__ import annotations

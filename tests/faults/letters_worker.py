@@ -20,18 +20,10 @@ from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.pubsub.dead_letters import PubSubDeadLetters
 from airflow_broadway.producers.sqs.dead_letters import SqsDeadLetters
-from tests.faults.dags import killed_pipeline
+from tests.faults.dags.killed_pipeline import PIPELINES, Handled, Killed, note
 
 AT_WORK = "at work"
 HANDLED = "handled.db"
-#: Whose dead letters they are.
-PIPELINES = {
-    "sqlite": killed_pipeline.Killed,
-    "rabbitmq": killed_pipeline.KilledRabbitMQ,
-    "sqs": killed_pipeline.KilledSqs,
-    "kafka": killed_pipeline.KilledKafka,
-    "pubsub": killed_pipeline.KilledPubSub,
-}
 #: Seconds for which SQS and Pub/Sub hide letters that a killed process had received; by default
 #: minutes.
 _HIDDEN = 5
@@ -40,7 +32,7 @@ _HIDDEN = 5
 class Letters(Broadway):
     """Handles each message, or none."""
 
-    producer: Any = killed_pipeline.Killed.producer
+    producer: Any = Killed.producer
     processors = Processors(concurrency=1, max_demand=500)
     batchers = {"default": Batcher(engine="python", batch_size=500, batch_timeout=None)}
 
@@ -50,18 +42,8 @@ class Letters(Broadway):
         return message.put_data(int(message.data))
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        handled = (
-            killed_pipeline.Handled(
-                message.message_id,
-                message.data,
-                message.attempt,
-                message.redelivered,
-                batcher,
-                batch_info.batch_id,
-            )
-            for message in messages
-        )
-        killed_pipeline.note(context["handled"], handled)
+        handled = (Handled.of(message, message.data, batch_info) for message in messages)
+        note(context["handled"], handled)
         return messages
 
 

@@ -5,21 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from airflow.sdk import DAG, Param
-from killed_pipeline import (  # type: ignore[import-not-found]
-    Killed,
-    KilledKafka,
-    KilledPubSub,
-    KilledRabbitMQ,
-    KilledSqs,
-)
-
-PIPELINES = {
-    "sqlite": Killed,
-    "rabbitmq": KilledRabbitMQ,
-    "sqs": KilledSqs,
-    "kafka": KilledKafka,
-    "pubsub": KilledPubSub,
-}
+from killed_pipeline import PIPELINES  # type: ignore[import-not-found]
 
 for broker, pipeline in PIPELINES.items():
     with DAG(

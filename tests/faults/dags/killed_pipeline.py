@@ -39,6 +39,11 @@ class Handled(NamedTuple):
     batcher: str
     batch_id: str
 
+    @classmethod
+    def of(cls, message: Message, number: int, info: BatchInfo) -> Handled:
+        marks = message.attempt, message.redelivered
+        return cls(message.message_id, number, *marks, info.batcher, info.batch_id)
+
 
 def refused(number: int) -> bool:
     """Whether ``handle_message`` makes it a dead letter at first sight."""
@@ -135,17 +140,7 @@ class Killed(Broadway):
 
     @staticmethod
     def _handle_list(messages: list[Message], batch_info: BatchInfo, context: Any) -> list[Message]:
-        calls = [
-            Handled(
-                message.message_id,
-                message.data["number"],
-                message.attempt,
-                message.redelivered,
-                batch_info.batcher,
-                batch_info.batch_id,
-            )
-            for message in messages
-        ]
+        calls = [Handled.of(message, message.data["number"], batch_info) for message in messages]
         note(context["handled"], calls)
         time.sleep(0.3)
         return [
@@ -212,3 +207,13 @@ class KilledPubSub(Killed):
         on_failure="retry",
         retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
     )
+
+
+#: By the broker's name.
+PIPELINES: dict[str, type[Killed]] = {
+    "sqlite": Killed,
+    "rabbitmq": KilledRabbitMQ,
+    "sqs": KilledSqs,
+    "kafka": KilledKafka,
+    "pubsub": KilledPubSub,
+}
