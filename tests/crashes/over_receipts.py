@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from airflow_broadway.core.custody.producer import Producer
@@ -23,7 +23,15 @@ class OverReceipts(Subject):
         return [path for path in result if not any(end in path for end in ended)]
 
 
-def declared(producer: Producer) -> Mapping[str, Any]:
-    """What of a pipeline's own producer holds over any broker."""
+def declared(producer: Producer, actions: Collection[str] | None = None) -> Mapping[str, Any]:
+    """The options of a pipeline's own producer that hold over any broker.
+
+    :param actions: Those of the broker, if it lacks some.
+    """
     names = ("retry", "concurrency", "transformer", "on_success", "on_failure")
-    return {name: getattr(producer, name) for name in names}
+    options = {name: getattr(producer, name) for name in names}
+    return {
+        name: value
+        for name, value in options.items()
+        if actions is None or not name.startswith("on_") or value in actions
+    }

@@ -1,15 +1,17 @@
-"""Every broker's subject, by name: what the campaign runs over.
+"""The subjects of the crash campaign, by broker.
 
-A broker comes by registering itself here: a context in which its server is there, which gives what
-makes a subject of a pipeline and a folder.
+An entry opens a broker's server and yields a function that makes a subject of a pipeline and a
+folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.testing.crashes import Embedded, Subject
@@ -17,98 +19,30 @@ from airflow_broadway.testing.crashes import Embedded, Subject
 MakeSubject = Callable[[type[Broadway], Path], Subject]
 
 
-@contextmanager
-def _embedded() -> Iterator[MakeSubject]:
-    yield Embedded
-
-
-@contextmanager
-def _by_operators() -> Iterator[MakeSubject]:
-    from tests.crashes.operators import by_operators  # it loads Airflow
-
-    with by_operators() as make:
-        yield make
-
-
-@contextmanager
-def _past_runs() -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_past import over_past_runs
-
-    with over_past_runs() as make:
-        yield make
-
-
-@contextmanager
-def _rabbitmq() -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_rabbitmq import rabbit  # it needs a client that others do not
-
-    with rabbit() as make:
-        yield make
-
-
-@contextmanager
-def _sqs(*, fifo: bool) -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_sqs import over_sqs
-
-    with over_sqs(fifo=fifo) as make:
-        yield make
-
-
-@contextmanager
-def _on_s3() -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_s3 import over_s3
-
-    with over_s3() as make:
-        yield make
-
-
-@contextmanager
-def _kafka(*, order: str) -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_kafka import over_kafka
-
-    with over_kafka(order=order) as make:
-        yield make
-
-
-@contextmanager
-def _pubsub(*, ordered: bool) -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_pubsub import over_pubsub
-
-    with over_pubsub(ordered=ordered) as make:
-        yield make
-
-
-@contextmanager
-def _backfills() -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_backfill import over_backfills
-
-    with over_backfills() as make:
-        yield make
-
-
-@contextmanager
-def _letters(broker: str) -> Iterator[MakeSubject]:
-    from tests.crashes.subjects_letters import over_letters
-
-    with over_letters(broker) as make:
-        yield make
+def _lazy(place: str, **options: Any) -> AbstractContextManager[MakeSubject]:
+    """Opens subjects by the name of their maker, whose module may need a client or Airflow."""
+    module, name = place.split(".")
+    opened: AbstractContextManager[MakeSubject] = getattr(
+        import_module(f"tests.crashes.{module}"), name
+    )(**options)
+    return opened
 
 
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
-    "sqlite": _embedded,
-    "sqlite by operators": _by_operators,
-    "sqlite past run": _past_runs,
-    "rabbitmq": _rabbitmq,
-    "sqlite on s3": _on_s3,
-    "kafka": partial(_kafka, order="none"),
-    "kafka key": partial(_kafka, order="key"),
-    "pubsub": partial(_pubsub, ordered=False),
-    "pubsub ordered": partial(_pubsub, ordered=True),
-    "sqs": partial(_sqs, fifo=False),
-    "sqs fifo": partial(_sqs, fifo=True),
-    "sqlite backfill": _backfills,
+    "sqlite": lambda: nullcontext(Embedded),
+    "sqlite by operators": partial(_lazy, "operators.by_operators"),
+    "sqlite past run": partial(_lazy, "subjects_past.over_past_runs"),
+    "rabbitmq": partial(_lazy, "subjects_rabbitmq.rabbit"),
+    "sqlite on s3": partial(_lazy, "subjects_s3.over_s3"),
+    "kafka": partial(_lazy, "subjects_kafka.over_kafka", order="none"),
+    "kafka key": partial(_lazy, "subjects_kafka.over_kafka", order="key"),
+    "pubsub": partial(_lazy, "subjects_pubsub.over_pubsub", ordered=False),
+    "pubsub ordered": partial(_lazy, "subjects_pubsub.over_pubsub", ordered=True),
+    "sqs": partial(_lazy, "subjects_sqs.over_sqs", fifo=False),
+    "sqs fifo": partial(_lazy, "subjects_sqs.over_sqs", fifo=True),
+    "sqlite backfill": partial(_lazy, "subjects_backfill.over_backfills"),
     **{
-        f"{broker} letters": partial(_letters, broker)
+        f"{broker} letters": partial(_lazy, "subjects_letters.over_letters", broker=broker)
         for broker in ("sqlite", "rabbitmq", "kafka", "pubsub", "sqs")
     },
 }

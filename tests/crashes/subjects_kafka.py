@@ -21,6 +21,7 @@ from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary
 from tests.crashes.kafka_calls import Kafka
+from tests.crashes.over_receipts import declared
 from tests.crashes.subjects import MakeSubject
 from tests.kafka_server import KafkaServer, nearest_kafka
 
@@ -68,7 +69,6 @@ class _OnKafka(Subject):
         return [Kafka(), *super().boundaries()]
 
     def overrides(self) -> Mapping[str, Any]:
-        declared = self.pipeline.producer
         return {
             "producer": KafkaProducer(
                 hosts=self._server.bootstrap,
@@ -79,14 +79,7 @@ class _OnKafka(Subject):
                 offset_reset_policy="earliest",
                 lease=self.lease,
                 settings={"fetch.wait.max.ms": 20},
-                retry=declared.retry,
-                concurrency=declared.concurrency,
-                transformer=declared.transformer,
-                **{
-                    name: getattr(declared, name)
-                    for name in ("on_success", "on_failure")
-                    if getattr(declared, name) in KafkaProducer.actions
-                },
+                **declared(self.pipeline.producer, KafkaProducer.actions),
             )
         }
 

@@ -22,6 +22,7 @@ from airflow_broadway.producers.rabbitmq.settle import settlement
 from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
 from tests.crashes.amqp_calls import Amqp
+from tests.crashes.over_receipts import declared
 from tests.rabbitmq_server import RabbitServer
 
 #: The queues of ours that stay.
@@ -73,7 +74,6 @@ class Rabbit(Subject):
         return str(json.loads(row["metadata"])["message_id"])
 
     def overrides(self) -> Mapping[str, Any]:
-        declared = self.pipeline.producer
         host, port = self._server.address
         return {
             "producer": RabbitMQProducer(
@@ -81,14 +81,7 @@ class Rabbit(Subject):
                 uri=f"amqp://{host}:{port}/?management_url=false",
                 lease=self.lease,
                 metadata=["message_id"],
-                retry=declared.retry,
-                concurrency=declared.concurrency,
-                transformer=declared.transformer,
-                **{
-                    name: getattr(declared, name)
-                    for name in ("on_success", "on_failure")
-                    if getattr(declared, name) in RabbitMQProducer.actions
-                },
+                **declared(self.pipeline.producer, RabbitMQProducer.actions),
             )
         }
 

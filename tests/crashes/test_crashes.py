@@ -88,93 +88,93 @@ def test_operators_and_brokers_account_for_every_message(tmp_path, broker, pipel
     assert strike(tmp_path / "report", broker, pipeline, 0.002) >= 3
 
 
-#: What campaigns found, and no smaller test shows whole: broker, pipeline, case.
+#: Findings of past campaigns: broker, pipeline, case.
 FOUND = {
-    "the settler of a generation at Kafka fails at its last step": (
+    "kafka: a settlement fails at its last step": (
         "kafka",
         "no batchers",
         "one/process/1 mkdir staging/NoBatchers/kafka/<1>/ended/<instant> #1: error",
     ),
-    "who is about to hold messages of Kafka wakes too late": (
+    "kafka: a process wakes after its lease, before it claims": (
         "kafka",
         "no batchers",
         "one/process/1 replace staging/NoBatchers/kafka/<1>/<6>/lease.json #1:"
         " asleep after [lapse]",
     ),
-    "who finds nothing left at Kafka when it wakes has nothing settled": (
+    "kafka: a process wakes to an empty log": (
         "kafka key",
         "one task",
         "one/run/1 create staging/.tmp- #1: asleep before [lapse]",
     ),
-    "what was settled at once at Kafka before a lapse": (
+    "kafka: immediate settlements before a lapse": (
         "kafka key",
         "at once",
         "one/look/1 write staging/AtOnce/kafka/<2>/<3>/.tmp- #1: killed before [lapse]",
     ),
-    "two settlers at Kafka are about to send the same letters": (
+    "kafka: two settlements send the same dead letters": (
         "kafka key",
         "two batchers",
         "one/ack/1 replace staging/TwoBatchers/kafka/<8>/<9>/letters-<12>.json #1:"
         " asleep before [next run]",
     ),
-    "a bundle at RabbitMQ is confirmed when nobody waits for it any more": (
+    "rabbitmq: a bundle is confirmed after a timeout": (
         "rabbitmq",
         "one task",
         "one/run/1 basic.publish queue.<1> #1: timed out",
     ),
-    "a new holding queue of RabbitMQ does not answer": (
+    "rabbitmq: a new holding queue does not answer": (
         "rabbitmq",
         "batches",
         "one/process/1 basic.get broadway.held.queue.0 #1: timed out",
     ),
-    "a generation at RabbitMQ loses its connection when it has claimed a holding queue": (
+    "rabbitmq: the connection is lost after a claim": (
         "rabbitmq",
         "one task",
         "one/run/1 queue.bind broadway.held.queue.0 #1: error [retry, traffic]",
     ),
-    "who sleeps after a look at its right to a batch begins that one alone": (
+    "pubsub: a process sleeps after its lease check": (
         "pubsub",
         "batches",
         "one/batch.default/1 list staging/Batches/crashes/one/<1> #4:"
         " asleep after [next run, traffic]",
     ),
-    "a fork that goes on after a death talks to a bucket by a client of its own": (
+    "s3: a fork uses a client of its own": (
         "sqlite on s3",
         "two batchers",
         "one/process!1/1 PutObject staging/TwoBatchers/crashes/one/<3>/journal-settled.json #1:"
         " killed before, then one/batch.even/1 handle_batch even #2: killed after [give up]",
     ),
-    "an empty run in one task dies while it removes its own files": (
+    "one task: an empty run dies while it removes its files": (
         "sqlite on s3",
         "one task",
         "one/run/1 handle_message #10: killed before, then three/run/1 DeleteObject"
         " staging/OneTask/crashes/_open/<3>.json #1: killed after [side by side]",
     ),
-    "an empty run in one task dies while it is opened": (
+    "one task: an empty run dies while it is opened": (
         "sqlite by operators",
         "one task",
         "one/run/1 write staging/OneTask/crashes/one/.tmp- #1: killed halfway, then"
         " three/run/1 write staging/OneTask/crashes/three/generations/.tmp- #1: killed after"
         " [side by side]",
     ),
-    "who accounts for a run that died while it was opened dies too": (
+    "one task: the account of such a run dies too": (
         "sqlite",
         "one task",
         "one/run/1 write staging/OneTask/crashes/one/generations/.tmp- #1: killed after, then"
         " two/run/1 mkdir staging/OneTask/crashes/_balanced #1: killed after [side by side]",
     ),
-    "a run in one task never hears what it was given": (
+    "one task: the answer of a receive is lost": (
         "sqlite",
         "one task",
         "one/run/1 COMMIT #2: answer lost [retry, traffic]",
     ),
-    "a message before a suspect of its ordering key waits for that, and that for it": (
+    "pubsub: a suspect and an earlier message of its key": (
         "pubsub ordered",
         "at once",
         "one/process/1 handle_message #8: killed before, then one/process/2 create"
         " staging/AtOnce/crashes/one/<11>/.tmp- #2: killed after [clear]",
     ),
-    "a callback fails before it has told what it was given": (
+    "one task: a callback fails at its first message": (
         "sqlite",
         "one task",
         "one/run/1 handle_message #1: error [retry]",
