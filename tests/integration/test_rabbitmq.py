@@ -136,13 +136,11 @@ def test_options_declare_bind_and_connect(undeclared):
 
 
 def test_after_connect_may_refuse(place):
-
     with pytest.raises(ProducerError, match="it returned 'no'"):
         place.producer(after_connect=lambda channel: "no").source(place.env())
 
 
 def test_an_empty_run_declares_nothing(place):
-
     place.settle("g1")
 
     assert place.depth(place.queues.held(0)) is None

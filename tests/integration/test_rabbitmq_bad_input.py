@@ -42,36 +42,36 @@ def test_wrong_credentials_are_one_clear_error_without_the_password(undeclared, 
     assert PASSWORD not in str(raised.value) + caplog.text
 
 
-def test_a_missing_virtual_host(undeclared):
-    producer = RabbitMQProducer(queue=undeclared.name, conn_id="rabbit")
+@pytest.mark.parametrize(
+    ("options", "env", "error", "text"),
+    [
+        ({"conn_id": "rabbit"}, {"schema": "nowhere"}, ProducerError, "virtual host 'nowhere'"),
+        (
+            {"uri": "amqp://127.0.0.1:1", "reconnect_timeout": 0.1},
+            {},
+            ProducerUnavailable,
+            r"127\.0\.0\.1:1 cannot be reached",
+        ),
+        (
+            {"uri": "amqp://no-such-host.invalid", "backoff_type": "stop"},
+            {},
+            ProducerUnavailable,
+            "name is not known",
+        ),
+        (
+            {"conn_id": "rabbit"},
+            {"extra": {"tls": {"ca": "/no/such/file"}}},
+            ConnectionMissing,
+            "TLS files",
+        ),
+    ],
+    ids=["missing virtual host", "unreachable broker", "unknown host", "unreadable TLS files"],
+)
+def test_a_connection_that_cannot_be_made_is_one_clear_error(undeclared, options, env, error, text):
+    producer = RabbitMQProducer(queue=undeclared.name, **options)
 
-    with pytest.raises(ProducerError, match="virtual host 'nowhere'"):
-        producer.source(undeclared.env(schema="nowhere"))
-
-
-def test_an_unreachable_broker(undeclared):
-    producer = RabbitMQProducer(
-        queue=undeclared.name, uri="amqp://127.0.0.1:1", reconnect_timeout=0.1
-    )
-
-    with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
-        producer.source(undeclared.env())
-
-
-def test_an_unknown_host_name(undeclared):
-    producer = RabbitMQProducer(
-        queue=undeclared.name, uri="amqp://no-such-host.invalid", backoff_type="stop"
-    )
-
-    with pytest.raises(ProducerUnavailable, match="name is not known"):
-        producer.source(undeclared.env())
-
-
-def test_unreadable_tls_files(undeclared):
-    producer = RabbitMQProducer(queue=undeclared.name, conn_id="rabbit")
-
-    with pytest.raises(ConnectionMissing, match="TLS files"):
-        producer.source(undeclared.env(extra={"tls": {"ca": "/no/such/file"}}))
+    with pytest.raises(error, match=text):
+        producer.source(undeclared.env(**env))
 
 
 def test_a_missing_queue_is_named_with_the_remedy(undeclared):
@@ -80,7 +80,6 @@ def test_a_missing_queue_is_named_with_the_remedy(undeclared):
 
 
 def test_a_queue_declared_with_other_arguments(place):
-
     with pytest.raises(ProducerError, match=r"PRECONDITION_FAILED.*other arguments"):
         place.producer(declare={"durable": True, "arguments": {"x-max-priority": 3}}).source(
             place.env()

@@ -190,7 +190,6 @@ def test_a_missing_user_tag_is_named(place, extra, caplog):
 
 
 def test_the_management_tag_suffices_except_for_feature_flags(place, extra):
-
     with permitted(place.server, tags="management") as user:
         address = address_for(
             RabbitMQProducer(queue=place.name, conn_id="c"), place.env(extra=extra, **user)

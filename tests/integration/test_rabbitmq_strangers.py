@@ -91,7 +91,6 @@ def test_the_guides_permissions_suffice_for_runs(place):
 
 
 def test_the_guides_permissions_exclude_other_sources(place, victim):
-
     with permitted(place.server, tags="management", **guide_permissions(place.name)) as user:
         login = pika.PlainCredentials(user["login"], user["password"])
         for forbidden in ("basic_get", "queue_purge", "queue_delete"):

@@ -61,8 +61,19 @@ class Place:
     def pipeline(self, kind: type[Slow], **options: Any) -> Slow:
         return kind(producer={"path": str(self.folder / "queue.db")}, **options)
 
-    def operator(self, kind: Any, pipeline: Slow, **given: Any) -> Any:
-        return kind(task_id="task", pipeline=pipeline, staging=self.staging, **given)
+    def process(self, pipeline: Slow, **options: Any) -> Any:
+        return BroadwayProcessorOperator(
+            task_id="task", pipeline=pipeline, staging=self.staging, idle_seconds=0.0, **options
+        )
+
+    def batch(self, pipeline: Slow, reference: Any) -> Any:
+        return BroadwayBatcherOperator(
+            task_id="task",
+            pipeline=pipeline,
+            staging=self.staging,
+            batcher="default",
+            processed=[reference],
+        )
 
     def counts(self) -> tuple[int, int]:
         """Messages that are ready, and that are leased."""
@@ -109,9 +120,7 @@ def killed(operator: Any, after: float) -> Iterator[None]:
 
 @pytest.mark.parametrize(("kind", "seconds"), KINDS)
 def test_max_seconds_ends_process_after_the_current_message(place, kind, seconds):
-    operator = place.operator(
-        BroadwayProcessorOperator, place.pipeline(kind), max_seconds=seconds, idle_seconds=0.0
-    )
+    operator = place.process(place.pipeline(kind), max_seconds=seconds)
     started = time.monotonic()
     reference = operator.execute(place.context())
     assert time.monotonic() - started < seconds + SPARE
@@ -127,9 +136,7 @@ def test_max_seconds_ends_process_after_the_current_message(place, kind, seconds
 
 @pytest.mark.parametrize(("kind", "seconds"), KINDS)
 def test_on_kill_ends_process_within_shutdown_and_publishes_its_work(place, kind, seconds):
-    operator = place.operator(
-        BroadwayProcessorOperator, place.pipeline(kind, shutdown=0.5), idle_seconds=0.0
-    )
+    operator = place.process(place.pipeline(kind, shutdown=0.5))
     started = time.monotonic()
     with killed(operator, seconds):
         reference = operator.execute(place.context())
@@ -140,7 +147,7 @@ def test_on_kill_ends_process_within_shutdown_and_publishes_its_work(place, kind
 
 def test_on_kill_does_not_wait_for_a_hanging_callback(place):
     hangs = place.pipeline(SlowHangs, shutdown=0.2)
-    operator = place.operator(BroadwayProcessorOperator, hangs, idle_seconds=0.0)
+    operator = place.process(hangs)
     started = time.monotonic()
     with killed(operator, 0.5):
         reference = operator.execute(place.context())
@@ -149,12 +156,7 @@ def test_on_kill_does_not_wait_for_a_hanging_callback(place):
 
 
 def test_an_execution_timeout_stops_process_in_time(place):
-    operator = place.operator(
-        BroadwayProcessorOperator,
-        place.pipeline(Slow),
-        execution_timeout=timedelta(seconds=2.0),
-        idle_seconds=0.0,
-    )
+    operator = place.process(place.pipeline(Slow), execution_timeout=timedelta(seconds=2.0))
     with _timeout(2.0):
         reference = operator.execute(place.context())
     assert reference["stopped"] == "max_seconds"
@@ -162,12 +164,7 @@ def test_an_execution_timeout_stops_process_in_time(place):
 
 
 def test_a_message_beyond_the_execution_timeout_loses_no_other_work(place, caplog):
-    operator = place.operator(
-        BroadwayProcessorOperator,
-        place.pipeline(OneHangs),
-        execution_timeout=timedelta(seconds=60.0),
-        idle_seconds=0.0,
-    )
+    operator = place.process(place.pipeline(OneHangs), execution_timeout=timedelta(seconds=60.0))
     # Then the task fails, for good: a retry would void what is done
     with _timeout(60.0), pytest.raises(AirflowFailException, match="execution_timeout"):
         operator.execute(place.context())
@@ -177,20 +174,14 @@ def test_a_message_beyond_the_execution_timeout_loses_no_other_work(place, caplo
     assert reference["stopped"] == "interrupted"
     # of which the log names the one that was too slow
     assert "ended handle_message at message" in caplog.text
-    batch = place.operator(
-        BroadwayBatcherOperator, place.pipeline(OneHangs), batcher="default", processed=[reference]
-    )
+    batch = place.batch(place.pipeline(OneHangs), reference)
     assert batch.execute(place.context())["outcomes"]["successful"] == 30
 
 
 def test_on_kill_begins_no_further_batch(place):
     pipeline = place.pipeline(FirstBatchSeesKill, shutdown=30.0)
-    reference = place.operator(
-        BroadwayProcessorOperator, pipeline, max_messages=100, idle_seconds=0.0
-    ).execute(place.context())
-    operator = place.operator(
-        BroadwayBatcherOperator, pipeline, batcher="default", processed=[reference]
-    )
+    reference = place.process(pipeline, max_messages=100).execute(place.context())
+    operator = place.batch(pipeline, reference)
     FirstBatchSeesKill.killed.clear()
     with (
         handling_sigterm(operator, FirstBatchSeesKill.killed.set),
@@ -199,34 +190,20 @@ def test_on_kill_begins_no_further_batch(place):
         operator.execute(place.context())
 
     # And a retry runs those alone that have no outcome.
-    again = place.operator(
-        BroadwayBatcherOperator,
-        place.pipeline(QuickMessages),
-        batcher="default",
-        processed=[reference],
-    )
+    again = place.batch(place.pipeline(QuickMessages), reference)
     assert again.execute(place.context())["outcomes"]["successful"] == 100
 
 
 def test_an_execution_timeout_of_batch_keeps_finished_batches(place):
     pipeline = place.pipeline(ThirdBatchHangs)
-    reference = place.operator(
-        BroadwayProcessorOperator, pipeline, max_messages=40, idle_seconds=0.0
-    ).execute(place.context())
-    operator = place.operator(
-        BroadwayBatcherOperator, pipeline, batcher="default", processed=[reference]
-    )
+    reference = place.process(pipeline, max_messages=40).execute(place.context())
+    operator = place.batch(pipeline, reference)
     ThirdBatchHangs.handled.clear()
     with _timeout(60.0), pytest.raises(AirflowTaskTimeout):
         operator.execute(place.context())
     done = list(ThirdBatchHangs.handled)
     assert len(done) == 2
-    again = place.operator(
-        BroadwayBatcherOperator,
-        place.pipeline(QuickMessages),
-        batcher="default",
-        processed=[reference],
-    )
+    again = place.batch(place.pipeline(QuickMessages), reference)
     QuickMessages.handled.clear()
     assert again.execute(place.context())["outcomes"]["successful"] == 40
     # Those with an outcome are not handled again; the last may not have had its one yet.
