@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,20 @@ Case = dict[str, Any]
 
 #: The value of a batch's key that a way cannot observe.
 ANY = "*"
+
+
+@contextmanager
+def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collects what the package logs from a level on."""
+    texts: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("airflow_broadway")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
 
 
 @dataclass

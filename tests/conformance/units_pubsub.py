@@ -6,7 +6,6 @@ settler to the custodian, and the requests are those that come out there.
 
 from __future__ import annotations
 
-import logging
 from base64 import b64decode
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.pubsub import PubSubProducer
-from tests.conformance.observed import Case
+from tests.conformance.observed import Case, logged
 from tests.pubsub_server import PubSubServer, StubServer
 from tests.pubsub_stub.errors import Refused
 from tests.pubsub_witness import Asked, Witness
@@ -109,30 +108,16 @@ def pulls(case: Case, server: PubSubServer) -> None:
     assert set(demands) == {case["expect"]["body"]["maxMessages"]}
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 def failing_acknowledgement(case: Case) -> None:
     # Broadway logs an error and goes on.  Here it is a warning: it is tried again at the run's end.
     assert case["given"]["status"] == 503
     assert case["expect"]["result"] == "ok"
-    log, told = logging.getLogger("airflow_broadway"), _Warnings()
-    log.addHandler(told)
-    try:
-        with StubServer() as server:
-            gone = Refused("UNAVAILABLE", "not now")
-            server.broker.answer = lambda call, _: gone if call == "Acknowledge" else None
-            settled = _settled(server, 3, 0, request_timeout=0.2)
-    finally:
-        log.removeHandler(told)
+    with logged() as warnings, StubServer() as server:
+        gone = Refused("UNAVAILABLE", "not now")
+        server.broker.answer = lambda call, _: gone if call == "Acknowledge" else None
+        settled = _settled(server, 3, 0, request_timeout=0.2)
     assert ["acknowledge", 3] in settled
-    assert any("Acknowledge" in record.getMessage() for record in told.records)
+    assert any("Acknowledge" in text for text in warnings)
 
 
 def metadata(case: Case, server: PubSubServer) -> None:

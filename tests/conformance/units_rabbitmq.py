@@ -8,7 +8,6 @@ refuses, or a connection that breaks, does to them is tried at a real one.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Backoff
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.options import backoff_bounds
 from airflow_broadway.testing.contract import settlement_of
-from tests.conformance.observed import Case
+from tests.conformance.observed import Case, logged
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Breaker, Place
 
@@ -46,20 +45,6 @@ def own_place() -> Iterator[Place]:
         patch.object(standing_queues, "_RELIABLE_AGE", 0.0),
     ):
         yield Place(wanted_server(), Path(folder))
-
-
-@contextmanager
-def logged(name: str) -> Iterator[list[str]]:
-    """What loggers below ``name`` warn of."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
 
 
 def call_of(verdict: Verdict) -> list[Any]:
@@ -94,20 +79,20 @@ def actions(case: Case) -> None:
 
 def defaults(case: Case) -> None:
     expect = case["expect"]
-    nobody: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "reconnect_timeout": 0.1}
-    producer = RabbitMQProducer(**case["given"]["options"], **nobody)
+    nowhere: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "reconnect_timeout": 0.1}
+    producer = RabbitMQProducer(**case["given"]["options"], **nowhere)
     assert (producer.on_success, producer.on_failure) == (
         expect["on_success"],
         expect["on_failure"],
     )
     # As Broadway's: when the producer starts, which fails without a broker.
-    with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
+    with logged() as warnings, pytest.raises(ProducerUnavailable):
         producer.source(ProducerEnv())
-    assert [text for text in told if expect["warning"].lstrip(":") in text]
-    explicit = RabbitMQProducer(queue="test", **nobody, on_failure="retry")
-    with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
+    assert [text for text in warnings if expect["warning"].lstrip(":") in text]
+    explicit = RabbitMQProducer(queue="test", **nowhere, on_failure="retry")
+    with logged() as warnings, pytest.raises(ProducerUnavailable):
         explicit.source(ProducerEnv())
-    assert told == []
+    assert warnings == []
 
 
 def settings(case: Case) -> None:
@@ -200,7 +185,7 @@ def lost_channel(case: Case) -> None:
             "backoff_min": 0.01,
         }
         place.send(b"before")
-        with place.source("g1", **options) as source, logged("airflow_broadway") as told:
+        with place.source("g1", **options) as source, logged() as warnings:
             [first] = source.secure(source.receive(1, timeout=5.0))
             # Answered after the acknowledgement of the first, which is not to be what breaks.
             cast(Any, source)._consumer.channel.call("basic_qos", prefetch_count=1)
@@ -221,7 +206,7 @@ def lost_channel(case: Case) -> None:
     acks = [] if messages[0].redelivered else numbers[:1]
     assert acks == expect["acks"]
     assert (
-        bool([text for text in told if text.startswith("the connection to RabbitMQ")])
+        bool([text for text in warnings if text.startswith("the connection to RabbitMQ")])
         == (expect["error_logged"])
     )
     assert report == SettleReport(acked=1 + len(numbers))

@@ -20,7 +20,7 @@ from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.adapter import options_of_receive
-from tests.conformance.observed import Case
+from tests.conformance.observed import Case, logged
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 
 
@@ -121,15 +121,6 @@ def bounds(case: Case) -> None:
             SqsProducer(**options)
 
 
-class _Errors(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 def failing_delete(case: Case) -> None:
     # Broadway's stage logs what the acknowledger raises.  Here the custodian does, and reports.
     given, expect = case["given"], case["expect"]
@@ -142,15 +133,11 @@ def failing_delete(case: Case) -> None:
         return None
 
     fake.answer = answer
-    log, errors = logging.getLogger("airflow_broadway"), _Errors()
-    log.addHandler(errors)
     data = list(range(given["successful"]))
-    try:
+    with logged(logging.ERROR) as errors:
         attempted = _settled(fake, {}, data, [])
-    finally:
-        log.removeHandler(errors)
     assert len(attempted) == expect["delete_requests_attempted"]
-    assert bool(errors.records) == expect["error_logged"]
+    assert bool(errors) == expect["error_logged"]
 
     # Here what the broker did not do is known by id, and tried once more when the run ends.
     numbers = iter(range(1, 1000))
