@@ -23,9 +23,9 @@ from airflow_broadway.producers.kafka.settling import Claim
 from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.testing.clock import SkippingClock
 from airflow_broadway.testing.harness import settlement_of
-from tests.kafka_server import QUICK_SOURCE, KafkaServer
+from tests.kafka_server import QUICK_SOURCE, ApacheKafka, KafkaServer
 
-__all__ = ["KafkaGroup"]
+__all__ = ["KafkaGroup", "offsets", "reset_offsets"]
 
 
 class KafkaGroup:
@@ -161,3 +161,15 @@ class KafkaGroup:
         bodies = [b"%06d" % number for number in range(start, start + count)]
         self.kafka.fill(self.topic, bodies, **fields)
         return bodies
+
+
+def offsets(messages: Iterable[Message]) -> list[int]:
+    """The offsets of messages."""
+    return [message.metadata["offset"] for message in messages]
+
+
+def reset_offsets(group: KafkaGroup, *where: str) -> None:
+    """Resets the group on its topic, by Kafka's own tool."""
+    assert isinstance(group.kafka, ApacheKafka)
+    scope = ("--group", group.group, "--topic", group.topic)
+    group.kafka.consumer_groups(*scope, "--reset-offsets", *where, "--execute")

@@ -13,16 +13,12 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.errors import Truncated
 from tests.kafka_fixtures import on_apache_kafka
-from tests.kafka_group import KafkaGroup
+from tests.kafka_group import KafkaGroup, offsets, reset_offsets
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: no", "process")
-
-
-def offsets(messages: Any) -> list[int]:
-    return [message.metadata["offset"] for message in messages]
 
 
 def body_of(letter: Any) -> str:
@@ -112,10 +108,7 @@ def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, t
     # And no run reads on as if nothing had happened
     with pytest.raises(ProducerError, match="was made anew since the group"):
         group.drain()
-    apache_kafka.consumer_groups(
-        *("--group", group.group, "--topic", group.topic),
-        *("--reset-offsets", "--to-earliest", "--execute"),
-    )
+    reset_offsets(group, "--to-earliest")
     assert len(group.drain()) == 4
 
 

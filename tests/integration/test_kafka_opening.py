@@ -19,17 +19,13 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.source import KafkaSource
 from tests.kafka_fixtures import on_apache_kafka
-from tests.kafka_group import KafkaGroup
+from tests.kafka_group import KafkaGroup, offsets, reset_offsets
 from tests.kafka_server import KafkaServer
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
 RETRY = Verdict(Action.RETRY, 0.0, "again", "process")
-
-
-def offsets(messages: Any) -> list[int]:
-    return [message.metadata["offset"] for message in messages]
 
 
 # ------------------------------------------------------------------------------- a new group
@@ -439,10 +435,7 @@ def test_a_recreated_topic_is_refused_until_a_reset(apache_kafka, tmp_path, fini
     ):
         group.drain()
 
-    apache_kafka.consumer_groups(
-        *("--group", group.group, "--topic", group.topic),
-        *("--reset-offsets", "--to-earliest", "--execute"),
-    )
+    reset_offsets(group, "--to-earliest")
     assert offsets(group.drain()) == [0, 1]
     assert group.drain() == []
 

@@ -21,15 +21,11 @@ from airflow_broadway.runs.tasks import ProcessTask, UnstagedTask
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from tests.kafka_fixtures import on_apache_kafka
-from tests.kafka_group import KafkaGroup
+from tests.kafka_group import KafkaGroup, offsets
 from tests.kafka_server import MockKafka
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
-
-
-def offsets(messages: Any) -> list[int]:
-    return [message.metadata["offset"] for message in messages]
 
 
 # ------------------------------------------------------------------------------- messages

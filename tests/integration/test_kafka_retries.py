@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.generation_log import GenerationLog
 from tests.kafka_fixtures import on_apache_kafka
-from tests.kafka_group import KafkaGroup
+from tests.kafka_group import KafkaGroup, offsets
 
 pytestmark = pytest.mark.broker
 
@@ -20,12 +20,13 @@ RETRY = Verdict(Action.RETRY, 60.0, "ValueError: not yet", "batch")
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: no", "process")
 
 
+@pytest.fixture
+def group(kafka, tmp_path):
+    return KafkaGroup(kafka, tmp_path, order="none")
+
+
 def headers(record: Any) -> dict[str, str]:
     return {name: (value or b"").decode("utf-8", "replace") for name, value in record.headers()}
-
-
-def offsets(messages: Any) -> list[int]:
-    return [message.metadata["offset"] for message in messages]
 
 
 def test_a_missing_retry_topic_is_refused(kafka, tmp_path):
@@ -41,8 +42,7 @@ def test_a_missing_retry_topic_is_refused(kafka, tmp_path):
     assert len(group.drain(on_failure="ack")) == 1
 
 
-def test_a_retried_message_keeps_its_identity(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_a_retried_message_keeps_its_identity(kafka, group):
     producer, at = kafka.producer(), round(group.clock.now().timestamp() * 1000) - 60_000
     own: list[Any] = [("trace", b"\xff"), ("broadway.requeued", b"t-0-1"), ("none", None)]
     producer.produce(group.topic, b"\x00body\xff", b"\xfekey", headers=own, timestamp=at)
@@ -100,8 +100,7 @@ def test_a_retried_message_keeps_its_identity(kafka, tmp_path):
     assert group.drain() == []
 
 
-def test_a_retry_not_yet_due_blocks_only_its_retry_topic(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_a_retry_not_yet_due_blocks_only_its_retry_topic(group):
     lease, messages = group.hold(fill=6)
     later = RETRY._replace(delay=600.0)
     group.settle(lease, messages, {messages[1].message_id: later, messages[3].message_id: RETRY})
@@ -115,8 +114,7 @@ def test_a_retry_not_yet_due_blocks_only_its_retry_topic(kafka, tmp_path):
     assert group.drain() == []
 
 
-def test_a_waiting_run_receives_due_retries(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_a_waiting_run_receives_due_retries(group):
     lease, messages = group.hold(fill=2)
     group.settle(lease, messages, {messages[1].message_id: RETRY})
     with group.source() as source:
@@ -126,8 +124,7 @@ def test_a_waiting_run_receives_due_retries(kafka, tmp_path):
         assert offsets(source.receive(10, timeout=0.0)) == [1]
 
 
-def test_released_messages_stay_in_their_topic_without_repeating_others(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_released_messages_stay_in_their_topic_without_repeating_others(kafka, group):
     lease, messages = group.hold(fill=10)
     verdicts = {messages[2].message_id: RELEASE, messages[7].message_id: RELEASE}
 
@@ -139,8 +136,7 @@ def test_released_messages_stay_in_their_topic_without_repeating_others(kafka, t
     assert group.committed() == {0: 10}
 
 
-def test_a_retry_copied_twice_is_handled_once(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_a_retry_copied_twice_is_handled_once(kafka, group):
     lease, messages = group.hold(fill=3)
     verdicts = {messages[1].message_id: RETRY._replace(delay=0.0)}
     group.die_settling(GenerationLog, "begin", lease, messages, verdicts)
@@ -166,8 +162,7 @@ def test_a_takeover_handles_a_message_and_its_copy_once(kafka, tmp_path):
     assert group.drain() == []
 
 
-def test_a_run_leaves_its_own_retries_to_the_next(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_a_run_leaves_its_own_retries_to_the_next(group):
     group.fill(3)
     custodian = group.producer().custodian(group.env("c"))
     with group.source() as source:
@@ -182,8 +177,7 @@ def test_a_run_leaves_its_own_retries_to_the_next(kafka, tmp_path):
     assert offsets(group.drain()) == [1]
 
 
-def test_foreign_records_in_the_retry_topic_are_ignored(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_foreign_records_in_the_retry_topic_are_ignored(kafka, group, tmp_path):
     other = KafkaGroup(kafka, tmp_path / "other", order="none")
     other.topic, other.retries, other.letters = group.topic, group.retries, group.letters
     lease, messages = group.hold(fill=2)
@@ -195,8 +189,7 @@ def test_foreign_records_in_the_retry_topic_are_ignored(kafka, tmp_path):
     assert kafka.committed(other.group, other.retries)[0][0] == 2
 
 
-def test_a_retry_topic_is_read_after_a_change_of_order(kafka, tmp_path):
-    group = KafkaGroup(kafka, tmp_path, order="none")
+def test_a_retry_topic_is_read_after_a_change_of_order(group):
     lease, messages = group.hold(fill=3)
     group.settle(lease, messages, {m.message_id: RETRY._replace(delay=0.0) for m in messages})
 

@@ -28,7 +28,7 @@ from airflow_broadway.staging.settling.journal import settled_journal
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.harness import settlement_of
 from tests.kafka_fixtures import on_apache_kafka
-from tests.kafka_group import KafkaGroup
+from tests.kafka_group import KafkaGroup, offsets
 
 pytestmark = pytest.mark.broker
 
@@ -42,10 +42,6 @@ def letters(group: KafkaGroup, topic: str = "") -> list[Any]:
 
 def headers(letter: Any) -> dict[str, str]:
     return {name: (value or b"").decode("utf-8", "replace") for name, value in letter.headers()}
-
-
-def offsets(messages: Any) -> list[int]:
-    return [message.metadata["offset"] for message in messages]
 
 
 # ------------------------------------------------------------------------------- dead letters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.claims import Committed
-from tests.kafka_group import KafkaGroup
+from tests.kafka_group import KafkaGroup, offsets, reset_offsets
 from tests.kafka_server import ApacheKafka
 
 pytestmark = pytest.mark.broker
@@ -36,13 +36,6 @@ def described(group: KafkaGroup) -> dict[tuple[str, int], Row]:
     return {(row[1], int(row[2])): Row(*row[3:6]) for row in rows}
 
 
-def reset(group: KafkaGroup, *where: str) -> None:
-    kafka = group.kafka
-    assert isinstance(kafka, ApacheKafka)
-    scope = ("--group", group.group, "--topic", group.topic)
-    kafka.consumer_groups(*scope, "--reset-offsets", *where, "--execute")
-
-
 def stopped(kafka: ApacheKafka, folder: Path, count: int, at: int) -> KafkaGroup:
     """A group of one partition in order, which has stopped at a message that is to be retried."""
     group = KafkaGroup(kafka, folder)
@@ -50,10 +43,6 @@ def stopped(kafka: ApacheKafka, folder: Path, count: int, at: int) -> KafkaGroup
     lease, messages = group.hold()
     group.settle(lease, messages, {messages[at].message_id: RETRY})
     return group
-
-
-def offsets(messages: Any) -> list[int]:
-    return [message.metadata["offset"] for message in messages]
 
 
 def test_describe_shows_offsets_and_lag_during_and_after_runs(apache_kafka, tmp_path):
@@ -84,27 +73,27 @@ def test_reset_offsets_works_between_runs(apache_kafka, tmp_path, caplog):
     group.fill(10)
     group.drain()
 
-    reset(group, "--to-offset", "4")
+    reset_offsets(group, "--to-offset", "4")
     assert described(group)[group.topic, 0] == ("4", "10", "6")
     back = group.drain()
     assert (offsets(back), {m.redelivered for m in back}) == ([*range(4, 10)], {True})
     assert "was reset from 10 to 4 by another program: it is honoured" in caplog.text
 
     group.fill(6, start=10)
-    reset(group, "--to-latest")
+    reset_offsets(group, "--to-latest")
     assert group.drain() == []
-    reset(group, "--shift-by", "-2")
+    reset_offsets(group, "--shift-by", "-2")
     assert [(m.metadata["offset"], m.redelivered) for m in group.drain()] == [
         *((14, False), (15, False))
     ]
-    reset(group, "--to-earliest")
+    reset_offsets(group, "--to-earliest")
     assert offsets(group.drain()) == list(range(16))
 
 
 def test_attempts_restart_after_a_reset(apache_kafka, tmp_path):
     group = stopped(apache_kafka, tmp_path, 4, at=2)
 
-    reset(group, "--to-earliest")
+    reset_offsets(group, "--to-earliest")
 
     assert [(m.metadata["offset"], m.attempt) for m in group.drain()] == [
         *((0, 1), (1, 1), (2, 1), (3, 1))
