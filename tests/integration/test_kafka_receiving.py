@@ -140,7 +140,7 @@ def test_aborted_messages_are_never_received_and_the_lag_ends_at_zero(kafka, gro
     assert group.committed() == {0: retried.metadata["offset"]}
     assert len(group.drain()) == 250
     assert group.committed() == {0: end}
-    assert group.producer().depth(group.env("")).ready == 0  # type: ignore[union-attr]
+    assert group.producer().depth(group.env("")).ready == 0
 
 
 @on_apache_kafka
