@@ -113,6 +113,8 @@ class _Table:
         """Kills one; another takes its place when it is wanted."""
         self._workers[place].end()
         self._workers[place] = Worker(self.given.folder / f"worker-{place}.log")
+        if isinstance(self.broker, Lapsing) and self.dice.random() < 0.5:
+            self.broker.lapse()
 
     def close(self) -> None:
         """Ends all processes."""
@@ -247,8 +249,6 @@ def _killed(table: _Table, turn: tuple[Ending, str]) -> None:
     table.begin(turn, table.worker())
     time.sleep(table.dice.uniform(0.2, 2.5))
     table.kill()
-    if isinstance(table.broker, Lapsing) and table.dice.random() < 0.5:
-        table.broker.lapse()
 
 
 def _killed_at_writes(table: _Table, turn: tuple[Ending, str]) -> None:
