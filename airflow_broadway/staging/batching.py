@@ -21,7 +21,7 @@ from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load_key
-from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
+from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, ItemBatch, KeyMerger
 from airflow_broadway.core.stages.callbacks import log_failure, status_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batch_reader import messages_of
@@ -116,7 +116,7 @@ class Batching:
             self._merger = KeyMerger(self._options.batch_size, self._options.batch_bytes)
         #: Batches for the next call of :meth:`closed`: per planned batch its parts, several if keys
         #: are merged.
-        self._closed: list[list[Closed]] = []
+        self._closed: list[list[ItemBatch]] = []
         self._batch_ids: set[bytes] = set()
 
     def _make_stage(self) -> BatcherStage:
@@ -171,7 +171,7 @@ class Batching:
         if self._merger is not None:
             self._closed += self._merger.flush()
 
-    def _close(self, closed: list[Closed]) -> None:
+    def _close(self, closed: list[ItemBatch]) -> None:
         if not closed:
             return
         for batch in closed:
@@ -181,8 +181,9 @@ class Batching:
         if self._merger is None:
             self._closed += [[batch] for batch in closed]
         else:
-            sized = [batch._replace(bytes=batch.pending.bytes) for batch in closed]
-            self._closed += self._merger.add(sized)
+            for batch in closed:
+                batch.bytes = batch.pending.bytes
+            self._closed += self._merger.add(closed)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Batching:
             yield self._planned(parts)
         self._closed.clear()
 
-    def _planned(self, parts: list[Closed]) -> PlannedBatch:
+    def _planned(self, parts: list[ItemBatch]) -> PlannedBatch:
         pendings: list[_Pending] = [batch.pending for batch in parts]
         first = parts[0]
         for pending in pendings:

@@ -15,7 +15,7 @@ from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
-from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
+from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, ItemBatch, KeyMerger
 from airflow_broadway.core.stages.callbacks import context_of, log_failure, status_of
 from airflow_broadway.core.stages.failure_log import log_stuck
 from airflow_broadway.core.stages.processor import Ack
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     refused: Status | None = None
 
 
-def _make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool) -> Batch:
+def _make_batch(pipeline: str, batcher: str, call: list[ItemBatch], *, merged: bool) -> Batch:
     """Builds the batch of one ``handle_batch`` call, from one closed batch or several merged."""
     first = call[0]
     parts = [_messages_of(closed) for closed in call]
@@ -66,7 +66,7 @@ def _make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool
     return Batch(batcher, messages, info, tuple([closed.key for closed in call]), refused)
 
 
-def _messages_of(closed: Closed) -> list[Message]:
+def _messages_of(closed: ItemBatch) -> list[Message]:
     pending: list[Any] = closed.pending
     if type(closed.key) is str and closed.partition is None:
         return pending  # otherwise every item is a PlacedMessage
@@ -131,7 +131,7 @@ class LocalBatcher:
         now = self._clock.monotonic()
         items = [self._to_item(m) if type(m.data) is PlacedData else m for m in messages]
         if telemetry.heard() and telemetry.handlers(*_EVENTS):
-            closed: list[Closed] = []
+            closed: list[ItemBatch] = []
             step = self._stage.chunk_size
             for start in range(0, len(items), step):
                 closed += self._add_with_events(items[start : start + step], now)
@@ -180,7 +180,7 @@ class LocalBatcher:
             return item.message
         return item
 
-    def _add_with_events(self, chunk: list[Message | PlacedMessage], now: float) -> list[Closed]:
+    def _add_with_events(self, chunk: list[Message | PlacedMessage], now: float) -> list[ItemBatch]:
         metadata = {
             "topology_name": self._pipeline.name,
             "name": f"{self._pipeline.name}.Broadway.Batcher_{self.name}",
@@ -204,11 +204,11 @@ class LocalBatcher:
             if self._merger is not None:
                 self._handle(self._merger.flush())
 
-    def _deliver(self, closed: list[Closed]) -> None:
+    def _deliver(self, closed: list[ItemBatch]) -> None:
         merger = self._merger
         self._handle([[batch] for batch in closed] if merger is None else merger.add(closed))
 
-    def _handle(self, calls: list[list[Closed]]) -> None:
+    def _handle(self, calls: list[list[ItemBatch]]) -> None:
         """Handles one batch per list; on a stop, remaining batches are not begun."""
         for call in calls:
             if self._stop.late():

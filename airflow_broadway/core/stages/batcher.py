@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Final, Protocol
 
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.batch_info import Trigger
 from airflow_broadway.core.model.message import BatchMode
-from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher, Processors
 from airflow_broadway.core.schema.plain import dump_key
 from airflow_broadway.core.stages.callbacks import protected, status_of
 
@@ -50,39 +52,28 @@ class Pending(Protocol):
         ...
 
 
-class Closed(NamedTuple):
-    """A complete batch.
+@dataclass(slots=True)
+class ItemBatch:
+    """A batch of items: open in its batcher, complete once that has returned it.
 
     :param pending: The filled result of ``make``.
+    :param trigger: Why it was closed.
     :param size: The number of items; at least 1.
     :param bytes: Their total size; 0 if the batcher has no ``batch_bytes``.
     :param error: The custom splitter's exception on each of its items; ``None`` if none.
+    :param deadline: The time of its timeout.
+    :param acc: The custom splitter's accumulator.
     """
 
     pending: Any
     key: Any
     partition: int | None
-    trigger: Trigger
-    size: int
+    trigger: Trigger = Trigger.FLUSH
+    size: int = 0
     bytes: int = 0
     error: BaseException | None = None
-
-
-class _Open:
-    """An open batch and its state in the batcher."""
-
-    __slots__ = ("acc", "bytes", "closed", "count", "deadline", "error", "key", "partition", "to")
-
-    def __init__(self, to: Any, key: Any, partition: int | None, acc: Any, deadline: float) -> None:
-        self.to = to
-        self.error: BaseException | None = None
-        self.key = key
-        self.partition = partition
-        self.acc = acc
-        self.deadline = deadline
-        self.count = 0
-        self.bytes = 0
-        self.closed = False
+    deadline: float = math.inf
+    acc: Any = None
 
 
 class BatcherStage:
@@ -106,7 +97,7 @@ class BatcherStage:
         self.chunk_size: int = options.max_demand - options.max_demand // 2
         self._make = make
         self._partition = partition
-        self._timeout: float | None = options.batch_timeout
+        self._timeout: float = math.inf if options.batch_timeout is None else options.batch_timeout
         self._limit: int | None = options.batch_bytes
         self._size: int = 0
         self._initial: Any = None
@@ -115,40 +106,32 @@ class BatcherStage:
             self._initial, self._split = options.batch_size
         else:
             self._size = options.batch_size
-        # In order of opening: dicts preserve it, and a reopened key moves to the end.
-        self._open: dict[Any, _Open] = {}
-        # The same order, for timeouts; batches closed otherwise are skipped when they come up.
-        self._timers: deque[_Open] = deque()
+        # In order of opening, and so of deadlines: a reopened key moves to the end.
+        self._open: dict[Any, ItemBatch] = {}
         #: Items on which the splitter raised, by key, partition and the text of the error.
-        self._failed: dict[Any, _Open] = {}
+        self._failed: dict[Any, ItemBatch] = {}
 
     @property
     def pending(self) -> int:
         """The number of open batches."""
         return len(self._open) + len(self._failed)
 
-    def add(self, items: Sequence[Item], now: float) -> list[Closed]:
+    def add(self, items: Sequence[Item], now: float) -> list[ItemBatch]:
         """Adds ``items`` in order; returns the batches that they closed, in order of closing.
 
         :param now: The current time, in seconds of the clock that is used for :meth:`due`.
         """
-        closed: list[Closed] = []
-        step = self.chunk_size
-        if len(items) <= step:
-            self._add_chunk(items, now, closed)
-        else:
-            for start in range(0, len(items), step):
-                self._add_chunk(items[start : start + step], now, closed)
+        closed: list[ItemBatch] = []
+        for start in range(0, len(items), self.chunk_size):
+            self._add_chunk(items[start : start + self.chunk_size], now, closed)
         return closed
 
-    def due(self, now: float) -> list[Closed]:
+    def due(self, now: float) -> list[ItemBatch]:
         """Closes batches that have been open for ``batch_timeout``, in order of their deadlines."""
-        closed: list[Closed] = []
-        timers = self._timers
-        while timers and (timers[0].closed or timers[0].deadline <= now):
-            batch = timers.popleft()
-            if not batch.closed:
-                self._close(batch, Trigger.TIMEOUT, closed)
+        closed: list[ItemBatch] = []
+        due = takewhile(lambda batch: batch.deadline <= now, self._open.values())
+        for batch in list(due):
+            self._close(batch, Trigger.TIMEOUT, closed)
         return closed
 
     def next_due(self) -> float | None:
@@ -156,24 +139,21 @@ class BatcherStage:
 
         ``None`` if no batch is open, or batches have no timeout.
         """
-        timers = self._timers
-        while timers and timers[0].closed:
-            timers.popleft()
-        return timers[0].deadline if timers else None
+        first = next(iter(self._open.values()), None)
+        return None if first is None or first.deadline == math.inf else first.deadline
 
-    def flush(self) -> list[Closed]:
+    def flush(self) -> list[ItemBatch]:
         """Closes every open batch, in order of opening, at the end of input."""
-        closed: list[Closed] = []
+        closed: list[ItemBatch] = []
         for batch in list(self._open.values()):
             self._close(batch, Trigger.FLUSH, closed)
-        self._timers.clear()
-        closed += [_to_closed(batch, Trigger.FLUSH) for batch in self._failed.values()]
+        closed += self._failed.values()
         self._failed.clear()
         return closed
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _add_chunk(self, items: Sequence[Item], now: float, closed: list[Closed]) -> None:
+    def _add_chunk(self, items: Sequence[Item], now: float, closed: list[ItemBatch]) -> None:
         start, count = 0, len(items)
         partition = self._partition
         simple = self._split is None and self._limit is None
@@ -208,25 +188,23 @@ class BatcherStage:
         key: Any,
         partition: int | None,
         now: float,
-        closed: list[Closed],
+        closed: list[ItemBatch],
     ) -> None:
         """Adds a run to batches that are closed by count only."""
         while run:
             batch = self._open.get(identity)
             if batch is None:
                 batch = self._begin(identity, key, partition, now)
-            room = self._size - batch.count
+            room = self._size - batch.size
             taken = run if len(run) <= room else run[:room]
-            to = batch.to
-            if len(taken) == 1:
-                to.append(taken[0])
-            elif type(to) is list:
-                to.extend(taken)
+            pending = batch.pending
+            if type(pending) is list:
+                pending += taken
             else:
-                append = to.append
+                append = pending.append
                 for item in taken:
                     append(item)
-            batch.count += len(taken)
+            batch.size += len(taken)
             if len(taken) == room:
                 self._close(batch, Trigger.SIZE, closed)
             else:
@@ -243,7 +221,7 @@ class BatcherStage:
         key: Any,
         partition: int | None,
         now: float,
-        closed: list[Closed],
+        closed: list[ItemBatch],
     ) -> None:
         """Adds a run to batches that are also closed by bytes or by a custom splitter."""
         limit, split = self._limit, self._split
@@ -263,13 +241,13 @@ class BatcherStage:
                     continue
             if batch is None:
                 batch = self._begin(identity, key, partition, now)
-            batch.to.append(item)
-            batch.count += 1
+            batch.pending.append(item)
+            batch.size += 1
             batch.bytes += size
             batch.acc = acc
             if item.batch_mode == _FLUSH:
                 flush = True
-            if emits or batch.count == self._size:
+            if emits or batch.size == self._size:
                 trigger = Trigger.SIZE
             elif limit is not None and batch.bytes >= limit:
                 trigger = Trigger.BYTES  # full: only empty items would still fit
@@ -287,10 +265,10 @@ class BatcherStage:
         name = identity, status_of(error).text
         batch = self._failed.get(name)
         if batch is None:
-            batch = self._failed[name] = _Open(self._make(key, partition), key, partition, None, 0)
+            batch = self._failed[name] = ItemBatch(self._make(key, partition), key, partition)
             batch.error = error
-        batch.to.append(item)
-        batch.count += 1
+        batch.pending.append(item)
+        batch.size += 1
         batch.bytes += item.size
 
     def _call_splitter(
@@ -307,40 +285,27 @@ class BatcherStage:
             f" got: {result!r:.200}"
         )
 
-    def _begin(self, identity: Any, key: Any, partition: int | None, now: float) -> _Open:
-        timeout = self._timeout
-        to = self._make(key, partition)
-        batch = _Open(to, key, partition, self._initial, 0.0 if timeout is None else now + timeout)
+    def _begin(self, identity: Any, key: Any, partition: int | None, now: float) -> ItemBatch:
+        batch = ItemBatch(self._make(key, partition), key, partition)
+        batch.deadline, batch.acc = now + self._timeout, self._initial
         self._open[identity] = batch
-        if timeout is not None:
-            self._timers.append(batch)
         return batch
 
-    def _close(self, batch: _Open, trigger: Trigger, closed: list[Closed]) -> None:
+    def _close(self, batch: ItemBatch, trigger: Trigger, closed: list[ItemBatch]) -> None:
         key, partition = batch.key, batch.partition
         del self._open[key if self._partition is None else (key, partition)]
-        batch.closed = True
-        closed.append(_to_closed(batch, trigger))
-        batch.to = None  # a timer may reference the batch for a while; release its items
+        batch.trigger = trigger
+        closed.append(batch)
 
 
-def _to_closed(batch: _Open, trigger: Trigger) -> Closed:
-    return Closed(
-        batch.to, batch.key, batch.partition, trigger, batch.count, batch.bytes, batch.error
-    )
-
-
-def partitioner(options: Batcher) -> Callable[[Any], int] | None:
-    """Returns a function from message to partition: ``partition_by`` modulo ``concurrency``.
+def partitioner(options: Batcher | Processors) -> Callable[[Any], int] | None:
+    """Returns a function from message to partition: ``partition_by`` modulo ``concurrency``;
+    ``None`` without ``partition_by``.
 
     :raises PipelineError: When called, if ``partition_by`` does not return an integer of at least
         0.
     """
-    return partition_of(options.partition_by, options.concurrency)
-
-
-def partition_of(function: Any, concurrency: int) -> Callable[[Any], int] | None:
-    """Returns ``function`` modulo ``concurrency``, validated; ``None`` without a function."""
+    function, concurrency = options.partition_by, options.concurrency
     if function is None:
         return None
 
@@ -365,11 +330,11 @@ class KeyMerger:
         self._size = batch_size
         self._bytes = batch_bytes
         #: Partition → its open call, with its size and bytes.
-        self._calls: dict[int | None, tuple[list[Closed], int, int]] = {}
+        self._calls: dict[int | None, tuple[list[ItemBatch], int, int]] = {}
 
-    def add(self, closed: Iterable[Closed]) -> list[list[Closed]]:
+    def add(self, closed: Iterable[ItemBatch]) -> list[list[ItemBatch]]:
         """Adds closed batches; returns the calls that they filled."""
-        full: list[list[Closed]] = []
+        full: list[list[ItemBatch]] = []
         for batch in closed:
             call, size, total = self._calls.get(batch.partition, ([], 0, 0))
             size += batch.size
@@ -386,7 +351,7 @@ class KeyMerger:
                 self._calls[batch.partition] = (call, size, total)
         return full
 
-    def flush(self) -> list[list[Closed]]:
+    def flush(self) -> list[list[ItemBatch]]:
         """Returns the calls that are not full, in order of opening."""
         rest = [call for call, _, _ in self._calls.values()]
         self._calls.clear()

@@ -13,7 +13,7 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.stages.batcher import partition_of
+from airflow_broadway.core.stages.batcher import partitioner
 from airflow_broadway.core.stages.callbacks import log_failure, protected, status_of
 
 #: The lane of a message that ``partition_by`` or ``transformer`` failed.
@@ -43,10 +43,9 @@ class MessageEntry:
     def __init__(
         self, pipeline: Pipeline, transformer: Callable[[Any], Message] | None = None
     ) -> None:
-        options = pipeline.processors
         self._pipeline = pipeline
         self._transformer = transformer
-        self._partition = partition_of(options.partition_by, options.concurrency)
+        self._partition = partitioner(pipeline.processors)
         #: Whether messages have lanes.
         self.has_lanes = self._partition is not None
 

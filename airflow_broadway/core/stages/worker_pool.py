@@ -11,45 +11,23 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 from airflow_broadway.core.log_context import keep_ids
 
 P = TypeVar("P")
 R = TypeVar("R")
 
-_STOP = object()
 
+class _Worker:
+    """The state of one thread."""
 
-class _Worker(Generic[P, R]):
-    """One thread and its queue, which only holds pieces of its own lane or keys."""
-
-    def __init__(self, name: str, work: Callable[[P], R], pool: WorkerPool[P, R]) -> None:
-        self.queue: deque[Any] = deque()
-        self.wake = threading.Semaphore(0)
-        self._work = work
-        self._pool = pool
-        # A daemon, so that a callback that never returns cannot keep the process alive.
-        self.thread = threading.Thread(target=keep_ids(self._run), name=name, daemon=True)
-        self.thread.start()
-
-    def put(self, entry: Any) -> None:
-        self.queue.append(entry)
-        self.wake.release()
-
-    def _run(self) -> None:
-        while True:
-            self.wake.acquire()
-            entry = self.queue.popleft()
-            if entry is _STOP:
-                return
-            ticket, piece = entry
-            try:
-                result: Any = self._work(piece)
-            except BaseException as error:
-                self._pool.finished(self, ticket, None, error)
-            else:
-                self._pool.finished(self, ticket, result, None)
+    def __init__(self) -> None:
+        #: Tickets of pieces of its own lane or keys only; ``None`` ends the thread.
+        self.queue: SimpleQueue[int | None] = SimpleQueue()
+        #: The number of pieces in its queue and in its hands.
+        self.load = 0
 
 
 class WorkerPool(Generic[P, R]):
@@ -79,13 +57,17 @@ class WorkerPool(Generic[P, R]):
         self._taken = 0  # results taken
         self._done: dict[int, R] = {}
         self._pieces: dict[int, P] = {}  # ticket → its piece, until its result is taken
-        self._keys: dict[int, Sequence[Hashable]] = {}  # ticket → its keys, while in process
-        self._at: dict[Hashable, tuple[_Worker[P, R], int]] = {}  # key → its worker, its pieces
-        self._workers = [
-            _Worker(f"{name}-{index}", function, self) for index, function in enumerate(work)
-        ]
-        self._load = dict.fromkeys(self._workers, 0)
-        self._free: deque[_Worker[P, R]] = deque(self._workers)
+        self._keyed: dict[int, tuple[_Worker, frozenset[Hashable]]] = {}  # those in process
+        self._workers = [_Worker() for _ in work]
+        self._free = deque(self._workers)
+        for index, (worker, function) in enumerate(zip(self._workers, work, strict=True)):
+            # A daemon, so that a callback that never returns cannot keep the process alive.
+            threading.Thread(
+                target=keep_ids(self._run),
+                args=(worker, function),
+                name=f"{name}-{index}",
+                daemon=True,
+            ).start()
 
     @property
     def under_way(self) -> int:
@@ -111,21 +93,17 @@ class WorkerPool(Generic[P, R]):
             if not self._change.wait_for(lambda: self._ready(lane, keys), timeout):
                 return False
             self._raise_error()
-            worker = self._bound_to(lane, keys)
-            if worker is None:
-                worker = self._free.popleft()
-            elif not self._load[worker]:
+            bound = self._bound_to(lane, keys)
+            worker = bound.pop() if bound else self._free[0]
+            if not worker.load:
                 self._free.remove(worker)
-            self._load[worker] += 1
+            worker.load += 1
             ticket = self._issued
             self._issued += 1
             self._pieces[ticket] = piece
             if keys:
-                self._keys[ticket] = keys
-                for key in keys:
-                    known = self._at.get(key)
-                    self._at[key] = (worker, 1 if known is None else known[1] + 1)
-        worker.put((ticket, piece))
+                self._keyed[ticket] = worker, frozenset(keys)
+        worker.queue.put(ticket)
         return True
 
     def wait_for(self, lane: int | None = None, timeout: float | None = None) -> bool:
@@ -141,17 +119,18 @@ class WorkerPool(Generic[P, R]):
     def _ready(self, lane: int | None, keys: Sequence[Hashable]) -> bool:
         if self._error is not None:
             return True
-        if self._ordered and self._issued - self._taken >= self._bound:
+        if self._ordered and self.under_way >= self._bound:
             return False
-        if keys and len({self._at[key][0] for key in keys if key in self._at}) > 1:
-            return False  # bound to two workers: wait until all but one are done
-        worker = self._bound_to(lane, keys)
-        return bool(self._free) if worker is None else self._load[worker] <= self._waiting
+        bound = self._bound_to(lane, keys)
+        if not bound:
+            return bool(self._free)
+        # Bound to two workers: wait until all but one are done.
+        return len(bound) == 1 and all(worker.load <= self._waiting for worker in bound)
 
-    def _bound_to(self, lane: int | None, keys: Sequence[Hashable]) -> _Worker[P, R] | None:
+    def _bound_to(self, lane: int | None, keys: Sequence[Hashable]) -> set[_Worker]:
         if lane is not None:
-            return self._workers[lane]
-        return next((self._at[key][0] for key in keys if key in self._at), None)
+            return {self._workers[lane]}
+        return {worker for worker, own in self._keyed.values() if not own.isdisjoint(keys)}
 
     def take(self) -> list[tuple[P, R]]:
         """Returns finished results that may be taken now; never waits.
@@ -160,17 +139,13 @@ class WorkerPool(Generic[P, R]):
         """
         with self._change:
             self._raise_error()
+            tickets = sorted(self._done)
             if self._ordered:
-                taken = []
-                while self._taken in self._done:
-                    taken.append(self._pop_result(self._taken))
-                    self._taken += 1
-            else:
-                taken = [self._pop_result(ticket) for ticket in sorted(self._done)]
-                self._taken += len(taken)
-            if taken:
+                tickets = [ticket for n, ticket in enumerate(tickets) if ticket == self._taken + n]
+            self._taken += len(tickets)
+            if tickets:
                 self._change.notify_all()
-            return taken
+            return [self._pop_result(ticket) for ticket in tickets]
 
     def _pop_result(self, ticket: int) -> tuple[P, R]:
         return self._pieces.pop(ticket), self._done.pop(ticket)
@@ -190,7 +165,7 @@ class WorkerPool(Generic[P, R]):
             return self._change.wait_for(self._has_result, timeout)
 
     def _has_result(self) -> bool:
-        if self._error is not None or self._issued == self._taken:
+        if self._error is not None or not self.under_way:
             return True
         return self._taken in self._done if self._ordered else bool(self._done)
 
@@ -198,33 +173,25 @@ class WorkerPool(Generic[P, R]):
         if self._error is not None:
             raise self._error
 
-    def finished(
-        self,
-        worker: _Worker[P, R],
-        ticket: int,
-        result: Any,
-        error: BaseException | None,
-    ) -> None:
-        """Records the result of a piece; called by the workers."""
-        with self._change:
-            if error is not None:
+    def _run(self, worker: _Worker, function: Callable[[P], R]) -> None:
+        """Handles pieces; the body of each thread."""
+        while (ticket := worker.queue.get()) is not None:
+            done: dict[int, R] = {}
+            error: BaseException | None = None
+            try:
+                done[ticket] = function(self._pieces[ticket])
+            except BaseException as raised:
+                error = raised
+            with self._change:
+                self._done |= done
                 self._error = self._error or error
-            else:
-                self._done[ticket] = result
-            for key in self._keys.pop(ticket, ()):
-                at, count = self._at[key]
-                if count > 1:
-                    self._at[key] = (at, count - 1)
-                else:
-                    del self._at[key]
-            self._load[worker] -= 1
-            if not self._load[worker]:
-                self._free.append(worker)
-            self._change.notify_all()
+                self._keyed.pop(ticket, None)
+                worker.load -= 1
+                if not worker.load:
+                    self._free.append(worker)
+                self._change.notify_all()
 
-    def close(self, timeout: float = 0.0) -> None:
-        """Ends the workers after their queued pieces; waits ``timeout`` seconds for each."""
+    def close(self) -> None:
+        """Ends the workers after their queued pieces; does not wait for them."""
         for worker in self._workers:
-            worker.put(_STOP)
-        for worker in self._workers:
-            worker.thread.join(timeout)
+            worker.queue.put(None)

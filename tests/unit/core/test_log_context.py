@@ -100,7 +100,7 @@ def test_a_worker_thread_names_the_run(lines: Lines) -> None:
     pool: WorkerPool[int, None] = WorkerPool([lambda piece: log.info("piece %d", piece)])
     pool.put(1)
     assert pool.wait(10)
-    pool.close(10)
+    pool.close()
 
     assert lines.of("piece 1") == [{"run_id": "manual__1"}]
 

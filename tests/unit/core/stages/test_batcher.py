@@ -12,9 +12,9 @@ from airflow_broadway.core.model.batch_info import Trigger
 from airflow_broadway.core.stages.batcher import (
     BatcherStage,
     BatchHash,
-    Closed,
+    ItemBatch,
     KeyMerger,
-    partition_of,
+    partitioner,
 )
 
 
@@ -22,7 +22,7 @@ def message(number: int, key: Any = "k", mode: str = "bulk", size: int = 0) -> M
     return Message(number, message_id=str(number), batch_key=key, batch_mode=mode, size=size)
 
 
-def data(closed: list[Closed]) -> list[tuple[Any, str, list[int]]]:
+def data(closed: list[ItemBatch]) -> list[tuple[Any, str, list[int]]]:
     return [(each.key, each.trigger.value, [m.data for m in each.pending]) for each in closed]
 
 
@@ -117,7 +117,7 @@ def test_an_interrupt_in_a_splitter_goes_through() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, True])
 def test_a_partition_must_be_an_integer_of_at_least_0(value: object) -> None:
-    partition = partition_of(lambda m: value, 4)
+    partition = partitioner(Batcher(partition_by=lambda m: value, concurrency=4))
     assert partition is not None
     with pytest.raises(PipelineError, match="partition_by must return an integer"):
         partition(message(1))
@@ -142,8 +142,8 @@ def test_at_the_end_batches_come_in_the_order_in_which_they_were_opened() -> Non
 
 
 def test_merged_calls_hold_whole_batches_up_to_batch_size() -> None:
-    def closed(key: str, size: int, partition: int | None = None) -> Closed:
-        return Closed([None] * size, key, partition, Trigger.FLUSH, size)
+    def closed(key: str, size: int, partition: int | None = None) -> ItemBatch:
+        return ItemBatch([None] * size, key, partition, Trigger.FLUSH, size)
 
     merger = KeyMerger(10)
     full = merger.add([closed("a", 4), closed("b", 4), closed("c", 4), closed("d", 10)])

@@ -26,7 +26,7 @@ def test_results_come_in_order_whatever_finishes_first() -> None:
     for piece in range(8):
         assert pool.put(piece)
     assert drained(pool) == [(piece, piece * 10) for piece in range(8)]
-    pool.close(1.0)
+    pool.close()
 
 
 def test_the_first_pieces_go_to_one_worker_each() -> None:
@@ -48,7 +48,7 @@ def test_the_first_pieces_go_to_one_worker_each() -> None:
     gate.set()
     drained(pool)
     assert sorted(seen) == [0, 1, 2, 3]
-    pool.close(1.0)
+    pool.close()
 
 
 def test_pieces_of_a_lane_or_a_key_are_worked_on_in_order() -> None:
@@ -75,7 +75,7 @@ def test_pieces_of_a_lane_or_a_key_are_worked_on_in_order() -> None:
             pool.put(piece, None if by_key else lane, keys=[lane] if by_key else ())
             pool.take()
         drained(pool)
-        pool.close(1.0)
+        pool.close()
         for lane in range(3):
             assert [piece for each, piece in order if each == lane] == list(range(lane, 30, 3))
 
@@ -89,7 +89,7 @@ def test_what_a_worker_could_not_handle_is_raised_where_results_are_taken() -> N
     pool.wait(5.0)
     with pytest.raises(KeyboardInterrupt):
         pool.take()
-    pool.close(1.0)
+    pool.close()
 
 
 def test_unread_results_hold_the_feeder_back() -> None:
@@ -100,4 +100,4 @@ def test_unread_results_hold_the_feeder_back() -> None:
     assert put == 4
     pool.take()
     assert pool.put(put, timeout=30.0)
-    pool.close(1.0)
+    pool.close()
