@@ -8,10 +8,9 @@ driver.  :mod:`.reference` describes how a pipeline is passed between processes.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import OptionsError, PipelineError
@@ -19,12 +18,14 @@ from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import build, override
 from airflow_broadway.core.model.pipeline_options import Archive, Batcher, Processors
-from airflow_broadway.core.model.rules import FUNCTION, SECONDS, takes
+from airflow_broadway.core.model.rules import FUNCTION, SECONDS, Rule, matching, takes
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.run_source import Interval
 
 if TYPE_CHECKING:
     from typing import Self
+
+T = TypeVar("T")
 
 #: The callbacks and their arguments.
 _CALLBACKS: Mapping[str, tuple[str, ...]] = {
@@ -35,6 +36,10 @@ _CALLBACKS: Mapping[str, tuple[str, ...]] = {
     "handle_batch": ("batcher", "messages", "batch_info", "context"),
     "handle_failed": ("messages", "context"),
 }
+
+_NAME = matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", "a name of at most 100 letters, digits, '_', '-' and '.'"
+)
 
 #: The default of ``context``, named as in Broadway.
 CONTEXT_NOT_SET = "context_not_set"
@@ -134,7 +139,9 @@ class Pipeline:
         Python: returns the messages.  Spark: returns ``None`` when all succeeded, what
         :func:`airflow_broadway.spark.failed` made, or a DataFrame of outcomes.
         """
-        raise PipelineError(f"{type(self).__name__} defines no handle_batch")
+        raise PipelineError(
+            f"{type(self).__name__} defines no handle_batch", code="handle_batch_undefined"
+        )
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
         """Called once per chunk or batch with its failed messages, before they are settled; may
@@ -207,8 +214,8 @@ class Pipeline:
         for name, value in own.items():
             if name not in self._options:
                 raise OptionsError.unknown(name, value, self._options)
-        name = own.get("name", cls.name or cls.__name__)
-        self.name = self._text("name", name)  # type: ignore[misc]
+        self.name = own.get("name", cls.name or cls.__name__)  # type: ignore[misc]
+        _check("name", _NAME, self.name)
         self.context = own.get("context", cls.context)
         self.shutdown = self._seconds(own.get("shutdown", cls.shutdown), rendered)
         self.partition_by = cls.__dict__.get("partition_by", cls.partition_by)
@@ -216,8 +223,8 @@ class Pipeline:
             self.partition_by = self.partition_by.__func__
         if "partition_by" in own:
             self.partition_by = own["partition_by"]
-        if self.partition_by is not None and not FUNCTION.holds(self.partition_by):
-            raise OptionsError("partition_by", FUNCTION.text, self.partition_by)
+        if self.partition_by is not None:
+            _check("partition_by", FUNCTION, self.partition_by)
         self.producer = self._producer(own.get("producer"), rendered)
         self.processors = self._processors(own.get("processors"), rendered)
         self.batchers = self._batchers(own.get("batchers"), rendered)
@@ -234,16 +241,6 @@ class Pipeline:
             )
         if changed:
             self._configure({**own, **changed}, rendered=rendered, prepare=False)
-
-    @staticmethod
-    def _text(path: str, value: object) -> str:
-        if not isinstance(value, str) or not re.fullmatch(
-            r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", value
-        ):
-            raise OptionsError(
-                path, "a name of at most 100 letters, digits, '_', '-' and '.'", value
-            )
-        return value
 
     @staticmethod
     def _seconds(value: Any, rendered: bool) -> float:
@@ -264,14 +261,8 @@ class Pipeline:
                 f"{type(self).__name__}.producer",
                 'producer = SqliteProducer(queue="orders", conn_id="orders_queue") in the class',
             )
-        if isinstance(own, Producer):
-            return own
-        if not isinstance(declared, Producer):
-            raise OptionsError("producer", "a producer, such as SqliteProducer(queue=…)", declared)
-        producer: Producer = (
-            declared if own is None else override(declared, own, "producer", rendered=rendered)
-        )
-        return producer
+        rule = "a producer, such as SqliteProducer(queue=…)"
+        return _merge(Producer, "producer", rule, declared, own, rendered)
 
     def _processors(self, own: Any, rendered: bool) -> Processors:
         declared = type(self).processors
@@ -280,30 +271,18 @@ class Pipeline:
                 raise OptionsError("processors", "exactly one set of processors", sorted(declared))
             ((name, declared),) = declared.items()
             declared = override(declared, {"name": name}, "processors")
-        if not isinstance(declared, Processors):
-            raise OptionsError("processors", "Processors(…)", declared)
-        processors = (
-            own
-            if isinstance(own, Processors)
-            else override(declared, own or {}, "processors", rendered=rendered)
-        )
-        if processors.partition_by is None and self.partition_by is not None:
-            processors = override(processors, {"partition_by": self.partition_by}, "processors")
-        return processors
+        merged = _merge(Processors, "processors", "Processors(…)", declared, own or {}, rendered)
+        return self._with_partition_by(merged, "processors")
 
     def _archive(self, overrides: Mapping[str, Any], rendered: bool) -> Archive | None:
         declared = type(self).archive
-        if declared is not None and not isinstance(declared, Archive):
-            raise OptionsError("archive", "Archive(…) or None", declared)
         own = overrides.get("archive", declared)
-        if own is None or isinstance(own, Archive):
-            return own
-        archive: Archive = (
-            build(Archive, own, "archive", rendered=rendered)
-            if declared is None
-            else override(declared, own, "archive", rendered=rendered)
-        )
-        return archive
+        if own is None:
+            return None
+        if declared is None and not isinstance(own, Archive):
+            archive: Archive = build(Archive, own, "archive", rendered=rendered)
+            return archive
+        return _merge(Archive, "archive", "Archive(…) or None", declared, own, rendered)
 
     def _batchers(self, overrides: Any, rendered: bool) -> dict[str, Batcher]:
         declared = type(self).batchers
@@ -317,18 +296,39 @@ class Pipeline:
         batchers: dict[str, Batcher] = {}
         for name, own in {**declared, **(overrides or {})}.items():
             path = f"batchers.{name}"
-            self._text(path, name)
+            _check(path, _NAME, name)
             base = declared.get(name, own)
-            if not isinstance(base, Batcher):
-                raise OptionsError(path, "a Batcher(…)", base)
-            batcher = (
-                own if isinstance(own, Batcher) else override(base, own, path, rendered=rendered)
-            )
+            batcher = _merge(Batcher, path, "a Batcher(…)", base, own, rendered)
             batcher.check_schema(path)
-            if batcher.partition_by is None and self.partition_by is not None:
-                batcher = override(batcher, {"partition_by": self.partition_by}, path)
-            batchers[name] = batcher
+            batchers[name] = self._with_partition_by(batcher, path)
         return batchers
+
+    def _with_partition_by(self, options: T, path: str) -> T:
+        """Returns the options with the pipeline's ``partition_by``, unless they have their own."""
+        if self.partition_by is None or getattr(options, "partition_by", None) is not None:
+            return options
+        changed: T = override(options, {"partition_by": self.partition_by}, path)
+        return changed
+
+
+def _check(path: str, rule: Rule, value: object) -> None:
+    if not rule.holds(value):
+        raise OptionsError(path, rule.text, value)
+
+
+def _merge(kind: type[T], path: str, rule: str, declared: Any, own: Any, rendered: bool) -> T:
+    """Returns an option's value: the constructor's, or the declared one with its changes.
+
+    :param own: An object of ``kind``, or a mapping of options; ``None``: no changes.
+    """
+    if isinstance(own, kind):
+        return own
+    if not isinstance(declared, kind):
+        raise OptionsError(path, rule, declared)
+    if own is None:
+        return declared
+    merged: T = override(declared, own, path, rendered=rendered)
+    return merged
 
 
 def _signature_text(cls: type[Pipeline], name: str) -> str:

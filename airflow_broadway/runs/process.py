@@ -30,7 +30,7 @@ from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError, StagingError
 from airflow_broadway.core.formats.live import LiveCounts, LiveSign
 from airflow_broadway.core.formats.manifest import Manifest, Staged
-from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_messages_or_raise, is_settled
+from airflow_broadway.core.model.acks import NO_ACK, ack_messages_or_raise, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, LIVE
 from airflow_broadway.core.pipeline import Pipeline
@@ -253,12 +253,7 @@ class Process:
 
         def accept(messages: Sequence[Message]) -> list[Message]:
             archive.add(messages)
-            return [
-                message.with_acknowledger(
-                    AckRef(acknowledger, self.env.generation, message.acknowledger.data)
-                )
-                for message in messages
-            ]
+            return acknowledger.attach(messages, self.env.generation)
 
         return Receiving(
             self._source,

@@ -29,8 +29,7 @@ from airflow_broadway.staging.merge_generations import AT, SOURCE
 
 
 class _Row(NamedTuple):
-    """The fields of a message for batching, as an
-    :class:`airflow_broadway.core.stages.batcher.Item`.
+    """The fields of a message for batching: an item of the batcher.
 
     :param source: The index of its generation.
     :param place: The index of its row in the table.
@@ -121,15 +120,12 @@ class Batching:
 
     def _make_stage(self) -> BatcherStage:
         options = dataclasses.replace(self._options, batch_timeout=self._options.staged_timeout)
-        if isinstance(options.batch_size, tuple):
-            initial, splitter = options.batch_size
-
-            def split(row: _Row, acc: Any) -> Any:
-                return splitter(self._messages[row.place], acc)
-
-            options = dataclasses.replace(options, batch_size=(initial, split))
-        partition = None if options.partition_by is None else lambda row: row.partition
-        return BatcherStage(self._batcher, options, make=self._open, partition=partition)
+        return BatcherStage(
+            self._batcher,
+            options,
+            make=self._open,
+            message_of=lambda row: self._messages[row.place],
+        )
 
     def _open(self, key: str, partition: int | None) -> _Pending:
         pending = _Pending(self, self._opened, key)

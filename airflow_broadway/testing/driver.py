@@ -50,7 +50,6 @@ class PipelineDriver:
             self.pipeline,
             clock=self.clock,
             inline=True,
-            spark_succeeds=True,
             on_batch=self.batches.append,
         )
         self._buffer: list[Message] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.core import telemetry
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
 from airflow_broadway.core.local.engine import Engine
@@ -72,7 +73,7 @@ def _whole(kind: type[Broadway]) -> float:
     messages = _messages(pipeline)
 
     def work() -> None:
-        engine = Engine(pipeline)
+        engine = Engine(pipeline, clock=SystemClock())
         engine.run([messages])
         assert not engine.failed
 

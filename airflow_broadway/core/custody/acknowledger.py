@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.acks import current_stage
+from airflow_broadway.core.model.acks import AckRef, current_stage
 from airflow_broadway.core.model.message import Message
 
 #: A message and the verdict on it.
@@ -43,6 +43,13 @@ class RunAcknowledger:
         self._lock = threading.Lock()
         # The verdict on nearly every message, so that the producer need not be called for each.
         self._plain = ACK if producer.actions[producer.on_success] is Action.ACK else None
+
+    def attach(self, messages: Iterable[Message], ref: str) -> list[Message]:
+        """Returns the messages with this acknowledger, each with the data of its delivery."""
+        return [
+            message.with_acknowledger(AckRef(self, ref, message.acknowledger.data))
+            for message in messages
+        ]
 
     def configure(self, ack_ref: Any, ack_data: Any, options: Mapping[str, Any]) -> Delivery:
         """Sets ``on_success`` and ``on_failure`` for one message.

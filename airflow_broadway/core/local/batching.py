@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message, Status
-from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, ItemBatch, KeyMerger
@@ -66,6 +64,10 @@ def _make_batch(pipeline: str, batcher: str, call: list[ItemBatch], *, merged: b
     return Batch(batcher, messages, info, tuple([closed.key for closed in call]), refused)
 
 
+def _message_of(item: Message | PlacedMessage) -> Message:
+    return item.message if type(item) is PlacedMessage else item
+
+
 def _messages_of(closed: ItemBatch) -> list[Message]:
     pending: list[Any] = closed.pending
     if type(closed.key) is str and closed.partition is None:
@@ -106,7 +108,7 @@ class LocalBatcher:
         self._clock = clock
         self._stop = stop
         self._on_batch = on_batch
-        self._stage = _make_stage(name, options)
+        self._stage = BatcherStage(name, options, message_of=_message_of)
         self._merger = (
             KeyMerger(options.batch_size, options.batch_bytes) if options.merge_keys else None
         )
@@ -187,7 +189,7 @@ class LocalBatcher:
             "batcher_key": self.name,
             "context": context_of(self._pipeline),
         }
-        messages = [item.message if type(item) is PlacedMessage else item for item in chunk]
+        messages = [*map(_message_of, chunk)]
         span = telemetry.Span("batcher", {**metadata, "messages": messages})
         try:
             closed = self._stage.add(chunk, now)
@@ -246,20 +248,6 @@ class LocalBatcher:
 
     def _count(self, results: list[tuple[Batch, BatchResult]]) -> None:
         self.triggers.update(batch.info.trigger.value for batch, _ in results)
-
-
-def _make_stage(name: str, options: Batcher) -> BatcherStage:
-    """Returns the batcher's state machine, for messages and :class:`PlacedMessage`."""
-    if isinstance(options.batch_size, tuple):
-        initial, splitter = options.batch_size
-
-        def split(item: Any, acc: Any) -> Any:
-            return splitter(item.message if type(item) is PlacedMessage else item, acc)
-
-        options = replace(options, batch_size=(initial, split))
-    # Computed by the processor: exceptions of ``partition_by`` fail the message there.
-    partition = None if options.partition_by is None else lambda item: item.partition
-    return BatcherStage(name, options, partition=partition)
 
 
 class _SparkSubstitute(BatchProcessorStage):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.local.batching import Batch, LocalBatcher
 from airflow_broadway.core.model.acks import ack_messages
@@ -30,54 +30,46 @@ from airflow_broadway.core.stages.suspect_lane import Suspects
 
 
 class Engine:
-    """Runs a pipeline whose batchers are all ``engine="python"``.
+    """Runs a pipeline.  Batches of Spark batchers succeed unhandled: see :func:`check_engines`.
 
     Batch processors run in threads if there are two or more of them in total.
 
     :param ack: Settles a stage's result: ``ack(successful, failed)``.
     :param inline: Do everything in the calling thread, for tests.
-    :param spark_succeeds: Let batches of Spark batchers succeed unhandled, for tests.
     :param stop: Stops the engine: no further message is begun, and later no further batch.
     :param on_batch: Called with each batch before ``handle_batch``.
     :param transformer: Called with each message first; the producer's ``transformer``, unless the
         messages come from elsewhere.
     :param suspects: As for :class:`.ProcessorPool`.
     :param host: As for :class:`.ProcessorPool`.
-    :raises PipelineError: If a batcher's engine is Spark.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         *,
-        clock: Clock | None = None,
+        clock: Clock,
         ack: Ack = ack_messages,
         inline: bool = False,
-        spark_succeeds: bool = False,
         stop: Stop | None = None,
         on_batch: Callable[[Batch], None] = lambda batch: None,
         transformer: Callable[[Any], Message] | None = None,
         suspects: Suspects | None = None,
         host: ChildHost | None = None,
     ) -> None:
-        if not spark_succeeds:
-            check_engines(pipeline)
         self.pipeline = pipeline
-        self.clock = clock or SystemClock()
+        self.clock = clock
         #: The number of failed messages, in either stage.
         self.failed = 0
         #: The reasons of failed messages, in either stage.
         self.reasons = Reasons()
-        #: Called with the successful and the failed messages of each settled result, by one thread
-        #: at a time.
-        self.on_settled: Callable[[list[Message], list[Message]], None] = lambda good, bad: None
         self._stop = stop or Stop(self.clock)
         self._ack = ack
         self._lock = threading.Lock()
         self._closed = False
         self._process_seconds = 0.0
         context_of(pipeline)  # setup runs first, in this thread
-        counts = [options.concurrency for options in pipeline.batchers.values()]
+        inline_batches = inline or sum(o.concurrency for o in pipeline.batchers.values()) <= 1
         self._batchers = {
             name: LocalBatcher(
                 pipeline,
@@ -85,17 +77,16 @@ class Engine:
                 ack=self._settle,
                 clock=self.clock,
                 stop=self._stop,
-                inline=inline or sum(counts) <= 1,
+                inline=inline_batches,
                 on_batch=on_batch,
             )
             for name in pipeline.batchers
         }
-        convert = DirectConverter if pipeline.batchers else None
         self._processors = ProcessorPool(
             pipeline,
             ack=self._settle,
-            convert=convert,
-            stop=stop,
+            convert=DirectConverter if pipeline.batchers else None,
+            stop=self._stop,
             inline=inline,
             transformer=transformer,
             suspects=suspects,
@@ -202,8 +193,6 @@ class Engine:
             self.failed += len(failed)
         self.reasons.add(failed)
         self._ack(successful, failed)
-        with self._lock:
-            self.on_settled(successful, failed)
 
     def _forward(self, successful: list[Message]) -> None:
         """Passes the processors' successes to their batchers."""

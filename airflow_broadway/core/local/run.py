@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from airflow_broadway.core import telemetry
@@ -24,7 +26,12 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Settler, Tally
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
-from airflow_broadway.core.custody.producer import Connection, Connections, ProducerEnv
+from airflow_broadway.core.custody.producer import (
+    Connection,
+    Connections,
+    NoConnections,
+    ProducerEnv,
+)
 from airflow_broadway.core.custody.protocol import Lease, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS, dropped_line
@@ -32,10 +39,11 @@ from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, Lease
 from airflow_broadway.core.local.engine import Engine, check_engines
 from airflow_broadway.core.local.report import RunReport
 from airflow_broadway.core.log_context import log_ids
-from airflow_broadway.core.model.acks import AckRef, is_settled
+from airflow_broadway.core.model.acks import ack_messages, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.child_host import ChildHost
+from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of, enqueued_of
 from airflow_broadway.core.stages.stop import Stop
@@ -104,7 +112,15 @@ def run_local(
     instance = pipeline() if isinstance(pipeline, type) else pipeline
     run_clock = clock or SystemClock()
     stopping = stop if isinstance(stop, Stop) else Stop(run_clock, instance.shutdown, stop)
-    env = _make_env(instance, run_clock, connections)
+    if isinstance(connections, Mapping):
+        connections = _MappedConnections(connections)
+    env = ProducerEnv(
+        pipeline=instance.name,
+        generation=uuid.uuid4().hex,
+        owner={"dag_id": "local", "run_id": f"local-{os.getpid()}"},
+        clock=run_clock,
+        connections=connections or NoConnections(),
+    )
     run = LocalRun(instance, env, limiter=limiter, stop=stopping)
     with stopping.on_sigterm():
         if messages is not None:
@@ -117,22 +133,6 @@ def run_local(
             idle_seconds=idle_seconds,
         )
         return run.pull(budget)
-
-
-def _make_env(
-    pipeline: Pipeline,
-    clock: Clock,
-    connections: Connections | Mapping[str, Connection] | None,
-) -> ProducerEnv:
-    known = _MappedConnections(connections) if isinstance(connections, Mapping) else connections
-    options: dict[str, Any] = {} if known is None else {"connections": known}
-    return ProducerEnv(
-        pipeline=pipeline.name,
-        generation=uuid.uuid4().hex,
-        owner={"dag_id": "local", "run_id": f"local-{os.getpid()}"},
-        clock=clock,
-        **options,
-    )
 
 
 class LocalRun:
@@ -174,28 +174,32 @@ class LocalRun:
         batch = [_as_message(item, index) for index, item in enumerate(messages)]
         # Messages with their own acknowledger are settled by that, and only counted here.
         own = {message.message_id for message in batch if not is_settled(message)}
+        lock = threading.Lock()
 
-        def count_own(successful: list[Message], failed: list[Message]) -> None:
-            tally.counts["acked"] += sum(message.message_id in own for message in successful)
-            tally.counts["left"] += sum(message.message_id in own for message in failed)
+        def settle(successful: list[Message], failed: list[Message]) -> None:
+            ack_messages(successful, failed)
+            with lock:
+                tally.counts["acked"] += sum(message.message_id in own for message in successful)
+                tally.counts["left"] += sum(message.message_id in own for message in failed)
 
-        engine = self._make_engine()
-        if own:
-            engine.on_settled = count_own
+        engine = self._make_engine(settle if own else ack_messages)
+        dispatch = [
+            acknowledger.attach([message], "given")[0] if is_settled(message) else message
+            for message in batch
+        ]
         try:
-            engine.run([[_settled_by(acknowledger, "given", message) for message in batch]])
+            engine.run([dispatch])
         finally:
             tally.closed = True
             engine.close()
         released = len(batch) - sum(tally.counts.values())
         tally.counts["released"] += max(0, released)
-        size = sum(message.size for message in batch)
         self.report = self._make_report(
             engine,
             SettleReport.from_json(tally.counts),
             generation="local",
             received=len(batch),
-            received_bytes=size,
+            received_bytes=sum(message.size for message in batch),
             ended="given",
         )
         return self.report
@@ -210,18 +214,45 @@ class LocalRun:
         env = replace(self._env, stopping=lambda: bool(self._stop.reason()))
         with (
             log_ids(generation=env.generation),
-            closing(self._make_engine()) as engine,
+            closing(self._make_engine(ack_messages)) as engine,
             closing(self._pipeline.producer.source(env)) as source,
         ):
             on_lease(source.lease)
             return self._pull_from(source, engine, budget)
 
     def _pull_from(self, source: Source, engine: Engine, budget: Budget) -> RunReport:
-        settler = self._make_settler(source)
-        lease_renewer = self._make_lease_renewer(source, settler)
-        receiving = self._make_receiving(source, engine, budget, settler, lease_renewer)
+        pipeline, env, producer = self._pipeline, self._env, self._pipeline.producer
+        batch_processors = sum(options.concurrency for options in pipeline.batchers.values())
+        settler = Settler(
+            lambda: producer.custodian(env),
+            lambda: source.lease,
+            threaded=pipeline.processors.concurrency > 1 or batch_processors > 1,
+        )
+        lease_renewer = LeaseRenewer(
+            lambda: producer.custodian(env),
+            source.lease.seconds,
+            lambda: [source.lease] if settler.received else [],
+        )
+        acknowledger = RunAcknowledger(producer, settler)
+
+        def accept(messages: Sequence[Message]) -> list[Message]:
+            settler.hold(messages)
+            return acknowledger.attach(messages, env.generation)
+
+        receiving = Receiving(
+            source,
+            budget,
+            clock=env.clock,
+            limiter=self._limiter,
+            demand=demand_of(pipeline),
+            most=producer.most_at_once,
+            accept=accept,
+            next_timeout=engine.next_timeout,
+            stop=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
+            enqueued_at=enqueued_of(pipeline),
+        )
         ended = ""
-        if self._pipeline.producer.renews:
+        if producer.renews:
             lease_renewer.start()
         try:
             self._feed(engine, receiving, settler, budget)
@@ -244,77 +275,6 @@ class LocalRun:
             )
         return report
 
-    def _end(
-        self, engine: Engine, receiving: Receiving, settler: Settler, ended: str, *, failed: bool
-    ) -> None:
-        """Settles all messages that the run holds, and creates its report."""
-        received = receiving.received
-        try:
-            settled = settler.finish(unheard=failed)
-        except BroadwayError as error:
-            if received:
-                raise
-            # The error that ended the run is the one to raise.
-            log.warning("Messages that may have been received could not be released: %s", error)
-            return
-        self.report = self._make_report(
-            engine,
-            settled,
-            generation=self._env.generation,
-            received=received + (_count_unheard(settled, received) if failed else 0),
-            received_bytes=receiving.received_bytes,
-            ended=receiving.ended or ended,
-            seconds={"receive": receiving.seconds, "settle": settler.seconds, **receiving.lag},
-        )
-
-    def _make_settler(self, source: Source) -> Settler:
-        batch_processors = sum(options.concurrency for options in self._pipeline.batchers.values())
-        return Settler(
-            lambda: self._pipeline.producer.custodian(self._env),
-            lambda: source.lease,
-            threaded=self._pipeline.processors.concurrency > 1 or batch_processors > 1,
-        )
-
-    def _make_lease_renewer(self, source: Source, settler: Settler) -> LeaseRenewer:
-        return LeaseRenewer(
-            lambda: self._pipeline.producer.custodian(self._env),
-            source.lease.seconds,
-            lambda: [source.lease] if settler.received else [],
-        )
-
-    def _make_receiving(
-        self,
-        source: Source,
-        engine: Engine,
-        budget: Budget,
-        settler: Settler,
-        lease_renewer: LeaseRenewer,
-    ) -> Receiving:
-        producer, generation = self._pipeline.producer, self._env.generation
-        acknowledger = RunAcknowledger(producer, settler)
-
-        def accept(messages: Sequence[Message]) -> list[Message]:
-            settler.hold(messages)
-            return [
-                message.with_acknowledger(
-                    AckRef(acknowledger, generation, message.acknowledger.data)
-                )
-                for message in messages
-            ]
-
-        return Receiving(
-            source,
-            budget,
-            clock=self._env.clock,
-            limiter=self._limiter,
-            demand=demand_of(self._pipeline),
-            most=producer.most_at_once,
-            accept=accept,
-            next_timeout=engine.next_timeout,
-            stop=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
-            enqueued_at=enqueued_of(self._pipeline),
-        )
-
     def _feed(self, engine: Engine, receiving: Receiving, settler: Settler, budget: Budget) -> None:
         """Handles all messages of the source, and stops it, also on an error."""
         try:
@@ -328,13 +288,38 @@ class LocalRun:
             engine.close()
         receiving.stop()
 
-    def _make_engine(self) -> Engine:
-        transformer = self._pipeline.producer.transformer
+    def _end(
+        self, engine: Engine, receiving: Receiving, settler: Settler, ended: str, *, failed: bool
+    ) -> None:
+        """Settles all messages that the run holds, and creates its report."""
+        received = receiving.received
+        try:
+            settled = settler.finish(unheard=failed)
+        except BroadwayError as error:
+            if received:
+                raise
+            # The error that ended the run is the one to raise.
+            log.warning("Messages that may have been received could not be released: %s", error)
+            return
+        # Messages that the broker sent in a lost reply: they were released.
+        unheard = min(max(0, settled.total - received), settled.released) if failed else 0
+        self.report = self._make_report(
+            engine,
+            settled,
+            generation=self._env.generation,
+            received=received + unheard,
+            received_bytes=receiving.received_bytes,
+            ended=receiving.ended or ended,
+            seconds={"receive": receiving.seconds, "settle": settler.seconds, **receiving.lag},
+        )
+
+    def _make_engine(self, ack: Ack) -> Engine:
         return Engine(
             self._pipeline,
             clock=self._env.clock,
+            ack=ack,
             stop=self._stop,
-            transformer=transformer,
+            transformer=self._pipeline.producer.transformer,
             suspects=self._suspects,
             host=self._host,
         )
@@ -344,11 +329,9 @@ class LocalRun:
         engine: Engine,
         settled: SettleReport,
         *,
-        generation: str,
-        received: int,
-        received_bytes: int,
         ended: str,
-        seconds: Mapping[str, float] | None = None,
+        seconds: Mapping[str, float] = MappingProxyType({}),
+        **received: Any,
     ) -> RunReport:
         engine.reasons.log_table(log, "this run")
         if engine.dropped:
@@ -356,15 +339,13 @@ class LocalRun:
         total = time.monotonic() - self._started
         report = RunReport(
             pipeline=self._pipeline.name,
-            generation=generation,
-            received=received,
-            received_bytes=received_bytes,
             failed=engine.failed,
             settled=settled,
             batches=engine.batches,
-            seconds={**engine.seconds, **(seconds or {}), "total": total},
+            seconds={**engine.seconds, **seconds, "total": total},
             reasons=engine.reasons.most(SHOWN_REASONS),
             ended=self._stop.reason() or ended,
+            **received,
         )
         if telemetry.handlers("run.stop"):
             telemetry.emit(
@@ -382,20 +363,8 @@ def _settling(receiving: Receiving, settler: Settler) -> Iterator[list[Message]]
         settler.tick()
 
 
-def _count_unheard(settled: SettleReport, received: int) -> int:
-    """Returns the number of messages that the broker sent in a lost reply: they were released."""
-    return min(max(0, settled.total - received), settled.released)
-
-
 def _as_message(item: Any, index: int) -> Message:
     message = item if type(item) is Message else Message(item, position=index)
     if message.message_id:
         return message
     return message.with_message_id(f"given-{index}")
-
-
-def _settled_by(acknowledger: RunAcknowledger, ref: str, message: Message) -> Message:
-    """Returns the message with an acknowledger: its own, or else this one."""
-    if not is_settled(message):
-        return message
-    return message.with_acknowledger(AckRef(acknowledger, ref, message.acknowledger.data))

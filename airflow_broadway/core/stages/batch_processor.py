@@ -166,11 +166,6 @@ class BatchProcessorStage:
         )
 
     def _call(self, messages: list[Message], info: BatchInfo, context: Any) -> list[Message]:
-        if not self.pipeline.defines("handle_batch"):
-            raise PipelineError(
-                f"{type(self.pipeline).__name__} defines no handle_batch",
-                code="handle_batch_undefined",
-            )
         passed = list(messages)
         try:
             returned: Any = self.pipeline.handle_batch(self.batcher, passed, info, context)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.batch_info import Trigger
@@ -31,25 +31,6 @@ from airflow_broadway.core.schema.plain import dump_key
 from airflow_broadway.core.stages.callbacks import protected, status_of
 
 _FLUSH: Final = BatchMode.FLUSH
-
-
-class Item(Protocol):
-    """A message, or a row that represents one."""
-
-    @property
-    def batch_key(self) -> Any: ...
-    @property
-    def batch_mode(self) -> Any: ...
-    @property
-    def size(self) -> int: ...
-
-
-class Pending(Protocol):
-    """A batch being filled.  If it is a list, runs of items are added together."""
-
-    def append(self, item: Any, /) -> Any:
-        """Adds one item."""
-        ...
 
 
 @dataclass(slots=True)
@@ -79,9 +60,13 @@ class ItemBatch:
 class BatcherStage:
     """The batcher ``name``: takes items, returns the batches that they close.
 
-    :param make: ``make(key, partition)`` creates a batch.
-    :param partition: Item → partition of the batch, as made by :func:`partitioner`; batches are
-        then per (key, partition).
+    An item is a message, or a row that represents one: it has a ``batch_key``, a ``batch_mode`` and
+    a ``size``; and a ``partition``, as computed by :func:`partitioner`, if the batcher has
+    ``partition_by``.  Batches are then per (key, partition).
+
+    :param make: ``make(key, partition)`` creates a batch, to which ``append`` adds an item.  If it
+        is a list, runs of items are added together.
+    :param message_of: Returns the message of an item, for the custom splitter.
     """
 
     def __init__(
@@ -89,14 +74,15 @@ class BatcherStage:
         name: str,
         options: Batcher,
         *,
-        make: Callable[[Any, int | None], Pending] = lambda key, partition: [],
-        partition: Callable[[Any], int] | None = None,
+        make: Callable[[Any, int | None], Any] = lambda key, partition: [],
+        message_of: Callable[[Any], Any] = lambda item: item,
     ) -> None:
         self.name = name
         #: The number of items per chunk; more are cut into several chunks.
         self.chunk_size: int = options.max_demand - options.max_demand // 2
         self._make = make
-        self._partition = partition
+        self._message_of = message_of
+        self._partitioned = options.partition_by is not None
         self._timeout: float = math.inf if options.batch_timeout is None else options.batch_timeout
         self._limit: int | None = options.batch_bytes
         self._size: int = 0
@@ -116,7 +102,7 @@ class BatcherStage:
         """The number of open batches."""
         return len(self._open) + len(self._failed)
 
-    def add(self, items: Sequence[Item], now: float) -> list[ItemBatch]:
+    def add(self, items: Sequence[Any], now: float) -> list[ItemBatch]:
         """Adds ``items`` in order; returns the batches that they closed, in order of closing.
 
         :param now: The current time, in seconds of the clock that is used for :meth:`due`.
@@ -153,28 +139,21 @@ class BatcherStage:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _add_chunk(self, items: Sequence[Item], now: float, closed: list[ItemBatch]) -> None:
+    def _add_chunk(self, items: Sequence[Any], now: float, closed: list[ItemBatch]) -> None:
         start, count = 0, len(items)
-        partition = self._partition
+        partitioned = self._partitioned
         simple = self._split is None and self._limit is None
         while start < count:
             item = items[start]
-            key = item.batch_key
+            key, number = item.batch_key, item.partition if partitioned else None
+            identity = (key, number) if partitioned else key
             stop = start + 1
-            if partition is None:
-                number = None
-                identity = key
-                while stop < count and items[stop].batch_key == key:
-                    stop += 1
-            else:
-                number = partition(item)
-                identity = (key, number)
-                while (
-                    stop < count
-                    and items[stop].batch_key == key
-                    and partition(items[stop]) == number
-                ):
-                    stop += 1
+            while (
+                stop < count
+                and items[stop].batch_key == key
+                and (not partitioned or items[stop].partition == number)
+            ):
+                stop += 1
             if simple:
                 self._add_run(items[start:stop], identity, key, number, now, closed)
             else:
@@ -183,7 +162,7 @@ class BatcherStage:
 
     def _add_run(
         self,
-        run: Sequence[Item],
+        run: Sequence[Any],
         identity: Any,
         key: Any,
         partition: int | None,
@@ -216,7 +195,7 @@ class BatcherStage:
 
     def _add_one_by_one(
         self,
-        run: Sequence[Item],
+        run: Sequence[Any],
         identity: Any,
         key: Any,
         partition: int | None,
@@ -259,7 +238,7 @@ class BatcherStage:
             self._close(batch, Trigger.FLUSH, closed)
 
     def _fail(
-        self, item: Item, identity: Any, key: Any, partition: int | None, error: BaseException
+        self, item: Any, identity: Any, key: Any, partition: int | None, error: BaseException
     ) -> None:
         """Adds an item on which the splitter raised to the batch of equal failures."""
         name = identity, status_of(error).text
@@ -272,10 +251,10 @@ class BatcherStage:
         batch.bytes += item.size
 
     def _call_splitter(
-        self, split: Callable[[Any, Any], Any], item: Item, acc: Any
+        self, split: Callable[[Any, Any], Any], item: Any, acc: Any
     ) -> tuple[bool, Any]:
         """Returns whether the splitter closes the batch with this item, and its accumulator."""
-        result = split(item, acc)
+        result = split(self._message_of(item), acc)
         if isinstance(result, tuple) and len(result) == 2 and result[0] in ("emit", "cont"):
             # The accumulator of "emit" is ignored: as in Broadway's code (and unlike its
             # documentation) the next batch starts from the initial value.
@@ -293,7 +272,7 @@ class BatcherStage:
 
     def _close(self, batch: ItemBatch, trigger: Trigger, closed: list[ItemBatch]) -> None:
         key, partition = batch.key, batch.partition
-        del self._open[key if self._partition is None else (key, partition)]
+        del self._open[(key, partition) if self._partitioned else key]
         batch.trigger = trigger
         closed.append(batch)
 

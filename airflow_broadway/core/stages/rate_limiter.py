@@ -8,7 +8,7 @@ shares and that outlives the run, so the next run continues in the last run's wi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -61,13 +61,16 @@ class RateLimiter:
         clock: Clock | None = None,
         state: RateState | None = None,
     ) -> None:
-        self._options = options
+        self._declared: State = {}
+        if options is not None:
+            allowed, interval = options.allowed_messages, options.interval
+            self._declared = {"allowed_messages": allowed, "interval": interval}
         self._clock = clock or SystemClock()
         self._state = state or MemoryRateState()
 
     def take(self, wanted: int) -> int:
         """Grants up to ``wanted`` messages of the current window, and counts them as taken."""
-        if self._options is None or wanted <= 0:
+        if not self._declared or wanted <= 0:
             return max(wanted, 0)
         granted = 0
 
@@ -83,7 +86,7 @@ class RateLimiter:
 
     def refund(self, unused: int) -> None:
         """Returns the unused part of a grant of :meth:`take`."""
-        if self._options is None or unused <= 0:
+        if not self._declared or unused <= 0:
             return
 
         def change(state: State | None) -> State:
@@ -95,7 +98,7 @@ class RateLimiter:
 
     def wait_seconds(self) -> float:
         """Returns the seconds until messages are granted; 0 if they would be now."""
-        if self._options is None:
+        if not self._declared:
             return 0.0
         state = self._state.update(self._current_window)
         if state["left"] > 0:
@@ -104,7 +107,7 @@ class RateLimiter:
 
     def reset(self) -> None:
         """Ends the current window now."""
-        if self._options is not None:
+        if self._declared:
             self._state.update(lambda state: self._next_window(self._current_window(state)))
 
     def get_rate_limiting(self) -> dict[str, Any]:
@@ -140,7 +143,7 @@ class RateLimiter:
         self._state.update(change)
 
     def _check_enabled(self) -> None:
-        if self._options is None:
+        if not self._declared:
             raise PipelineError(
                 "rate limiting is not enabled for this pipeline", code="rate_limiting_not_enabled"
             )
@@ -150,34 +153,23 @@ class RateLimiter:
 
     def _current_window(self, state: State | None) -> State:
         """Returns the state of the current window."""
-        now = self._now()
-        declared = self._declared()
+        now, declared = self._now(), self._declared
         if state is None or state.get("declared") != declared:
             # The first run, or the pipeline's own options have changed since the last run.
-            return {**declared, "declared": declared, "start": now, "left": self._allowed(declared)}
+            state = {**declared, "declared": declared, "start": now}
+            return {**state, "left": declared["allowed_messages"]}
         passed = int((now - state["start"]) // state["interval"])
         if passed < 1:
             state["start"] = min(state["start"], now)  # do not wait for a clock that was set back
             return state
         end = state["start"] + state["interval"]
-        state = self._next_window(state, start=end)
+        state = self._next_window(state)
+        # Options that took effect at the window's end may have changed the interval.
         later = int((now - end) // state["interval"])
         state["start"] = end + later * state["interval"]
         return state
 
-    def _next_window(self, state: State, start: float | None = None) -> State:
-        """Starts a new window, with the options that were to take effect with it."""
+    def _next_window(self, state: State) -> State:
+        """Starts a new window now, with the options that were to take effect with it."""
         state |= state.pop("next", {})
-        state["start"] = self._now() if start is None else start
-        state["left"] = self._allowed(state)
-        return state
-
-    def _declared(self) -> dict[str, Any]:
-        options = self._options
-        if options is None:
-            return {}
-        return {"allowed_messages": options.allowed_messages, "interval": options.interval}
-
-    @staticmethod
-    def _allowed(values: Mapping[str, Any]) -> int:
-        return int(values["allowed_messages"])
+        return state | {"start": self._now(), "left": state["allowed_messages"]}

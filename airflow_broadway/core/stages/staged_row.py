@@ -73,7 +73,7 @@ class PlacedData(NamedTuple):
 
 
 class PlacedMessage(NamedTuple):
-    """A message with its place: an :class:`airflow_broadway.core.stages.batcher.Item`."""
+    """A message with its place: an item of the batcher."""
 
     message: Message
     batch_key: Any
