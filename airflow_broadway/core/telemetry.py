@@ -29,7 +29,6 @@ __all__ = [
     "detach",
     "emit",
     "handlers",
-    "heard",
     "log_handler",
 ]
 
@@ -107,11 +106,6 @@ def handlers(*events: str) -> bool:
     if not table:
         return False
     return not events or any(event in table for event in events)
-
-
-def heard() -> bool:
-    """Returns whether any event has a handler: the cheapest check, for once per chunk."""
-    return bool(_table)
 
 
 def wanted() -> list[str]:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import airflow_broadway
-from airflow_broadway.core.stages.callbacks import CODES
 from tests.order import LONGEST, ONE_SPARK
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +23,7 @@ def test_logged_error_codes_match_the_guide():
     sources = "\n".join(path.read_text("utf-8") for room in STAGES for path in room.rglob("*.py"))
     used = set(re.findall(r'(?:code"?[=:]|return) ?"([a-z]+_[a-z_]+)"', sources))
 
-    assert tuple(re.findall(r"`(\w+)`", listed)) == CODES
-    assert used - NOT_LOGGED == set(CODES)
+    assert re.findall(r"`(\w+)`", listed) == sorted(used - NOT_LOGGED)
 
 
 def test_listed_test_files_exist():

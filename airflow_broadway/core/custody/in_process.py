@@ -130,20 +130,16 @@ class Settler:
         self._done: set[str] = set()
         self._since = 0.0
         self._report = SettleReport()
-        self._received = 0
+        #: The number of messages held so far, settled or not.
+        self.received = 0
         self._closed = False
         #: Seconds spent in settling.
         self.seconds = 0.0
 
-    @property
-    def received(self) -> int:
-        """Number of messages held so far, settled or not."""
-        return self._received
-
     def hold(self, messages: Sequence[Message]) -> None:
         """Registers received messages; each is held until it has a verdict."""
         with self._lock:
-            self._received += len(messages)
+            self.received += len(messages)
             for message in messages:
                 self._held[message.message_id] = message
 
@@ -154,7 +150,10 @@ class Settler:
                 return  # the run has ended and released these messages
             if not self._entries:
                 self._since = time.monotonic()
-            self._entries += self._take_entries(successful, failed)
+            entries = self._unsettled_entries([*successful, *failed])
+            for entry in entries:
+                self._held.pop(entry.message_id, None)
+            self._entries += entries
             full = len(self._entries) >= _BULK_SIZE
         if full:
             self.tick(force=True)
@@ -207,28 +206,19 @@ class Settler:
             rest=RELEASE,
             entries=lambda: iter(entries),
             everything=lambda: iter(all_entries),
-            expected=self._received,
+            expected=self.received,
         )
         try:
-            if self._received or unheard:
+            if self.received or unheard:
                 self._report += self._in_thread(
                     lambda: self._get_custodian().settle(self._lease(), settlement)
                 )
         finally:
-            self._close()
+            if self._custodian is not None:
+                self._in_thread(self._custodian.close)
+            if self._thread is not None:
+                self._thread.shutdown(wait=True)
         return self._report
-
-    def _close(self) -> None:
-        if self._custodian is not None:
-            self._in_thread(self._custodian.close)
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-
-    def _take_entries(self, successful: list[Judged], failed: list[Judged]) -> list[Entry]:
-        entries = self._unsettled_entries([*successful, *failed])
-        for entry in entries:
-            self._held.pop(entry.message_id, None)
-        return entries
 
     def _unsettled_entries(self, judged: list[Judged]) -> list[Entry]:
         entries = [entry_of(*pair) for pair in judged]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
@@ -113,14 +114,16 @@ class LocalBatcher:
             KeyMerger(options.batch_size, options.batch_bytes) if options.merge_keys else None
         )
         kind = BatchProcessorStage if options.engine == "python" else _SparkSubstitute
-        self._processors = [
-            kind(pipeline, name, index=index, ack=ack) for index in range(options.concurrency)
+        self._handlers = [
+            _make_handler(kind(pipeline, name, index=index, ack=ack))
+            for index in range(options.concurrency)
         ]
-        self._turn = 0
+        self._turns = cycle(range(options.concurrency))
         self._pool: WorkerPool[Batch, BatchResult] | None = None
         if not inline:
-            work = [_make_handler(processor) for processor in self._processors]
-            self._pool = WorkerPool(work, name=f"{pipeline.name}-{name}", ordered=False, waiting=1)
+            self._pool = WorkerPool(
+                self._handlers, name=f"{pipeline.name}-{name}", ordered=False, waiting=1
+            )
 
     def next_due(self) -> float | None:
         """Returns the time of the next timeout; ``None`` if none is running."""
@@ -132,7 +135,7 @@ class LocalBatcher:
         self._deliver_due()  # a batch after its timeout takes no further message
         now = self._clock.monotonic()
         items = [self._to_item(m) if type(m.data) is PlacedData else m for m in messages]
-        if telemetry.heard() and telemetry.handlers(*_EVENTS):
+        if telemetry.handlers(*_EVENTS):
             closed: list[ItemBatch] = []
             step = self._stage.chunk_size
             for start in range(0, len(items), step):
@@ -221,30 +224,20 @@ class LocalBatcher:
                 log_failure("batch_size", self._pipeline, call[0].error, batch.messages)
             else:
                 self._on_batch(batch)
+            lane = batch.info.partition
             if self._pool is None:
-                self._handle_here(batch)
-            elif not self._hand_over(self._pool, batch):
-                return
-
-    def _handle_here(self, batch: Batch) -> None:
-        lane = batch.info.partition
-        if lane is None:
-            lane, self._turn = self._turn, (self._turn + 1) % len(self._processors)
-        started = time.monotonic()
-        result = _make_handler(self._processors[lane])(batch)
-        self.handle_seconds += time.monotonic() - started
-        self._count([(batch, result)])
-
-    def _hand_over(self, pool: WorkerPool[Batch, BatchResult], batch: Batch) -> bool:
-        """Waits for a worker to take the batch; returns whether one did in time."""
-        lane = batch.info.partition
-        keys = () if lane is not None else batch.keys
-        while not pool.put(batch, lane, keys, STOP_CHECK_INTERVAL):
-            if self._stop.late():
-                return False
-            self._count(pool.take())
-        self._count(pool.take())
-        return True
+                started = time.monotonic()
+                result = self._handlers[next(self._turns) if lane is None else lane](batch)
+                self.handle_seconds += time.monotonic() - started
+                self._count([(batch, result)])
+                continue
+            while not self._pool.put(
+                batch, lane, batch.keys if lane is None else (), STOP_CHECK_INTERVAL
+            ):
+                if self._stop.late():
+                    return
+                self._count(self._pool.take())
+            self._count(self._pool.take())
 
     def _count(self, results: list[tuple[Batch, BatchResult]]) -> None:
         self.triggers.update(batch.info.trigger.value for batch, _ in results)

@@ -50,8 +50,6 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.suspect_lane import Suspects
 from airflow_broadway.core.text import many
 
-__all__ = ["LocalRun", "RunReport", "run_local"]
-
 log = logging.getLogger(__name__)
 
 
@@ -231,7 +229,7 @@ class LocalRun:
         lease_renewer = LeaseRenewer(
             lambda: producer.custodian(env),
             source.lease.seconds,
-            lambda: [source.lease] if settler.received else [],
+            lambda: [source.lease] if producer.renews and settler.received else [],
         )
         acknowledger = RunAcknowledger(producer, settler)
 
@@ -252,15 +250,13 @@ class LocalRun:
             enqueued_at=enqueued_of(pipeline),
         )
         ended = ""
-        if producer.renews:
-            lease_renewer.start()
         try:
-            self._feed(engine, receiving, settler, budget)
+            with lease_renewer:
+                self._feed(engine, receiving, settler, budget)
         except BaseException as error:  # recorded for the report; re-raised
             ended = "error" if isinstance(error, Exception) else "interrupted"
             raise
         finally:
-            lease_renewer.stop()
             failed = bool(ended) or receiving.error is not None
             self._end(engine, receiving, settler, ended, failed=failed)
         if receiving.error is not None:

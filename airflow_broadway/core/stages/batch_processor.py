@@ -19,12 +19,12 @@ from airflow_broadway.core.stages.callbacks import (
     expect_messages,
     fail_all,
     log_failure,
+    log_mismatch,
     protected,
     run_handle_failed,
     status_of,
 )
 from airflow_broadway.core.stages.processor import Ack
-from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,9 @@ class BatchProcessorStage:
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
         self._ack(successful, failed)
-        return BatchResult(successful, failed, _missing(messages, successful, failed))
+        settled = {message.message_id for message in (*successful, *failed)}
+        missing = [message for message in messages if message.message_id not in settled]
+        return BatchResult(successful, failed, missing)
 
     def _call_handle_batch(
         self, messages: list[Message], info: BatchInfo, context: Any, scope: Scope
@@ -141,7 +143,13 @@ class BatchProcessorStage:
             (successful if message.status.kind == "ok" else failed).append(message)
         failed += [self._fail_detached(message, scope) for message in result.detached]
         if len(returned) != len(messages) or result.mismatch:
-            self._log_mismatch(len(messages), len(returned), result.mismatch)
+            log_mismatch(
+                "handle_batch",
+                self.pipeline,
+                len(messages),
+                f"only {len(returned)}{result.mismatch}",
+                code="handle_batch_count_mismatch",
+            )
         return successful, failed
 
     def _fail_detached(self, message: Message, scope: Scope) -> Message:
@@ -153,17 +161,6 @@ class BatchProcessorStage:
         )
         log_failure("handle_batch", self.pipeline, error, [message])
         return scope.restored(message).with_status(status_of(error))
-
-    def _log_mismatch(self, received: int, returned: int, mismatch: str) -> None:
-        log.error(
-            "%s.handle_batch received %s and returned only %d%s; messages that it did not"
-            " return are not settled, and are released when the run ends",
-            type(self.pipeline).__name__,
-            many(received, "message"),
-            returned,
-            mismatch,
-            extra={"code": "handle_batch_count_mismatch"},
-        )
 
     def _call(self, messages: list[Message], info: BatchInfo, context: Any) -> list[Message]:
         passed = list(messages)
@@ -183,12 +180,3 @@ class BatchProcessorStage:
             code="handle_batch_bad_return",
             element_code="handle_batch_bad_element",
         )
-
-
-def _missing(
-    messages: list[Message], successful: list[Message], failed: list[Message]
-) -> list[Message]:
-    """Returns the messages, by id, that are in neither list."""
-    settled = {message.message_id for message in successful}
-    settled.update(message.message_id for message in failed)
-    return [message for message in messages if message.message_id not in settled]

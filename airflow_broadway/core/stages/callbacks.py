@@ -1,10 +1,10 @@
 """Calls user callbacks, for both stages: the context, error handling, ``handle_failed``.
 
 A callback that raises fails its messages and nothing else.  The error is logged with a ``code`` (an
-extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` counts
-as such an error (kind ``exit``), and so do ``GeneratorExit``, asyncio's ``CancelledError`` and
-panics of Rust extensions.  Every other ``BaseException``, such as ``KeyboardInterrupt`` and
-Airflow's task timeout, propagates.
+extra of the log record, see ``docs/semantics.md``) and becomes the messages' status.
+``SystemExit`` counts as such an error (kind ``exit``), and so do ``GeneratorExit``, asyncio's
+``CancelledError`` and panics of Rust extensions.  Every other ``BaseException``, such as
+``KeyboardInterrupt`` and Airflow's task timeout, propagates.
 """
 
 from __future__ import annotations
@@ -33,24 +33,6 @@ log = logging.getLogger(__name__)
 _PROTECTED: Final = (Exception, SystemExit, GeneratorExit, CancelledError)
 #: The module of panics: each extension built with PyO3 has its own exception class.
 _RUST: Final = "pyo3_runtime"
-
-#: The ``code`` of each error that the stages log.
-CODES: Final = (
-    "acknowledger_error",
-    "callback_error",
-    "callback_exit",
-    "configure_not_supported",
-    "handle_batch_bad_element",
-    "handle_batch_bad_return",
-    "handle_batch_count_mismatch",
-    "handle_batch_undefined",
-    "handle_failed_bad_return",
-    "handle_failed_count_mismatch",
-    "handle_message_bad_return",
-    "prepare_messages_count_mismatch",
-    "producer_crash",
-    "unknown_batcher",
-)
 
 _HANDLE_FAILED: Final = ("handle_failed.start", "handle_failed.stop", "handle_failed.exception")
 
@@ -266,13 +248,29 @@ def _check_handled(
             extra={"code": "handle_failed_bad_return"},
         )
     if len(handled) != len(failed) or result.mismatch:
-        log.error(
-            "%s.handle_failed received %s and returned %d%s; messages that it did not"
-            " return are not settled, and are released when the run ends",
-            name,
-            many(len(failed), "message"),
-            len(returned),
-            result.mismatch,
-            extra={"code": "handle_failed_count_mismatch"},
+        log_mismatch(
+            "handle_failed",
+            pipeline,
+            len(failed),
+            f"{len(returned)}{result.mismatch}",
+            code="handle_failed_count_mismatch",
         )
     return handled
+
+
+def log_mismatch(
+    callback: str, pipeline: Pipeline, received: int, returned: str, *, code: str
+) -> None:
+    """Logs that a callback did not return the messages that it received.
+
+    :param returned: The number of messages that it returned, and what is wrong with them.
+    """
+    log.error(
+        "%s.%s received %s and returned %s; messages that it did not"
+        " return are not settled, and are released when the run ends",
+        type(pipeline).__name__,
+        callback,
+        many(received, "message"),
+        returned,
+        extra={"code": code},
+    )

@@ -32,12 +32,9 @@ def count_failure(pipeline: Pipeline, callback: str, error: BaseException) -> in
     """Counts a failure; returns its number among its kind in this process, from 1."""
     key = callback, type(error)
     with _lock:
-        attributes = pipeline.__dict__
-        if "_failures" not in attributes:
-            attributes["_failures"] = {}
-        counts: dict[Any, int] = attributes["_failures"]
-        counts[key] = number = counts.get(key, 0) + 1
-        return number
+        counts: Counter[Any] = pipeline.__dict__.setdefault("_failures", Counter())
+        counts[key] += 1
+        return counts[key]
 
 
 def log_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
@@ -114,13 +111,8 @@ class Reasons:
         if not rows:
             return
         lines = [f"{count:>11,}  {self._shown[key]}" for key, count in rows[:_SHOWN_REASONS]]
-        rest = rows[_SHOWN_REASONS:]
+        rest = [count for _, count in rows[_SHOWN_REASONS:]]
         if rest:
-            others = many(len(rest), "more reason")
-            lines.append(f"{sum(count for _, count in rest):>11,}  {others}")
-        log.error(
-            "%s failed in %s, by reason:\n%s",
-            many(sum(count for _, count in rows), "message"),
-            where,
-            "\n".join(lines),
-        )
+            lines.append(f"{sum(rest):>11,}  {many(len(rest), 'more reason')}")
+        failed = many(sum(count for _, count in rows), "message")
+        log.error("%s failed in %s, by reason:\n%s", failed, where, "\n".join(lines))

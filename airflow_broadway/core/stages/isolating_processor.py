@@ -27,14 +27,6 @@ CRASHED: Final = "crashed"
 _MOST_UNPROVEN: Final = 2
 
 
-def crashed(message: Message, reason: str) -> Message:
-    """Returns the message, failed because it killed the processes that handled it.
-
-    :param reason: The process that died, and the number of deaths.
-    """
-    return message.with_status(Status(CRASHED, f"{CRASHED}: {reason}"))
-
-
 class IsolatingProcessor:
     """One processor in a child process, which a message may kill.
 
@@ -87,7 +79,11 @@ class IsolatingProcessor:
                 ]
                 deaths = deaths + 1 if len(part) == 1 else 0
                 if deaths >= self._max_crashes:
-                    failed += self.blame(part[0], self._reason(deaths, error.ending)).failed
+                    reason = (
+                        f"it ended {deaths} processes that handled nothing else, the last with"
+                        f" {error.ending}"
+                    )
+                    failed += self.blame(part[0], reason).failed
                     deaths = 0
                     continue
                 self._log_death(part, deaths, error)
@@ -115,10 +111,8 @@ class IsolatingProcessor:
             )
         self._blamed += 1
         log.error("Message %r is dead-lettered, %s: %s.", message.message_id, CRASHED, reason)
-        return self._processor.settle([], [crashed(message, reason)])
-
-    def _reason(self, deaths: int, ending: str) -> str:
-        return f"it ended {deaths} processes that handled nothing else, the last with {ending}"
+        status = Status(CRASHED, f"{CRASHED}: {reason}")
+        return self._processor.settle([], [message.with_status(status)])
 
     def _log_death(self, part: list[Message], deaths: int, error: ProcessDied) -> None:
         if not part:

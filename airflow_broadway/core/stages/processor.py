@@ -140,7 +140,7 @@ class ProcessorStage:
         """
         context = context_of(self.pipeline)
         span = None
-        observed = telemetry.heard()
+        observed = telemetry.handlers()
         if observed and telemetry.handlers(*_CHUNK):
             span = telemetry.Span("processor", {**self._metadata(context), "messages": chunk})
         # Successes may be converted; handlers get messages as the callbacks returned them.

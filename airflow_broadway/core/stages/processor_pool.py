@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any, Final
 
 from airflow_broadway.core.model.acks import ack_messages
@@ -85,10 +86,8 @@ class ProcessorPool:
             child = SubprocessProcessor(pipeline, index=index, enters=enters, host=host, **stage)
             return IsolatingProcessor(child, self._held)
 
-        self._apart: SuspectLane | None = None
-        if suspects is not None:
-            make = partial(isolating, self._count, enters=True)
-            self._apart = SuspectLane(suspects, make, size=options.chunk_size)
+        make = partial(isolating, self._count, enters=True)
+        self._apart = SuspectLane(suspects, make, size=options.chunk_size)
         self._closers: list[Callable[[], None]] = []
         self._undivided: list[Message] = []  # a dispatch that is being divided
         self._waiting: deque[tuple[int | None, list[Message]]] = deque()  # its chunks
@@ -102,10 +101,10 @@ class ProcessorPool:
                 ProcessorStage(pipeline, index=index, held=self._held, **stage).handle
                 for index in range(self._count)
             ]
-        self._inline = handles if inline or len(handles) == 1 else None
-        self._turn = 0
+        self._handles = handles
+        self._turns = cycle(range(self._count))
         self._pool: WorkerPool[list[Message], ChunkResult] | None = None
-        if self._inline is None:
+        if not inline and self._count > 1:
             self._pool = WorkerPool(handles, name=f"{pipeline.name}-processor")
 
     def map(
@@ -128,14 +127,14 @@ class ProcessorPool:
             suspects = self._divide(dispatch)
             if suspects and self._keeps_order:  # after everything in process, and before the rest
                 yield from self._drained(self._pool, wait)
-            self._add_suspects(suspects)
+            self._apart.add(suspects)
+            self._undivided = []
             if suspects and self._keeps_order:
                 yield from self._drained(self._apart, wait)
             yield from self._handle_waiting(wait)
-            if self._apart is not None:
-                yield from self._apart.take()
-                yield from self._drained(self._apart, wait, until=lambda lane: not lane.full)
-                yield from self._handle_returned(wait)
+            yield from self._apart.take()
+            yield from self._drained(self._apart, wait, until=lambda lane: not lane.full)
+            yield from self._handle_returned(wait)
             if not dispatch:
                 yield TICK
         yield from self._drained(self._apart, wait)
@@ -146,9 +145,8 @@ class ProcessorPool:
         self, wait: Callable[[], float | None]
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
         """Handles suspects here for which no child process could be started."""
-        returned = [] if self._apart is None else self._apart.take_back()
+        self._undivided = returned = self._apart.take_back()
         if returned:
-            self._undivided = returned
             self._waiting.extend(list(self._chunks(returned)))
             self._undivided = []
             yield from self._handle_waiting(wait)
@@ -161,10 +159,7 @@ class ProcessorPool:
         while waiting:
             lane, chunk = waiting[0]
             if pool is None:
-                handles = self._inline or []
-                if lane is None:
-                    lane, self._turn = self._turn, (self._turn + 1) % self._count
-                result = handles[lane](chunk)
+                result = self._handles[next(self._turns) if lane is None else lane](chunk)
                 waiting.popleft()
                 yield chunk, result
                 continue
@@ -191,11 +186,6 @@ class ProcessorPool:
             if not taken and not work.wait(wait()):
                 yield TICK
 
-    def _add_suspects(self, messages: list[Message]) -> None:
-        if self._apart is not None:
-            self._apart.add(messages)
-        self._undivided = []
-
     def left(self) -> tuple[list[tuple[list[Message], ChunkResult]], list[Message]]:
         """Returns what was handed out and not yielded, once :meth:`map` is abandoned.
 
@@ -203,9 +193,8 @@ class ProcessorPool:
             messages without a result, which get none any more.
         """
         done, chunks = ([], []) if self._pool is None else self._pool.left()
-        if self._apart is not None:
-            done_apart, apart = self._apart.left()
-            done, chunks = [*done, *done_apart], [*chunks, *apart]
+        done_apart, apart = self._apart.left()
+        done, chunks = [*done, *done_apart], [*chunks, *apart]
         log_stuck("the process stage", chunks)
         chunks += [chunk for _, chunk in self._waiting]
         chunks.append(self._undivided)
@@ -218,11 +207,10 @@ class ProcessorPool:
         :returns: The messages to be handled apart.
         """
         self._undivided = dispatch
-        suspects, others = ([], dispatch) if self._apart is None else self._apart.split(dispatch)
+        suspects, others = self._apart.split(dispatch)
         if suspects and self._keeps_order:
             suspects, others = dispatch, []
-        chunks = list(self._chunks(others))
-        self._waiting.extend(chunks)
+        self._waiting.extend(list(self._chunks(others)))
         self._undivided = suspects
         return suspects
 
@@ -232,10 +220,6 @@ class ProcessorPool:
             sharers = 1 if self._pool is None else self._count
             share = -(-len(dispatch) // sharers)
             size = max(1, min(self._size, share))
-            if len(dispatch) <= size:
-                if dispatch:
-                    yield None, dispatch
-                return
             for start in range(0, len(dispatch), size):
                 yield None, dispatch[start : start + size]
             return
@@ -254,7 +238,6 @@ class ProcessorPool:
         """Ends the threads or processes, without waiting for what they are handling."""
         if self._pool is not None:
             self._pool.close()
-        if self._apart is not None:
-            self._apart.close()
+        self._apart.close()
         for close in self._closers:
             close()

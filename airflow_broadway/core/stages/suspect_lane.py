@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from airflow_broadway.core.model.message import Message
@@ -47,12 +48,13 @@ class Suspects(Protocol):
 class SuspectLane:
     """One more processor of a pool, which handles the suspects.
 
+    :param suspects: Selects them; ``None``: there are none.
     :param make: Creates the processor, for the first suspect.
     :param size: The maximum number of messages in a chunk.
     """
 
     def __init__(
-        self, suspects: Suspects, make: Callable[[], IsolatingProcessor], *, size: int
+        self, suspects: Suspects | None, make: Callable[[], IsolatingProcessor], *, size: int
     ) -> None:
         self._suspects = suspects
         self._make = make
@@ -66,7 +68,7 @@ class SuspectLane:
 
     def split(self, dispatch: list[Message]) -> tuple[list[Message], list[Message]]:
         """Divides a dispatch into suspects and other messages."""
-        if self._broken:
+        if self._suspects is None or self._broken:
             return [], dispatch
         is_suspect = self._suspects.is_suspect
         suspects = [message for message in dispatch if is_suspect(message)]
@@ -76,10 +78,11 @@ class SuspectLane:
 
     def add(self, messages: Sequence[Message]) -> None:
         """Queues messages to be handled, in order."""
-        if not messages:
+        if self._suspects is None or not messages:
             return
         if self._pool is None:
-            self._pool = WorkerPool([self._handle], name="suspects")
+            handle = partial(self._handle, self._suspects)
+            self._pool = WorkerPool([handle], name="suspects")
         self._waiting.extend(self._suspects.portions(messages))
         self._feed()
 
@@ -126,23 +129,23 @@ class SuspectLane:
         chunks = [*portions, *self._waiting, self._returned]
         return [handled for _, portion in done for handled in portion], chunks
 
-    def _handle(self, portion: list[Message]) -> list[Handled]:
+    def _handle(self, suspects: Suspects, portion: list[Message]) -> list[Handled]:
         """Handles a portion, in the lane's own thread."""
         processor = self._start_processor()  # no message is in hand before that
         if processor is None:
             self._returned += portion
             return []
         if len(portion) == 1:
-            reason = self._suspects.reason_to_blame(portion[0])
+            reason = suspects.reason_to_blame(portion[0])
             if reason:
                 return [(portion, processor.blame(portion[0], reason))]
-        self._suspects.note_in_hand(portion)
+        suspects.note_in_hand(portion)
         handled = []
         for start in range(0, len(portion), self._size):
             chunk = portion[start : start + self._size]
             handled.append((chunk, processor.handle(chunk)))
         if not self._waiting:  # the next portion replaces the record
-            self._suspects.note_in_hand([])
+            suspects.note_in_hand([])
         return handled
 
     def _start_processor(self) -> IsolatingProcessor | None:
