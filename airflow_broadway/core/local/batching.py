@@ -18,7 +18,7 @@ from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, ItemBa
 from airflow_broadway.core.stages.callbacks import context_of, log_failure, status_of
 from airflow_broadway.core.stages.failure_log import log_stuck
 from airflow_broadway.core.stages.processor import Ack
-from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage, placed_message
+from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
@@ -180,10 +180,10 @@ class LocalBatcher:
         placed: PlacedData = message.data
         if placed.dropped:
             self.dropped.update(placed.dropped)
-        item = placed_message(message)
-        if item.partition is None and type(item.batch_key) is str:
-            return item.message
-        return item
+        message = message.put_data(placed.data)
+        if placed.partition is None and type(placed.identity) is str:
+            return message
+        return PlacedMessage(message, placed.identity, placed.partition)
 
     def _add_with_events(self, chunk: list[Message | PlacedMessage], now: float) -> list[ItemBatch]:
         metadata = {

@@ -153,12 +153,11 @@ class Receiving:
     def __iter__(self) -> Iterator[list[Message]]:
         self._started = self._clock.monotonic()
         yield from self._dispatches()
-        if self.ended in ("empty", "max_messages", "max_bytes"):
+        if self.ended in ("empty", "max_messages", "max_bytes", "rate_limiting"):
             self._stop_source()
-            yield from self._hand_out()
-        elif self.ended == "rate_limiting":
-            self._stop_source()
-            yield from self._hand_out(self._limiter.take(len(self._waiting)))
+            most = len(self._waiting)
+            limited = self.ended == "rate_limiting"
+            yield from self._hand_out(self._limiter.take(most) if limited else most)
 
     def stop(self) -> Sequence[Message]:
         """Stops the source; returns the messages that were received but never handed out.
@@ -184,9 +183,12 @@ class Receiving:
                 return
             granted = self._limiter.take(demand)
             if not granted:
-                if not self._await_limiter(now):
+                pause, seconds = self._limiter.wait_seconds(), budget.max_seconds
+                # It must grant something before the time is over.
+                if seconds is None or now + pause >= self._started + seconds:
                     self.ended = "rate_limiting"
                     return
+                clock.sleep(self._timeout(now, pause))
                 yield []
                 continue
             if quiet_since is None:
@@ -209,27 +211,16 @@ class Receiving:
             else:
                 yield []
 
-    def _await_limiter(self, now: float) -> bool:
-        """Waits until the limiter may grant something, or a dispatch is due.
-
-        :returns: Whether it grants something before the time is over; if not, returns immediately.
-        """
-        pause, seconds = self._limiter.wait_seconds(), self._budget.max_seconds
-        if seconds is None or now + pause >= self._started + seconds:
-            return False
-        self._clock.sleep(self._timeout(now, pause))
-        return True
-
     def _hand_out(self, most: int | None = None) -> Iterator[list[Message]]:
         """Yields the queued messages, in portions, until the time is over."""
-        waiting, portion = self._waiting, self._portion
+        waiting = self._waiting
         left = len(waiting) if most is None else most
         while left > 0:
             ended = self._reason_to_end(self._clock.monotonic())
             if ended:
                 self.ended = ended
                 return
-            count = min(portion, left)
+            count = min(self._portion, left)
             dispatch = waiting[:count]
             del waiting[:count]
             left -= count
@@ -299,15 +290,16 @@ class Receiving:
         return messages
 
     def _collect(self, call: Callable[[], Sequence[Message]]) -> Sequence[Message]:
-        """Counts and queues the messages that ``call`` returns."""
+        """Counts the messages that ``call`` returns, and queues them for a processor."""
         started = self._clock.monotonic()
         self.under_way = True
         messages = call()
         self.received += len(messages)
         self.received_bytes += sum([message.size for message in messages])
         self.seconds += self._clock.monotonic() - started
-        self._record_waited(messages)
-        self._enqueue(messages)
+        if messages:
+            self._record_waited(messages)
+            self._enqueue(messages)
         self.under_way = False
         return messages
 
@@ -315,7 +307,7 @@ class Receiving:
         """Records how long messages had waited: by the first and the last of a receive, since
         reading every timestamp would cost as much as the receive.
         """
-        if self._enqueued_at is None or not messages:
+        if self._enqueued_at is None:
             return
         for message in (messages[0], messages[-1]):
             try:
@@ -327,9 +319,6 @@ class Receiving:
                 self.waited = max(0.0, waited, self.waited or 0.0)
 
     def _enqueue(self, messages: Sequence[Message]) -> None:
-        """Queues received messages for a processor."""
-        if not messages:
-            return
         accepted = self._accept(messages)
         if self.error is not None:
             return

@@ -88,12 +88,6 @@ class PlacedMessage(NamedTuple):
         return self.message.size
 
 
-def placed_message(message: Message) -> PlacedMessage:
-    """Unpacks a message whose data is :class:`PlacedData`; its own data is restored."""
-    placed: PlacedData = message.data
-    return PlacedMessage(message.put_data(placed.data), placed.identity, placed.partition)
-
-
 class RowConverter:
     """Converts messages of ``pipeline`` to their staged form; for use in one thread.
 
@@ -112,10 +106,6 @@ class RowConverter:
         """
         if not self._conversions:
             return message
-        return message.put_data(self.row(message))
-
-    def row(self, message: Message) -> StagedRow:
-        """Returns the staged form of the message; raises as a call does."""
         conversion = self._conversions[message.batcher]
         data = conversion.dump_data(message.data)
         text = conversion.key_text(message.batch_key)
@@ -128,7 +118,8 @@ class RowConverter:
             conversion.dump_metadata(metadata) if metadata else _NO_METADATA,
             conversion.dropped_now() if conversion.dropped else None,
         )
-        return tuple.__new__(StagedRow, fields)  # half the cost of calling the class
+        # Half the cost of calling the class.
+        return message.put_data(tuple.__new__(StagedRow, fields))
 
 
 class DirectConverter:
