@@ -28,57 +28,57 @@ def markdown_of(report: Mapping[str, Any]) -> str:
 
     :param report: As the ack sensor keeps it in ``report.json``.
     """
-    totals = report["totals"]
-    rows = [(name, totals[key]) for key, name in _CLASSES.items() if totals.get(key) is not None]
+    classes = [
+        {"class": name, "messages": report["totals"].get(key)}
+        for key, name in {"received": "received", **CLASSES}.items()
+    ]
+    batchers = [{"name": name, **row} for name, row in sorted(report.get("batchers", {}).items())]
     title = f"Run {plain(report['run_id'])} of the Dag {plain(report['dag_id'])}"
     parts = [
         f"# {plain(report['pipeline'])}",
         f"{title}, accounted for at {plain(report['at'])}.",
         "\n".join(f"- {plain(line)}" for line in lines_of(report) if not line.startswith("  ")),
-        *_table("Messages", ("Class", "Messages"), rows),
-        *_table(
-            "Reasons",
-            ("Messages", "Stage", "Reason"),
-            [(row["count"], row["stage"], row["reason"]) for row in report.get("reasons", ())],
-        ),
-        *_table(
-            "Batchers",
-            ("Batcher", "Batches", "Messages", "Failed messages", "Seconds"),
-            [
-                (name, row["batches"], row["messages"], row["failed"], row["seconds"])
-                for name, row in sorted(report.get("batchers", {}).items())
-            ],
-        ),
-        *_table(
-            "Executions",
-            ("Generation", "Task", "Try", "Received", "Stopped by"),
-            [
-                (
-                    row["generation"],
-                    row["task_id"] + (f"[{row['map_index']}]" if row["map_index"] >= 0 else ""),
-                    row["try_number"],
-                    row["received"],
-                    row["stopped"],
-                )
-                for row in report.get("generations", ())
-            ],
-        ),
+        *_table("Messages", _MESSAGES, [row for row in classes if row["messages"] is not None]),
+        *_table("Reasons", _REASONS, report.get("reasons", ())),
+        *_table("Batchers", _BATCHERS, batchers),
+        *_table("Executions", _EXECUTIONS, list(map(_execution, report.get("generations", ())))),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-_CLASSES: Final = {"received": "received", **CLASSES}
+#: The columns of each table: title → key of a row.
+_MESSAGES: Final = {"Class": "class", "Messages": "messages"}
+_REASONS: Final = {"Messages": "count", "Stage": "stage", "Reason": "reason"}
+_BATCHERS: Final = {
+    "Batcher": "name",
+    "Batches": "batches",
+    "Messages": "messages",
+    "Failed messages": "failed",
+    "Seconds": "seconds",
+}
+_EXECUTIONS: Final = {
+    "Generation": "generation",
+    "Task": "task",
+    "Try": "try_number",
+    "Received": "received",
+    "Stopped by": "stopped",
+}
 
 
-def _table(head: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+def _execution(row: Mapping[str, Any]) -> dict[str, Any]:
+    index = f"[{row['map_index']}]" if row["map_index"] >= 0 else ""
+    return {**row, "task": row["task_id"] + index}
+
+
+def _table(head: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Renders a table with a heading; nothing if it has no rows."""
     if not rows:
         return []
-    numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(columns))]
-    lines = [columns, ["--:" if right else "---" for right in numeric]]
-    cells = [[_cell(value) for value in row] for row in rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in (*lines, *cells))
-    return [f"## {head}", table]
+    keys = columns.values()
+    numeric = [all(isinstance(row[key], int | float) for row in rows) for key in keys]
+    lines = [list(columns), ["--:" if right else "---" for right in numeric]]
+    lines += [[_cell(row[key]) for key in keys] for row in rows]
+    return [f"## {head}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def _cell(value: object) -> str:

@@ -58,13 +58,8 @@ def failures_trouble(totals: Mapping[str, int], fail_when: Any) -> str:
         return ""
     if not is_int(fail_when) and handled < FEW and failed <= totals.get("requeued", 0):
         return ""
-    if fail_when == "all":
-        met = failed >= handled
-    elif is_int(fail_when):
-        met = failed >= fail_when
-    else:
-        met = failed >= fail_when * handled
-    if not met:
+    share = 1.0 if fail_when == "all" else fail_when
+    if failed < (share if is_int(share) else share * handled):
         return ""
     every = "every message that was handled" if failed >= handled else f"of {_n(handled)} handled"
     return f"{many(failed, 'message')} failed, {every} (fail_when={fail_when!r})"
@@ -125,9 +120,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     lines += dict.fromkeys(map(empty_line, empty))
     if totals.get("failed"):
         batchers = report.get("batchers", {}).items()
-        where = [f"{_n(row['failed'])} in batches of {name}" for name, row in batchers]
-        where = [text for text in where if not text.startswith("0 ")]
-        before = totals["failed"] - sum(row["failed"] for _, row in batchers)
+        failing = [(name, row["failed"]) for name, row in batchers if row["failed"]]
+        where = [f"{_n(failed)} in batches of {name}" for name, failed in failing]
+        before = totals["failed"] - sum(failed for _, failed in failing)
         if before > 0:
             where.insert(0, f"{_n(before)} before any batch")
         breakdown = f": {', '.join(where)}" if batchers else ""

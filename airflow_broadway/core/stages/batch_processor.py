@@ -77,52 +77,32 @@ class BatchProcessorStage:
         :param refused: The status with which the batch fails unhandled: its splitter raised.
         """
         context = context_of(self.pipeline)
-        span = None
+        span, metadata = None, {}
         if telemetry.handlers(*_BATCH):
-            metadata = {**self._metadata(context), "messages": messages, "batch_info": info}
-            span = telemetry.Span("batch_processor", metadata)
+            metadata = {
+                "topology_name": self.pipeline.name,
+                "name": self.name,
+                "index": self.index,
+                "context": context,
+                "producer": self.pipeline.producer,
+                "batch_info": info,
+            }
+            span = telemetry.Span("batch_processor", {**metadata, "messages": messages})
+        successful: list[Message] = []
         try:
             with Scope("batch") as scope, log_ids(batcher=self.batcher, batch_id=info.batch_id):
-                result = self._handle(messages, info, context, scope, refused)
+                if refused is None:
+                    successful, failed = self._call_handle_batch(messages, info, context, scope)
+                else:
+                    failed = fail_all(messages, refused, scope)
+                failed = run_handle_failed(self.pipeline, failed, context, scope)
+                self._ack(successful, failed)
         except BaseException as error:
             end_span(span, error)
             raise
         if span is not None:
-            span.stop(
-                {
-                    **self._metadata(context),
-                    "batch_info": info,
-                    "successful_messages": result.successful,
-                    "failed_messages": result.failed,
-                }
-            )
-        return result
-
-    def _metadata(self, context: Any) -> dict[str, Any]:
-        return {
-            "topology_name": self.pipeline.name,
-            "name": self.name,
-            "index": self.index,
-            "context": context,
-            "producer": self.pipeline.producer,
-        }
-
-    def _handle(
-        self,
-        messages: list[Message],
-        info: BatchInfo,
-        context: Any,
-        scope: Scope,
-        refused: Status | None,
-    ) -> BatchResult:
-        successful: list[Message] = []
-        if refused is None:
-            successful, failed = self._call_handle_batch(messages, info, context, scope)
-        else:
-            failed = fail_all(messages, refused, scope)
-        if failed:
-            failed = run_handle_failed(self.pipeline, failed, context, scope)
-        self._ack(successful, failed)
+            results = {"successful_messages": successful, "failed_messages": failed}
+            span.stop({**metadata, **results})
         settled = {message.message_id for message in (*successful, *failed)}
         missing = [message for message in messages if message.message_id not in settled]
         return BatchResult(successful, failed, missing)

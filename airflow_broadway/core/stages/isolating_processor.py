@@ -66,8 +66,8 @@ class IsolatingProcessor:
         deaths = 0  # of the current single message
         while parts and not self._closed and not (self._stop is not None and self._stop.late()):
             part = parts.popleft()
-            if self._held:  # a new child does not know the held groups
-                part = [message for message in part if not self._held.has(message)]
+            # A new child does not know the held groups.
+            part = [message for message in part if not self._held.has(message)]
             try:
                 result = self._processor.handle(part)
             except ProcessDied as error:

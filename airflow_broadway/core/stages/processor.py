@@ -73,12 +73,9 @@ class HeldGroups:
         self._producer = producer
         self._groups: set[str] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
     def has(self, message: Message) -> bool:
         """Returns whether the message is behind one that failed and is redelivered."""
-        return self._producer.group_of(message) in self._groups
+        return bool(self._groups) and self._producer.group_of(message) in self._groups
 
     def add(self, failed: Iterable[Message]) -> None:
         """Holds the groups of failed messages that are redelivered."""
@@ -138,50 +135,37 @@ class ProcessorStage:
         Exceptions of callbacks never propagate; ``KeyboardInterrupt`` and similar ones do, and then
         only messages that the callbacks settled themselves are settled.
         """
-        context = context_of(self.pipeline)
-        span = None
-        observed = telemetry.handlers()
-        if observed and telemetry.handlers(*_CHUNK):
-            span = telemetry.Span("processor", {**self._metadata(context), "messages": chunk})
+        pipeline = self.pipeline
+        context = context_of(pipeline)
+        metadata, span = None, None
+        if telemetry.handlers():
+            metadata = {
+                "topology_name": pipeline.name,
+                "name": self.name,
+                "index": self.index,
+                "processor_key": self._key,
+                "context": context,
+                "producer": pipeline.producer,
+            }
+            if telemetry.handlers(*_CHUNK):
+                span = telemetry.Span("processor", {**metadata, "messages": chunk})
         # Successes may be converted; handlers get messages as the callbacks returned them.
         unconverted: list[Message] | None = None if span is None or self._convert is None else []
         try:
             with Scope("process") as scope:
-                result = self._handle(chunk, context, scope, unconverted, observed)
+                result = self._handle(chunk, context, scope, unconverted, metadata)
         except BaseException as error:
             end_span(span, error)
             raise
-        if span is not None:
+        if span is not None and metadata is not None:
             successful = result.successful if unconverted is None else unconverted
-            self._end_chunk_span(span, successful, result.failed, context)
-        return result
-
-    def _metadata(self, context: Any) -> dict[str, Any]:
-        return {
-            "topology_name": self.pipeline.name,
-            "name": self.name,
-            "index": self.index,
-            "processor_key": self._key,
-            "context": context,
-            "producer": self.pipeline.producer,
-        }
-
-    def _end_chunk_span(
-        self,
-        span: telemetry.Span,
-        successful: list[Message],
-        failed: list[Message],
-        context: Any,
-    ) -> None:
-        to_forward, to_ack = (successful, []) if self._known else ([], successful)
-        span.stop(
-            {
-                **self._metadata(context),
-                "successful_messages_to_ack": to_ack,
-                "successful_messages_to_forward": to_forward,
-                "failed_messages": failed,
+            results = {
+                "successful_messages_to_ack": [] if self._known else successful,
+                "successful_messages_to_forward": successful if self._known else [],
+                "failed_messages": result.failed,
             }
-        )
+            span.stop({**metadata, **results})
+        return result
 
     def _handle(
         self,
@@ -189,12 +173,12 @@ class ProcessorStage:
         context: Any,
         scope: Scope,
         unconverted: list[Message] | None,
-        observed: bool,
+        metadata: dict[str, Any] | None,
     ) -> ChunkResult:
         """Handles a chunk.
 
         :param unconverted: Filled with the successes as ``handle_message`` returned them.
-        :param observed: Whether any event has a handler.
+        :param metadata: That of its events, if any event has a handler.
         """
         successful: list[Message] = []
         failed: list[Message] = []
@@ -207,16 +191,9 @@ class ProcessorStage:
         admitted = self._in_order(prepared, failed) if self._keeps_order else prepared
         with log_ids(message_id=None):
             self._handle_messages(
-                admitted,
-                context,
-                successful,
-                failed,
-                scope,
-                unconverted=unconverted,
-                observed=observed,
+                admitted, context, successful, failed, scope, unconverted, metadata
             )
-        if failed:
-            failed = run_handle_failed(self.pipeline, failed, context, scope)
+        failed = run_handle_failed(self.pipeline, failed, context, scope)
         if not self._known:
             self._ack(successful, failed)
         elif failed:
@@ -275,7 +252,7 @@ class ProcessorStage:
         groups.add(failed)  # the whole chunk, if prepare_messages failed it
         known = len(failed)
         for message in messages:
-            if groups and groups.has(message):
+            if groups.has(message):
                 released += 1
                 continue
             if is_entry_failure(message):
@@ -299,15 +276,15 @@ class ProcessorStage:
         successful: list[Message],
         failed: list[Message],
         scope: Scope,
-        *,
         unconverted: list[Message] | None,
-        observed: bool,
+        metadata: dict[str, Any] | None,
     ) -> None:
         # The loop over every message: the checks of _check are inlined here first.
         handle, key, known = self.pipeline.handle_message, self._key, self._known
         convert, stop, now = self._convert, self._run_stop, self._run_stop.now
         succeed, span = successful.append, None
-        metadata = self._metadata(context) if observed and telemetry.handlers(*_MESSAGE) else None
+        if not telemetry.handlers(*_MESSAGE):
+            metadata = None
         for message in messages:
             if now() >= stop.look_at and stop.enough():
                 return
