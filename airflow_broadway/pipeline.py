@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway.core.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.local.report import RunReport
+    from airflow_broadway.core.local.run import RunReport
 
 __all__ = ["Broadway"]
 

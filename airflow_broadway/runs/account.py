@@ -11,8 +11,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of
-from airflow_broadway.core.custody.run_markdown import markdown_of
-from airflow_broadway.core.custody.run_summary import failures_trouble, settling_trouble
+from airflow_broadway.core.custody.run_summary import (
+    failures_trouble,
+    markdown_of,
+    settling_trouble,
+)
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.isolation import CRASHED
 from airflow_broadway.core.formats.layout import VERSION, paths

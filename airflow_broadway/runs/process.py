@@ -263,7 +263,7 @@ class Process:
             demand=demand_of(self.pipeline),
             most=producer.most_at_once,
             accept=accept,
-            stop=self._stop.reason,
+            stop_reason=self._stop.reason,
             enqueued_at=enqueued_of(self.pipeline),
         )
 

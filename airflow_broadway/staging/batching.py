@@ -235,7 +235,7 @@ class Batching:
         the outcome of one batch would settle the messages of the other.
         """
         while bytes.fromhex(batch_id) in self._batch_ids:
-            batch_id = self.hash_of(None).update(batch_id).hexdigest()
+            batch_id = self.hash_of(None).update_all([batch_id]).hexdigest()
         self._batch_ids.add(bytes.fromhex(batch_id))
         return batch_id
 

@@ -103,7 +103,7 @@ def test_a_run_ending_in_traffic_loses_nothing(place, budget, more):
             limiter=RateLimiter(limiting, clock),
             demand=1_000,
             accept=accept,
-            stop=enough(more["stop"]) if "stop" in more else lambda: "",
+            stop_reason=enough(more["stop"]) if "stop" in more else lambda: "",
         )
         for _ in intake:
             time.sleep(0.02)  # callbacks

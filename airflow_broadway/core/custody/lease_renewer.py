@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from airflow_broadway.core.custody.protocol import Lease
@@ -95,23 +96,19 @@ class LeaseRenewer:
         wait = self._first
         while not self._stop.wait(wait):
             wait = self._interval
-            for lease in self._active_leases():
-                try:
+            leases: Sequence[Lease] = ()
+            with _logged_errors():
+                leases = self._leases()
+            for lease in leases:
+                if lease.generation in self._lapsed:
+                    continue
+                # After an error other leases are renewed all the same, and the next round retries:
+                # a lease lasts several rounds.
+                with _logged_errors():
                     custodian = custodian or self._open()
                     self._renew(custodian, lease)
-                except Exception as error:
-                    # Other leases are renewed all the same, and the next round retries: a lease
-                    # lasts several rounds.
-                    _log_error(error)
         if custodian is not None:
             custodian.close()
-
-    def _active_leases(self) -> list[Lease]:
-        try:
-            return [lease for lease in self._leases() if lease.generation not in self._lapsed]
-        except Exception as error:
-            _log_error(error)
-            return []
 
     def _renew(self, custodian: Renewer, lease: Lease) -> None:
         renewed = custodian.renew(lease)
@@ -125,6 +122,10 @@ class LeaseRenewer:
             self._renewed(renewed)
 
 
-def _log_error(error: Exception) -> None:
-    unexpected = None if isinstance(error, BroadwayError) else error
-    log.warning("could not renew leases yet: %s", error, exc_info=unexpected)
+@contextmanager
+def _logged_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        unexpected = None if isinstance(error, BroadwayError) else error
+        log.warning("could not renew leases yet: %s", error, exc_info=unexpected)

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,11 +33,16 @@ from airflow_broadway.core.custody.producer import (
     ProducerEnv,
 )
 from airflow_broadway.core.custody.protocol import Lease, Source
-from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.run_summary import SHOWN_REASONS, dropped_line
+from airflow_broadway.core.custody.report import SettleReport, failures_of
+from airflow_broadway.core.custody.run_summary import (
+    SHOWN_REASONS,
+    dropped_line,
+    failures_trouble,
+    settling_trouble,
+    unbalanced_line,
+)
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
 from airflow_broadway.core.local.engine import Engine, check_engines
-from airflow_broadway.core.local.report import RunReport
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import ack_messages, is_settled
 from airflow_broadway.core.model.message import Message
@@ -51,6 +56,75 @@ from airflow_broadway.core.stages.suspect_lane import Suspects
 from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """The result of a run.
+
+    :param received: Messages received from the source, or passed to the run.
+    :param failed: Messages that a callback failed, in either stage.
+    :param settled: Each message in one class: the sum is ``received``.
+    :param batches: Batches handled, by batcher and by trigger.
+    :param seconds: Seconds of each stage, in the run's own thread: ``receive``, ``process``,
+        ``batch``, ``handle_batch``, ``settle``; and ``total``.  ``waited`` is the longest time that
+        a message had waited at its broker, if known.
+    :param ended: Why it stopped receiving: ``empty``, ``max_messages``, ``max_bytes``,
+        ``max_seconds``, ``rate_limiting``, ``given``, ``error``, ``stopped``, or ``interrupted`` by
+        an exception that is not a callback's.
+    :param reasons: The reasons of failed messages, the most frequent first: ``count``, ``stage``
+        (unknown here) and ``reason``.
+    """
+
+    pipeline: str
+    generation: str
+    received: int
+    received_bytes: int
+    failed: int
+    settled: SettleReport
+    batches: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    ended: str = ""
+    reasons: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every message received is accounted for."""
+        return self.settled.total == self.received
+
+    def totals(self) -> dict[str, int]:
+        """Returns the counts, under the names of every report."""
+        totals = self.settled.classes()
+        return {
+            "received": self.received,
+            "failed": failures_of(self.failed, totals),
+            **totals,
+            "accounted": self.settled.total,
+        }
+
+    def trouble(self, fail_when: Any = "all") -> str:
+        """Returns what needs attention in this run, as sentences; empty if it succeeded.
+
+        That is: the sum does not balance, messages had lapsed, could not be settled or block those
+        behind them, or as many failed as ``fail_when`` specifies: see
+        :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
+        """
+        settled, totals = self.settled, self.totals()
+        sentences = [
+            "" if self.balanced else unbalanced_line(totals),
+            settling_trouble(settled.lapsed, settled.failed, halted=settled.halted),
+            failures_trouble(totals, fail_when),
+        ]
+        return ".  ".join(sentence for sentence in sentences if sentence)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as a JSON value."""
+        return {
+            **asdict(self),
+            "settled": self.settled.to_json(),
+            "balanced": self.balanced,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+        }
 
 
 class _MappedConnections:
@@ -72,15 +146,11 @@ def run_local(
     pipeline: Pipeline | type[Pipeline],
     messages: Iterable[Any] | None = None,
     *,
-    max_messages: int | None = None,
-    max_bytes: int | None = None,
-    max_seconds: float | None = None,
-    wait_seconds: float = 0.0,
-    idle_seconds: float = 0.0,
     connections: Connections | Mapping[str, Connection] | None = None,
     clock: Clock | None = None,
     limiter: RateLimiter | None = None,
     stop: Callable[[], str] | Stop = lambda: "",
+    **budget: Any,
 ) -> RunReport:
     """Runs a pipeline whose batchers are all ``engine="python"`` in this process, to its end.
 
@@ -88,18 +158,15 @@ def run_local(
 
     :param messages: Messages, or their data, to handle instead of the producer's, without a broker.
         Those without an acknowledger are only counted, by the producer's verdicts.
-    :param max_messages: Stop after this many messages.
-    :param max_bytes: Stop once payloads of this many bytes were received.
-    :param max_seconds: Begin no message after this long; the remaining received messages are then
-        released, and batches are delivered all the same.
-    :param wait_seconds: How long to wait for the first message.
-    :param idle_seconds: Stop after this long without a message.
     :param connections: Resolves connection ids.
     :param limiter: The limiter for the producer's ``rate_limiting``; by default one whose state
         ends with the run.
     :param stop: Called often; returns the reason to stop now, or ``""``.  The run then has the
         pipeline's ``shutdown`` seconds to finish what was handed out; a run that ends by itself has
         no limit.
+    :param budget: The fields of :class:`.Budget`, such as ``max_messages``.  After ``max_seconds``
+        no message is begun; the remaining received messages are then released, and batches are
+        delivered all the same.
     :returns: The report; ``report.balanced`` is whether every message is accounted for.
     :raises PipelineError: If a batcher runs on Spark; if the transformer raised, or the processors'
         ``partition_by`` or a custom splitter returned an invalid value.  Exceptions of these two
@@ -123,14 +190,7 @@ def run_local(
     with stopping.on_sigterm():
         if messages is not None:
             return run.handle(messages)
-        budget = Budget(
-            max_messages=max_messages,
-            max_bytes=max_bytes,
-            max_seconds=max_seconds,
-            wait_seconds=wait_seconds,
-            idle_seconds=idle_seconds,
-        )
-        return run.pull(budget)
+        return run.pull(Budget(**budget))
 
 
 class LocalRun:
@@ -246,7 +306,7 @@ class LocalRun:
             most=producer.most_at_once,
             accept=accept,
             next_timeout=engine.next_timeout,
-            stop=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
+            stop_reason=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
             enqueued_at=enqueued_of(pipeline),
         )
         ended = ""

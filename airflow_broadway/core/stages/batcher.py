@@ -347,14 +347,7 @@ class BatchHash:
 
     def __init__(self, pipeline: str, batcher: str, key: Any) -> None:
         self._hash = hashlib.sha256()
-        for part in (pipeline, batcher, _key_text(key)):
-            self.update(part)
-
-    def update(self, message_id: str) -> BatchHash:
-        """Adds one message id; returns itself."""
-        part = message_id.encode("utf-8", "surrogatepass")
-        self._hash.update(b"%d:%b" % (len(part), part))
-        return self
+        self.update_all((pipeline, batcher, _key_text(key)))
 
     def update_all(self, message_ids: Iterable[str]) -> BatchHash:
         """Adds several message ids, in order; returns itself."""

@@ -216,23 +216,22 @@ class ProcessorPool:
 
     def _chunks(self, dispatch: list[Message]) -> Iterator[tuple[int | None, list[Message]]]:
         dispatch = self._entry.transform(dispatch)
-        if not self._entry.has_lanes:
+        lanes: dict[int | None, list[Message]] = {}
+        if self._entry.has_lanes:
+            size = self._size
+            for message in dispatch:
+                lane, entered = self._entry.lane(message)
+                lanes.setdefault(lane, []).append(entered)
+        else:
             sharers = 1 if self._pool is None else self._count
-            share = -(-len(dispatch) // sharers)
-            size = max(1, min(self._size, share))
-            for start in range(0, len(dispatch), size):
-                yield None, dispatch[start : start + size]
-            return
-        lanes: dict[int, list[Message]] = {}
-        for message in dispatch:
-            lane, entered = self._entry.lane(message)
-            lanes.setdefault(lane or 0, []).append(entered)
+            size = max(1, min(self._size, -(-len(dispatch) // sharers)))
+            lanes[None] = dispatch
         longest = max(map(len, lanes.values()), default=0)
-        for start in range(0, longest, self._size):
-            for lane in sorted(lanes):
+        for start in range(0, longest, size):
+            for lane in sorted(lanes, key=lambda lane: lane or 0):
                 messages = lanes[lane]
                 if start < len(messages):
-                    yield lane, messages[start : start + self._size]
+                    yield lane, messages[start : start + size]
 
     def close(self) -> None:
         """Ends the threads or processes, without waiting for what they are handling."""

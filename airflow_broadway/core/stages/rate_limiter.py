@@ -74,14 +74,12 @@ class RateLimiter:
             return max(wanted, 0)
         granted = 0
 
-        def change(state: State | None) -> State:
+        def change(current: State) -> State:
             nonlocal granted
-            current = self._current_window(state)
             granted = min(wanted, max(current["left"], 0))
-            current["left"] -= granted
-            return current
+            return {**current, "left": current["left"] - granted}
 
-        self._state.update(change)
+        self._update(change)
         return granted
 
     def refund(self, unused: int) -> None:
@@ -89,18 +87,17 @@ class RateLimiter:
         if not self._declared or unused <= 0:
             return
 
-        def change(state: State | None) -> State:
-            current = self._current_window(state)
-            current["left"] = min(current["left"] + unused, current["allowed_messages"])
-            return current
+        def change(current: State) -> State:
+            left = min(current["left"] + unused, current["allowed_messages"])
+            return {**current, "left": left}
 
-        self._state.update(change)
+        self._update(change)
 
     def wait_seconds(self) -> float:
         """Returns the seconds until messages are granted; 0 if they would be now."""
         if not self._declared:
             return 0.0
-        state = self._state.update(self._current_window)
+        state = self._update()
         if state["left"] > 0:
             return 0.0
         return max(0.0, float(state["start"] + state["interval"]) - self._now())
@@ -108,7 +105,7 @@ class RateLimiter:
     def reset(self) -> None:
         """Ends the current window now."""
         if self._declared:
-            self._state.update(lambda state: self._next_window(self._current_window(state)))
+            self._update(self._next_window)
 
     def get_rate_limiting(self) -> dict[str, Any]:
         """Returns the current ``{"allowed_messages", "interval"}``.
@@ -116,7 +113,7 @@ class RateLimiter:
         :raises PipelineError: If rate limiting is not enabled.
         """
         self._check_enabled()
-        state = self._state.update(self._current_window)
+        state = self._update()
         return {name: state[name] for name in ("allowed_messages", "interval")}
 
     def update_rate_limiting(self, **options: Any) -> None:
@@ -135,12 +132,15 @@ class RateLimiter:
         self._check_enabled()
         reset = options.pop("reset", False)
 
-        def change(state: State | None) -> State:
-            current = self._current_window(state)
+        def change(current: State) -> State:
             current["next"] = {**current.get("next", {}), **options}
             return self._next_window(current) if reset else current
 
-        self._state.update(change)
+        self._update(change)
+
+    def _update(self, change: Callable[[State], State] = lambda state: state) -> State:
+        """Replaces the state of the current window by ``change(state)``; returns the new one."""
+        return self._state.update(lambda state: change(self._current_window(state)))
 
     def _check_enabled(self) -> None:
         if not self._declared:

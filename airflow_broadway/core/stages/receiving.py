@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -85,6 +85,7 @@ def check_messages(messages: Sequence[Any]) -> None:
             )
 
 
+@dataclass(eq=False)
 class Receiving:
     """Iterates over dispatches: messages for the processors, or an empty list after a pause.
 
@@ -97,53 +98,44 @@ class Receiving:
     :param accept: Called with secured messages; returns those to hand out.
     :param next_timeout: Called before each wait; returns the seconds until a dispatch is due, be it
         an empty one; ``None``: no limit.
-    :param stop: Returns the reason to stop, or ``""``.
+    :param stop_reason: Returns the reason to stop, or ``""``.
     :param enqueued_at: Returns a message's enqueue time at its broker, if known.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        budget: Budget,
-        *,
-        clock: Clock,
-        limiter: RateLimiter,
-        demand: int,
-        most: int = _MAX_DEMAND,
-        accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages,
-        next_timeout: Callable[[], float | None] = lambda: None,
-        stop: Callable[[], str] = lambda: "",
-        enqueued_at: Callable[[Message], datetime | None] | None = None,
-    ) -> None:
-        self._source = source
-        self._budget = budget
-        self._clock = clock
-        self._limiter = limiter
-        self._portion = self._demand = demand
-        self._most = most
-        self._accept = accept
-        self._next_timeout = next_timeout
-        self._stop = stop
-        self._enqueued_at = enqueued_at
+    source: Source
+    budget: Budget
+    _: KW_ONLY
+    clock: Clock
+    limiter: RateLimiter
+    demand: int
+    most: int = _MAX_DEMAND
+    accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages
+    next_timeout: Callable[[], float | None] = lambda: None
+    stop_reason: Callable[[], str] = lambda: ""
+    enqueued_at: Callable[[Message], datetime | None] | None = None
+
+    #: The number of receives.
+    receives: int = field(default=0, init=False)
+    received: int = field(default=0, init=False)
+    received_bytes: int = field(default=0, init=False)
+    #: Seconds spent in receiving and securing.
+    seconds: float = field(default=0.0, init=False)
+    #: The longest time in seconds that a message had waited at its broker; ``None``: unknown.
+    waited: float | None = field(default=None, init=False)
+    #: Whether messages are between the source and the queue here: an interruption meanwhile leaves
+    #: them unaccounted.
+    under_way: bool = field(default=False, init=False)
+    #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``, ``rate_limiting``,
+    #: ``error``, or the result of ``stop_reason``.
+    ended: str = field(default="", init=False)
+    #: The error that ended it: the source returned something other than messages.
+    error: PipelineError | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._next_demand = self.demand
         self._started = 0.0
         self._waiting: list[Message] = []  # received, and not yet handed out
         self._stopped = False
-        #: The number of receives.
-        self.receives = 0
-        self.received = 0
-        self.received_bytes = 0
-        #: Seconds spent in receiving and securing.
-        self.seconds = 0.0
-        #: The longest time in seconds that a message had waited at its broker; ``None``: unknown.
-        self.waited: float | None = None
-        #: Whether messages are between the source and the queue here: an interruption meanwhile
-        #: leaves them unaccounted.
-        self.under_way = False
-        #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``,
-        #: ``rate_limiting``, ``error``, or the result of ``stop``.
-        self.ended = ""
-        #: The error that ended it: the source returned something other than messages.
-        self.error: PipelineError | None = None
 
     @property
     def lag(self) -> dict[str, float]:
@@ -151,13 +143,13 @@ class Receiving:
         return {} if self.waited is None else {"waited": round(self.waited, 3)}
 
     def __iter__(self) -> Iterator[list[Message]]:
-        self._started = self._clock.monotonic()
+        self._started = self.clock.monotonic()
         yield from self._dispatches()
         if self.ended in ("empty", "max_messages", "max_bytes", "rate_limiting"):
             self._stop_source()
             most = len(self._waiting)
             limited = self.ended == "rate_limiting"
-            yield from self._hand_out(self._limiter.take(most) if limited else most)
+            yield from self._hand_out(self.limiter.take(most) if limited else most)
 
     def stop(self) -> Sequence[Message]:
         """Stops the source; returns the messages that were received but never handed out.
@@ -171,19 +163,19 @@ class Receiving:
         """Stops the source, and takes the messages that it had secured."""
         if not self._stopped:
             self._stopped = True
-            self._collect(self._source.stop)
+            self._collect(self.source.stop)
 
     def _dispatches(self) -> Iterator[list[Message]]:
-        clock, budget = self._clock, self._budget
+        clock, budget = self.clock, self.budget
         quiet_since: float | None = None
         while True:
             now = clock.monotonic()
             demand = self._wanted(now)
             if not demand:
                 return
-            granted = self._limiter.take(demand)
+            granted = self.limiter.take(demand)
             if not granted:
-                pause, seconds = self._limiter.wait_seconds(), budget.max_seconds
+                pause, seconds = self.limiter.wait_seconds(), budget.max_seconds
                 # It must grant something before the time is over.
                 if seconds is None or now + pause >= self._started + seconds:
                     self.ended = "rate_limiting"
@@ -206,7 +198,7 @@ class Receiving:
                 self._adapt(len(messages), size, clock.monotonic() - began)
             elif clock.monotonic() - quiet_since >= quiet:
                 # A source that was stopped does not know whether anything is left.
-                self.ended = self._stop() or "empty"
+                self.ended = self.stop_reason() or "empty"
                 return
             else:
                 yield []
@@ -216,11 +208,11 @@ class Receiving:
         waiting = self._waiting
         left = len(waiting) if most is None else most
         while left > 0:
-            ended = self._reason_to_end(self._clock.monotonic())
+            ended = self._reason_to_end(self.clock.monotonic())
             if ended:
                 self.ended = ended
                 return
-            count = min(self._portion, left)
+            count = min(self.demand, left)
             dispatch = waiting[:count]
             del waiting[:count]
             left -= count
@@ -231,23 +223,23 @@ class Receiving:
 
         :param size: Bytes of the handled messages.
         """
-        fits = handled * _SECONDS_PER_RECEIVE / seconds if seconds > 0 else self._most
-        small = handled * _MAX_DEMAND_BYTES / size if size else self._most
-        most = min(self._most, max(_MAX_DEMAND, small))
-        grown = int(min(fits, _MAX_GROWTH * self._demand, most))
-        self._demand = max(self._portion, grown)
+        fits = handled * _SECONDS_PER_RECEIVE / seconds if seconds > 0 else self.most
+        small = handled * _MAX_DEMAND_BYTES / size if size else self.most
+        most = min(self.most, max(_MAX_DEMAND, small))
+        grown = int(min(fits, _MAX_GROWTH * self._next_demand, most))
+        self._next_demand = max(self.demand, grown)
 
     def _reason_to_end(self, now: float) -> str:
         """Returns why nothing more is handed out, or ``""``."""
-        seconds = self._budget.max_seconds
+        seconds = self.budget.max_seconds
         if seconds is not None and now - self._started >= seconds:
-            return self._stop() or "max_seconds"
-        return self._stop()
+            return self.stop_reason() or "max_seconds"
+        return self.stop_reason()
 
     def _wanted(self, now: float) -> int:
         """Returns the number of messages to request now; 0 if a limit is reached."""
-        budget = self._budget
-        demand = self._demand
+        budget = self.budget
+        demand = self._next_demand
         if budget.max_messages is not None:
             demand = min(demand, budget.max_messages - self.received)
         reason = self._reason_to_end(now)
@@ -264,9 +256,9 @@ class Receiving:
     def _timeout(self, now: float, longest: float) -> float:
         """Returns the seconds to wait now, at most ``longest``; at least the minimum wait, or 0."""
         bounds = [_RECEIVE_TIMEOUT, longest]
-        if self._budget.max_seconds is not None:
-            bounds.append(self._started + self._budget.max_seconds - now)
-        wanted = self._next_timeout()
+        if self.budget.max_seconds is not None:
+            bounds.append(self._started + self.budget.max_seconds - now)
+        wanted = self.next_timeout()
         if wanted is not None:
             bounds.append(wanted)
         least = min(bounds)
@@ -274,29 +266,29 @@ class Receiving:
 
     def _receive(self, granted: int, timeout: float) -> Sequence[Message]:
         """Receives at most what the limiter granted, and refunds the rest."""
-        source, started = self._source, self._clock.monotonic()
+        source, started = self.source, self.clock.monotonic()
         messages: Sequence[Message] = ()
         self.receives += 1
         try:
             messages = self._collect(
                 lambda: source.secure(source.receive(granted, timeout=timeout))
             )
-            passed = self._clock.monotonic() - started
+            passed = self.clock.monotonic() - started
             if not messages and passed < timeout:  # a source that does not wait
-                self._clock.sleep(timeout - passed)
+                self.clock.sleep(timeout - passed)
                 self.seconds += timeout - passed
         finally:
-            self._limiter.refund(granted - len(messages))
+            self.limiter.refund(granted - len(messages))
         return messages
 
     def _collect(self, call: Callable[[], Sequence[Message]]) -> Sequence[Message]:
         """Counts the messages that ``call`` returns, and queues them for a processor."""
-        started = self._clock.monotonic()
+        started = self.clock.monotonic()
         self.under_way = True
         messages = call()
         self.received += len(messages)
         self.received_bytes += sum([message.size for message in messages])
-        self.seconds += self._clock.monotonic() - started
+        self.seconds += self.clock.monotonic() - started
         if messages:
             self._record_waited(messages)
             self._enqueue(messages)
@@ -307,11 +299,11 @@ class Receiving:
         """Records how long messages had waited: by the first and the last of a receive, since
         reading every timestamp would cost as much as the receive.
         """
-        if self._enqueued_at is None:
+        if self.enqueued_at is None:
             return
         for message in (messages[0], messages[-1]):
             try:
-                at = self._enqueued_at(message)
+                at = self.enqueued_at(message)
                 waited = None if at is None else (message.received_at - at).total_seconds()
             except (OverflowError, TypeError, ValueError):  # the timestamp may be forged
                 waited = None
@@ -319,7 +311,7 @@ class Receiving:
                 self.waited = max(0.0, waited, self.waited or 0.0)
 
     def _enqueue(self, messages: Sequence[Message]) -> None:
-        accepted = self._accept(messages)
+        accepted = self.accept(messages)
         if self.error is not None:
             return
         try:

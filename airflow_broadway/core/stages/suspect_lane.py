@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Final, Protocol
 
 from airflow_broadway.core.model.message import Message
@@ -60,7 +59,7 @@ class SuspectLane:
         self._make = make
         self._size = size
         self._processor: IsolatingProcessor | None = None
-        self._pool: WorkerPool[list[Message], list[Handled]] | None = None
+        self._pool = WorkerPool([self._handle], name="suspects")
         self._waiting: deque[list[Message]] = deque()
         #: Whether no child process can be started, and the messages that it was to handle.
         self._broken = False
@@ -78,23 +77,18 @@ class SuspectLane:
 
     def add(self, messages: Sequence[Message]) -> None:
         """Queues messages to be handled, in order."""
-        if self._suspects is None or not messages:
-            return
-        if self._pool is None:
-            handle = partial(self._handle, self._suspects)
-            self._pool = WorkerPool([handle], name="suspects")
-        self._waiting.extend(self._suspects.portions(messages))
-        self._feed()
+        if self._suspects is not None:
+            self._waiting.extend(self._suspects.portions(messages))
+            self._feed()
 
     def _feed(self) -> None:
-        pool = self._pool
-        while pool is not None and self._waiting and pool.put(self._waiting[0], timeout=0.0):
+        while self._waiting and self._pool.put(self._waiting[0], timeout=0.0):
             self._waiting.popleft()
 
     @property
     def under_way(self) -> int:
         """The number of portions added whose results have not been taken."""
-        return len(self._waiting) + (0 if self._pool is None else self._pool.under_way)
+        return len(self._waiting) + self._pool.under_way
 
     @property
     def full(self) -> bool:
@@ -106,15 +100,13 @@ class SuspectLane:
 
         :raises BaseException: An exception that the processor does not handle.
         """
-        if self._pool is None:
-            return []
         taken = self._pool.take()
         self._feed()
         return [handled for _, portion in taken for handled in portion]
 
     def wait(self, timeout: float | None) -> bool:
         """Waits until :meth:`take` has a result or nothing is in process; returns whether so."""
-        return self._pool is None or self._pool.wait(timeout)
+        return self._pool.wait(timeout)
 
     def take_back(self) -> list[Message]:
         """Returns the messages for which no child process could be started, in order."""
@@ -123,14 +115,14 @@ class SuspectLane:
 
     def left(self) -> tuple[list[Handled], list[list[Message]]]:
         """Returns everything not taken: results, and messages without one."""
-        if self._pool is None:
-            return [], []
         done, portions = self._pool.left()
         chunks = [*portions, *self._waiting, self._returned]
         return [handled for _, portion in done for handled in portion], chunks
 
-    def _handle(self, suspects: Suspects, portion: list[Message]) -> list[Handled]:
+    def _handle(self, portion: list[Message]) -> list[Handled]:
         """Handles a portion, in the lane's own thread."""
+        suspects = self._suspects
+        assert suspects is not None
         processor = self._start_processor()  # no message is in hand before that
         if processor is None:
             self._returned += portion
@@ -170,5 +162,4 @@ class SuspectLane:
         """Ends the child process; it finishes no chunk."""
         if self._processor is not None:
             self._processor.close()
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()

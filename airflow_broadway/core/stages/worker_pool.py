@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -21,13 +22,15 @@ R = TypeVar("R")
 
 
 class _Worker:
-    """The state of one thread."""
+    """The state of one thread, which is started at its first piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[_Worker], None], name: str) -> None:
         #: Tickets of pieces of its own lane or keys only; ``None`` ends the thread.
         self.queue: SimpleQueue[int | None] = SimpleQueue()
         #: The number of pieces in its queue and in its hands.
         self.load = 0
+        # A daemon, so that a callback that never returns cannot keep the process alive.
+        self.thread = threading.Thread(target=keep_ids(run), args=(self,), name=name, daemon=True)
 
 
 class WorkerPool(Generic[P, R]):
@@ -58,16 +61,11 @@ class WorkerPool(Generic[P, R]):
         self._done: dict[int, R] = {}
         self._pieces: dict[int, P] = {}  # ticket → its piece, until its result is taken
         self._keyed: dict[int, tuple[_Worker, frozenset[Hashable]]] = {}  # those in process
-        self._workers = [_Worker() for _ in work]
+        self._workers = [
+            _Worker(partial(self._run, function), f"{name}-{index}")
+            for index, function in enumerate(work)
+        ]
         self._free = deque(self._workers)
-        for index, (worker, function) in enumerate(zip(self._workers, work, strict=True)):
-            # A daemon, so that a callback that never returns cannot keep the process alive.
-            threading.Thread(
-                target=keep_ids(self._run),
-                args=(worker, function),
-                name=f"{name}-{index}",
-                daemon=True,
-            ).start()
 
     @property
     def under_way(self) -> int:
@@ -104,6 +102,8 @@ class WorkerPool(Generic[P, R]):
             if keys:
                 self._keyed[ticket] = worker, frozenset(keys)
         worker.queue.put(ticket)
+        if worker.thread.ident is None:
+            worker.thread.start()
         return True
 
     def wait_for(self, lane: int | None = None, timeout: float | None = None) -> bool:
@@ -173,7 +173,7 @@ class WorkerPool(Generic[P, R]):
         if self._error is not None:
             raise self._error
 
-    def _run(self, worker: _Worker, function: Callable[[P], R]) -> None:
+    def _run(self, function: Callable[[P], R], worker: _Worker) -> None:
         """Handles pieces; the body of each thread."""
         while (ticket := worker.queue.get()) is not None:
             done: dict[int, R] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from airflow_broadway.core.custody.run_markdown import markdown_of
+from airflow_broadway.core.custody.run_summary import markdown_of
 from airflow_broadway.plugin.access import READS_RUNS
 from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.run_tasks import tasks_of_run

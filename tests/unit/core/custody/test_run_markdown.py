@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.custody.run_markdown import markdown_of, plain
+from airflow_broadway.core.custody.run_summary import markdown_of, plain
 from tests.unit.runs.steps import Run
 
 

@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.run_summary import (
     settling_trouble,
 )
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.local.report import RunReport
+from airflow_broadway.core.local.run import RunReport
 from airflow_broadway.core.text import printable
 
 

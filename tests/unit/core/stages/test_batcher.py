@@ -168,7 +168,7 @@ def test_a_batch_id_is_unambiguous() -> None:
     }
     assert len(ids) == 7
     assert all(len(each) == 32 for each in ids)
-    assert BatchHash("p", "b", "k").update("1").update("23").hexdigest() in ids
+    assert BatchHash("p", "b", "k").update_all("1").update_all(["23"]).hexdigest() in ids
 
 
 keys = st.sampled_from("abc")

@@ -65,7 +65,7 @@ def test_what_is_told_to_stop_while_nothing_comes_has_not_found_the_queue_empty(
         clock=clock,
         limiter=RateLimiter(None, clock),
         demand=8,
-        stop=lambda: source.reason,
+        stop_reason=lambda: source.reason,
     )
 
     assert list(intake) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Archive, Broadway, Interval, Message, Processors
-from airflow_broadway.core.local.report import RunReport
+from airflow_broadway.core.local.run import RunReport
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.staging.archive.layout import archive_folder
