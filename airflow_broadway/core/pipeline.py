@@ -229,10 +229,8 @@ class Pipeline:
         self.processors = self._processors(own.get("processors"), rendered)
         self.batchers = self._batchers(own.get("batchers"), rendered)
         self.archive = self._archive(own, rendered)
-        if prepare:
-            self._prepare_for_start(own, rendered)
-
-    def _prepare_for_start(self, own: Mapping[str, Any], rendered: bool) -> None:
+        if not prepare:
+            return
         changed: Any = self.producer.prepare_for_start(self)
         if not isinstance(changed, Mapping):
             raise PipelineError(

@@ -74,6 +74,7 @@ def _parse_timestamp(text: str) -> datetime | None:
 
 _NO_DELIVERY = Delivery()
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_ACTION = Rule("an action of this producer", lambda v: isinstance(v, str))
 #: A larger number is milliseconds: as seconds it would be after the year 5138.
 _MILLISECONDS = 100_000_000_000
 
@@ -173,7 +174,7 @@ class Producer(Options):
     )
     on_success: str = option(
         default="ack",
-        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        rule=_ACTION,
         doc=(
             "The action for a message that succeeded: ``ack``, ``retry``, ``dead_letter``"
             " or ``noop``, unless the producer defines others."
@@ -181,7 +182,7 @@ class Producer(Options):
     )
     on_failure: str = option(
         default="retry",
-        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        rule=_ACTION,
         doc="The action for a message that failed; the same values.",
     )
     retry: RetryPolicy = option(

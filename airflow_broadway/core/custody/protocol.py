@@ -21,15 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.version import known_fields
-
-#: A key of a lease's state: whether the generation holds suspects of crashes, and nothing else.
-SUSPECTS: Final = "suspects"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,11 +97,6 @@ class BatcherStage:
         #: Items on which the splitter raised, by key, partition and the text of the error.
         self._failed: dict[Any, ItemBatch] = {}
 
-    @property
-    def pending(self) -> int:
-        """The number of open batches."""
-        return len(self._open) + len(self._failed)
-
     def add(self, items: Sequence[Any], now: float) -> list[ItemBatch]:
         """Adds ``items`` in order; returns the batches that they closed, in order of closing.
 
