@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -232,13 +233,14 @@ class LocalRun:
         batch = [_as_message(item, index) for index, item in enumerate(messages)]
         # Messages with their own acknowledger are settled by that, and only counted here.
         own = {message.message_id for message in batch if not is_settled(message)}
+        own_counts: Counter[str] = Counter()
         lock = threading.Lock()
 
         def settle(successful: list[Message], failed: list[Message]) -> None:
             ack_messages(successful, failed)
             with lock:
-                tally.counts["acked"] += sum(message.message_id in own for message in successful)
-                tally.counts["left"] += sum(message.message_id in own for message in failed)
+                own_counts["acked"] += sum(message.message_id in own for message in successful)
+                own_counts["left"] += sum(message.message_id in own for message in failed)
 
         engine = self._make_engine(settle if own else ack_messages)
         dispatch = [
@@ -250,11 +252,11 @@ class LocalRun:
         finally:
             tally.closed = True
             engine.close()
-        released = len(batch) - sum(tally.counts.values())
-        tally.counts["released"] += max(0, released)
+        counts = own_counts + Counter(tally.counts)
+        counts["released"] += max(0, len(batch) - counts.total())
         self.report = self._make_report(
             engine,
-            SettleReport.from_json(tally.counts),
+            SettleReport.from_json(counts),
             generation="local",
             received=len(batch),
             received_bytes=sum(message.size for message in batch),
