@@ -20,6 +20,7 @@ Client libraries' errors are translated at the border: callers need no client li
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Iterable
 
@@ -50,7 +51,7 @@ class OptionsError(BroadwayError, ValueError):
         self.value = value
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_options_error, (self.path, self.rule, self.value, str(self))
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
     @classmethod
     def unknown(
@@ -86,12 +87,6 @@ class OptionsError(BroadwayError, ValueError):
 
 def _option_name(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-def _rebuild_options_error(path: str, rule: str, value: object, text: str) -> OptionsError:
-    error = OptionsError(path, rule, value)
-    error.args = (text,)
-    return error
 
 
 class PipelineError(BroadwayError):

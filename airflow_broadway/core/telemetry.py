@@ -5,9 +5,9 @@ A handler runs in the thread that does the work (in the parent process with
 
     attach(lambda event, measurements, metadata: print(event), events=["batch_processor.stop"])
 
-An emitter without handlers only calls :func:`handlers`, once per chunk or batch.  A handler that
-raises is detached and its error is logged: it never fails the run.  ``docs/telemetry.md`` lists the
-events.
+An emitter without handlers only calls :func:`observed`, a few times per chunk or batch.  A handler
+that raises is detached and its error is logged: it never fails the run.  ``docs/telemetry.md`` lists
+the events.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
     "attach",
     "detach",
     "emit",
-    "handlers",
     "log_handler",
+    "observed",
 ]
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ _lock = threading.Lock()
 _attached: dict[str, tuple[frozenset[str], Handler]] = {}
 #: Event → handlers: replaced as a whole under the lock, read without it.
 _table: dict[str, tuple[tuple[str, Handler], ...]] = {}
+#: The events with a handler, and the spans with such an event; replaced likewise.
+_observed: frozenset[str] = frozenset()
 _numbers = itertools.count(1)
 
 
@@ -96,16 +98,13 @@ def _rebuild_table() -> None:
     for name, (events, handler) in _attached.items():
         for event in events:
             table[event] = (*table.get(event, ()), (name, handler))
-    global _table  # noqa: PLW0603 - one registry per process, as in Elixir
-    _table = table
+    global _observed, _table
+    _table, _observed = table, frozenset([*table, *(name.rpartition(".")[0] for name in table)])
 
 
-def handlers(*events: str) -> bool:
-    """Returns whether any of ``events`` has a handler; without arguments, whether any event has."""
-    table = _table
-    if not table:
-        return False
-    return not events or any(event in table for event in events)
+def observed(name: str) -> bool:
+    """Returns whether an event, or any event of a span, has a handler."""
+    return name in _observed
 
 
 def wanted() -> list[str]:

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The telemetry events of batches.
-_EVENTS = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")
-
 
 class SparkLost(BroadwayError):
     """Spark is lost: running batches have no outcome."""
@@ -213,7 +210,7 @@ class _Batch:
         """Returns the checked result of ``handle_batch``, or the status of a failed batch."""
         messages = self._read_messages()
         span = None
-        if telemetry.handlers(*_EVENTS):
+        if telemetry.observed("batch_processor"):
             span = telemetry.Span("batch_processor", {**self._metadata, "messages": messages})
         try:
             result = self._planned.refused or read(self._handle_batch(messages))

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock
@@ -21,8 +21,6 @@ from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
-
-_EVENTS: Final = ("batcher.start", "batcher.stop", "batcher.exception")
 
 
 class Batch(NamedTuple):
@@ -135,7 +133,7 @@ class LocalBatcher:
         self._deliver_due()  # a batch after its timeout takes no further message
         now = self._clock.monotonic()
         items = [self._to_item(m) if type(m.data) is PlacedData else m for m in messages]
-        if telemetry.handlers(*_EVENTS):
+        if telemetry.observed("batcher"):
             closed: list[ItemBatch] = []
             step = self._stage.chunk_size
             for start in range(0, len(items), step):

@@ -92,7 +92,7 @@ class Engine:
             suspects=suspects,
             host=host,
         )
-        if telemetry.handlers("topology.init"):
+        if telemetry.observed("topology.init"):
             telemetry.emit(
                 "topology.init",
                 {"system_time": time.time()},

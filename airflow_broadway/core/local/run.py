@@ -405,7 +405,7 @@ class LocalRun:
             ended=self._stop.reason() or ended,
             **received,
         )
-        if telemetry.handlers("run.stop"):
+        if telemetry.observed("run.stop"):
             telemetry.emit(
                 "run.stop",
                 {"duration": total, "monotonic_time": time.monotonic()},

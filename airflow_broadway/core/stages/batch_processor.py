@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
@@ -27,8 +27,6 @@ from airflow_broadway.core.stages.callbacks import (
 from airflow_broadway.core.stages.processor import Ack
 
 log = logging.getLogger(__name__)
-
-_BATCH: Final = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")
 
 
 class BatchResult(NamedTuple):
@@ -78,7 +76,7 @@ class BatchProcessorStage:
         """
         context = context_of(self.pipeline)
         span, metadata = None, {}
-        if telemetry.handlers(*_BATCH):
+        if telemetry.observed("batch_processor"):
             metadata = {
                 "topology_name": self.pipeline.name,
                 "name": self.name,

@@ -34,8 +34,6 @@ _PROTECTED: Final = (Exception, SystemExit, GeneratorExit, CancelledError)
 #: The module of panics: each extension built with PyO3 has its own exception class.
 _RUST: Final = "pyo3_runtime"
 
-_HANDLE_FAILED: Final = ("handle_failed.start", "handle_failed.stop", "handle_failed.exception")
-
 _setup_lock = threading.Lock()
 
 
@@ -208,7 +206,7 @@ def run_handle_failed(
         return failed
     metadata = {"module": type(pipeline), "messages": failed, "context": context}
     span = None
-    if telemetry.handlers(*_HANDLE_FAILED):
+    if telemetry.observed("handle_failed"):
         span = telemetry.Span("handle_failed", {**metadata})
     try:
         returned: Any = pipeline.handle_failed(list(failed), context)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
@@ -38,13 +38,6 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)
-
-_CHUNK: Final = ("processor.start", "processor.stop", "processor.exception")
-_MESSAGE: Final = (
-    "processor.message.start",
-    "processor.message.stop",
-    "processor.message.exception",
-)
 
 #: Settles a stage's result: ``ack(successful, failed)``.
 Ack = Callable[[list[Message], list[Message]], None]
@@ -138,7 +131,7 @@ class ProcessorStage:
         pipeline = self.pipeline
         context = context_of(pipeline)
         metadata, span = None, None
-        if telemetry.handlers():
+        if telemetry.observed("processor") or telemetry.observed("processor.message"):
             metadata = {
                 "topology_name": pipeline.name,
                 "name": self.name,
@@ -147,7 +140,7 @@ class ProcessorStage:
                 "context": context,
                 "producer": pipeline.producer,
             }
-            if telemetry.handlers(*_CHUNK):
+            if telemetry.observed("processor"):
                 span = telemetry.Span("processor", {**metadata, "messages": chunk})
         # Successes may be converted; handlers get messages as the callbacks returned them.
         unconverted: list[Message] | None = None if span is None or self._convert is None else []
@@ -283,7 +276,7 @@ class ProcessorStage:
         handle, key, known = self.pipeline.handle_message, self._key, self._known
         convert, stop, now = self._convert, self._run_stop, self._run_stop.now
         succeed, span = successful.append, None
-        if not telemetry.handlers(*_MESSAGE):
+        if not telemetry.observed("processor.message"):
             metadata = None
         for message in messages:
             if now() >= stop.look_at and stop.enough():

@@ -57,7 +57,6 @@ class EngineSource:
         self._requests = BatchRequests(broker)
         self._polls = Polls(broker, self._fetch, self._release_late)
         self._span = f"{broker.kind}.receive_messages"
-        self._events = tuple(f"{self._span}.{end}" for end in ("start", "stop", "exception"))
         #: Prefetched messages, each with the timestamp from which it is hidden.
         self._ready: list[tuple[float, Received]] = []
         #: Groups of which a prefetched message was lost: later messages of them are released.
@@ -123,7 +122,7 @@ class EngineSource:
 
     def _fetch(self, count: int) -> Answer:
         """Makes one receive in a telemetry span; called in any thread."""
-        if not telemetry.handlers(*self._events):
+        if not telemetry.observed(self._span):
             return self._broker.receive(count)
         limit = min(count, self._broker.max_fetch)
         fields = {"name": self._env.pipeline, "demand": count, "max_messages": limit}
