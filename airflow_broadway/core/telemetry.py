@@ -6,8 +6,8 @@ A handler runs in the thread that does the work (in the parent process with
     attach(lambda event, measurements, metadata: print(event), events=["batch_processor.stop"])
 
 An emitter without handlers only calls :func:`observed`, a few times per chunk or batch.  A handler
-that raises is detached and its error is logged: it never fails the run.  ``docs/telemetry.md`` lists
-the events.
+that raises is detached and its error is logged: it never fails the run.  ``docs/telemetry.md``
+lists the events.
 """
 
 from __future__ import annotations
