@@ -179,9 +179,9 @@ class ProcessorStage:
         prepared = entered
         if self._prepares and entered:
             prepared = self._prepare(entered, context, failed, scope)
-        if len(entered) != len(chunk):
-            prepared = self._with_entry_failures(chunk, prepared, failed)
-        admitted = self._in_order(prepared, failed) if self._keeps_order else prepared
+        admitted: Iterable[Message] = prepared
+        if self._keeps_order or len(entered) != len(chunk):
+            admitted = self._admit(chunk, prepared, failed)
         with log_ids(message_id=None):
             self._handle_messages(
                 admitted, context, successful, failed, scope, unconverted, metadata
@@ -220,36 +220,31 @@ class ProcessorStage:
             return []
         return prepared
 
-    def _with_entry_failures(
+    def _admit(
         self, chunk: list[Message], prepared: list[Message], failed: list[Message]
-    ) -> list[Message]:
-        """Adds the entry failures to ``failed``; if order matters, merges them in their positions.
+    ) -> Iterator[Message]:
+        """Yields the prepared messages in their positions, and adds entry failures to ``failed``.
+
+        Messages behind one of their group that failed and is redelivered are in neither, and so
+        released without using an attempt.
 
         :param prepared: The other messages of the chunk; none, if ``prepare_messages`` failed them.
-        """
-        if not self._keeps_order:
-            failed.extend(_to_failed(message) for message in chunk if is_entry_failure(message))
-            return prepared
-        others = iter(prepared)
-        merged = [message if is_entry_failure(message) else next(others, None) for message in chunk]
-        return [message for message in merged if message is not None]
-
-    def _in_order(self, messages: list[Message], failed: list[Message]) -> Iterator[Message]:
-        """Yields all messages but those behind one of their group that failed and is redelivered.
-
-        Those are in neither list, and so released without using an attempt.
-
         :param failed: Has each yielded message, if it failed, when the next one is requested.
         """
         groups, released = self._held, 0
         groups.add(failed)  # the whole chunk, if prepare_messages failed it
         known = len(failed)
-        for message in messages:
+        others = iter(prepared)
+        for received in chunk:
+            is_failure = is_entry_failure(received)
+            message = received if is_failure else next(others, None)
+            if message is None:
+                continue
             if groups.has(message):
                 released += 1
                 continue
-            if is_entry_failure(message):
-                failed.append(_to_failed(message))
+            if is_failure:
+                failed.append(message.with_status(Status(*message.status)))
             else:
                 yield message
             if len(failed) > known:
@@ -347,7 +342,3 @@ class ProcessorStage:
                 f" {list(self.pipeline.batchers)}",
                 code="unknown_batcher",
             )
-
-
-def _to_failed(message: Message) -> Message:
-    return message.with_status(Status(*message.status))
