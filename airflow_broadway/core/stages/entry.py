@@ -48,36 +48,24 @@ class MessageEntry:
         self._partition = partitioner(pipeline.processors)
         #: Whether messages have lanes.
         self.has_lanes = self._partition is not None
+        #: Whether any callback is called.
+        self.has_callbacks = self.has_lanes or transformer is not None
 
-    def transform(self, messages: list[Message]) -> list[Message]:
-        """Transforms messages; a message on which that fails becomes an entry failure."""
-        if self._transformer is None:
-            return messages
-        return [self._transform(message) for message in messages]
-
-    def lane(self, message: Message) -> tuple[int | None, Message]:
-        """Returns a lane, and the message: an entry failure if ``partition_by`` raises."""
-        if self._partition is None:
-            return None, message
-        if is_entry_failure(message):
-            return _FAILED_LANE, message
+    def enter(self, message: Message) -> tuple[int | None, Message]:
+        """Returns the message's lane, and the transformed message: an entry failure if one of the
+        callbacks raised.
+        """
+        callback, lane = "transformer", _FAILED_LANE if self.has_lanes else None
         try:
-            return self._partition(message), message
+            if self._transformer is not None:
+                message = of_delivery(self._transformer(message), message)
+            callback = "partition_by"
+            if self._partition is not None:
+                lane = self._partition(message)
         except protected() as error:
-            return _FAILED_LANE, self._fail("partition_by", message, error)
-
-    def _transform(self, message: Message) -> Message:
-        transformer = self._transformer
-        assert transformer is not None
-        try:
-            return of_delivery(transformer(message), message)
-        except protected() as error:
-            return self._fail("transformer", message, error)
-
-    def _fail(self, callback: str, message: Message, error: BaseException) -> Message:
-        log_failure(callback, self._pipeline, error, [message])
-        kind, reason, trace = status_of(error)
-        return message.with_status(EntryFailure(kind, reason, trace))
+            log_failure(callback, self._pipeline, error, [message])
+            message = message.with_status(EntryFailure(*status_of(error)))
+        return lane, message
 
 
 def of_delivery(transformed: Any, delivery: Any) -> Message:

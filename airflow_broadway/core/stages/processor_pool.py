@@ -215,17 +215,17 @@ class ProcessorPool:
         return suspects
 
     def _chunks(self, dispatch: list[Message]) -> Iterator[tuple[int | None, list[Message]]]:
-        dispatch = self._entry.transform(dispatch)
         lanes: dict[int | None, list[Message]] = {}
-        if self._entry.has_lanes:
-            size = self._size
+        if self._entry.has_callbacks:
             for message in dispatch:
-                lane, entered = self._entry.lane(message)
+                lane, entered = self._entry.enter(message)
                 lanes.setdefault(lane, []).append(entered)
         else:
-            sharers = 1 if self._pool is None else self._count
-            size = max(1, min(self._size, -(-len(dispatch) // sharers)))
             lanes[None] = dispatch
+        size = self._size
+        if not self._entry.has_lanes:
+            sharers = 1 if self._pool is None else self._count
+            size = max(1, min(size, -(-len(dispatch) // sharers)))
         longest = max(map(len, lanes.values()), default=0)
         for start in range(0, longest, size):
             for lane in sorted(lanes, key=lambda lane: lane or 0):

@@ -109,7 +109,7 @@ class _Child:
         handler = telemetry.attach(self._send_event, events=events) if events else None
         try:
             if entry is not None:
-                chunk = [entry.lane(message)[1] for message in entry.transform(chunk)]
+                chunk = [entry.enter(message)[1] for message in chunk]
             result = stage.handle(chunk)
         except BaseException as error:
             self._channel.send(("raise", portable_error(error)))

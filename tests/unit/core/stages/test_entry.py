@@ -34,7 +34,7 @@ class Plain(Passing):
 
 
 def transformed(transformer: Callable[[Any], Any], message: Message = DELIVERED) -> Message:
-    [made] = MessageEntry(Plain(), transformer).transform([message])
+    _, made = MessageEntry(Plain(), transformer).enter(message)
     return made
 
 
