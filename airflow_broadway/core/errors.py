@@ -20,7 +20,6 @@ Client libraries' errors are translated at the border: callers need no client li
 
 from __future__ import annotations
 
-import copyreg
 import difflib
 from collections.abc import Iterable
 
@@ -51,7 +50,7 @@ class OptionsError(BroadwayError, ValueError):
         self.value = value
 
     def __reduce__(self) -> tuple[object, ...]:
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
     @classmethod
     def unknown(

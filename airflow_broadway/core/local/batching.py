@@ -152,9 +152,7 @@ class LocalBatcher:
 
     def flush(self) -> None:
         """Delivers all pending batches."""
-        self._deliver(self._stage.flush())
-        if self._merger is not None:
-            self._handle(self._merger.flush())
+        self._deliver(self._stage.flush(), flush=True)
 
     def wait(self) -> None:
         """Waits until delivered batches are handled, or the run's time is over."""
@@ -203,16 +201,16 @@ class LocalBatcher:
     def _deliver_due(self) -> None:
         due = self._stage.due(self._clock.monotonic())
         if due:
-            self._deliver(due)
-            if self._merger is not None:
-                self._handle(self._merger.flush())
+            self._deliver(due, flush=True)
 
-    def _deliver(self, closed: list[ItemBatch]) -> None:
-        merger = self._merger
-        self._handle([[batch] for batch in closed] if merger is None else merger.add(closed))
+    def _deliver(self, closed: list[ItemBatch], *, flush: bool = False) -> None:
+        """Handles closed batches; on a stop, remaining ones are not begun.
 
-    def _handle(self, calls: list[list[ItemBatch]]) -> None:
-        """Handles one batch per list; on a stop, remaining batches are not begun."""
+        :param flush: Whether merged batches do not wait for others.
+        """
+        calls = [[batch] for batch in closed]
+        if self._merger is not None:
+            calls = [*self._merger.add(closed), *(self._merger.flush() if flush else ())]
         for call in calls:
             if self._stop.late():
                 return
