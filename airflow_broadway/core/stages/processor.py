@@ -130,8 +130,10 @@ class ProcessorStage:
         """
         pipeline = self.pipeline
         context = context_of(pipeline)
+        chunk_observed = telemetry.observed("processor")
+        messages_observed = telemetry.observed("processor.message")
         metadata, span = None, None
-        if telemetry.observed("processor") or telemetry.observed("processor.message"):
+        if chunk_observed or messages_observed:
             metadata = {
                 "topology_name": pipeline.name,
                 "name": self.name,
@@ -140,13 +142,14 @@ class ProcessorStage:
                 "context": context,
                 "producer": pipeline.producer,
             }
-            if telemetry.observed("processor"):
+            if chunk_observed:
                 span = telemetry.Span("processor", {**metadata, "messages": chunk})
         # Successes may be converted; handlers get messages as the callbacks returned them.
         unconverted: list[Message] | None = None if span is None or self._convert is None else []
         try:
             with Scope("process") as scope:
-                result = self._handle(chunk, context, scope, unconverted, metadata)
+                of_message = metadata if messages_observed else None
+                result = self._handle(chunk, context, scope, unconverted, of_message)
         except BaseException as error:
             end_span(span, error)
             raise
@@ -171,7 +174,7 @@ class ProcessorStage:
         """Handles a chunk.
 
         :param unconverted: Filled with the successes as ``handle_message`` returned them.
-        :param metadata: That of its events, if any event has a handler.
+        :param metadata: That of each message's events, if they have a handler.
         """
         successful: list[Message] = []
         failed: list[Message] = []
@@ -271,8 +274,6 @@ class ProcessorStage:
         handle, key, known = self.pipeline.handle_message, self._key, self._known
         convert, stop, now = self._convert, self._run_stop, self._run_stop.now
         succeed, span = successful.append, None
-        if not telemetry.observed("processor.message"):
-            metadata = None
         for message in messages:
             if now() >= stop.look_at and stop.enough():
                 return
