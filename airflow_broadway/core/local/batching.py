@@ -64,7 +64,7 @@ def _make_batch(pipeline: str, batcher: str, call: list[ItemBatch], *, merged: b
 
 
 def _message_of(item: Message | PlacedMessage) -> Message:
-    return item.message if type(item) is PlacedMessage else item
+    return item.message if isinstance(item, PlacedMessage) else item
 
 
 def _messages_of(closed: ItemBatch) -> list[Message]:
