@@ -79,7 +79,7 @@ def in_python(value: Any, schema: str | None) -> str:
 
 def in_spark(value: Any, schema: str | None) -> str:
     try:
-        data = RowConverter(pipeline(schema=schema)).row(Message(value)).data
+        data = RowConverter(pipeline(schema=schema))(Message(value)).data.data
     except ConversionError:
         return "fails"
     if schema is not None:

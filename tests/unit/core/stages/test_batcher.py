@@ -115,7 +115,7 @@ def test_an_interrupt_in_a_splitter_goes_through() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, True])
-def test_a_partition_must_be_an_integer_of_at_least_0(value: object) -> None:
+def test_a_partition_must_be_an_integer_of_at_least_0(value: Any) -> None:
     partition = partitioner(Batcher(partition_by=lambda m: value, concurrency=4))
     assert partition is not None
     with pytest.raises(PipelineError, match="partition_by must return an integer"):
