@@ -22,8 +22,7 @@ from airflow_broadway.core.formats.deaths import TRIES
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.local.run import RunReport
-from airflow_broadway.core.local.run import LocalRun
+from airflow_broadway.core.local.run import LocalRun, RunReport
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline

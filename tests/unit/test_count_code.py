@@ -9,7 +9,7 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 650,
     "cli/": 1_550,
-    "core/": 8_790,
+    "core/": 8_454,
     "hooks/": 100,
     "operators/": 650,
     "plugin/": 2_260,
