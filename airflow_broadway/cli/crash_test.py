@@ -12,7 +12,8 @@ from typing import Any
 
 from airflow_broadway.cli.output import CommandError, one_line, print_error, print_json, print_lines
 from airflow_broadway.core.text import many
-from airflow_broadway.testing.crashes import Case, Family, Result, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.campaign import Family, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.case import Case, Result
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest, function_of, pipeline_of
 
@@ -52,7 +53,7 @@ def crash_test(args: argparse.Namespace) -> int:
     else:
         print_lines(*report(sums, lambda case: _repeat_command(args, case)))
         if args.keep and sums.failures:
-            folders = {str(Path(failure.folder).parent) for failure in sums.failures}
+            folders = {str(failure.folder.parent) for failure in sums.failures}
             print_lines(f"The files of failed cases are in {', '.join(folders)}.")
     return int(not sums.good)
 
@@ -87,16 +88,13 @@ def _repeat_command(args: argparse.Namespace, case: Case) -> str:
 
 
 def _to_json(sums: Sums, args: argparse.Namespace) -> dict[str, Any]:
+    counts = sums.counts
     return {
         "points": len(sums.points),
-        "cases": sums.cases,
+        "cases": counts["cases"],
         "runs": sums.runs,
-        "lost": sums.lost,
-        "missing": sums.missing,
-        "repeated": sums.repeated,
-        "unmarked": sums.unmarked,
-        "left": sums.left,
-        "mistakes": sums.mistakes,
+        **{name: counts[name] for name in ("lost", "missing", "repeated", "unmarked", "left")},
+        "mistakes": counts["other"],
         "unsteady": [str(case) for case in sums.unsteady],
         "parts": [
             {"stage": stage, "call": kind, **part} for (stage, kind), part in sums.parts.items()
@@ -104,9 +102,9 @@ def _to_json(sums: Sums, args: argparse.Namespace) -> dict[str, Any]:
         "failures": [
             {
                 "case": str(failure.case),
-                "wrong": {kind.value: details for kind, details in failure.wrong.items()},
+                "wrong": {kind.value: details for kind, details in failure.account.wrong.items()},
                 "again": _repeat_command(args, failure.case),
-                "folder": failure.folder if args.keep else None,
+                "folder": str(failure.folder) if args.keep else None,
             }
             for failure in sums.failures
         ],

@@ -7,7 +7,7 @@ converts a column back to Python values, of the classes that the converter accep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC
 from itertools import pairwise
 from typing import Any
@@ -63,11 +63,6 @@ def arrow_type(kind: DataType) -> pa.DataType:
     return _ATOMIC[kind]
 
 
-def arrow_schema(schema: Schema) -> pa.Schema:
-    """Returns the Arrow schema of a table with the schema's columns."""
-    return pa.schema([_field(field) for field in schema.fields])
-
-
 def arrow_struct(schema: Schema) -> pa.StructType:
     """Returns the type of one column, such as ``data``, with all the schema's columns."""
     return pa.struct([_field(field) for field in schema.fields])
@@ -80,6 +75,15 @@ def _field(field: Field) -> pa.Field[Any]:
 def array_of(values: Sequence[Any], kind: pa.DataType) -> Any:
     """Returns the values as one array of that type."""
     return pa.array(values, type=kind)
+
+
+def table_of_columns(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
+    """Builds a table of the schema's columns, each a list of values or an array."""
+    arrays = [
+        array_of(column, field.type) if type(column) is list else column
+        for field, column in ((field, columns[field.name]) for field in schema)
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def columns_from_rows(rows: Sequence[tuple[Any, ...]], schema: Schema) -> pa.StructArray:

@@ -6,12 +6,13 @@ import bisect
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
 from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import BatchMode, Message
@@ -215,25 +216,51 @@ def _data(table: pa.Table, schema: str | None, read: Callable[[str], Any]) -> li
 
 
 def _receipts(table: pa.Table) -> Iterator[StagedReceipt]:
-    names = ("message_id", "source", *(name for name in table.column_names if name[0] == "_"))
-    column: dict[str, list[Any]] = {name: table[name].to_pylist() for name in names}
-    nothing = [None] * table.num_rows
-    for message_id, source, receipt, success, failure, acked, payload, properties in zip(
-        column["message_id"],
-        column["source"],
-        column["_receipt"],
-        column["_on_success"],
-        column["_on_failure"],
-        column["_acked"],
-        column.get("_payload", nothing),
-        column.get("_properties", nothing),
-        strict=True,
-    ):
+    names = [name for name in table.column_names if name in ("message_id", "source")]
+    names += [name for name in table.column_names if name[0] == "_"]
+    for row in table.select(names).to_pylist():
         delivery = Delivery(
-            receipt=receipt,
-            payload=payload,
-            properties=properties,
-            on_success=success,
-            on_failure=failure,
+            receipt=row["_receipt"],
+            payload=row.get("_payload"),
+            properties=row.get("_properties"),
+            on_success=row["_on_success"],
+            on_failure=row["_on_failure"],
         )
-        yield StagedReceipt(message_id, source, delivery, acked)
+        yield StagedReceipt(row["message_id"], row["source"], delivery, row["_acked"])
+
+
+def rows_of(
+    run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch], columns: Sequence[str]
+) -> Iterator[tuple[PlannedBatch, dict[str, Any]]]:
+    """Yields the messages of some batches of one plan, with those columns that exist.
+
+    :param columns: With ``batch``, ``source`` and ``position``.
+    :raises StagingDamaged: If a file is missing.
+    """
+    by_number: dict[int, list[PlannedBatch]] = {}
+    for batch in batches:
+        for first, last in batch.rows:
+            for number in range(first, last + 1):
+                by_number.setdefault(number, []).append(batch)
+    ranges = [[number, number] for number in sorted(by_number)]
+    for index in sorted({index for batch in batches for index in batch.files}):
+        with open_staged(run, f"{plan.path}/{plan.data[index]}") as file:
+            there = [name for name in columns if name in file.columns]
+            for group in range(file.groups):
+                if not holds(ranges, *file.bounds(group, "batch")):
+                    continue
+                for row in file.read(group, there).to_pylist():
+                    for batch in by_number.get(row["batch"], ()):
+                        if batch.has(row["source"], row["position"]):
+                            yield batch, row
+
+
+def open_staged(run: StagedRun, path: str) -> ParquetFile:
+    """Opens a file of the run.
+
+    :raises StagingDamaged: If it is missing.
+    """
+    try:
+        return ParquetFile(run.files, path)
+    except FileNotFoundError:
+        raise StagingDamaged(f"{path} is not there") from None

@@ -247,18 +247,10 @@ def _rows(table: pa.Table) -> list[_Row]:
     modes: Any = [bulk] * count
     if pc.any(flush).as_py():
         modes = [flushed if flushes else bulk for flushes in flush.to_pylist()]
-    columns = zip(
-        table["batch_key"].to_pylist(),
-        modes,
-        table["size"].to_pylist(),
-        table["partition"].to_pylist(),
-        table["message_id"].to_pylist(),
-        table["redelivered"].to_pylist(),
-        table[SOURCE].to_pylist(),
-        range(count),
-        strict=True,
-    )
-    return [_Row._make(values) for values in columns]
+    keys = table["batch_key"].to_pylist()
+    names = ("size", "partition", "message_id", "redelivered", SOURCE)
+    columns = (table[name].to_pylist() for name in names)
+    return list(map(_Row._make, zip(keys, modes, *columns, range(count), strict=True)))
 
 
 def _iter_chunks(table: pa.Table) -> Iterator[tuple[int, int, float]]:

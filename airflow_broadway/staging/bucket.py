@@ -23,32 +23,27 @@ from airflow_broadway.core.formats.files import object_names, put_new
 PART = 8 * 1024 * 1024
 
 
-class _BucketSink:
+class BucketSink:
     """A file that is being uploaded; see :class:`airflow_broadway.staging.store.Sink`."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs
         self._path = path
-        self._file: Any = fs.open(path, "wb", block_size=PART)
+        self.file: Any = fs.open(path, "wb", block_size=PART)
         self._done = False
 
-    @property
-    def file(self) -> IO[bytes]:
-        file: IO[bytes] = self._file
-        return file
-
     def commit(self) -> None:
-        self._file.close()
+        self.file.close()
         self._done = True
 
     def abort(self) -> None:
         if self._done:
             return
         self._done = True
-        if isinstance(self._file, AbstractBufferedFile):
+        if isinstance(self.file, AbstractBufferedFile):
             # Closed first: otherwise the file would upload its buffer when garbage-collected.
-            self._file.closed = True
-            self._file.discard()
+            self.file.closed = True
+            self.file.discard()
         else:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._path)
@@ -129,8 +124,8 @@ class Bucket:
     def note(self, path: str, data: bytes) -> None:
         self.replace(path, data)
 
-    def sink(self, path: str) -> _BucketSink:
-        return _BucketSink(self._fs, path)
+    def sink(self, path: str) -> BucketSink:
+        return BucketSink(self._fs, path)
 
     def source(self, path: str) -> IO[bytes]:
         self._forget(path)

@@ -33,7 +33,7 @@ from airflow_broadway.staging.errors import SETTING, cannot
 _BLOCK = 1024 * 1024
 
 
-class _DiskSink:
+class DiskSink:
     """A file being written under its final name; see
     :class:`airflow_broadway.staging.store.Sink`.
     """
@@ -104,8 +104,7 @@ class Disk:
         return create_file(path, chunks)
 
     def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
-        if not self.create(path, chunks):
-            raise FileExistsError(errno.EEXIST, "written by another", path)
+        self.create(path, chunks)
 
     def replace(self, path: str, data: bytes) -> None:
         self._make_folder(os.path.dirname(path))
@@ -115,9 +114,9 @@ class Disk:
         self._make_folder(os.path.dirname(path))
         note_file(path, data)
 
-    def sink(self, path: str) -> _DiskSink:
+    def sink(self, path: str) -> DiskSink:
         self._make_folder(os.path.dirname(path))
-        return _DiskSink(path)
+        return DiskSink(path)
 
     def source(self, path: str) -> IO[bytes]:
         check_regular_file(path, self._root)

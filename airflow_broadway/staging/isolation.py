@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -26,10 +26,10 @@ from airflow_broadway.core.formats.parts import part_id, record_split
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.text import many
+from airflow_broadway.staging.batch_reader import rows_of
 from airflow_broadway.staging.crash_records import CrashHistory, forget_crashes, portion_size
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.tables import ParquetFile, holds
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def split(run: StagedRun, plan: BatchPlan, batch: PlannedBatch, parts: int, *, b
     :raises StagingDamaged: If its files are damaged.
     """
     Ownership(run.files, clock=run.clock).check(batch.sources)
-    rows = sorted((row for _, row in _rows(run, plan, [batch], _SPLIT_COLUMNS)), key=_place)
+    rows = sorted((row for _, row in rows_of(run, plan, [batch], _SPLIT_COLUMNS)), key=_place)
     if len(rows) != batch.size or len({tuple(_place(row)) for row in rows}) != len(rows):
         raise StagingDamaged(
             f"batch {batch.batch_id} of {plan.path} holds {many(batch.size, 'message')}, and its"
@@ -71,7 +71,7 @@ def on_record(
 ) -> dict[str, OnRecord]:
     """Returns the crash records of the messages of some batches of one plan, by batch id."""
     records = {batch.batch_id: OnRecord() for batch in batches}
-    for batch, row in _rows(run, plan, batches, ("batch", "source", "position", "message_id")):
+    for batch, row in rows_of(run, plan, batches, ("batch", "source", "position", "message_id")):
         in_hand = history.in_hand.get(row["message_id"], 0)
         record = records[batch.batch_id]
         if in_hand > record.in_hand:
@@ -116,7 +116,7 @@ def in_hand_at_interruptions(
         begun = {batch_id for batch_ids in interruptions for batch_id in batch_ids}
         batches = [batch for batch in undecided if batch.batch_id in begun]
         source = plan.generations.index(generation)
-        for batch, row in _rows(recorded.run, plan, batches, _IN_HAND_COLUMNS):
+        for batch, row in rows_of(recorded.run, plan, batches, _IN_HAND_COLUMNS):
             if row["source"] != source or row["_acked"]:
                 continue
             hand.messages.add(row["message_id"])
@@ -134,28 +134,6 @@ _SETTLE_COLUMNS: Final = (
 
 
 _IN_HAND_COLUMNS: Final = ("batch", "source", "position", "message_id", "_acked")
-
-
-def _rows(
-    run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch], columns: Sequence[str]
-) -> Iterator[tuple[PlannedBatch, dict[str, Any]]]:
-    """Yields the messages of some batches of one plan, with those columns that exist."""
-    by_number: dict[int, list[PlannedBatch]] = {}
-    for batch in batches:
-        for first, last in batch.rows:
-            for number in range(first, last + 1):
-                by_number.setdefault(number, []).append(batch)
-    ranges = [[number, number] for number in sorted(by_number)]
-    for index in sorted({index for batch in batches for index in batch.files}):
-        with ParquetFile(run.files, f"{plan.path}/{plan.data[index]}") as file:
-            there = [name for name in columns if name in file.columns]
-            for group in range(file.groups):
-                if not holds(ranges, *file.bounds(group, "batch")):
-                    continue
-                for row in file.read(group, there).to_pylist():
-                    for batch in by_number.get(row["batch"], ()):
-                        if batch.has(row["source"], row["position"]):
-                            yield batch, row
 
 
 def _place(row: dict[str, Any]) -> list[int]:
@@ -205,7 +183,7 @@ def dead_letter(
     )
     opened = recorder.begin(batch, batch.batch_key)
     reason = f"{CRASHED}{why}"
-    [(_, row)] = _rows(run, plan, [batch], _SETTLE_COLUMNS)
+    [(_, row)] = rows_of(run, plan, [batch], _SETTLE_COLUMNS)
     # A message that a callback settled immediately needs no entry.
     lines = [] if row["_acked"] else [_line(row, batch, producer, reason)]
     log.error(

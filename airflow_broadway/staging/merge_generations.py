@@ -35,12 +35,7 @@ def merged(
         its source regardless of its processors.  No message was staged more than so many positions
         after its place.
     """
-    streams = [
-        _stream_by_position(folder, index, files, disorder)
-        if disorder
-        else _source(folder, index, files)
-        for index, files in enumerate(sources)
-    ]
+    streams = [_stream(folder, index, files, disorder) for index, files in enumerate(sources)]
     if len(streams) == 1:
         yield from streams[0]
         return
@@ -88,8 +83,11 @@ def only_bytes(folder: Folder, paths: Sequence[str]) -> bool:
     return bool(paths)
 
 
-def _source(folder: Folder, index: int, paths: Sequence[str]) -> Iterator[pa.Table]:
-    """Streams one generation's messages, as tables of whole chunks."""
+def _stream(folder: Folder, index: int, paths: Sequence[str], disorder: int) -> Iterator[pa.Table]:
+    """Streams one generation's messages, as tables of whole chunks.
+
+    :param disorder: See :func:`merged`.
+    """
     pending: pa.Table | None = None
     latest: int | None = None
     for path in paths:
@@ -97,31 +95,13 @@ def _source(folder: Folder, index: int, paths: Sequence[str]) -> Iterator[pa.Tab
             for group in range(file.groups):
                 table = file.read(group)
                 table = table if pending is None else pa.concat_tables([pending, table])
-                # The next row group may continue the last chunk.
-                whole = pc.less(table["chunk"], table["chunk"][-1])
-                pending = table.filter(pc.invert(whole))
-                table = table.filter(whole)
-                if table.num_rows:
-                    table, latest = _stamp(table, index, latest)
-                    yield table
-    if pending is not None:
-        yield _stamp(pending, index, latest)[0]
-
-
-def _stream_by_position(
-    folder: Folder, index: int, paths: Sequence[str], disorder: int
-) -> Iterator[pa.Table]:
-    """Streams one generation's messages by position, regardless of the speed of processors."""
-    pending: pa.Table | None = None
-    latest: int | None = None
-    for path in paths:
-        with ParquetFile(folder, path) as file:
-            for group in range(file.groups):
-                table = file.read(group)
-                table = _sorted(table if pending is None else pa.concat_tables([pending, table]))
-                last = table["position"][-1].as_py()
-                sure = pc.less(table["chunk"], (last - disorder) // CHUNK)
-                pending, table = table.filter(pc.invert(sure)), table.filter(sure)
+                if disorder:
+                    table = _sorted(table)
+                    end = (table["position"][-1].as_py() - disorder) // CHUNK
+                else:
+                    end = table["chunk"][-1]  # the next row group may continue this chunk
+                whole = pc.less(table["chunk"], end)
+                pending, table = table.filter(pc.invert(whole)), table.filter(whole)
                 if table.num_rows:
                     table, latest = _stamp(table, index, latest)
                     yield table

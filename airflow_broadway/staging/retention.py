@@ -96,14 +96,14 @@ def sweep_retention(
 
 def _find_due_marks(folder: Folder, before: datetime) -> list[list[str]]:
     """Returns the names of each run's marks, for runs whose last mark is older, oldest first."""
-    marks: dict[str, list[tuple[datetime, str]]] = {}
+    marks: dict[str, list[str]] = {}
     for name in folder.list(BALANCED):
         mark = _MARK.fullmatch(name)
-        at = None if mark is None else _parse_stamp(mark[1])
-        if mark is not None and at is not None:  # otherwise a foreign file
-            marks.setdefault(mark[2], []).append((at, name))
+        if mark is not None:  # otherwise a foreign file
+            marks.setdefault(mark[2], []).append(name)
     # For a run that was cleared and balanced again, the last mark counts.
-    return [[name for _, name in pairs] for pairs in marks.values() if pairs[-1][0] < before]
+    stamp = before.astimezone(UTC).strftime(_STAMP)
+    return [names for names in marks.values() if names[-1] < stamp]
 
 
 def _run_id(folder: Folder, mark: str) -> str | None:
@@ -121,10 +121,9 @@ def _run_id(folder: Folder, mark: str) -> str | None:
 def remove_run(run: StagedRun) -> None:
     """Removes the files of one run, whose generations are all settled."""
     _remove_files(run, run.generations())
-    suffix = f"-{encode_name(run.run_id)}.json"
     for name in run.dag.list(BALANCED):
-        match = _MARK.fullmatch(name)
-        if match is not None and name == f"{match[1]}{suffix}":
+        mark = _MARK.fullmatch(name)
+        if mark is not None and mark[2] == encode_name(run.run_id):
             run.dag.remove(f"{BALANCED}/{name}")
 
 
@@ -135,10 +134,3 @@ def _remove_files(run: StagedRun, records: Iterable[GenerationRecord]) -> None:
         run.forget_open(record.generation)
         run.files.remove(paths.generation(record.generation))
     run.files.remove_all()
-
-
-def _parse_stamp(stamp: str) -> datetime | None:
-    try:
-        return datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC)
-    except ValueError:  # not a timestamp, so a foreign file
-        return None

@@ -309,7 +309,7 @@ def _age(record: GenerationRecord) -> tuple[Any, ...]:
 
 
 def iter_open(
-    store: Store, pipeline: str, dag_id: str | None, clock: Clock | None = None
+    store: Store, pipeline: str, dag_id: str | None
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     """Yields the generations of a Dag that are unsettled or without a report, oldest first.
 
@@ -319,7 +319,7 @@ def iter_open(
     """
     pairs: list[tuple[StagedRun, GenerationRecord]] = []
     for folder in _dag_folders(store, pipeline, dag_id):
-        pairs += _open_in(folder, pipeline, clock)
+        pairs += _open_in(folder, pipeline)
     yield from sorted(pairs, key=lambda pair: (pair[1].opened_at, pair[1].generation))
 
 
@@ -331,9 +331,7 @@ def _dag_folders(store: Store, pipeline: str, dag_id: str | None) -> list[Folder
     return [store.folder(f"{folder.path}/{name}") for name in names]
 
 
-def _open_in(
-    folder: Folder, pipeline: str, clock: Clock | None
-) -> Iterator[tuple[StagedRun, GenerationRecord]]:
+def _open_in(folder: Folder, pipeline: str) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     for name in generations_in(folder.list(OPEN)):
         path = f"{OPEN}/{name}.json"
         try:
@@ -344,20 +342,15 @@ def _open_in(
             # It must not block the others or a run: its lease lapses by itself.
             log.error("an unsettled generation is skipped: %s", error)
             continue
-        run = StagedRun(
-            folder.store,
-            pipeline=pipeline,
-            dag_id=record.dag_id,
-            run_id=record.run_id,
-            clock=clock,
-        )
+        dag_id, run_id = record.dag_id, record.run_id
+        run = StagedRun(folder.store, pipeline=pipeline, dag_id=dag_id, run_id=run_id)
         yield run, dataclasses.replace(record, state=run.state(record.generation))
 
 
 def iter_unsettled(
-    store: Store, pipeline: str, dag_id: str | None, clock: Clock | None = None
+    store: Store, pipeline: str, dag_id: str | None
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     """Yields the generations of :func:`iter_open` that are not settled."""
-    for run, record in iter_open(store, pipeline, dag_id, clock):
+    for run, record in iter_open(store, pipeline, dag_id):
         if record.state != SETTLED:
             yield run, record

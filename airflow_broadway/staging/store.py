@@ -21,14 +21,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import check_path
 from airflow_broadway.core.formats.store_clock import store_clock
-from airflow_broadway.staging.bucket import Bucket
-from airflow_broadway.staging.disk import Disk
+from airflow_broadway.staging.bucket import Bucket, BucketSink
+from airflow_broadway.staging.disk import Disk, DiskSink
 from airflow_broadway.staging.errors import SETTING, cannot, translated
 
 #: The file that identifies a root.
@@ -46,84 +46,8 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-class Sink(Protocol):
-    """A file being written; it counts once :meth:`commit` has returned."""
-
-    @property
-    def file(self) -> IO[bytes]:
-        """The file to write to."""
-        ...
-
-    def commit(self) -> None:
-        """Makes it durable."""
-        ...
-
-    def abort(self) -> None:
-        """Discards it as far as possible; a no-op after :meth:`commit`."""
-        ...
-
-
-class Backend(Protocol):
-    """The file system of a store; paths are absolute, in the file system's own format."""
-
-    def prepare(self) -> None:
-        """Ensures that the root exists and is a folder."""
-        ...
-
-    def read(self, path: str) -> bytes:
-        """Reads the whole file; raises ``FileNotFoundError`` if there is none."""
-        ...
-
-    def exists(self, path: str) -> bool: ...
-
-    def list(self, path: str) -> list[str]:
-        """Lists the names in a folder, sorted, without hidden ones; empty if it does not exist."""
-        ...
-
-    def modified(self, path: str) -> float | None:
-        """Returns the modification time by the file system's clock; ``None`` if it has none."""
-        ...
-
-    def create(self, path: str, chunks: Iterable[bytes]) -> bool:
-        """Writes a whole file durably unless it exists; returns whether it was written."""
-        ...
-
-    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
-        """Writes a file with a single writer: streamed, durable, all or nothing."""
-        ...
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Writes a whole file durably, replacing any."""
-        ...
-
-    def note(self, path: str, data: bytes) -> None:
-        """Writes a whole file, replacing any, which need not survive a crash of the host."""
-        ...
-
-    def sink(self, path: str) -> Sink:
-        """Opens a new file for writing."""
-        ...
-
-    def source(self, path: str) -> IO[bytes]:
-        """Opens a file for random access."""
-        ...
-
-    def copy(self, path: str, target: str) -> None:
-        """Copies or links a file to another name, durably; keeps an existing target.
-
-        :raises FileNotFoundError: If the file does not exist.
-        """
-        ...
-
-    def remove(self, path: str) -> None: ...
-    def remove_tree(self, path: str) -> None: ...
-
-    def remove_temporary(self, path: str, before: float, *, below: bool) -> None:
-        """Removes temporary files of dead writers from a folder, and from those below it.
-
-        :param before: Seconds since 1970 before which they were last written.
-        """
-        ...
+#: A file being written; it counts once its ``commit`` has returned.
+Sink = DiskSink | BucketSink
 
 
 class Store:
@@ -141,11 +65,13 @@ class Store:
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
         #: Whether it is a folder of the local file system.
         self.local = "file" in protocols
-        self.backend: Backend = Disk(self.root, self.uri) if self.local else Bucket(fs, self.uri)
+        self.backend: Disk | Bucket = (
+            Disk(self.root, self.uri) if self.local else Bucket(fs, self.uri)
+        )
         self._root_id: str | None = None
 
     @classmethod
-    def open(cls, uri: str, **storage_options: Any) -> Store:
+    def open(cls, uri: str) -> Store:
         """Opens a root by its URI, e.g. ``"s3://bucket/staging"``.
 
         :raises StagingError: If fsspec has no client for it, or a path is not absolute.
@@ -158,7 +84,7 @@ class Store:
                 " every worker and the Spark driver can access"
             )
         try:
-            fs, root = url_to_fs(uri, **storage_options)
+            fs, root = url_to_fs(uri)
         except (ImportError, ValueError) as error:
             raise StagingError(f"cannot open the staging folder {uri}: {error}") from error
         return cls(fs, root, uri)

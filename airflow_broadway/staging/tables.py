@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
@@ -42,6 +43,21 @@ _NO_DICTIONARY = frozenset(
 _STATISTICS = ("batch", "chunk", "data_json", "position", "received_at", "source", "time")
 
 
+#: The columns without nulls.
+_REQUIRED = {
+    **dict.fromkeys(("message_id", "batch_key", "_receipt"), pa.string()),
+    **dict.fromkeys(("flush", "_flush", "redelivered", "_acked"), pa.bool_()),
+    **dict.fromkeys(("position", "chunk", "size", "_size", "batch"), pa.int64()),
+    **dict.fromkeys(("attempt", "source"), pa.int32()),
+    "metadata": METADATA,
+    "received_at": TIMESTAMP,
+}
+
+
+def _required(*names: str) -> list[pa.Field[Any]]:
+    return [pa.field(name, _REQUIRED[name], nullable=False) for name in names]
+
+
 def _data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
     """Returns the data columns of a message file."""
     if batcher.schema is not None:
@@ -50,11 +66,11 @@ def _data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
 
 
 def _custody_fields(producer: Producer) -> list[pa.Field[Any]]:
-    fields: list[pa.Field[Any]] = [
-        pa.field("_receipt", pa.string(), nullable=False),
+    fields = [
+        *_required("_receipt"),
         pa.field("_on_success", pa.string()),
         pa.field("_on_failure", pa.string()),
-        pa.field("_acked", pa.bool_(), nullable=False),
+        *_required("_acked"),
     ]
     if producer.keeps_payload:
         fields += [pa.field("_payload", pa.binary()), pa.field("_properties", pa.string())]
@@ -63,24 +79,16 @@ def _custody_fields(producer: Producer) -> list[pa.Field[Any]]:
 
 def message_schema(batcher: Batcher, producer: Producer) -> pa.Schema:
     """Returns the schema of a batcher's message files."""
-    return pa.schema(
-        [
-            pa.field("message_id", pa.string(), nullable=False),
-            *_data_fields(batcher),
-            pa.field("batch_key", pa.string(), nullable=False),
-            pa.field("flush", pa.bool_(), nullable=False),
-            pa.field("partition", pa.int32()),
-            pa.field("metadata", METADATA, nullable=False),
-            pa.field("attempt", pa.int32(), nullable=False),
-            pa.field("redelivered", pa.bool_(), nullable=False),
-            pa.field("received_at", TIMESTAMP, nullable=False),
-            pa.field("position", pa.int64(), nullable=False),
-            pa.field("chunk", pa.int64(), nullable=False),
-            pa.field("size", pa.int64(), nullable=False),
-            *_custody_fields(producer),
-        ],
-        metadata=_file_metadata(),
-    )
+    fields = [
+        *_required("message_id"),
+        *_data_fields(batcher),
+        *_required("batch_key", "flush"),
+        pa.field("partition", pa.int32()),
+        *_required("metadata", "attempt", "redelivered", "received_at", "position", "chunk"),
+        *_required("size"),
+        *_custody_fields(producer),
+    ]
+    return pa.schema(fields, metadata=_file_metadata())
 
 
 def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.Schema:
@@ -94,24 +102,15 @@ def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.S
         data = _data_fields(batcher)
     else:
         data = [pa.field("data", pa.binary() if as_bytes else pa.string())]
-    return pa.schema(
-        [
-            pa.field("message_id", pa.string(), nullable=False),
-            *data,
-            pa.field("batch_key", pa.string(), nullable=False),
-            pa.field("metadata", METADATA, nullable=False),
-            pa.field("attempt", pa.int32(), nullable=False),
-            pa.field("redelivered", pa.bool_(), nullable=False),
-            pa.field("received_at", TIMESTAMP, nullable=False),
-            pa.field("position", pa.int64(), nullable=False),
-            pa.field("batch", pa.int64(), nullable=False),
-            pa.field("source", pa.int32(), nullable=False),
-            *([pa.field("_flush", pa.bool_(), nullable=False)] if python else []),
-            *([pa.field("_size", pa.int64(), nullable=False)] if python else []),
-            *_custody_fields(producer),
-        ],
-        metadata=_file_metadata(),
-    )
+    fields = [
+        *_required("message_id"),
+        *data,
+        *_required("batch_key", "metadata", "attempt", "redelivered", "received_at", "position"),
+        *_required("batch", "source"),
+        *(_required("_flush", "_size") if python else []),
+        *_custody_fields(producer),
+    ]
+    return pa.schema(fields, metadata=_file_metadata())
 
 
 def _file_metadata() -> Any:
@@ -132,52 +131,6 @@ def _leaves(name: str, kind: pa.DataType) -> Iterator[str]:
         yield name
 
 
-class _TableFile:
-    """One Parquet file being written; each call of :meth:`write` is a row group."""
-
-    def __init__(self, folder: Folder, path: str, schema: pa.Schema) -> None:
-        self.path = path
-        self._uri = folder.store.uri
-        self._sink: Sink = folder.sink(path)
-        leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
-        encoded: Any = [leaf for leaf in leaves if leaf not in _NO_DICTIONARY]
-        counted: Any = [leaf for leaf in leaves if leaf in _STATISTICS]
-        with translated(f"write {path}", self._uri):
-            self._writer = pq.ParquetWriter(
-                self._sink.file,
-                schema,
-                compression="zstd",
-                compression_level=1,
-                use_dictionary=encoded,
-                write_statistics=counted,
-                store_schema=True,
-                write_page_checksum=True,
-            )
-
-    @property
-    def bytes(self) -> int:
-        """Bytes written so far."""
-        return self._sink.file.tell()
-
-    def write(self, table: pa.Table) -> None:
-        """Writes the table as one row group."""
-        with translated(f"write {self.path}", self._uri):
-            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
-
-    def commit(self) -> None:
-        """Finishes the file durably."""
-        with translated(f"write {self.path}", self._uri):
-            try:
-                self._writer.close()
-                self._sink.commit()
-            finally:
-                self._sink.abort()
-
-    def abort(self) -> None:
-        """Discards the file."""
-        self._sink.abort()
-
-
 class TableFiles:
     """Parquet files of one schema, of about :data:`FILE_BYTES` each.
 
@@ -193,30 +146,58 @@ class TableFiles:
         self._folder = folder
         self._stem = stem
         self._schema = schema
-        self._file: _TableFile | None = None
+        #: The file being written, and the encoder that writes into it.
+        self._sink: Sink | None = None
+        self._writer: pq.ParquetWriter
 
     def write(self, groups: Iterable[pa.Table]) -> int:
         """Writes tables as row groups of one file; returns the file's index."""
-        if self._file is None:
-            self.paths.append(f"{self._stem}-{len(self.paths):05d}.parquet")
-            self._file = _TableFile(self._folder, self.paths[-1], self._schema)
+        sink = self._sink = self._sink or self._open()
         for group in groups:
-            self._file.write(group)
-        if self._file.bytes >= FILE_BYTES and not self._whole:
+            with self._translated():
+                self._writer.write_table(group, row_group_size=max(1, group.num_rows))
+        if sink.file.tell() >= FILE_BYTES and not self._whole:
             self.close()
         return len(self.paths) - 1
 
+    def _open(self) -> Sink:
+        self.paths.append(f"{self._stem}-{len(self.paths):05d}.parquet")
+        sink = self._folder.sink(self.paths[-1])
+        leaves = [leaf for field in self._schema for leaf in _leaves(field.name, field.type)]
+        encoded: Any = [leaf for leaf in leaves if leaf not in _NO_DICTIONARY]
+        counted: Any = [leaf for leaf in leaves if leaf in _STATISTICS]
+        with self._translated():
+            self._writer = pq.ParquetWriter(
+                sink.file,
+                self._schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=encoded,
+                write_statistics=counted,
+                store_schema=True,
+                write_page_checksum=True,
+            )
+        return sink
+
     def close(self) -> None:
         """Finishes the last file durably; idempotent."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.commit()
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            with self._translated():
+                try:
+                    self._writer.close()
+                    sink.commit()
+                finally:
+                    sink.abort()
 
     def abort(self) -> None:
         """Discards the unfinished file; idempotent."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.abort()
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.abort()
+
+    def _translated(self) -> AbstractContextManager[None]:
+        return translated(f"write {self.paths[-1]}", self._folder.store.uri)
 
 
 class ParquetFile:

@@ -21,7 +21,7 @@ from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.stages.staged_row import StagedRow
-from airflow_broadway.staging.arrow_schema import array_of, columns_from_rows
+from airflow_broadway.staging.arrow_schema import columns_from_rows, table_of_columns
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
@@ -226,11 +226,7 @@ class _MessageFiles:
             "metadata": maps(values["metadata"]),
             "received_at": timestamps(values["received_at"]),
         }
-        arrays = [
-            array_of(column, field.type) if type(column) is list else column
-            for field, column in ((field, columns[field.name]) for field in self._columns)
-        ]
-        return pa.Table.from_arrays(arrays, schema=self._columns)
+        return table_of_columns(columns, self._columns)
 
     def _data(self, data: list[Any]) -> dict[str, Any]:
         """Returns the data columns: one with a schema, else one of bytes and one of JSON.

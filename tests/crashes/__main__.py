@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.testing.crashes import Sums
+from airflow_broadway.testing.crashes.campaign import Sums
 from tests.crashes.campaigns import campaigns, plans_of
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
@@ -47,16 +47,18 @@ def main() -> int:
 
 def tell(broker: str, pipeline: str, sums: Sums) -> None:
     """Say what came of a campaign, and the first cases that did not come out well."""
+    counts = sums.counts
     print(
         f"{broker}, {pipeline}: {len(sums.points)} points, {sums.cases} cases, {sums.runs} runs,"
-        f" {sums.lost} lost, {sums.unmarked} unmarked, {sums.left} left over,"
-        f" {sums.mistakes} other mistakes, in {sums.seconds:.0f} s",
+        f" {counts['lost']} lost, {counts['unmarked']} unmarked, {counts['left']} left over,"
+        f" {counts['other']} other mistakes, in {sums.seconds:.0f} s",
         flush=True,
     )
     for point in sums.unsteady:
         print(f"  not made in every run: {point}")
     for failure in sums.failures[:20]:
-        print(f"  {failure.case}\n    " + "\n    ".join([*failure.lines[:5], failure.folder]))
+        lines = [*failure.account.lines[:5], str(failure.folder)]
+        print(f"  {failure.case}\n    " + "\n    ".join(lines))
 
 
 def as_json(broker: str, pipeline: str, sums: Sums) -> dict[str, Any]:
@@ -67,12 +69,10 @@ def as_json(broker: str, pipeline: str, sums: Sums) -> dict[str, Any]:
         "points": len(sums.points),
         "cases": sums.cases,
         "runs": sums.runs,
-        "lost": sums.lost,
-        "unmarked": sums.unmarked,
-        "left": sums.left,
-        "mistakes": sums.mistakes,
+        **{name: sums.counts[name] for name in ("lost", "unmarked", "left")},
+        "mistakes": sums.counts["other"],
         "unsteady": [str(point) for point in sums.unsteady],
-        "failures": [[str(failure.case), *failure.lines] for failure in sums.failures],
+        "failures": [[str(failure.case), *failure.account.lines] for failure in sums.failures],
     }
 
 

@@ -141,31 +141,24 @@ def _without_newest(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failed(operation: str, url: str, made: int) -> Exception:
-    from botocore import exceptions
-
-    of: Any = exceptions
     kind = _ERRORS[made % len(_ERRORS)]
     if kind is None:
-        closed: Exception = of.ConnectionClosedError(endpoint_url=url)
-        return closed
+        return _error("ConnectionClosedError", endpoint_url=url)
     return _refused(operation, *kind)
 
 
 def _refused(operation: str, code: str, status: int) -> Exception:
-    from botocore import exceptions
-
-    of: Any = exceptions
     answer = {
         "Error": {"Code": code, "Message": "struck"},
         "ResponseMetadata": {"HTTPStatusCode": status},
     }
-    failed: Exception = of.ClientError(answer, operation)
-    return failed
+    return _error("ClientError", answer, operation)
 
 
 def _unanswered(url: str) -> Exception:
-    from botocore import exceptions
+    return _error("ReadTimeoutError", endpoint_url=url)
 
-    of: Any = exceptions
-    timed_out: Exception = of.ReadTimeoutError(endpoint_url=url)
-    return timed_out
+
+def _error(name: str, *arguments: Any, **options: Any) -> Exception:
+    error: Exception = getattr(import_module("botocore.exceptions"), name)(*arguments, **options)
+    return error

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from airflow_broadway import RetryPolicy
-from airflow_broadway.testing.crashes import Embedded, Subject
-from airflow_broadway.testing.crashes.forked import forked
+from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
 from airflow_broadway.testing.crashes.scheduler import number_ids
+from airflow_broadway.testing.crashes.sink import forked
+from airflow_broadway.testing.crashes.subject import Embedded, Subject
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 
 #: Runs that look after what the others leave, and handle nothing.
@@ -25,6 +27,17 @@ class LiveBefore(Embedded):
         # What fails in the live run is dead: else it would come again in the live queue.
         once = replace(result["producer"], retry=RetryPolicy(max_attempts=1))
         return {**result, "producer": once}
+
+    def execute(self, attempt: Attempt) -> Any:
+        source = (
+            RunSource() if attempt.run_id.startswith(SETTLING) else self._source(attempt.run_id)
+        )
+        pipeline = self.pipeline(**self.overrides())
+        return execute(pipeline, self.staging, attempt, hold_failed=self.hold_failed, source=source)
+
+    @abstractmethod
+    def _source(self, run_id: str) -> RunSource:
+        """Returns the source of a run that handles messages."""
 
 
 def live_run(

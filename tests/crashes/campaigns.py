@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from airflow_broadway.testing.crashes import (
-    Campaign,
-    Case,
-    Failure,
-    Subject,
-    Sums,
-    UnsoundPipeline,
-    uses_spark,
-    warm_spark,
-)
-from airflow_broadway.testing.crashes.account import Violation
+from airflow_broadway.testing.crashes.account import Account, Violation
+from airflow_broadway.testing.crashes.campaign import Campaign, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.case import Case, Result
+from airflow_broadway.testing.crashes.points import Fault, Strike
+from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
+from airflow_broadway.testing.crashes.subject import Subject
+from tests.crashes.checks import check_archive, check_order
 from tests.crashes.pipelines import PIPELINES, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
@@ -170,7 +168,7 @@ def _struck(
             return plan, [_unsound(error)]
         result = [campaign.strike(cases, jobs=jobs)]
         if plan.restarts:
-            result.append(campaign.strike(campaign.restarts(plan.restarts, seed)))
+            result.append(campaign.strike(_restarts(campaign, plan.restarts, seed)))
     if not any(folder.iterdir()):
         folder.rmdir()
     return plan, result
@@ -187,14 +185,23 @@ def _cases(campaign: Campaign, plan: Plan, spark: bool, seed: int) -> list[Case]
     )
 
 
+def _restarts(campaign: Campaign, count: int, seed: int) -> list[Case]:
+    """Cases in which the broker restarts; all cases share it, so they run one at a time."""
+    points = [point for point in campaign.baseline().points[0] if point.traits.changes]
+    sample = random.Random(seed).sample(points, min(count, len(points)))
+    return [Case((Strike(point, Fault.BROKER_RESTARTS),)) for point in sample]
+
+
 def _unsound(error: UnsoundPipeline) -> Sums:
     """The report of a pipeline that cannot be struck."""
-    failure = Failure(Case(), [str(error)], str(error.log), {Violation.OTHER: [str(error)]})
-    return Sums(mistakes=1, failures=[failure])
+    account = Account(wrong={Violation.OTHER: [str(error)]})
+    failure = Result(Case(), account, [], error.log or Path())
+    return Sums(parts={("", ""): Counter(other=1)}, failures=[failure])
 
 
 def _made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
     """A subject with the set-up of its pipeline."""
     subject = make(pipeline, folder)
     subject.hold_failed, subject.unstaged = pipeline.hold_failed, pipeline.unstaged
+    subject.checks = check_archive, check_order
     return subject

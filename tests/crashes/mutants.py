@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from airflow_broadway.testing.crashes import Campaign, Case, Fault, Recovery, Strike
+from airflow_broadway.testing.crashes.campaign import Campaign
+from airflow_broadway.testing.crashes.case import Case, Recovery
+from airflow_broadway.testing.crashes.points import Fault, Strike
 from tests.crashes.campaigns import MESSAGES, in_memory
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
@@ -184,9 +186,9 @@ def main(name: str) -> None:
             if point.execution == mutant.execution and point.call.kind == mutant.kind
         )
         case = Case((Strike(point, mutant.what),), mutant.recovery)
-        whole = campaign.run(case)[0].account.lines
+        whole = campaign.run(case).account.lines
         mutant.breaks()
-        broken = campaign.run(case)[0].account.lines
+        broken = campaign.run(case).account.lines
         print(json.dumps([whole, broken]))
 
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from airflow_broadway.core.reference import import_class
-from airflow_broadway.testing.crashes import Embedded, uses_spark
-from airflow_broadway.testing.crashes.spark import SparkTask
+from airflow_broadway.testing.crashes.spark import submit, uses_spark
+from airflow_broadway.testing.crashes.subject import Embedded
 from airflow_broadway.testing.crashes.tasks import DAG, Attempt
 from tests.crashes.subjects import MakeSubject
 
@@ -46,8 +46,6 @@ def by_operators() -> Iterator[MakeSubject]:
 
 class _ByOperators(Embedded):
     """A pipeline over the embedded queue."""
-
-    kind = "sqlite by operators"
 
     def execute(self, attempt: Attempt) -> Any:
         from airflow.sdk.exceptions import (
@@ -137,8 +135,8 @@ def _submitting(attempt: Attempt, **given: Any) -> Any:
             self.begun = True
             assert attempt.driver is not None
             pipeline = import_class(self.pipeline["class"])()
-            arguments = run, pipeline, Host(context).task, Host(context).ports
-            error = SparkTask(*arguments, attempt.driver, attempt.interceptor).submit(batches)
+            arguments = run, pipeline, Host(context).task, attempt.driver, attempt.interceptor
+            error = submit(batches, *arguments)
             return AirflowException(error) if error else None
 
     return Submitting(**given, check_pipeline=False)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.testing.crashes import Subject
+from airflow_broadway.testing.crashes.subject import Subject
 
 #: Says that a generation's report is to be removed some days later.
 _ENDED = re.compile(r"/ended/[\d-]+/(\w+)\.json$")

@@ -24,7 +24,7 @@ from airflow_broadway import (
 )
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.spark import failed
-from airflow_broadway.testing.crashes import Family
+from airflow_broadway.testing.crashes.campaign import Family
 
 _PRODUCER = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=2))
 

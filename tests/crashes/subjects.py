@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway import Broadway
-from airflow_broadway.testing.crashes import Embedded, Subject
+from airflow_broadway.testing.crashes.subject import Embedded, Subject
 
 MakeSubject = Callable[[type[Broadway], Path], Subject]
 

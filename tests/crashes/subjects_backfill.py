@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from airflow_broadway import Archive, Broadway, Message
 from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
-from airflow_broadway.testing.crashes import Letter
 from airflow_broadway.testing.crashes.callbacks import recorded_calls
 from airflow_broadway.testing.crashes.sink import rows_of
-from airflow_broadway.testing.crashes.tasks import Attempt, execute
-from tests.crashes.before import SETTLING, LiveBefore, live_run
+from airflow_broadway.testing.crashes.subject import Letter
+from tests.crashes.before import LiveBefore, live_run
 from tests.crashes.subjects import MakeSubject
 
 _DAY = datetime(2013, 1, 1, tzinfo=UTC)
@@ -33,16 +31,14 @@ def _scheduled(message: Message) -> datetime:
     return _DAY + timedelta(minutes=10 * int(message.data))
 
 
-@contextmanager
-def over_backfills() -> Iterator[MakeSubject]:
+def over_backfills() -> AbstractContextManager[MakeSubject]:
     """What makes subjects whose runs have the archive for their source."""
-    yield _Backfills
+    return nullcontext(_Backfills)
 
 
 class _Backfills(LiveBefore):
     """A pipeline over an archive; failures are kept next to the archive."""
 
-    kind = "sqlite backfill"
     lapses = False  # a run's messages of an archive cannot be taken over
 
     def __init__(self, pipeline: type[Broadway], folder: Path) -> None:
@@ -60,11 +56,8 @@ class _Backfills(LiveBefore):
         self._sent += ids
         return ids
 
-    def execute(self, attempt: Attempt) -> Any:
-        pipeline = self.pipeline(**self.overrides())
-        again = self._again and not attempt.run_id.startswith(SETTLING)
-        source = _SOURCE if again else RunSource()
-        return execute(pipeline, self.staging, attempt, hold_failed=self.hold_failed, source=source)
+    def _source(self, run_id: str) -> RunSource:
+        return _SOURCE if self._again else RunSource()
 
     def waiting(self) -> int:
         left = self._not_again()

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, cast
 from airflow_broadway import Broadway
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.records import REQUEUED
-from airflow_broadway.testing.crashes import Letter, Subject
-from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.sink import forked
+from airflow_broadway.testing.crashes.subject import Letter, Subject
 from tests.crashes.kafka_calls import Kafka
 from tests.crashes.over_receipts import declared
 from tests.crashes.subjects import MakeSubject
@@ -42,7 +42,6 @@ def over_kafka(*, order: str) -> Iterator[MakeSubject]:
 class _OnKafka(Subject):
     """A pipeline over a topic, whose dead letters go to another."""
 
-    kind = "kafka"
     # The newest claims of a group stay as long as the group.
     permanent: ClassVar[str] = (
         r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|(?:claims|letters)/.+)(?:\.json)?$"

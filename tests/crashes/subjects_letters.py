@@ -24,11 +24,11 @@ from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.store import Store
-from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.callbacks import recorded_calls
-from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
 from airflow_broadway.testing.crashes.interceptor import replace as replace_method
+from airflow_broadway.testing.crashes.sink import forked
+from airflow_broadway.testing.crashes.subject import Letter, Subject
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 from tests.crashes.before import SETTLING, live_run
 from tests.crashes.subjects import SUBJECTS, MakeSubject

@@ -7,29 +7,25 @@ again; later ones have the live queue, which is empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.testing.crashes.callbacks import recorded_calls
-from airflow_broadway.testing.crashes.tasks import Attempt, execute
-from tests.crashes.before import SETTLING, LiveBefore, live_run
+from tests.crashes.before import LiveBefore, live_run
 from tests.crashes.subjects import MakeSubject
 
 
-@contextmanager
-def over_past_runs() -> Iterator[MakeSubject]:
+def over_past_runs() -> AbstractContextManager[MakeSubject]:
     """What makes subjects whose runs have a past run for their source."""
-    yield _PastRuns
+    return nullcontext(_PastRuns)
 
 
 class _PastRuns(LiveBefore):
     """A pipeline over the batches of past runs."""
 
-    kind = "sqlite past run"
     lapses = False  # each run has the batches for itself
     salt = "past"  # folders of plans are sorted by what is made of ids: no case is to differ
 
@@ -45,15 +41,8 @@ class _PastRuns(LiveBefore):
         self._past[name] = ids
         return ids
 
-    def execute(self, attempt: Attempt) -> Any:
-        pipeline = self.pipeline(**self.overrides())
-        source = self._source(attempt.run_id)
-        return execute(pipeline, self.staging, attempt, hold_failed=self.hold_failed, source=source)
-
     def _source(self, run_id: str) -> RunSource:
         """The first past run of which something was not handled again; the same in each try."""
-        if run_id.startswith(SETTLING):
-            return RunSource()
         noted = self.folder / f"source-{run_id}"
         with suppress(FileExistsError), noted.open("x") as file:
             left = self._not_again()

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 from airflow_broadway import Broadway
 from airflow_broadway.producers.pubsub import PubSubProducer
-from airflow_broadway.testing.crashes import Letter
-from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.sink import forked
+from airflow_broadway.testing.crashes.subject import Letter
 from tests.crashes.over_receipts import OverReceipts, declared
 from tests.crashes.pubsub_calls import PubSub
 from tests.crashes.pubsub_clocks import LEFT
@@ -62,7 +62,6 @@ def _host(server: subprocess.Popen[bytes], clocks: Path) -> str:
 class _OnPubSub(OverReceipts):
     """A pipeline over a subscription, whose dead letters go to another topic."""
 
-    kind = "pubsub"
     # The most that Pub/Sub allows.
     lease: ClassVar[float] = 600.0
     # What comes again is marked by notes that are kept longer than Pub/Sub keeps a message.

@@ -19,9 +19,10 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.producers.rabbitmq.settle import settlement
-from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
+from airflow_broadway.testing.crashes.subject import Letter, Subject
 from tests.crashes.amqp_calls import Amqp
+from tests.crashes.campaigns import in_memory
 from tests.crashes.over_receipts import declared
 from tests.rabbitmq_server import RabbitServer
 
@@ -50,8 +51,6 @@ class Rabbit(Subject):
     holds is rejected: it goes where it would go by itself, by the same dead-letter worker.
     """
 
-    kind = "rabbitmq"
-    moved_by_clock: ClassVar[bool] = False
     permanent: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|type\.json$)"
 
     def __init__(self, server: RabbitServer, pipeline: type[Broadway], folder: Path) -> None:
@@ -172,11 +171,7 @@ def _role(queue: str) -> str:
 def rabbit() -> Iterator[Any]:
     """A server of RabbitMQ; what makes a subject at it."""
     with (
-        tempfile.TemporaryDirectory(dir=_memory()) as folder,
+        tempfile.TemporaryDirectory(dir=in_memory()) as folder,
         RabbitServer.start(Path(folder)) as server,
     ):
         yield partial(Rabbit, server)
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway import Broadway
-from airflow_broadway.testing.crashes import Embedded
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.subject import Embedded
 from tests.crashes.aws_calls import Aws
 from tests.crashes.subjects import MakeSubject
 from tests.crashes.subjects_sqs import Moto, moto
@@ -28,8 +28,6 @@ def over_s3() -> Iterator[MakeSubject]:
 
 class _OnS3(Embedded):
     """A pipeline over the embedded queue, staged in a bucket."""
-
-    kind = "sqlite on s3"
 
     def __init__(self, pipeline: type[Broadway], folder: Path, server: Moto) -> None:
         super().__init__(pipeline, folder)

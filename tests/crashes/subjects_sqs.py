@@ -19,8 +19,8 @@ from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer, dead_letters
 from airflow_broadway.producers.sqs.client import boto_client
-from airflow_broadway.testing.crashes import Letter
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.subject import Letter
 from tests.crashes.aws_calls import Aws
 from tests.crashes.over_receipts import OverReceipts, declared
 from tests.crashes.subjects import MakeSubject
@@ -92,7 +92,6 @@ def over_sqs(*, fifo: bool = False) -> Iterator[MakeSubject]:
 class _Sqs(OverReceipts):
     """A pipeline over a standard queue."""
 
-    kind = "sqs"
     # Failures on record are kept for 16 days: longer than SQS keeps a message.
     permanent = r"^[^/]+/sqs/[^/]+/attempts/"
     suffix: ClassVar[str] = ""
@@ -185,7 +184,6 @@ class _Sqs(OverReceipts):
 class _Fifo(_Sqs):
     """A pipeline over a FIFO queue, whose messages are in three groups."""
 
-    kind = "sqs fifo"
     suffix = ".fifo"
 
     def _entry(self, body: str) -> dict[str, str]:

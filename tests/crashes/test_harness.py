@@ -11,24 +11,29 @@ from scripts.airflow_env import ROOT
 
 pytestmark = pytest.mark.faults
 
+#: The beginning of each program.
+HEAD = """
+import os, sys
+from functools import partial
+from pathlib import Path
+from airflow_broadway.testing.crashes.campaign import Campaign
+from airflow_broadway.testing.crashes.case import Case
+from airflow_broadway.testing.crashes.subject import Embedded
+from tests.crashes.campaigns import MESSAGES
+from tests.crashes.pipelines import Batches, NoBatchers
+
+def campaign(pipeline, subject=Embedded):
+    return Campaign(partial(subject, pipeline), MESSAGES, Path(sys.argv[1]))
+"""
 #: The subject raises while a process sleeps.
 RAISES = """
-import os, sys
-from pathlib import Path
-from airflow_broadway.testing.crashes import Campaign, Case, Embedded
-from tests.crashes.campaigns import MESSAGES
-from tests.crashes.pipelines import Batches
-
 class Raises(Embedded):
     def pass_time(self, seconds):
         raise OSError("the broker is gone")
 
-def make(folder):
-    return Raises(Batches, folder)
-
 case = Case.parse("one/process/1 return #1: asleep before [lapse]")
 try:
-    Campaign(make, MESSAGES, Path(sys.argv[1])).run(case)
+    campaign(Batches, Raises).run(case)
 except OSError as error:
     print(error)
 try:
@@ -38,52 +43,29 @@ except ChildProcessError:
 """
 #: Who recovers from a death falls asleep.
 SLEEPS = """
-import sys
-from functools import partial
-from pathlib import Path
-from airflow_broadway.testing.crashes import Campaign, Case, Embedded
-from tests.crashes.campaigns import MESSAGES
-from tests.crashes.pipelines import Batches
-
-campaign = Campaign(partial(Embedded, Batches), MESSAGES, Path(sys.argv[1]))
 for sleeper in ("one/process/2", "drain-1/process/1"):
     strikes = f"one/process/1 return #1: killed before, then {sleeper} return #1: asleep before"
-    result, _ = campaign.run(Case.parse(strikes))
+    result = campaign(Batches).run(Case.parse(strikes))
     assert result.good, result.account.lines
     task = sleeper[:-2]
     print([each.ended.value for each in result.executions if each.name.startswith(task)])
 """
 #: Two runs recover side by side, and one of them falls asleep in the midst.
 BESIDE = """
-import sys
-from functools import partial
-from pathlib import Path
-from airflow_broadway.testing.crashes import Campaign, Case, Embedded
-from tests.crashes.campaigns import MESSAGES
-from tests.crashes.pipelines import NoBatchers
-
-campaign = Campaign(partial(Embedded, NoBatchers), MESSAGES, Path(sys.argv[1]))
 strikes = "one/process/1 return #1: killed before, then two/look/1 return #1: asleep before"
-result, _ = campaign.run(Case.parse(strikes + " [side by side]"))
+result = campaign(NoBatchers).run(Case.parse(strikes + " [side by side]"))
 assert result.good, result.account.lines
 names = [each.name for each in result.executions if each.ended.value == "done"]
 print(*(name for name in names if name.startswith("t")))
 """
 #: A pipeline that makes another file in each run.
 ODD = """
-import os, sys
-from functools import partial
-from pathlib import Path
-from airflow_broadway.testing.crashes import Campaign, Embedded, Family
-from tests.crashes.campaigns import MESSAGES
-from tests.crashes.pipelines import NoBatchers
-
 class Odd(NoBatchers):
     def handle_message(self, processor, message, context):
         open(f"by-{os.getpid()}", "a").close()
         return message
 
-sums = Campaign(partial(Embedded, Odd), MESSAGES, Path(sys.argv[1])).strike([])
+sums = campaign(Odd).strike([])
 print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
 """
 
@@ -101,7 +83,7 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
 def test_no_process_is_left_behind_and_no_gap_is_hidden(tmp_path, program, told):
     # A program of its own: it forks, and a test session has threads.
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-c", HEAD + program, str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -12,17 +12,11 @@ from typing import Any
 import pytest
 
 from airflow_broadway import BatchInfo
-from airflow_broadway.testing.crashes import (
-    Call,
-    Campaign,
-    Case,
-    Embedded,
-    Fault,
-    Point,
-    Recovery,
-    Strike,
-    warm_spark,
-)
+from airflow_broadway.testing.crashes.campaign import Campaign
+from airflow_broadway.testing.crashes.case import Case, Recovery
+from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike
+from airflow_broadway.testing.crashes.spark import warm_spark
+from airflow_broadway.testing.crashes.subject import Embedded
 from tests.crashes.campaigns import MESSAGES
 from tests.crashes.pipelines import OnSpark
 
@@ -62,9 +56,9 @@ def campaign(jvm, tmp_path_factory):
 def test_every_message_is_accounted_for(campaign, task, call, what, recovery):
     point = Point(f"one/{task}/1", *call)
 
-    result, folder = campaign.run(Case((Strike(point, what),), recovery))
+    result = campaign.run(Case((Strike(point, what),), recovery))
 
-    assert result.good, (result.account.lines, folder)
+    assert result.good, (result.account.lines, result.folder)
 
 
 class Works(OnSpark):
@@ -91,9 +85,9 @@ class Works(OnSpark):
 def test_spark_jobs_end_with_their_driver(tmp_path):
     case = Case.parse("one/driver/1 create begun #1: killed after")
 
-    result, folder = Campaign(partial(Embedded, Works), MESSAGES, tmp_path).run(case)
+    result = Campaign(partial(Embedded, Works), MESSAGES, tmp_path).run(case)
 
-    assert result.good, (result.account.lines, folder)
+    assert result.good, (result.account.lines, result.folder)
     # What no callback has seen would fail, and be a dead letter.
     assert set(result.account.fates.values()) == {"acked", "dead"}
     assert list(result.account.fates.values()).count("dead") == 2

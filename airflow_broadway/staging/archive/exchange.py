@@ -31,7 +31,7 @@ from airflow_broadway.staging.archive.layout import (
 )
 from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.writer import by_hour, id_column
-from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import table_of_columns
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, timestamps
 
@@ -229,11 +229,7 @@ def _table(
         "source": pa.repeat("import", count),
         "was": pa.nulls(count, pa.string()),
     }
-    arrays = [
-        array_of(column, field.type) if type(column) is list else column
-        for field, column in ((field, columns[field.name]) for field in COLUMNS)
-    ]
-    return pa.Table.from_arrays(arrays, schema=COLUMNS)
+    return table_of_columns(columns, COLUMNS)
 
 
 def _cell(row: Mapping[str, Any], name: str, where: str) -> Any:

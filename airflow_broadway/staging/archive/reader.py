@@ -217,8 +217,7 @@ def _read_hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
                 " names: nothing of the interval is handled; restore the file, or purge its hour"
             )
         parts += groups
-    # Files of earlier releases have fewer columns.
-    return pa.concat_tables(parts, promote_options="default").combine_chunks()
+    return pa.concat_tables(parts).combine_chunks()
 
 
 def _groups(archive: Folder, path: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
@@ -261,12 +260,10 @@ def _read_again(archive: Folder) -> Mapping[str, set[str]]:
         there: dict[str, bool] = {}
         with suppress(FileNotFoundError):  # removed meanwhile, together with its messages
             for line in archive.read(path).splitlines():
-                message_id, digest, *files = json.loads(line)  # earlier releases named no file
-                for file in files:
-                    if file not in there:
-                        there[file] = archive.exists(file)
-                # In a removed hour there is no second copy.
-                if all(there[file] for file in files):
+                message_id, digest, file = json.loads(line)
+                if file not in there:
+                    there[file] = archive.exists(file)
+                if there[file]:  # in a removed hour there is no second copy
                     named.setdefault(message_id, set()).add(digest)
     return named
 

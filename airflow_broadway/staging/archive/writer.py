@@ -22,7 +22,7 @@ from airflow_broadway.core.schema.plain import dump, dump_key
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.staging.archive.layout import COLUMNS, HOUR
 from airflow_broadway.staging.archive.metadata import texts_of
-from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import array_of, table_of_columns
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, timestamps
@@ -250,11 +250,7 @@ def table_of(
         "source": pa.repeat(producer.kind, len(messages)),
         "was": _former_ids(messages, producer),
     }
-    arrays = [
-        array_of(column, field.type) if type(column) is list else column
-        for field, column in ((field, columns[field.name]) for field in COLUMNS)
-    ]
-    return pa.Table.from_arrays(arrays, schema=COLUMNS)
+    return table_of_columns(columns, COLUMNS)
 
 
 def _former_ids(messages: Sequence[Message], producer: Producer) -> Any:

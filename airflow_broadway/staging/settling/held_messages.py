@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.producer import Producer
@@ -17,9 +16,9 @@ from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
+from airflow_broadway.staging.batch_reader import open_staged, rows_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.settling.journal import Progress
-from airflow_broadway.staging.tables import ParquetFile, holds
 
 log = logging.getLogger(__name__)
 
@@ -38,42 +37,15 @@ class _Exceptions(NamedTuple):
     shared: bool
 
 
-@dataclass(slots=True)
-class _Batches:
-    """Batches of one plan with messages of the generation.
+class _Decided(NamedTuple):
+    """The batches of one plan with messages of the generation and with an outcome.
 
     :param source: The index of the generation in the plan.
-    :param ranges: The numbers of the batches, sorted, as inclusive ranges.
-    :param parts: The parts of split batches.
-    :param files: Indexes of the data files that hold their rows.
-    :param count: Number of messages of the generation in them.
     """
 
     plan: BatchPlan
     source: int
-    ranges: list[list[int]] = field(default_factory=list)
-    parts: list[PlannedBatch] = field(default_factory=list)
-    files: set[int] = field(default_factory=set)
-    count: int = 0
-
-    def add(self, planned: PlannedBatch) -> None:
-        """Adds a batch."""
-        self.count += planned.sources[self.plan.generations[self.source]]
-        if planned.part is None:
-            self.ranges.extend(planned.rows)
-        else:
-            self.parts.append(planned)
-        self.files.update(planned.files)
-
-    def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of the generation is in one of the batches."""
-        number = row["batch"]
-        if holds(self.ranges, number, number):
-            return True
-        return any(
-            holds(part.rows, number, number) and part.has(row["source"], row["position"])
-            for part in self.parts
-        )
+    batches: list[PlannedBatch]
 
 
 class HeldMessages:
@@ -94,38 +66,26 @@ class HeldMessages:
         self._producer = producer
         #: Whether every success without an entry is simply acked.
         self.plain = producer.actions[producer.on_success] is Action.ACK and not manifest.configured
-        #: Number of messages staged for batchers; of these, in batches with an outcome.
-        self.staged = sum(manifest.batchers.values())
-        self.decided = 0
-        #: Number of batches with messages of the generation; of these, with an outcome.
-        self._batches = self._recorded_batches = 0
         self._exceptions: list[_Exceptions] = []
         #: The batches with an outcome.
-        self._decided: list[_Batches] = []
+        self._decided: list[_Decided] = []
         by_batcher = {
             plan.batcher: plan for plan in plans if manifest.generation in plan.generations
         }
-        #: Batchers with messages of the generation but without a plan.
-        self.unplanned = [
-            name for name, count in manifest.batchers.items() if count and name not in by_batcher
-        ]
+        self.progress = Progress(
+            received=manifest.received,
+            staged=sum(manifest.batchers.values()),
+            unplanned=tuple(
+                name
+                for name, count in manifest.batchers.items()
+                if count and name not in by_batcher
+            ),
+        )
         for plan in by_batcher.values():
             self._read(plan)
         self._verify()
-        #: Messages settled immediately by callbacks, in processors and batches.
-        self.settled_now = SettleReport.from_json(manifest.settled_now) + self._settled_in_batches()
-
-    def progress(self) -> Progress:
-        """Returns the progress of the generation."""
-        return Progress(
-            received=self._manifest.received,
-            staged=self.staged,
-            decided=self.decided,
-            batches=self._batches,
-            recorded=self._recorded_batches,
-            unplanned=tuple(self.unplanned),
-            settled_now=self.settled_now,
-        )
+        in_processors = SettleReport.from_json(manifest.settled_now)
+        self.progress.settled_now = in_processors + self._settled_in_batches()
 
     def _verify(self) -> None:
         """Reads each entry file once before any verdict in it is executed.
@@ -141,34 +101,34 @@ class HeldMessages:
         lines = sum(recorded.verify(path, total) for path, total in sums.items())
         for file in self._exceptions:
             recorded.verify(file.path, file.sum)
-        if self.staged + lines != manifest.received:
+        staged = self.progress.staged
+        if staged + lines != manifest.received:
             raise StagingDamaged(
                 f"generation {manifest.generation} received {many(manifest.received, 'message')},"
-                f" but has {self.staged} staged ones and {many(lines, 'line')} of entries"
+                f" but has {staged} staged ones and {many(lines, 'line')} of entries"
             )
 
     def _read(self, plan: BatchPlan) -> None:
         """Collects the batches of a plan that have an outcome."""
         self._run.store.check_root(plan.root_id, plan.host)
-        generation = self._manifest.generation
+        generation, progress = self._manifest.generation, self.progress
         source = plan.generations.index(generation)
-        decided = _Batches(plan, source)
+        decided = _Decided(plan, source, [])
         for planned, outcome in self._recorded.outcomes(plan):
             if not planned.sources.get(generation, 0):
                 continue
-            self._batches += 1
+            progress.batches += 1
             if outcome is None:
                 continue
-            self._recorded_batches += 1
-            decided.add(planned)
+            decided.batches.append(planned)
             if outcome.exceptions is not None:
                 shared = len(planned.sources) > 1
                 self._exceptions.append(
                     _Exceptions(outcome.exceptions, outcome.entries_sum, source, shared)
                 )
-        self.decided += decided.count
-        if decided.count:
-            self._decided.append(decided)
+        progress.recorded += len(decided.batches)
+        progress.decided += sum(batch.sources[generation] for batch in decided.batches)
+        self._decided.append(decided)
 
     # -- exceptions ----------------------------------------------------------------------------
 
@@ -178,28 +138,19 @@ class HeldMessages:
             yield from self._recorded.entries(path, self._manifest.sums.get(path))
 
     def _batch_entries(self) -> Iterator[EntryLine]:
-        """Yields the entries of batches, of this generation only."""
-        unsure = self._ambiguous_ids()
+        """Yields the entries of batches, of this generation only.
+
+        :raises StagingDamaged: If an entry of a batch of several generations does not name its own.
+        """
         for exceptions in self._exceptions:
             for line in self._recorded.entries(exceptions.path, exceptions.sum):
-                if line.source is None:
-                    if not exceptions.shared or line.entry.message_id in unsure:
-                        yield line
-                elif line.source == exceptions.source:
+                if line.source is None and exceptions.shared:
+                    raise StagingDamaged(
+                        f"{exceptions.path} is damaged: the entry of message"
+                        f" {line.entry.message_id!r} names no generation"
+                    )
+                if line.source in (None, exceptions.source):
                     yield line
-
-    def _ambiguous_ids(self) -> set[str]:
-        """Returns the ids of this generation among entries of shared batches without a source."""
-        ids = {
-            line.entry.message_id
-            for exceptions in self._exceptions
-            if exceptions.shared
-            for line in self._recorded.entries(exceptions.path, exceptions.sum)
-            if line.source is None
-        }
-        if not ids:
-            return ids
-        return {row["message_id"] for row in self._rows(["message_id"]) if row["message_id"] in ids}
 
     def _settled_in_batches(self) -> SettleReport:
         counts: Counter[str] = Counter()
@@ -254,7 +205,7 @@ class HeldMessages:
         for batcher, files in self._manifest.files.items():
             count = 0
             for path in files:
-                with self._open(path) as file:
+                with open_staged(self._run, path) as file:
                     for group in range(file.groups):
                         rows = file.read(group, columns).to_pylist()
                         count += len(rows)
@@ -266,13 +217,7 @@ class HeldMessages:
                     f" of generation {self._manifest.generation} hold {count}"
                 )
 
-    def _open(self, path: str) -> ParquetFile:
-        try:
-            return ParquetFile(self._run.files, path)
-        except FileNotFoundError:
-            raise StagingDamaged(f"{path} is not there") from None
-
-    def _successes(self, decided: _Batches, exceptions: set[str]) -> Iterator[Entry]:
+    def _successes(self, decided: _Decided, exceptions: set[str]) -> Iterator[Entry]:
         """Yields the messages of decided batches without an entry, each with its verdict."""
         producer = self._producer
         columns = ["message_id", "attempt", "redelivered", "_receipt", "_on_success", "_acked"]
@@ -288,28 +233,23 @@ class HeldMessages:
             )
             yield _entry(row, producer.judge(facts))
 
-    def _rows_in(self, batches: _Batches, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def _rows_in(self, decided: _Decided, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields the rows of the generation in batches.
 
         :raises StagingDamaged: At the end, if their number differs from the plan.
         """
-        plan, count = batches.plan, 0
-        batches.ranges.sort()
-        ranges = sorted([*batches.ranges, *(r for part in batches.parts for r in part.rows)])
+        plan, generation = decided.plan, self._manifest.generation
         columns = ["batch", "source", "position", *columns]
-        for index in sorted(batches.files):
-            with self._open(f"{plan.path}/{plan.data[index]}") as file:
-                for group in range(file.groups):
-                    if not holds(ranges, *file.bounds(group, "batch")):
-                        continue
-                    for row in file.read(group, columns).to_pylist():
-                        if row["source"] == batches.source and batches.holds(row):
-                            count += 1
-                            yield row
-        if count != batches.count:
+        count = 0
+        for _, row in rows_of(self._run, plan, decided.batches, columns):
+            if row["source"] == decided.source:
+                count += 1
+                yield row
+        expected = sum(batch.sources[generation] for batch in decided.batches)
+        if count != expected:
             raise StagingDamaged(
-                f"batches of {plan.path} hold {many(batches.count, 'message')} of generation"
-                f" {self._manifest.generation}, but its files hold {count}"
+                f"batches of {plan.path} hold {many(expected, 'message')} of generation"
+                f" {generation}, but its files hold {count}"
             )
 
 

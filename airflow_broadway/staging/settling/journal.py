@@ -17,7 +17,7 @@ from airflow_broadway.staging.store import host_name
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Progress:
     """The progress of a generation.
 
@@ -73,6 +73,16 @@ def settled_journal(run: StagedRun, generation: str) -> SettlementJournal | None
     )
 
 
+def settling_record(run: StagedRun, record: GenerationRecord, by: str, **values: Any) -> str:
+    """Returns a file of a generation's settlement as JSON.
+
+    :param by: The task and its try; the host by default.
+    """
+    header = {"version": VERSION, "release": __version__, "generation": record.generation}
+    signature = {"by": by or host_name(), "at": run.clock.now().isoformat()}
+    return json.dumps({**header, **values, **signature})
+
+
 def record_settled(
     run: StagedRun,
     record: GenerationRecord,
@@ -87,17 +97,15 @@ def record_settled(
     :raises StagingError: If it cannot be written.
     """
     progress = progress or Progress()
-    written = {
-        "version": VERSION,
-        "release": __version__,
-        "generation": record.generation,
-        "report": replace(report, again=None).to_json(),
-        "received": progress.received or None,
-        "settled_now": progress.settled_now.to_json(),
-        "by": by or host_name(),
-        "at": run.clock.now().isoformat(),
-    }
-    if not run.files.create(paths.settled(record.generation), json.dumps(written)):
+    text = settling_record(
+        run,
+        record,
+        by,
+        report=replace(report, again=None).to_json(),
+        received=progress.received or None,
+        settled_now=progress.settled_now.to_json(),
+    )
+    if not run.files.create(paths.settled(record.generation), text):
         log.info("generation %s: it was settled before or by another process", record.generation)
     journal = settled_journal(run, record.generation)
     if journal is None:

@@ -8,23 +8,25 @@ idempotent, and the first report is final.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE
-from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.held_messages import HeldMessages
-from airflow_broadway.staging.settling.journal import Progress, record_settled, settled_journal
-from airflow_broadway.staging.store import host_name
+from airflow_broadway.staging.settling.journal import (
+    Progress,
+    record_settled,
+    settled_journal,
+    settling_record,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,24 +53,25 @@ def build_settlement(
     if manifest is None:
         return Settlement(rest=RELEASE, settled_now=SettleReport()), False, Progress()
     state = HeldMessages(recorded or Recorded(run), manifest, pipeline.producer, list(plans or ()))
-    complete = state.decided == state.staged
+    progress = state.progress
+    complete = progress.decided == progress.staged
     if final and not complete:
         log.warning(
             "generation %s: %d of %s released, without an outcome%s",
             generation,
-            state.staged - state.decided,
-            many(state.staged, "staged message"),
-            f" (no plan for {', '.join(state.unplanned)})" if state.unplanned else "",
+            progress.staged - progress.decided,
+            many(progress.staged, "staged message"),
+            f" (no plan for {', '.join(progress.unplanned)})" if progress.unplanned else "",
         )
     rest = ACK if complete and state.plain else RELEASE
     settlement = Settlement(
         rest=rest,
         entries=lambda: state.entries(all_rows=rest is RELEASE),
         everything=lambda: state.everything(rest),
-        expected=manifest.received - state.settled_now.total,
-        settled_now=state.settled_now,
+        expected=manifest.received - progress.settled_now.total,
+        settled_now=progress.settled_now,
     )
-    return settlement, complete, state.progress()
+    return settlement, complete, progress
 
 
 def settle_generation(
@@ -98,16 +101,9 @@ def settle_generation(
     done = settled_journal(run, record.generation)
     if done is not None:
         return done.report
-    intent = {
-        "version": VERSION,
-        "release": __version__,
-        "generation": record.generation,
-        "rest": settlement.rest.action.value,
-        "expected": settlement.expected,
-        "by": by or host_name(),
-        "at": run.clock.now().isoformat(),
-    }
-    if not run.files.create(paths.intent(record.generation), json.dumps(intent)):
+    rest = settlement.rest.action.value
+    intent = settling_record(run, record, by, rest=rest, expected=settlement.expected)
+    if not run.files.create(paths.intent(record.generation), intent):
         log.info("generation %s: resuming a settlement begun before", record.generation)
     report = custodian.settle(run.lease(record), settlement)
     between(report)

@@ -1,10 +1,11 @@
 """Crash tests by fault injection, at every external call of a pipeline.
 
 A run has a countable number of external calls: a file created, linked or listed, an SQL statement,
-a frame or request sent, a callback, a task's return.  A :class:`Campaign` runs a pipeline once and
-records them.  It then repeats the run for each call, in processes that are killed there as by
-``kill -9``, fail there, or are suspended there and resumed after others have recovered.  Each time
-the scheduler continues as Airflow would, the queue is drained, and every message is accounted for.
+a frame or request sent, a callback, a task's return.  A :class:`.campaign.Campaign` runs a pipeline
+once and records them.  It then repeats the run for each call, in processes that are killed there as
+by ``kill -9``, fail there, or are suspended there and resumed after others have recovered.  Each
+time the scheduler continues as Airflow would, the queue is drained, and every message is accounted
+for.
 
 ::
 
@@ -12,41 +13,7 @@ the scheduler continues as Airflow would, the queue is drained, and every messag
     sums = campaign.strike(campaign.cases([Family.CRASHES]), jobs=2)
     assert sums.good, sums.failures[0]
 
-A pipeline with a Spark batcher runs within :func:`warm_spark`.
+A pipeline with a Spark batcher runs within :func:`.spark.warm_spark`.
 
 The command ``airflow-broadway crash-test`` tests a user's pipeline and sink.
 """
-
-from __future__ import annotations
-
-from airflow_broadway.testing.crashes.campaign import (
-    Campaign,
-    Failure,
-    Family,
-    Sums,
-    UnsoundPipeline,
-)
-from airflow_broadway.testing.crashes.case import Case, Recovery, Result
-from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike
-from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
-from airflow_broadway.testing.crashes.subject import Embedded, Letter, Subject
-
-__all__ = [
-    "Call",
-    "Campaign",
-    "Case",
-    "Embedded",
-    "Failure",
-    "Family",
-    "Fault",
-    "Letter",
-    "Point",
-    "Recovery",
-    "Result",
-    "Strike",
-    "Subject",
-    "Sums",
-    "UnsoundPipeline",
-    "uses_spark",
-    "warm_spark",
-]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.testing.crashes.frames import fine_of, is_frame, messages_of
+from airflow_broadway.spark.results import Outcomes, is_frame, read
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
 #: The error text of a callback into which a fault was injected.
@@ -57,50 +58,30 @@ class Callbacks:
         self._id_of = id_of
 
     def install(self, interceptor: Interceptor) -> None:
-        self._execution = interceptor.execution
+        self._interceptor = interceptor
         self._handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        handle_message = self._pipeline.handle_message
-        handle_batch = self._pipeline.handle_batch
-        callbacks = self
-
-        def message_handled(self: Any, processor: str, message: Message, context: Any) -> Any:
-            return interceptor.call(
-                "handle_message",
-                "",
-                lambda: callbacks._recorded(
-                    "handle_message",
-                    "",
-                    [message],
-                    lambda: handle_message(self, processor, message, context),
-                ),
-                nested=True,
-                error=_failed,
-                hangs=TaskTimeOut,
-            )
-
-        def batch_handled(
-            self: Any, batcher: str, messages: Any, batch_info: Any, context: Any
-        ) -> Any:
-            return interceptor.call(
-                "handle_batch",
-                batcher,
-                lambda: callbacks._recorded(
-                    "handle_batch",
-                    batch_info.batch_id,
-                    messages,
-                    lambda: handle_batch(self, batcher, messages, batch_info, context),
-                ),
-                nested=True,
-                error=_failed,
-                hangs=TaskTimeOut,
-            )
-
-        self._pipeline.handle_message = message_handled  # type: ignore[method-assign]
+        replace(self._pipeline, "handle_message", self._handling_message)
         if self._pipeline.defines("handle_batch"):
-            self._pipeline.handle_batch = batch_handled  # type: ignore[method-assign]
-        replace(RunAcknowledger, "ack_now", self._ack_now_recorded)
+            replace(self._pipeline, "handle_batch", self._handling_batch)
+        replace(RunAcknowledger, "ack_now", self._acking_now)
 
-    def _ack_now_recorded(self, do: Any) -> Any:
+    def _handling_message(self, do: Any) -> Any:
+        def handle_message(pipeline: Any, processor: str, message: Message, context: Any) -> Any:
+            handle = partial(do, pipeline, processor, message, context)
+            return self._call("handle_message", "", "", [message], handle)
+
+        return handle_message
+
+    def _handling_batch(self, do: Any) -> Any:
+        def handle_batch(
+            pipeline: Any, batcher: str, messages: Any, batch_info: Any, context: Any
+        ) -> Any:
+            handle = partial(do, pipeline, batcher, messages, batch_info, context)
+            return self._call("handle_batch", batcher, batch_info.batch_id, messages, handle)
+
+        return handle_batch
+
+    def _acking_now(self, do: Any) -> Any:
         def ack_now(acknowledger: Any, ref: Any, successful: Any, failed: Any) -> None:
             # At most once: the broker need not redeliver them from here on.
             self._record("ack_immediately", "", successful, None)
@@ -108,19 +89,29 @@ class Callbacks:
 
         return ack_now
 
-    def _recorded(self, stage: str, batch_id: str, argument: Any, do: Callable[[], Any]) -> Any:
-        messages: Sequence[Message] = messages_of(argument) if is_frame(argument) else argument
-        self._record(stage, batch_id, messages, None)
-        result = do()
-        fine = fine_of(messages, result) if is_frame(argument) else _fine(result)
-        self._record(stage, batch_id, messages, [self._id_of(m) for m in fine])
-        return result
+    def _call(
+        self, stage: str, target: str, batch_id: str, argument: Any, do: Callable[[], Any]
+    ) -> Any:
+        """Calls a callback, and records the call before and after it."""
+
+        def recorded() -> Any:
+            frame = is_frame(argument)
+            messages: Sequence[Message] = _messages_of(argument) if frame else argument
+            self._record(stage, batch_id, messages, None)
+            result = do()
+            fine = _fine_rows(messages, result) if frame else _fine(result)
+            self._record(stage, batch_id, messages, [self._id_of(m) for m in fine])
+            return result
+
+        return self._interceptor.call(
+            stage, target, recorded, nested=True, error=_failed, hangs=TaskTimeOut
+        )
 
     def _record(
         self, stage: str, batch_id: str, messages: Sequence[Message], succeeded: list[str] | None
     ) -> None:
         record = {
-            "execution": self._execution,
+            "execution": self._interceptor.execution,
             "stage": stage,
             "batch_id": batch_id,
             "messages": [(self._id_of(m), m.attempt, m.redelivered) for m in messages],
@@ -134,6 +125,33 @@ def _fine(result: Any) -> list[Message]:
     """Returns the successful messages of a Python callback's result."""
     messages = result if isinstance(result, list) else [result]
     return [m for m in messages if isinstance(m, Message) and m.status.kind == "ok"]
+
+
+def _messages_of(frame: Any) -> list[Message]:
+    """Returns the messages of a DataFrame, in order of position."""
+    rows = frame.select("position", "message_id", "attempt", "redelivered", "metadata").collect()
+    return [
+        Message(None, message_id=key, attempt=attempt, redelivered=redelivered, metadata=metadata)
+        for _, key, attempt, redelivered, metadata in sorted(rows, key=lambda row: row[:2])
+    ]
+
+
+def _fine_rows(messages: Sequence[Message], returned: Any) -> list[Message]:
+    """Returns the messages that succeeded, by the result of ``handle_batch`` on Spark."""
+    results = read(returned)
+    if isinstance(results, Outcomes):
+        good = "ok" if results.status == "ok" else "lower(string(status)) IN ('ok', 'true')"
+        ids = _ids(results.frame.where(good))
+        return [m for m in messages if m.message_id in ids]
+    bad = {key for part in results.parts for key in _ids(part.rows)} if results else set()
+    return [m for m in messages if m.message_id not in bad]
+
+
+def _ids(rows: Any) -> set[str]:
+    """Returns the message ids of a DataFrame, or the given ids."""
+    if not is_frame(rows):
+        return set(rows)
+    return {row["message_id"] for row in rows.select("message_id").collect()}
 
 
 def recorded_calls(file: Path) -> Iterator[RecordedCall]:

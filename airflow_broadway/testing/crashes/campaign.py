@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.testing.crashes.account import ACKED, Violation
+from airflow_broadway.testing.crashes.account import ACKED, Account
 from airflow_broadway.testing.crashes.case import Case, Recovery, Result, run_case
 from airflow_broadway.testing.crashes.points import Fault, Point, Strike
 from airflow_broadway.testing.crashes.subject import Subject
@@ -56,6 +56,15 @@ _STRIKES: Mapping[Family, tuple[Fault, ...]] = {
         Fault.CLOCK_BEHIND,
     ),
 }
+#: Faults that are possible at some calls only.
+_OPTIONAL = (
+    Fault.KILLED_HALFWAY,
+    Fault.TIME_OUT,
+    Fault.SENT_TWICE,
+    Fault.CONFLICT,
+    Fault.STALE,
+    Fault.DISK_FULL,
+)
 #: A fault does not kill the task: it succeeds or fails itself, and Airflow retries it.
 _RECOVERIES: Mapping[Family, tuple[Recovery, ...]] = {
     Family.CRASHES: tuple(r for r in Recovery if r is not Recovery.SIDE_BY_SIDE),
@@ -73,37 +82,23 @@ class UnsoundPipeline(BroadwayError):
     def __init__(self, text: str, log: Path | None = None) -> None:
         super().__init__(text)
         self.log = log
-        #: The last lines of the log, in case the log is removed.
+        #: The last lines of the log, which may be removed.
         self.tail: list[str] = []
+        if log is not None:
+            self.tail = log.read_text(errors="replace").splitlines()[-20:]
 
 
 class Baseline(NamedTuple):
     """A run without faults.
 
     :param points: The calls of the first run, in order: without traffic, and with it.
-    :param fates: Message number → outcome.
-    :param rows: The rows of the sink; ``None`` without a sink.
+    :param account: The account of its messages.
     :param unsteady: Calls that are not made in every run, and are not points.
     """
 
     points: tuple[list[Point], list[Point]]
-    fates: dict[int, str]
-    rows: Counter[str] | None
+    account: Account
     unsteady: list[Point]
-
-
-class Failure(NamedTuple):
-    """A failed case.
-
-    :param lines: The violations as sentences.
-    :param folder: The folder of its files.
-    :param wrong: The violations by kind.
-    """
-
-    case: Case
-    lines: list[str]
-    folder: str
-    wrong: dict[Violation, list[str]]
 
 
 @dataclass
@@ -111,21 +106,14 @@ class Sums:
     """The results of a campaign.
 
     :param points: Distinct points at which faults were injected.
+    :param parts: Counts by stage and kind of call of the first fault: its points, the cases, the
+        failed ones, and each kind of violation.
     """
 
     points: set[Point] = field(default_factory=set)
-    cases: int = 0
     runs: int = 0
-    lost: int = 0
-    unmarked: int = 0
-    left: int = 0
-    mistakes: int = 0
-    #: Duplicate and missing rows of the sink.
-    repeated: int = 0
-    missing: int = 0
-    #: The same by stage and kind of call of the first fault.
     parts: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[Result] = field(default_factory=list)
     #: Calls that are not made in every run, and were skipped.
     unsteady: list[Point] = field(default_factory=list)
     seconds: float = 0.0
@@ -133,6 +121,15 @@ class Sums:
     @property
     def good(self) -> bool:
         return not self.failures
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The counts of all parts together."""
+        return sum(self.parts.values(), Counter())
+
+    @property
+    def cases(self) -> int:
+        return self.counts["cases"]
 
 
 class Campaign:
@@ -168,9 +165,7 @@ class Campaign:
                 text = _other_rows(alone.account.rows, busy.account.rows)
                 raise UnsoundPipeline(f"{text}; the second time, messages were sent one by one")
             steady, odd = zip(_steady(first, alone), _steady(again, busy), strict=True)
-            self._baseline = Baseline(
-                steady, alone.account.fates, alone.account.rows, [*odd[0], *odd[1]]
-            )
+            self._baseline = Baseline(steady, alone.account, [*odd[0], *odd[1]])
         return self._baseline
 
     def _check_some_succeed(self, result: Result) -> None:
@@ -183,30 +178,24 @@ class Campaign:
             )
 
     def _sound(self, case: Case) -> Result:
-        result, folder = self.run(case)
+        result = self.run(case)
         if not result.good:
             text = "; ".join(result.account.lines[:3])
-            raise UnsoundPipeline(f"failed without any fault: {text}", folder / "log.txt")
+            raise UnsoundPipeline(f"failed without any fault: {text}", result.folder / "log.txt")
         return result
 
-    def run(self, case: Case) -> tuple[Result, Path]:
+    def run(self, case: Case) -> Result:
         """Runs one case; removes its folder if it succeeded."""
         known = self._baseline
         folder = Path(tempfile.mkdtemp(prefix="case-", dir=self._folder))
         subject = self._make(folder)
         try:
-            result = run_case(
-                subject,
-                self._bodies,
-                case,
-                None if known is None else known.fates,
-                None if known is None else known.rows,
-            )
+            result = run_case(subject, self._bodies, case, known and known.account)
         finally:
             subject.close()
         if result.good:
             shutil.rmtree(folder)
-        return result, folder
+        return result
 
     # -- cases -----------------------------------------------------------------------------------
 
@@ -261,15 +250,6 @@ class Campaign:
             f" its {len(known)} points is {near[0]}"
         )
 
-    def restarts(self, count: int, seed: int = 1) -> list[Case]:
-        """Returns ``count`` cases in which the broker restarts, at points sampled by the seed.
-
-        They must not run concurrently with other cases, because all cases share a broker.
-        """
-        points = [point for point in self.baseline().points[0] if point.traits.changes]
-        sample = random.Random(seed).sample(points, min(count, len(points)))
-        return [Case((Strike(point, Fault.BROKER_RESTARTS),)) for point in sample]
-
     def _singles(self, family: Family, tasks: Collection[str]) -> Iterator[Case]:
         alone, busy = (
             [point for point in points if not tasks or point.execution.split("/")[1] in tasks]
@@ -293,7 +273,7 @@ class Campaign:
             beside = number % 2 == 1
             if beside:
                 first = first._replace(recovery=Recovery.SIDE_BY_SIDE)
-            result, _ = self.run(first)
+            result = self.run(first)
             first_struck = next((i for i, e in enumerate(result.executions) if e.struck), None)
             after = [
                 point
@@ -330,15 +310,15 @@ class Campaign:
         gc.collect()
         gc.freeze()
         try:
-            for result, folder in self._results(cases, jobs):
-                _add(sums, result, folder)
+            for result in self._results(cases, jobs):
+                _add(sums, result)
                 on_result(result)
         finally:
             gc.unfreeze()
         sums.seconds = time.monotonic() - began
         return sums
 
-    def _results(self, cases: Sequence[Case], jobs: int) -> Iterator[tuple[Result, Path]]:
+    def _results(self, cases: Sequence[Case], jobs: int) -> Iterator[Result]:
         if jobs == 1:
             yield from map(self.run, cases)
             return
@@ -352,7 +332,7 @@ class Campaign:
 _campaigns: list[Campaign] = []
 
 
-def _run(case: Case) -> tuple[Result, Path]:
+def _run(case: Case) -> Result:
     return _campaigns[-1].run(case)
 
 
@@ -401,47 +381,22 @@ def _first_run(result: Result) -> list[Point]:
 def _is_distinct(point: Point, fault: Fault) -> bool:
     """Returns whether the fault differs from one at the previous or next call."""
     traits = point.traits
-    if fault is Fault.KILLED_HALFWAY:
-        return traits.divides
     if fault is Fault.ASLEEP_BEFORE:
         return traits.changes and not traits.locked_before
     if fault is Fault.ASLEEP_AFTER:
         return not traits.locked_after
-    if fault is Fault.DISK_FULL:
-        return traits.room
-    if fault is Fault.TIME_OUT:
-        return traits.hangs
-    if fault in (Fault.SENT_TWICE, Fault.CONFLICT, Fault.STALE):
-        return fault.value in traits.others.split(",")
+    if fault in _OPTIONAL:
+        return fault.value in traits.faults.split(",")
     return traits.changes or fault in (Fault.ERROR, Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND)
 
 
-def _add(sums: Sums, result: Result, folder: Path) -> None:
-    wrong = dict(result.account.wrong)
-    if not result.reached:
-        text = "the point was not reached: this pipeline is not the same in every run"
-        wrong[Violation.OTHER] = [*wrong.get(Violation.OTHER, []), text]
-    counts = Counter({kind.name.lower(): len(texts) for kind, texts in wrong.items()})
-    sums.cases += 1
+def _add(sums: Sums, result: Result) -> None:
     sums.runs += len({execution.name.split("/")[0] for execution in result.executions})
-    sums.lost += counts["lost"]
-    sums.unmarked += counts["unmarked"]
-    sums.left += counts["left"]
-    sums.mistakes += counts["other"]
-    sums.repeated += counts["repeated"]
-    sums.missing += counts["missing"]
     first = result.case.strikes[0].point
-    part = sums.parts.setdefault((_stage(first), first.call.kind), Counter())
-    part += counts
-    part["cases"] += 1
-    part["points"] += first not in sums.points
+    stage = first.execution.split("/")[1].partition("!")[0]  # without the index of a mapped task
+    part = sums.parts.setdefault((stage, first.call.kind), Counter())
+    part.update({kind.name.lower(): len(texts) for kind, texts in result.account.wrong.items()})
+    part.update(cases=1, points=int(first not in sums.points), failed=int(not result.good))
     sums.points.update(strike.point for strike in result.case.strikes)
-    if wrong:
-        part["failed"] += 1
-        lines = [f"{kind.value}: {line}" for kind, texts in wrong.items() for line in texts]
-        sums.failures.append(Failure(result.case, lines, str(folder), wrong))
-
-
-def _stage(point: Point) -> str:
-    """Returns the task of the execution, without the index of a mapped task."""
-    return point.execution.split("/")[1].partition("!")[0]
+    if not result.good:
+        sums.failures.append(result)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from airflow_broadway.testing.crashes.account import Account, account
+from airflow_broadway.testing.crashes.account import Account, Violation, account
 from airflow_broadway.testing.crashes.callbacks import RecordedCall, recorded_calls
 from airflow_broadway.testing.crashes.points import Strike
 from airflow_broadway.testing.crashes.scheduler import EndState, Execution, Run, Scheduler
@@ -82,47 +82,42 @@ class Result:
 
     case: Case
     account: Account
-    executions: list[Execution] = field(default_factory=list)
-    #: Whether every fault was injected.
-    reached: bool = True
+    executions: list[Execution]
+    #: The folder of its files.
+    folder: Path
 
     @property
     def good(self) -> bool:
-        return self.reached and self.account.good
+        return self.account.good
 
 
 def run_case(
     subject: Subject,
     bodies: Sequence[bytes],
     case: Case,
-    fates: Mapping[int, str] | None,
-    rows: Counter[str] | None = None,
+    expected: Account | None,
 ) -> Result:
     """Runs one case on a new subject.
 
     :param bodies: The messages.
-    :param fates: Message number → outcome without faults; ``None`` if unknown.
-    :param rows: The rows of the sink without faults; ``None`` if unknown, or without a sink.
+    :param expected: The account without faults; ``None`` if unknown.
     """
-    return _Case(subject, bodies, case).run(fates, rows)
+    with closing(Scheduler(subject, case.strikes)) as scheduler:
+        return _Case(subject, bodies, case, scheduler).run(expected)
 
 
 class _Case:
-    def __init__(self, subject: Subject, bodies: Sequence[bytes], case: Case) -> None:
+    def __init__(
+        self, subject: Subject, bodies: Sequence[bytes], case: Case, scheduler: Scheduler
+    ) -> None:
         self._subject = subject
         self._case = case
-        self._scheduler = Scheduler(subject, case.strikes)
+        self._scheduler = scheduler
         self._bodies = list(bodies)
         self._ids: list[str] = []
         self._mistakes: list[str] = []
 
-    def run(self, fates: Mapping[int, str] | None, rows: Counter[str] | None) -> Result:
-        try:
-            return self._run(fates, rows)
-        finally:
-            self._scheduler.close()
-
-    def _run(self, fates: Mapping[int, str] | None, rows: Counter[str] | None) -> Result:
+    def run(self, expected: Account | None) -> Result:
         scheduler = self._scheduler
         self._subject.prepare()
         self._publish(len(self._bodies) // 2 if self._case.traffic else len(self._bodies))
@@ -134,21 +129,21 @@ class _Case:
         self._drain()
         self._age_out()
         failing = {s.point.execution for s in self._case.strikes if s.fails_callbacks}
-        tally = account(self._subject, self._ids, fates, rows, failing)
-        tally.mistakes += self._mistakes
+        tally = account(self._subject, self._ids, expected, failing)
         struck = {execution.name for execution in scheduler.executions if execution.struck}
-        reached = all(strike.point.execution in struck for strike in self._case.strikes)
-        return Result(self._case, tally, scheduler.executions, reached)
+        if any(strike.point.execution not in struck for strike in self._case.strikes):
+            self._mistakes.append(
+                "the point was not reached: this pipeline is not the same in every run"
+            )
+        for text in self._mistakes:
+            tally.add(Violation.OTHER, text)
+        return Result(self._case, tally, scheduler.executions, self._subject.folder)
 
     def _publish(self, upto: int) -> None:
         """Sends messages until ``upto`` have been sent."""
         portion = self._bodies[len(self._ids) : upto]
         if portion:
             self._ids += self._subject.send(portion)
-
-    def _send_traffic(self) -> None:
-        if self._case.traffic:
-            self._publish(len(self._ids) + 1)
 
     def _run_first(self, run: Run) -> None:
         """Executes the first run, and the recovery from its death."""
@@ -217,9 +212,7 @@ class _Case:
                 self._pass_time(self._subject.lease * 1.1 + 60.0)
             else:
                 run.over = True
-            two = self._scheduler.run("two")
-            self._execute(two, tasks)
-            two.over = True
+            self._run_whole("two")
 
     def _execute(self, run: Run, tasks: Sequence[str], failed: Sequence[str] = ()) -> None:
         """Executes tasks, each until it succeeds; a task without a try left fails the run.
@@ -258,7 +251,7 @@ class _Case:
                 execution = self._attempt(run, task, failed=failed)
                 if beside and execution.ended is EndState.ASLEEP:
                     yield True
-                    self._scheduler.resume(execution, run, task)
+                    self._scheduler.wake(execution)
                 if execution.ended is EndState.DONE and _is_complete(run, task):
                     break
             else:
@@ -274,7 +267,8 @@ class _Case:
         """Executes a task; the sensor repeatedly until it is done."""
         scheduler = self._scheduler
         execution = scheduler.attempt(run, task, failed=failed)
-        self._send_traffic()
+        if self._case.traffic:
+            self._publish(len(self._ids) + 1)
         while task == "ack" and execution.ended is EndState.DONE and run.returned[task] is None:
             self._pass_time(self._subject.hold_failed / 3)
             execution = scheduler.attempt(run, task, failed=failed)
@@ -288,10 +282,7 @@ class _Case:
             if number:
                 # The remaining messages are delayed, or under an abandoned lease.
                 self._pass_time(self._subject.lease * 1.1 + 60.0)
-            run = self._scheduler.run(f"drain-{number + 1}")
-            self._execute(run, self._scheduler.tasks)
-            self._wake_all()  # a suspended one may hold prefetched messages
-            run.over = True
+            self._run_whole(f"drain-{number + 1}")
         waiting = self._subject.waiting()
         if waiting:
             self._mistakes.append(f"{waiting} messages do not drain within {_RUNS} runs")
@@ -299,15 +290,16 @@ class _Case:
     def _age_out(self) -> None:
         """Executes more runs, after the retention of the previous ones."""
         if any(_OPEN.search(path) for path in self._subject.staged()):
-            self._run_again("after")  # accounts for those that died
+            self._run_whole("after")  # accounts for those that died
         for looks in reversed(range(self._subject.aging_runs)):
             self._pass_time(_RETENTION)
-            self._run_again(f"look-{looks}" if looks else "last")
+            self._run_whole(f"look-{looks}" if looks else "last")
 
-    def _run_again(self, run_id: str) -> None:
+    def _run_whole(self, run_id: str) -> None:
+        """Executes another run from its first task to its last."""
         run = self._scheduler.run(run_id)
         self._execute(run, self._scheduler.tasks)
-        self._wake_all()
+        self._wake_all()  # a suspended one may hold prefetched messages
         run.over = True
 
     def _pass_time(self, seconds: float) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from airflow_broadway.testing.crashes.points import Call, Fault, Names, Point, Strike, Traits
 
@@ -35,17 +35,6 @@ class Boundary(Protocol):
         ...
 
 
-class _Failures(NamedTuple):
-    """The failure modes of a call; see :meth:`Interceptor.call`."""
-
-    error: Callable[[], Exception]
-    lost: Callable[[], Exception]
-    full: Callable[[], Exception] | None
-    hangs: Callable[[], BaseException] | None
-    late: bool
-    others: Mapping[Fault, Callable[[], Any]]
-
-
 class Interceptor:
     """Counts the calls of one execution, and injects its fault.
 
@@ -63,12 +52,12 @@ class Interceptor:
         self.seen: list[Point] = []
         #: Whether the fault has been injected.
         self.struck = False
-        #: Called before the fault takes effect.
+        #: Called before the fault is injected, and when the call has been made all the same.
         self.on_strike: Callable[[], None] = lambda: None
         #: Called when this process is resumed.
         self.on_wake: Callable[[], None] = lambda: None
-        #: Advances this process's clocks.
-        self.pass_time: Callable[[float], None] = lambda seconds: None
+        #: Seconds of waits that were skipped.
+        self.skipped = 0.0
         self._strike = (strikes or {}).get(execution)
         self._names = Names()
         self._counts: Counter[Call] = Counter()
@@ -117,19 +106,15 @@ class Interceptor:
         """
         if self.busy:
             return do()
-        failures = _Failures(error, lost or error, full, hangs, late, others)
+        optional = {Fault.KILLED_HALFWAY: half, Fault.DISK_FULL: full, Fault.TIME_OUT: hangs}
+        actions: dict[Fault, Callable[[], Any]] = {
+            fault: action for fault, action in optional.items() if action is not None
+        }
+        actions.update(others)
         own = nested or getattr(self._inside, "callback", False)
         with self._within(nested):
             call = Call(kind, self._names.plain(target))
-            traits = Traits(
-                changes,
-                half is not None,
-                full is not None,
-                locked(),
-                own=own,
-                hangs=hangs is not None,
-                others=",".join(others),
-            )
+            traits = Traits(changes, ",".join(actions), locked(), own=own)
             nth, index = self._record(call, traits)
             if self._full and full is not None:
                 raise full()
@@ -138,12 +123,18 @@ class Interceptor:
                 result = do()
                 self._do_late()
             else:
-                self.struck = True
-                result = self._inject(strike.fault, do, half, failures)
+                result = self._inject(
+                    strike.fault, do, actions, error=error, lost=lost or error, late=late
+                )
             if locked():
                 point = self.seen[index]
                 self.seen[index] = point._replace(traits=traits._replace(locked_after=True))
             return result
+
+    def pass_time(self, seconds: float) -> None:
+        """Advances the clocks of this process."""
+        self.ahead += seconds
+        self.skipped += seconds
 
     def do_later(self, do: Callable[[], object]) -> None:
         """Schedules a call after the next one; its result is discarded."""
@@ -174,50 +165,51 @@ class Interceptor:
         self,
         fault: Fault,
         do: Callable[[], R],
-        half: Callable[[], object] | None,
-        failures: _Failures,
+        actions: Mapping[Fault, Callable[[], Any]],
+        *,
+        error: Callable[[], Exception],
+        lost: Callable[[], Exception],
+        late: bool,
     ) -> R:
+        """Injects a fault into a call.
+
+        :param actions: The half of the call, the exceptions of a full disk and of a timeout, and
+            what carries out other faults; of those that are possible here.
+        """
+        self.struck = True
+        self.on_strike()
         if fault is Fault.KILLED_BEFORE:
             self._die()
         elif fault is Fault.KILLED_HALFWAY:
-            assert half is not None, "this call cannot be made by half"
-            half()
+            actions[fault]()
             self._die()
         elif fault is Fault.ERROR:
-            self.on_strike()
-            raise failures.error()
+            raise error()
         elif fault is Fault.TIME_OUT:
-            assert failures.hangs is not None, "this call has no time-out"
-            self.on_strike()
             self.pass_time(_TIME_OUT)
-            if failures.late:
+            if late:
                 self.do_later(do)
-            raise failures.hangs()
-        elif fault in failures.others:
-            self.on_strike()
-            otherwise: R = failures.others[fault]()
-            return otherwise
+            raise actions[fault]()
         elif fault is Fault.DISK_FULL:
-            self.on_strike()
             self._full = True
-            if failures.full is not None:
-                raise failures.full()
+            raise actions[fault]()
+        elif fault in actions:
+            otherwise: R = actions[fault]()
+            return otherwise
         elif fault is Fault.ASLEEP_BEFORE:
             self._sleep()
         elif fault is Fault.BROKER_RESTARTS:
-            self.on_strike()
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault in (Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND):
-            self.on_strike()
             self.ahead += _HOUR if fault is Fault.CLOCK_AHEAD else -_HOUR
         result = do()
+        self.on_strike()
         if fault is Fault.KILLED_AFTER:
             self._die()
         elif fault is Fault.ASLEEP_AFTER:
             self._sleep()
         elif fault is Fault.ANSWER_LOST:
-            self.on_strike()
-            raise failures.lost()
+            raise lost()
         return result
 
     def _do_late(self) -> None:
@@ -228,13 +220,11 @@ class Interceptor:
 
     def _die(self) -> None:
         """Kills this process as by ``kill -9``, without handlers or ``finally``."""
-        self.on_strike()
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60.0)
 
     def _sleep(self) -> None:
         """Suspends all threads of this process until SIGCONT."""
-        self.on_strike()
         os.kill(os.getpid(), signal.SIGSTOP)
         self.on_wake()
 

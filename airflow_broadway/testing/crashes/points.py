@@ -44,24 +44,19 @@ class Traits(NamedTuple):
 
     :param changes: Whether it has effects: dying at a call without effects is the same as dying
         after the last call with effects.
-    :param divides: Whether it can be made by half.
-    :param room: Whether it fails on a full disk.
+    :param faults: Those of its faults that are impossible at other calls, comma-separated: half of
+        it is made, the disk is full, it hangs, and those of a client.
     :param locked_before: Whether the process holds a lock before the call that is released only by
         its death: while it is suspended there, recovery is impossible.
     :param locked_after: The same after the call.
     :param own: Whether it is a callback, or made by one: the pipeline's own, not the package's.
-    :param hangs: Whether it has a timeout.
-    :param others: Other possible faults, comma-separated.
     """
 
     changes: bool = True
-    divides: bool = False
-    room: bool = False
+    faults: str = ""
     locked_before: bool = False
     locked_after: bool = False
     own: bool = False
-    hangs: bool = False
-    others: str = ""
 
 
 class Point(NamedTuple):
@@ -108,14 +103,6 @@ class Fault(StrEnum):
     CLOCK_BEHIND = "clock behind"
     #: The broker restarts before the call.
     BROKER_RESTARTS = "broker restarts"
-
-    @property
-    def kills(self) -> bool:
-        return self in (Fault.KILLED_BEFORE, Fault.KILLED_HALFWAY, Fault.KILLED_AFTER)
-
-    @property
-    def sleeps(self) -> bool:
-        return self in (Fault.ASLEEP_BEFORE, Fault.ASLEEP_AFTER)
 
 
 class Strike(NamedTuple):

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from textwrap import wrap
 
 from airflow_broadway.core.text import cut, many, printable, table
 from airflow_broadway.testing.crashes.account import Violation
-from airflow_broadway.testing.crashes.campaign import Failure, Sums
-from airflow_broadway.testing.crashes.case import Case
+from airflow_broadway.testing.crashes.campaign import Sums
+from airflow_broadway.testing.crashes.case import Case, Result
 
 #: Cases reported for each kind of failure, and lines for each case.
 _CASES, _LINES = 3, 3
-_COUNTS = {
-    "points": "points",
-    "cases": "cases",
-    "failed": "failed",
-    "lost": "lost",
-    "missing": "missing",
-    "repeated": "repeated",
-    "unmarked": "unmarked",
-    "left": "left over",
-    "other": "other",
+#: Counts → column titles.
+_COUNTS = {name: name for name in ("points", "cases", "failed")} | {
+    kind.name.lower(): kind.name.lower() for kind in Violation
 }
+_COUNTS["left"] = "left over"
 #: The meaning of each kind of failure, and the way out.
 _MEANS: Mapping[Violation, str] = {
     Violation.LOST: "These messages are neither in the queue, nor dead-lettered, nor handled by a"
@@ -49,7 +42,7 @@ def report(sums: Sums, again: Callable[[Case], str]) -> list[str]:
     """
     lines = [*_table(sums), ""]
     for kind in Violation:
-        failures = [failure for failure in sums.failures if kind in failure.wrong]
+        failures = [failure for failure in sums.failures if kind in failure.account.wrong]
         if failures:
             lines += [*_failures(kind, failures, again), ""]
     if sums.unsteady:
@@ -60,16 +53,14 @@ def report(sums: Sums, again: Callable[[Case], str]) -> list[str]:
 
 
 def _table(sums: Sums) -> list[str]:
-    whole: Counter[str] = Counter()
-    rows: list[list[object]] = []
-    for (stage, kind), part in sums.parts.items():
-        whole.update(part)
-        rows.append([stage, kind, *(part[name] for name in _COUNTS)])
+    rows: list[list[object]] = [
+        [stage, kind, *(part[name] for name in _COUNTS)]
+        for (stage, kind), part in sums.parts.items()
+    ]
     order = {stage: place for place, (stage, _) in enumerate(reversed(sums.parts))}
     rows.sort(key=lambda row: (-order[str(row[0])], not row[4], str(row[1])))
-    return table(
-        ("stage", "call", *_COUNTS.values()), [*rows, ["all", "", *(whole[n] for n in _COUNTS)]]
-    )
+    whole = ["all", "", *(sums.counts[name] for name in _COUNTS)]
+    return table(("stage", "call", *_COUNTS.values()), [*rows, whole])
 
 
 def _unsteady(sums: Sums) -> Iterator[str]:
@@ -84,7 +75,7 @@ def _unsteady(sums: Sums) -> Iterator[str]:
 
 
 def _failures(
-    kind: Violation, failures: list[Failure], again: Callable[[Case], str]
+    kind: Violation, failures: list[Result], again: Callable[[Case], str]
 ) -> Iterator[str]:
     yield from wrap(
         f"{kind.value.capitalize()}, in {many(len(failures), 'case')}. {_MEANS[kind]}", 100
@@ -92,7 +83,7 @@ def _failures(
     yield ""
     for failure in failures[:_CASES]:
         yield f"  {failure.case}"
-        details = failure.wrong[kind]
+        details = failure.account.wrong[kind]
         yield from (f"    {cut(printable(line), 300)}" for line in details[:_LINES])
         if len(details) > _LINES:
             yield f"    and {len(details) - _LINES:,} more"

@@ -16,7 +16,7 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -34,7 +34,7 @@ from airflow_broadway.testing.crashes.spark import (
     uses_spark,
     wait_for_drivers,
 )
-from airflow_broadway.testing.crashes.subject import FOLDER, Subject
+from airflow_broadway.testing.crashes.subject import Subject, enter
 from airflow_broadway.testing.crashes.tasks import Attempt
 
 #: The maximum seconds of one execution.
@@ -54,21 +54,6 @@ class EndState(StrEnum):
 
 
 @dataclass
-class Execution:
-    """One execution of a task."""
-
-    name: str
-    pid: int
-    ended: EndState = EndState.DONE
-    #: Its external calls.
-    seen: list[Point] = field(default_factory=list)
-    #: Whether its fault was injected.
-    struck: bool = False
-    #: The Spark driver that it started, if any.
-    driver: Execution | None = None
-
-
-@dataclass
 class Run:
     """One run of the Dag."""
 
@@ -78,6 +63,23 @@ class Run:
     tries: Counter[str] = field(default_factory=Counter)
     #: Task → result.
     returned: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Execution:
+    """One execution of a task."""
+
+    name: str
+    pid: int
+    run: Run
+    task: str
+    ended: EndState = EndState.DONE
+    #: Its external calls.
+    seen: list[Point] = field(default_factory=list)
+    #: Whether its fault was injected.
+    struck: bool = False
+    #: The Spark driver that it started, if any.
+    driver: Execution | None = None
 
 
 class Scheduler:
@@ -96,7 +98,6 @@ class Scheduler:
         self.ahead = 0.0
         self._results = subject.folder / "results"
         self._results.mkdir()
-        self._log = subject.folder / "log.txt"
         self._drivers = subject.folder / "drivers"
 
     @property
@@ -145,21 +146,16 @@ class Scheduler:
         pid = os.fork()
         if pid == 0:
             self._run_child(name, run, task, failed)
-        execution = Execution(name, pid)
+        execution = Execution(name, pid, run, task)
         self.executions.append(execution)
         if task == "spark":
-            execution.driver = Execution(_driver_of(name), pid)
+            execution.driver = Execution(_driver_of(name), pid, run, "driver")
         self._await(execution)
         if execution.driver is not None:
             # The execution with the fault comes first.
             place = len(self.executions) - execution.struck
             self.executions.insert(place, execution.driver)
-        self._record_result(execution, run, task)
         return execution
-
-    def _record_result(self, execution: Execution, run: Run, task: str) -> None:
-        if execution.ended is EndState.DONE:
-            run.returned[task] = json.loads(self._path(execution.name).read_text())["returned"]
 
     def wake(self, execution: Execution) -> None:
         """Resumes a suspended execution until it ends, after advancing the clocks."""
@@ -172,11 +168,6 @@ class Scheduler:
                 path.with_suffix(".tmp").rename(path)
         os.kill(execution.pid, signal.SIGCONT)
         self._await(execution)
-
-    def resume(self, execution: Execution, run: Run, task: str) -> None:
-        """Resumes a suspended execution that does not count as dead, and records its result."""
-        self.wake(execution)
-        self._record_result(execution, run, task)
 
     def wait_for_drivers(self) -> bool:
         """Waits for Spark drivers that outlive their tasks; returns whether all have ended."""
@@ -205,21 +196,25 @@ class Scheduler:
             execution.ended = EndState.DIED
         else:
             execution.ended = EndState.FAILED if os.WEXITSTATUS(status) else EndState.DONE
-        self._read(execution)
+        returned = self._read(execution)
+        if execution.ended is EndState.DONE:
+            execution.run.returned[execution.task] = returned
         if execution.driver is not None:
             self._read(execution.driver)
 
-    def _read(self, execution: Execution) -> None:
-        """Reads the report of an execution."""
+    def _read(self, execution: Execution) -> Any:
+        """Reads the report of an execution; returns the result in it."""
         path = self._path(execution.name)
-        if path.exists():
-            report = json.loads(path.read_text())
-            execution.struck = report["struck"]
-            _warm(report["modules"])
-            execution.seen = [
-                Point(execution.name, Call(*call), nth, Traits(*traits))
-                for call, nth, traits in report["seen"]
-            ]
+        if not path.exists():
+            return None
+        report = json.loads(path.read_text())
+        execution.struck = report["struck"]
+        _warm(report["modules"])
+        execution.seen = [
+            Point(execution.name, Call(*call), nth, Traits(*traits))
+            for call, nth, traits in report["seen"]
+        ]
+        return report["returned"]
 
     def _restarts_at(self, execution: Execution) -> bool:
         strike = self._strikes.get(execution.name)
@@ -241,19 +236,15 @@ class Scheduler:
                 if driver.pid == 0:
                     arguments, ahead = driver.arguments()
                     name, task = _driver_of(name), "driver"
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.write(2, f"-- {name}\n".encode())
+            enter(self._subject.work, self._subject.folder / "log.txt", name)
             interceptor = Interceptor(name, self._strikes, ahead=ahead)
-            reporter = _Reporter(self._path(name), interceptor)
-            interceptor.on_strike = reporter.report
-            clock = _MovedClock(interceptor)
-            interceptor.pass_time = clock.pass_time
-            interceptor.on_wake = lambda: clock.wake(self._ahead(interceptor.execution))
+            report = _make_reporter(str(self._path(name)), interceptor)
+            interceptor.on_strike = report
+            interceptor.on_wake = lambda: interceptor.pass_time(
+                self._ahead(name) - interceptor.ahead
+            )
+            _move_clock(interceptor)
             number_ids(name, salt=self._subject.salt)
-            os.chdir(self._subject.work)
-            os.environ[FOLDER] = str(self._subject.work)
             for boundary in self._subject.boundaries():
                 boundary.install(interceptor)
             if arguments is not None:
@@ -271,12 +262,12 @@ class Scheduler:
                     driver=driver,
                 )
                 returned = self._subject.execute(attempt)
-            interceptor.call("return", "", lambda: reporter.report(returned))
-            reporter.report(returned)
+            interceptor.call("return", "", lambda: report(returned))
+            report(returned)
             status = 0 if arguments is None else returned
         except BaseException:  # never return into the scheduler
             traceback.print_exc()
-            reporter.report()
+            report()
         finally:
             sys.stderr.flush()
             os._exit(status)
@@ -303,50 +294,30 @@ class Scheduler:
             os.close(handle)
 
 
-class _Reporter:
-    """Reports an execution's calls and result to the scheduler."""
+def _make_reporter(path: str, interceptor: Interceptor) -> Callable[..., None]:
+    """Returns a function that reports an execution's calls, and its result, to the scheduler."""
+    known = set(sys.modules)
 
-    def __init__(self, path: Path, interceptor: Interceptor) -> None:
-        self._path = str(path)
-        self._interceptor = interceptor
-        self._known = set(sys.modules)
-
-    def report(self, returned: Any = None) -> None:
+    def report(returned: Any = None) -> None:
         content = {
             "returned": returned,
-            "struck": self._interceptor.struck,
-            "modules": [name for name in sys.modules if name not in self._known],
-            "seen": [(point.call, point.nth, point.traits) for point in self._interceptor.seen],
+            "struck": interceptor.struck,
+            "modules": [name for name in sys.modules if name not in known],
+            "seen": [(point.call, point.nth, point.traits) for point in interceptor.seen],
         }
-        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(handle, json.dumps(content).encode())
         os.close(handle)
 
+    return report
 
-class _MovedClock:
+
+def _move_clock(interceptor: Interceptor) -> None:
     """Replaces every clock of this process by the interceptor's; waits are skipped."""
-
-    def __init__(self, interceptor: Interceptor) -> None:
-        self._interceptor = interceptor
-        self._slept = 0.0
-        replaced: Any = SystemClock
-        replaced.now = lambda clock: self._now()
-        replaced.monotonic = staticmethod(self._monotonic)
-        replaced.sleep = lambda clock, seconds: self.pass_time(seconds)
-
-    def _now(self) -> datetime:
-        return datetime.now(UTC) + timedelta(seconds=self._interceptor.ahead)
-
-    def _monotonic(self) -> float:
-        return time.monotonic() + self._slept
-
-    def pass_time(self, seconds: float) -> None:
-        self._interceptor.ahead += seconds
-        self._slept += seconds
-
-    def wake(self, ahead: float) -> None:
-        """Sets the clock to the scheduler's offset."""
-        self.pass_time(ahead - self._interceptor.ahead)
+    clock: Any = SystemClock
+    clock.now = lambda clock: datetime.now(UTC) + timedelta(seconds=interceptor.ahead)
+    clock.monotonic = staticmethod(lambda: time.monotonic() + interceptor.skipped)
+    clock.sleep = lambda clock, seconds: interceptor.pass_time(seconds)
 
 
 def number_ids(execution: str, salt: str) -> None:

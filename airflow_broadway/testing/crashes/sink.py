@@ -7,7 +7,10 @@ have open connections.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,7 +21,7 @@ from typing import Any
 from uuid import UUID
 
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.testing.crashes.forked import ForkError, forked
+from airflow_broadway.testing.crashes.subject import enter
 
 #: Returns the rows of the sink as JSON values; called with the folder of the case.
 Sink = Callable[[Path], Iterable[Any]]
@@ -29,22 +32,18 @@ Prepare = Callable[[Path], object]
 _PLAIN = (bytes, date, datetime, time, timedelta, Decimal, PurePath, UUID)
 
 
-class SinkError(BroadwayError):
-    """A function that reads or empties the sink failed."""
-
-
 def rows_of(sink: Sink, folder: Path, log: Path, ids: Sequence[str]) -> Counter[str]:
     """Counts the rows of a sink, as JSON texts.
 
     Message ids differ between cases, so they are replaced by numbers: ``<message 1>``.
 
-    :raises SinkError: If the sink fails, or returns something other than JSON values.
+    :raises ForkError: If the sink fails, or returns something other than JSON values.
     """
-    rows: list[str] = _run_forked(
-        lambda: [json.dumps(row, sort_keys=True, default=_plain) for row in sink(folder)],
-        folder,
-        log,
-    )
+
+    def read() -> list[str]:
+        return [json.dumps(row, sort_keys=True, default=_plain) for row in sink(folder)]
+
+    rows: list[str] = forked(read, folder, log, "the sink")
     places = {key: f"<message {place}>" for place, key in enumerate(ids, 1)}
     if not places:
         return Counter(rows)
@@ -55,13 +54,13 @@ def rows_of(sink: Sink, folder: Path, log: Path, ids: Sequence[str]) -> Counter[
 def prepare(function: Prepare, folder: Path, log: Path) -> None:
     """Empties a sink.
 
-    :raises SinkError: If the function fails.
+    :raises ForkError: If the function fails.
     """
 
     def empty() -> None:
         function(folder)
 
-    _run_forked(empty, folder, log)
+    forked(empty, folder, log, "the sink")
 
 
 def _plain(value: Any) -> Any:
@@ -75,8 +74,47 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a row of the sink holds {type(value).__name__}, which is no JSON value")
 
 
-def _run_forked(do: Callable[[], Any], folder: Path, log: Path) -> Any:
+class ForkError(BroadwayError):
+    """The function failed, or its process died."""
+
+
+def forked(do: Callable[[], Any], folder: Path, log: Path, name: str) -> Any:
+    """Calls a function in a fork of this process; returns its JSON result.
+
+    :param folder: The working folder of the fork.
+    :param log: The file of its output.
+    :param name: Its name in the log and in errors.
+    :raises ForkError: If the function raises, or the process dies.
+    """
+    reads, writes = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reads)
+        _run_child(do, folder, log, name, writes)
+    os.close(writes)
+    with open(reads, encoding="utf-8") as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    if not text:
+        raise ForkError(f"the process of {name} died")
+    returned, error = json.loads(text)
+    if error:
+        raise ForkError(error)
+    return returned
+
+
+def _run_child(do: Callable[[], Any], folder: Path, log: Path, name: str, writes: int) -> None:
     try:
-        return forked(do, folder, log, "the sink")
-    except ForkError as error:
-        raise SinkError(str(error)) from None
+        enter(folder, log, name)
+        try:
+            result = [do(), ""]
+        except BaseException as error:  # never return into the campaign
+            traceback.print_exc()
+            result = [None, f"{type(error).__name__}: {error}"]
+        with open(writes, "w", encoding="utf-8") as answer:
+            json.dump(result, answer)
+        sys.stdout.flush()
+    finally:
+        os._exit(0)

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,7 @@ from typing import Any, Final
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import class_path
-from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.ports import Task
 from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 from airflow_broadway.spark import application, job
 from airflow_broadway.staging.run_folder import StagedRun
@@ -244,68 +244,51 @@ def wait_for_drivers(lock: Path, patience: float) -> bool:
 # -- the submitting task ---------------------------------------------------------------------------
 
 
-class SparkTask:
-    """The work of :class:`operators.spark_submit.BroadwaySparkSubmitOperator`, without Airflow.
+def run_batches(batches: SparkBatches, submit: Callable[[], str]) -> dict[str, Any] | None:
+    """Works as :class:`operators.spark_submit.BroadwaySparkSubmitOperator`, without Airflow.
 
-    :param driver: The process that runs the application.
+    :param submit: Runs the application; returns the reason of its end, empty on success.
+    :returns: The reference; ``None`` without batches.
+    :raises _Incomplete: If batches without an outcome can be retried.
     """
+    ending, error = batches.begin(), ""
+    if ending is Ending.OPEN:
+        with batches.leases_kept():
+            error = submit()
+        ending = batches.end()
+    if ending is Ending.OPEN:
+        raise _Incomplete(error)
+    # Batches that can never get an outcome do not block the rest of the run.
+    return None if ending is Ending.EMPTY else batches.plans.reference()
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        task: Task,
-        ports: Ports,
-        driver: Driver,
-        interceptor: Interceptor,
-    ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._task = task
-        self._ports = ports
-        self._driver = driver
-        self._interceptor = interceptor
 
-    def run(self, planned: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-        """Runs the application; returns the reference, or ``None`` without batches.
+def submit(
+    batches: SparkBatches,
+    run: StagedRun,
+    pipeline: Pipeline,
+    task: Task,
+    driver: Driver,
+    interceptor: Interceptor,
+) -> str:
+    """Runs the application in a driver; returns the reason of its end, empty on success."""
+    # Options that are not JSON are set on the class, also in the driver.
+    ref = {"class": class_path(type(pipeline)), "options": {}}
+    info = RunInfo(dag_id=run.dag_id, run_id=run.run_id)
+    work = batches.write_work(task.file_name, ref, info)
+    arguments = job.arguments_of(run.spark_uri(), *work)
 
-        :param planned: The results of the batch tasks.
-        :raises _Incomplete: If batches without an outcome can be retried.
-        """
-        references = [reference for reference in planned if reference]
-        batches = SparkBatches(self._run, self._pipeline, references, self._ports)
-        ending, error = batches.begin(), ""
-        if ending is Ending.OPEN:
-            with batches.leases_kept():
-                error = self.submit(batches)
-            ending = batches.end()
-        if ending is Ending.OPEN:
-            raise _Incomplete(error)
-        # Batches that can never get an outcome do not block the rest of the run.
-        return None if ending is Ending.EMPTY else batches.plans.reference()
+    def begin() -> None:
+        driver.begin(arguments, interceptor.ahead)
 
-    def submit(self, batches: SparkBatches) -> str:
-        """Runs the application; returns the reason of its end, empty on success."""
-        # Options that are not JSON are set on the class, also in the driver.
-        ref = {"class": class_path(type(self._pipeline)), "options": {}}
-        info = RunInfo(dag_id=self._run.dag_id, run_id=self._run.run_id)
-        work = batches.write_work(self._task.file_name, ref, info)
-        return self._run_driver(job.arguments_of(self._run.spark_uri(), *work))
+    def do() -> str:
+        begin()
+        return driver.end(interceptor)
 
-    def _run_driver(self, arguments: list[str]) -> str:
-        begin: Callable[[], None] = lambda: self._driver.begin(  # noqa: E731
-            arguments, self._interceptor.ahead
-        )
-
-        def do() -> str:
-            begin()
-            return self._driver.end(self._interceptor)
-
-        try:
-            # Half: the task dies, and its driver continues.
-            return self._interceptor.call("driver", "", do, half=begin, error=_Lost)
-        except _Lost:
-            return "a fault was injected into spark-submit"
+    try:
+        # Half: the task dies, and its driver continues.
+        return interceptor.call("driver", "", do, half=begin, error=_Lost)
+    except _Lost:
+        return "a fault was injected into spark-submit"
 
 
 class _Lost(Exception):

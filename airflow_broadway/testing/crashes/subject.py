@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
-from airflow_broadway.testing.crashes.callbacks import Callbacks
-from airflow_broadway.testing.crashes.files import LocalFiles
+from airflow_broadway.testing.crashes.boundaries import LocalFiles, Sqlite
+from airflow_broadway.testing.crashes.callbacks import Callbacks, RecordedCall
 from airflow_broadway.testing.crashes.interceptor import Boundary
-from airflow_broadway.testing.crashes.sqlite import Sqlite
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 
 #: The environment variable with the folder of the case, for callbacks; also their working folder.
 FOLDER = "BROADWAY_CRASH_FOLDER"
+
+
+#: Called with the subject, the ids of the sent messages, the recorded calls and the account.
+Check = Callable[["Subject", Sequence[str], Sequence[RecordedCall], Any], None]
+
+
+def enter(folder: Path, log: Path, name: str) -> None:
+    """Makes the calling fork work in the folder of a case, and write its output to the log.
+
+    :param name: Its name in the log.
+    """
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
+    sys.stdout.write(f"-- {name}\n")
+    os.chdir(folder)
+    os.environ[FOLDER] = str(folder)
 
 
 class Letter(NamedTuple):
@@ -46,12 +64,8 @@ class Subject(ABC):
     :param folder: An empty folder for this subject.
     """
 
-    #: The broker's name in reports.
-    kind: ClassVar[str]
     #: The duration of its leases in seconds.
     lease: ClassVar[float] = 900.0
-    #: Whether advancing the clock also advances the leases; if not, real time must pass.
-    moved_by_clock: ClassVar[bool] = True
     #: Matches the paths of files below the staging root that are permanent.
     permanent: ClassVar[str] = r"^\b$"
     #: The number of runs, a week apart, until retention has removed all old files.
@@ -60,28 +74,24 @@ class Subject(ABC):
     lapses: ClassVar[bool] = True
     #: Whether a run is one task that stages nothing, as with BroadwayRunOperator.
     unstaged = False
+    #: Further checks of a case: each adds violations to its account.
+    checks: Sequence[Check] = ()
     #: Seconds for which the ack sensor holds the messages of failed tasks.
     hold_failed = 0.0
 
     def __init__(self, pipeline: type[Pipeline], folder: Path) -> None:
         self.pipeline = pipeline
         self.folder = folder
-        (folder / "work").mkdir()
-
-    @property
-    def work(self) -> Path:
-        """The folder of the pipeline's files: its staging root, and files of its callbacks."""
-        return self.folder / "work"
+        #: The folder of the pipeline's files: its staging root, and files of its callbacks.
+        self.work = folder / "work"
+        #: The file in which callback calls are recorded.
+        self.calls_file = folder / "witness.jsonl"
+        self.work.mkdir()
 
     @property
     def staging(self) -> str:
         """The staging root."""
         return f"file://{self.work}/staging"
-
-    @property
-    def calls_file(self) -> Path:
-        """The file in which callback calls are recorded."""
-        return self.folder / "witness.jsonl"
 
     def boundaries(self) -> list[Boundary]:
         """Returns the boundaries at which the pipeline's external calls are intercepted."""
@@ -99,10 +109,6 @@ class Subject(ABC):
     def id_of(self, message: Message) -> str:
         """Returns a message's id as used by :meth:`send` and :meth:`letters`."""
         return message.message_id
-
-    def archived_id(self, row: Mapping[str, Any]) -> str:
-        """Returns the same id for an archive row with ``message_id`` and ``metadata``."""
-        return str(row["message_id"])
 
     @abstractmethod
     def overrides(self) -> Mapping[str, Any]:
@@ -135,18 +141,10 @@ class Subject(ABC):
     def pass_time(self, seconds: float) -> None:  # noqa: B027 - most brokers have no clock to move
         """Advances the broker's own clock together with that of the tasks."""
 
-    def group_of(self, place: int) -> str | None:
-        """Returns the ordered message group of the n-th message."""
-        return None
-
     def staged(self) -> list[str]:
         """Returns the paths of all files below the staging root."""
         root = self.work / "staging"
-        return [
-            os.path.relpath(os.path.join(folder, name), root)
-            for folder, _, names in os.walk(root)
-            for name in names
-        ]
+        return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
 
     def left(self) -> list[str]:
         """Describes resources of finished runs that remain at the broker."""
@@ -159,7 +157,7 @@ class Subject(ABC):
         """Returns the rows of the sink as text; ``None`` without a sink.
 
         :param ids: The ids of all messages; rows contain their numbers instead.
-        :raises SinkError: If it cannot be read.
+        :raises ForkError: If it cannot be read.
         """
         return None
 
@@ -169,8 +167,6 @@ class Subject(ABC):
 
 class Embedded(Subject):
     """A pipeline over the embedded queue."""
-
-    kind = "sqlite"
 
     def overrides(self) -> Mapping[str, Any]:
         producer = self.pipeline.producer

@@ -14,13 +14,14 @@ from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask, UnstagedTask
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes.callbacks import TaskTimeOut
 from airflow_broadway.testing.crashes.interceptor import Interceptor
-from airflow_broadway.testing.crashes.spark import Driver, SparkTask
+from airflow_broadway.testing.crashes.spark import Driver, run_batches, submit
 
 #: The Dag of all runs.
 DAG = "crashes"
@@ -106,8 +107,10 @@ def execute(
     if attempt.task_id in ("look", "ack"):
         return _look(attempt, RunWatcher(run, pipeline, ports=ports), hold_failed)
     if attempt.driver is not None:
-        planned = attempt.returned_by("batch.")
-        return SparkTask(*context, attempt.driver, attempt.interceptor).run(planned)
+        planned = [reference for reference in attempt.returned_by("batch.") if reference]
+        batches = SparkBatches(run, pipeline, planned, ports)
+        about = batches, run, pipeline, task, attempt.driver, attempt.interceptor
+        return run_batches(batches, lambda: submit(*about))
     return _batches(attempt, BatchTask(*context, batcher=attempt.task_id.removeprefix("batch.")))
 
 

@@ -1,13 +1,21 @@
-"""Crash tests of a user's pipeline and sink, over the embedded queue."""
+"""Crash tests of a user's pipeline and sink, over the embedded queue.
+
+A crash test forks a process for each task.  A fork has only the forking thread, so locks held by
+other threads would stay locked in it: a process with threads must not fork, and
+:func:`crash_test` runs the crash test in another process.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,12 +26,13 @@ from typing import Any
 
 from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.reference import import_class, make_ref
+from airflow_broadway.core.reference import class_path, import_class, make_ref
+from airflow_broadway.testing.crashes.boundaries import Sockets
 from airflow_broadway.testing.crashes.campaign import Campaign, Family, Sums, UnsoundPipeline
 from airflow_broadway.testing.crashes.case import Case, Result
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.sink import Prepare, Sink, prepare, rows_of
-from airflow_broadway.testing.crashes.sockets import Sockets
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Embedded
 
@@ -134,8 +143,6 @@ class CrashTest:
                 cases = self._cases(campaign)
                 on_cases(len(cases))
                 return campaign.strike(cases, jobs=self.jobs, on_result=on_result)
-        except UnsoundPipeline as error:
-            raise _with_log(error) from None
         finally:
             if not self.keep:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -207,8 +214,62 @@ def _check(pipeline: type[Pipeline]) -> None:
         raise CrashTestError(f"{name} cannot be built: {error}") from None
 
 
-def _with_log(error: UnsoundPipeline) -> UnsoundPipeline:
-    """Adds the end of the log to the error, because the log may be removed."""
-    if error.log is not None and error.log.exists():
-        error.tail = error.log.read_text(errors="replace").splitlines()[-20:]
-    return error
+def crash_test(
+    pipeline: type[Pipeline] | str,
+    messages: Iterable[bytes | str],
+    *,
+    sink: Callable[..., Any] | str | None = None,
+    prepare: Callable[..., Any] | str | None = None,
+    share: float = 0.0,
+    **options: Any,
+) -> Sums:
+    """Runs a :class:`CrashTest` in another process, which imports the pipeline and its functions.
+
+    :param messages: The bodies.
+    :param sink: Called with a case's folder; returns the rows of the sink.
+    :param prepare: Called with a case's folder; empties a sink elsewhere.
+    :param share: The share of the cases at the package's own calls, 0 to 1; all cases at the
+        callbacks, and at the calls that these make, are run.
+    :param options: Other options of :class:`CrashTest`.
+    :raises AssertionError: If a case failed; with the report.
+    :raises CrashTestError: If it cannot be run.
+    """
+    kwargs = {
+        **options,
+        "pipeline": pipeline if isinstance(pipeline, str) else class_path(pipeline),
+        "messages": [body.encode() if isinstance(body, str) else body for body in messages],
+        "sink": _name(sink),
+        "prepare": _name(prepare),
+        "share": share,
+    }
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as process:
+        try:
+            sums = process.submit(_run, kwargs).result()
+        except BrokenProcessPool as error:
+            raise CrashTestError(f"the process of the crash test died: {error}") from None
+    if not sums.good:
+        lines = report(sums, lambda case: f"broadway_crash_test(..., only=[{str(case)!r}])")
+        raise AssertionError("\n".join(["the crash test failed", *lines]))
+    return sums
+
+
+def _name(function: Callable[..., Any] | str | None) -> str | None:
+    if function is None or isinstance(function, str):
+        return function
+    name = f"{function.__module__}:{function.__qualname__}"
+    if "<" in name:
+        raise CrashTestError(
+            f"{name} cannot be imported by another process: define it at the top of its module"
+        )
+    return name
+
+
+def _run(kwargs: dict[str, Any]) -> Sums:
+    for name in ("sink", "prepare"):
+        if kwargs[name]:
+            kwargs[name] = function_of(kwargs[name])
+    try:
+        return CrashTest(**{**kwargs, "pipeline": pipeline_of(kwargs["pipeline"])}).run()
+    except UnsoundPipeline as error:
+        raise CrashTestError("\n".join([str(error), *error.tail])) from None

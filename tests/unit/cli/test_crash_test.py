@@ -11,8 +11,11 @@ import pytest
 
 from airflow_broadway.cli import crash_test as command
 from airflow_broadway.cli.app import build_parser
-from airflow_broadway.testing.crashes import Case, Failure, Strike, Sums, UnsoundPipeline, users
-from airflow_broadway.testing.crashes.account import Violation
+from airflow_broadway.testing.crashes import users
+from airflow_broadway.testing.crashes.account import Account, Violation
+from airflow_broadway.testing.crashes.campaign import Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.case import Case, Result
+from airflow_broadway.testing.crashes.points import Strike
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest
 from tests.cli_runs import ran
@@ -138,13 +141,13 @@ def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
 
 
 def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_failure() -> None:
-    sums = Sums(points={CASE.strikes[0].point}, cases=9)
+    sums = Sums(points={CASE.strikes[0].point})
     sums.parts = {
         ("process", "return"): Counter(cases=5, points=1, failed=5, repeated=25),
         ("ack", "COMMIT"): Counter(cases=4, points=1),
     }
     rows = [f"row {number} is there twice, and should be once" for number in range(5)]
-    sums.failures = [Failure(CASE, rows, "folder", {Violation.REPEATED: rows})] * 5
+    sums.failures = [Result(CASE, Account(wrong={Violation.REPEATED: rows}), [], Path())] * 5
     sums.unsteady = [CASE.strikes[0].point]
 
     lines = report(sums, lambda case: f"again {case}")

@@ -224,22 +224,27 @@ def test_a_batch_of_two_generations_settles_each_ones_own(tmp_path: Path) -> Non
     second = publish(run, pipeline, [stream(2)], map_index=1)
     plan = planned(run, pipeline, first, second)
     [batch] = batches_of(run, plan)
-    record_outcome(
-        run,
-        plan,
-        batch,
-        entries=[failed("m-0"), failed("m-1")],
-        sources=[plan.generations.index(first), None],
-    )
+    sources = [plan.generations.index(generation) for generation in (first, second)]
+    record_outcome(run, plan, batch, entries=[failed("m-0"), failed("m-1")], sources=sources)
 
     found = {
         generation: build_settlement(run, generation, pipeline, [plan], final=False)[0]
         for generation in (first, second)
     }
 
-    # Then an entry that names its source is that one's, and any other goes by its id
     assert verdicts(found[first]) == {"m-0": "dead_letter"}
     assert verdicts(found[second]) == {"m-1": "dead_letter"}
+
+
+def test_an_entry_of_a_batch_of_two_generations_names_its_own(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    first = publish(run, pipeline, [stream(1)])
+    second = publish(run, pipeline, [stream(2)], map_index=1)
+    plan = planned(run, pipeline, first, second)
+    record_outcome(run, plan, batches_of(run, plan)[0], entries=[failed("m-1")])
+
+    with pytest.raises(StagingDamaged, match="'m-1' names no generation"):
+        build_settlement(run, second, pipeline, [plan], final=False)
 
 
 def test_the_body_goes_with_what_is_published_again(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from airflow_broadway.testing.crashes import Strike
 from airflow_broadway.testing.crashes.interceptor import Interceptor
+from airflow_broadway.testing.crashes.points import Strike
 
 #: The execution that is struck.
 NAME = "one/process/1"

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.testing.crashes.files import LocalFiles
-from airflow_broadway.testing.crashes.sockets import Sockets
-from airflow_broadway.testing.crashes.sqlite import Sqlite
+from airflow_broadway.testing.crashes.boundaries import LocalFiles, Sockets, Sqlite
 from tests.unit.testing.crashes.struck import Died, calls, striking
 
 

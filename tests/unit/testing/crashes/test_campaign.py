@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from airflow_broadway.testing.crashes import Call, Case, Fault, Point, Strike
 from airflow_broadway.testing.crashes.campaign import _select_turn
+from airflow_broadway.testing.crashes.case import Case
+from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike
 
 WHATS = (Fault.KILLED_BEFORE, Fault.KILLED_AFTER, Fault.ERROR)
 CASES = [

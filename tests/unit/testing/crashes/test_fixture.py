@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.testing.crashes.campaign import Sums
 from airflow_broadway.testing.crashes.users import CrashTestError
-from airflow_broadway.testing.plugin import CrashTesting
 
 KILLED = "one/batch.default/1 handle_batch default #1: killed after [retry]"
 
@@ -42,23 +43,29 @@ def rows(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-def test_what_fails_is_an_assertion_with_the_report(broadway_crash_test: CrashTesting) -> None:
+def test_what_fails_is_an_assertion_with_the_report(
+    broadway_crash_test: Callable[..., Sums],
+) -> None:
     with pytest.raises(AssertionError, match="1 is there twice, and should be once") as raised:
         broadway_crash_test(Appends, ["1"], sink=rows, only=[KILLED])
     assert f"only=[{KILLED!r}]" in str(raised.value)
 
 
-def test_what_is_fine_gives_the_sums(broadway_crash_test: CrashTesting) -> None:
+def test_what_is_fine_gives_the_sums(broadway_crash_test: Callable[..., Sums]) -> None:
     sums = broadway_crash_test(Appends, [b"1"], sink=rows, only=[KILLED.replace("after", "before")])
     assert (sums.cases, len(sums.points), sums.good) == (1, 1, True)
 
 
-def test_a_pipeline_that_fails_every_message_is_told_so(broadway_crash_test: CrashTesting) -> None:
+def test_a_pipeline_that_fails_every_message_is_told_so(
+    broadway_crash_test: Callable[..., Sums],
+) -> None:
     with pytest.raises(CrashTestError, match="use messages that this pipeline can handle") as told:
         broadway_crash_test(Fails, ["1"])
     assert "no good" in str(told.value)
 
 
-def test_what_another_process_cannot_import_is_refused(broadway_crash_test: CrashTesting) -> None:
+def test_what_another_process_cannot_import_is_refused(
+    broadway_crash_test: Callable[..., Sums],
+) -> None:
     with pytest.raises(CrashTestError, match="define it at the top of its module"):
         broadway_crash_test(Appends, ["1"], sink=lambda folder: [])

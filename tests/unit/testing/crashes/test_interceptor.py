@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.testing.crashes import Fault
+from airflow_broadway.testing.crashes.points import Fault
 from tests.unit.testing.crashes.struck import Died, calls, striking
 
 
@@ -80,16 +80,14 @@ def test_a_call_hangs_past_its_time_out_and_what_it_asked_for_may_be_done_when_o
     late: bool, done: list[int]
 ) -> None:
     interceptor = striking("send #1: timed out")
-    passed: list[float] = []
-    interceptor.pass_time = passed.append
     did: list[int] = []
 
     with pytest.raises(TimeoutError):
         interceptor.call("send", "", lambda: did.append(1), hangs=TimeoutError, late=late)
-    assert (did, passed) == ([], [60.0])
+    assert (did, interceptor.ahead) == ([], 60.0)
     interceptor.call("send", "", lambda: did.append(2), hangs=TimeoutError, late=late)
     assert did == done
-    assert [point.traits.hangs for point in interceptor.seen] == [True, True]
+    assert [point.traits.faults for point in interceptor.seen] == ["timed out"] * 2
 
 
 def test_what_else_can_happen_to_a_call_is_its_own() -> None:
@@ -102,4 +100,4 @@ def test_what_else_can_happen_to_a_call_is_its_own() -> None:
 
     came = interceptor.call("PutObject", "", lambda: "made", others={Fault.SENT_TWICE: twice})
     assert (came, did) == ("refused", [1, 1])
-    assert [point.traits.others for point in interceptor.seen] == ["sent twice"]
+    assert [point.traits.faults for point in interceptor.seen] == ["sent twice"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_broadway.testing.crashes import Case, Fault, Recovery, Strike
-from airflow_broadway.testing.crashes.points import Names
+from airflow_broadway.testing.crashes.case import Case, Recovery
+from airflow_broadway.testing.crashes.points import Fault, Names, Strike
 
 
 def test_what_is_random_in_a_name_is_numbered_in_order_of_first_use() -> None:

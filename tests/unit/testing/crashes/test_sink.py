@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.testing.crashes.sink import SinkError, prepare, rows_of
+from airflow_broadway.testing.crashes.sink import ForkError, prepare, rows_of
 from airflow_broadway.testing.crashes.subject import FOLDER
 
 
@@ -64,24 +64,26 @@ def test_an_error_of_its_own_is_told_and_logged(tmp_path: Path) -> None:
     def sink(folder: Path) -> list[str]:
         raise KeyError("table")
 
-    with pytest.raises(SinkError, match="KeyError: 'table'"):
+    with pytest.raises(ForkError, match="KeyError: 'table'"):
         rows_of(sink, tmp_path, tmp_path / "log.txt", [])
     assert "Traceback" in (tmp_path / "log.txt").read_text()
 
 
-def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SinkError, match="holds object, which is no JSON value"):
-        read(tmp_path, [object()])
-
-
-def test_a_sink_that_dies_is_told(tmp_path: Path) -> None:
-    with pytest.raises(SinkError, match="died"):
-        rows_of(lambda folder: os._exit(3), tmp_path, tmp_path / "log.txt", [])
+@pytest.mark.parametrize(
+    ("sink", "text"),
+    [
+        (lambda folder: [object()], "holds object, which is no JSON value"),
+        (lambda folder: os._exit(3), "died"),
+    ],
+)
+def test_a_sink_without_json_rows_is_refused(tmp_path, sink, text):
+    with pytest.raises(ForkError, match=text):
+        rows_of(sink, tmp_path, tmp_path / "log.txt", [])
 
 
 def test_a_sink_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "rows").touch()
     prepare(lambda folder: (folder / "rows").unlink(), tmp_path, tmp_path / "log.txt")
     assert not (tmp_path / "rows").exists()
-    with pytest.raises(SinkError, match="FileNotFoundError"):
+    with pytest.raises(ForkError, match="FileNotFoundError"):
         prepare(lambda folder: (folder / "rows").unlink(), tmp_path, tmp_path / "log.txt")
