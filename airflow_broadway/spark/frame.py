@@ -19,16 +19,8 @@ from pyspark.sql import functions as F  # noqa: N812 - everyone's name for it
 from pyspark.sql import types as T  # noqa: N812
 
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.schema.ddl import (
-    Array,
-    Atomic,
-    DataType,
-    Decimal,
-    Map,
-    Schema,
-    Struct,
-    parse_schema,
-)
+from airflow_broadway.core.schema.ddl import Schema, parse_schema
+from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal, Map, Struct
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

@@ -25,7 +25,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.reference import load_ref, make_ref
 from airflow_broadway.core.schema.ddl import parse_schema
-from airflow_broadway.core.schema.plain import dump, load
+from airflow_broadway.core.schema.encoding import dump, load
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.spark.results import Failed, read
 

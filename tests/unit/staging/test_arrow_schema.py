@@ -13,18 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.schema.ddl import (
-    Array,
-    Atomic,
-    ConversionError,
-    DataType,
-    Decimal,
-    Field,
-    Map,
-    Schema,
-    Struct,
-    parse_schema,
-)
+from airflow_broadway.core.errors import ConversionError
+from airflow_broadway.core.schema.ddl import Schema, parse_schema
+from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal, Field, Map, Struct
 from airflow_broadway.staging.arrow_schema import (
     SPARK_FILE_METADATA,
     arrow_schema,

@@ -7,18 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_broadway.core.errors import SchemaError
-from airflow_broadway.core.schema.ddl import (
-    MAX_DEPTH,
-    Array,
-    Atomic,
-    DataType,
-    Decimal,
-    Field,
-    Map,
-    Schema,
-    Struct,
-    parse_schema,
-)
+from airflow_broadway.core.schema.ddl import MAX_DEPTH, Schema, parse_schema
+from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal, Field, Map, Struct
 
 # --------------------------------------------------------------------------------------------------
 # What is read
