@@ -14,8 +14,9 @@ from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures
 from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.custody.run_summary import failures_trouble, settling_trouble
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.isolation import CRASHED
-from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import SETTING
 from airflow_broadway.staging.plan_choice import Recorded

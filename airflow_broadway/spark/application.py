@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.deaths import WORK, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
@@ -118,7 +118,7 @@ def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
     clock, producer = SystemClock(), pipeline.producer
     if producer.local_clock:
         return clock
-    path = paths.clock(work.name, work.try_number)
+    path = paths.of_try(work.name, work.try_number, WORK, "clock")
     return store_clock(
         files, path, lambda: files.replace(path, "{}"), float(producer.lease), clock, place=uri
     )

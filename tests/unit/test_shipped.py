@@ -16,9 +16,9 @@ from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, 
 from airflow_broadway.core.custody.protocol import Entry, Lease
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, OptionsError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.entries import dump_entry, load_line
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.ownership import Ownership, begin_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.verdicts import MAX_REASON
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
