@@ -16,7 +16,13 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.plan import PlannedBatch, plain_key
-from airflow_broadway.core.model.acks import NO_ACK, AckRef, Scope, ack_messages, is_settled
+from airflow_broadway.core.model.acks import (
+    NO_ACK,
+    AckRef,
+    Scope,
+    ack_messages_or_raise,
+    is_settled,
+)
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.stages.callbacks import run_handle_failed
 from airflow_broadway.spark.frame import BatchFrames, as_utc, to_python
@@ -115,7 +121,7 @@ class Judge:
             handled = messages
             if self._handle_failed:
                 handled = run_handle_failed(self._pipeline, messages, self._context, scope)
-            ack_messages([], handled, on_error=_raise)
+            ack_messages_or_raise([], handled)
         # By generation, too: a message may be in two of them, and each settles its own.
         left = {
             (message.message_id, message.acknowledger.ref): message
@@ -183,10 +189,6 @@ class _Sink:
             "ack_immediately is not possible in a Spark batch: the driver has no connection to the"
             " broker; use configure_ack, or a Python batcher"
         )
-
-
-def _raise(acknowledger: Any, ref: Any, error: Exception) -> None:
-    raise error
 
 
 def _delivery_of_row(row: Any) -> Delivery:

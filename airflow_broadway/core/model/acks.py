@@ -10,9 +10,12 @@ callback has settled, and the end of the stage skips it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextvars import ContextVar, Token
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.model.message import Message
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +32,6 @@ class AckRef(NamedTuple):
     acknowledger: Any
     ref: Any = None
     data: Any = None
-
-
-class Settleable(Protocol):
-    """The part of a message that acknowledging uses; implemented by :class:`.message.Message`."""
-
-    @property
-    def acknowledger(self) -> AckRef: ...
-
-    @property
-    def message_id(self) -> str: ...
-
-    @property
-    def ok(self) -> bool: ...
-
-    def with_acknowledger(self, acknowledger: AckRef) -> Settleable: ...
-
-
-M = TypeVar("M", bound=Settleable)
 
 
 class Acknowledger(Protocol):
@@ -71,9 +56,6 @@ class NoopAcknowledger:
 
 #: The acknowledger of a message that has been settled already.
 NO_ACK: Final = AckRef(NoopAcknowledger())
-
-#: Called with the acknowledger, the ref and the exception of a group that could not be settled.
-OnError = Callable[[Any, Any, Exception], None]
 
 #: The messages of one group: (acknowledger, ref, successful, failed).
 _Group = tuple[Any, Any, list[Any], list[Any]]
@@ -100,21 +82,21 @@ class Scope:
         if self._token is not None:
             _scope.reset(self._token)
 
-    def remember(self, messages: Iterable[Settleable]) -> None:
+    def remember(self, messages: Iterable[Message]) -> None:
         """Records that ``messages`` have been settled."""
         self._settled.update(map(_identity, messages))
 
-    def has_settled(self, message: Settleable) -> bool:
+    def has_settled(self, message: Message) -> bool:
         """Returns whether a callback of this call has settled the message."""
         return bool(self._settled) and _identity(message) in self._settled
 
-    def restored(self, message: M) -> M:
+    def restored(self, message: Message) -> Message:
         """Returns the message as it was before a callback that failed.
 
         It is not settled again if that callback has settled it.
         """
-        if self._settled and _identity(message) in self._settled:
-            return cast("M", message.with_acknowledger(NO_ACK))
+        if self.has_settled(message):
+            return message.with_acknowledger(NO_ACK)
         return message
 
 
@@ -127,19 +109,19 @@ def current_stage() -> str:
     return "process" if scope is None else scope.stage
 
 
-def _identity(message: Settleable) -> tuple[int, Any, str]:
+def _identity(message: Message) -> tuple[int, Any, str]:
     # The message id is the identity; the rest separates messages that were created without one.
     acknowledger, ref, _ = message.acknowledger
     message_id = message.message_id or f"#{id(message.acknowledger)}"
     return id(acknowledger), ref, message_id
 
 
-def is_settled(message: Settleable) -> bool:
+def is_settled(message: Message) -> bool:
     """Returns whether it is settled already, as after :meth:`Message.ack_immediately`."""
     return type(message.acknowledger.acknowledger) is NoopAcknowledger
 
 
-def _group_messages(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> list[_Group]:
+def _group_messages(successful: Iterable[Message], failed: Iterable[Message]) -> list[_Group]:
     """Groups messages by (acknowledger, ref), in order of each group's first message."""
     groups: dict[tuple[int, Any], _Group] = {}
     last_acknowledger: Any = None
@@ -162,47 +144,36 @@ def _group_messages(successful: Iterable[Settleable], failed: Iterable[Settleabl
     return list(groups.values())
 
 
-def _log_error(acknowledger: Any, ref: Any, error: Exception) -> None:
-    log.error(
-        "acknowledger %s raised for ref %r: its messages stay with their broker until their lease"
-        " lapses or is released",
-        type(acknowledger).__name__,
-        ref,
-        exc_info=error,
-        extra={"code": "acknowledger_error"},
-    )
-
-
-def ack_messages(
-    successful: Iterable[Settleable],
-    failed: Iterable[Settleable],
-    on_error: OnError = _log_error,
-) -> None:
+def ack_messages(successful: Iterable[Message], failed: Iterable[Message]) -> None:
     """Settles a stage's result: one ``ack`` per (acknowledger, ref) that has a message.
 
-    Lists keep the stage's order.  A group whose acknowledger raises is reported to ``on_error``;
+    Lists keep the stage's order.  If the acknowledger of a group raises, the error is logged, and
     the others are settled all the same.
     """
     for acknowledger, ref, good, bad in _group_messages(successful, failed):
         try:
             acknowledger.ack(ref, good, bad)
         except Exception as error:
-            on_error(acknowledger, ref, error)
+            log.error(
+                "acknowledger %s raised for ref %r: its messages stay with their broker until their"
+                " lease lapses or is released",
+                type(acknowledger).__name__,
+                ref,
+                exc_info=error,
+                extra={"code": "acknowledger_error"},
+            )
 
 
-def ack_messages_or_raise(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> None:
+def ack_messages_or_raise(successful: Iterable[Message], failed: Iterable[Message]) -> None:
     """Settles a stage's result, for a run that records verdicts: the first error ends the stage.
 
     An unrecorded failure would later count as a success.
     """
-
-    def fail(acknowledger: Any, ref: Any, error: Exception) -> None:
-        raise error
-
-    ack_messages(successful, failed, fail)
+    for acknowledger, ref, good, bad in _group_messages(successful, failed):
+        acknowledger.ack(ref, good, bad)
 
 
-def ack_immediately(messages: Iterable[M]) -> list[M]:
+def ack_immediately(messages: Iterable[Message]) -> list[Message]:
     """Settles messages immediately by their current status, grouped as at the end of a stage.
 
     An acknowledger's exception propagates to the calling callback; its messages (with those of
@@ -224,4 +195,4 @@ def ack_immediately(messages: Iterable[M]) -> list[M]:
         if scope is not None:
             scope.remember(successful)
             scope.remember(failed)
-    return [cast("M", message.with_acknowledger(NO_ACK)) for message in batch]
+    return [message.with_acknowledger(NO_ACK) for message in batch]
