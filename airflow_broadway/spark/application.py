@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,30 +21,26 @@ from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineErr
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.deaths import WORK, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.store_clock import store_clock
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.log_context import keep_ids, log_ids
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
-from airflow_broadway.spark.session import application_id, cancel_jobs, make_thread
+from airflow_broadway.spark.batch import Application, BatchRunner, SparkLost, Unreadable
+from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, cancel_jobs, make_thread
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from airflow_broadway.core.formats.outcome import Outcome
-    from airflow_broadway.spark.batch import Application, BatchRunner
-
 log = logging.getLogger("airflow_broadway.spark")
-
-#: Exit codes; 0 if every batch has an outcome.
-INCOMPLETE, REFUSED, INTERRUPTED = 1, 2, 130
 
 #: Seconds between two checks for a later try.
 WATCH_INTERVAL = 2.0
@@ -73,44 +70,29 @@ def run_work(
     """
     run = RunInfo.from_json(work.run)
     with log_ids(dag_id=run.dag_id, run_id=run.run_id):
-        return _run_work(spark, uri, files, work, run, stop or threading.Event(), watch_interval)
-
-
-def _run_work(
-    spark: SparkSession,
-    uri: str,
-    files: Files,
-    work: Work,
-    run: RunInfo,
-    stop: threading.Event,
-    watch_interval: float,
-) -> int:
-    from airflow_broadway.spark.batch import Application
-
-    pipeline = load_ref(work.pipeline, run)
-    plans = [BatchPlan.read(files, path)[0] for path in work.plans]
-    for plan in plans:
-        if plan.batcher not in pipeline.batchers:
-            raise PipelineError(
-                f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
-                f" {pipeline.name!r} does not have (it has {sorted(pipeline.batchers)})"
-            )
-    Ownership(files, work.name, work.try_number).check_try(fresh=True)
-    say_started(files, work.name, work.try_number, WORK)
-    clock = _clock(pipeline, uri, files, work)
-    ownership = Ownership(files, work.name, work.try_number, clock=clock)
-    application = Application(
-        spark=spark,
-        uri=uri,
-        files=files,
-        work=work,
-        pipeline=pipeline,
-        context=context_of(pipeline),
-        ownership=ownership,
-        stopping=stop.is_set,
-        application_id=application_id(spark),
-    )
-    return _Threads(application, plans, stop).run(watch_interval)
+        pipeline = load_ref(work.pipeline, run)
+        plans = [BatchPlan.read(files, path)[0] for path in work.plans]
+        for plan in plans:
+            if plan.batcher not in pipeline.batchers:
+                raise PipelineError(
+                    f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
+                    f" {pipeline.name!r} does not have (it has {sorted(pipeline.batchers)})"
+                )
+        Ownership(files, work.name, work.try_number).check_try(fresh=True)
+        say_started(files, work.name, work.try_number, WORK)
+        clock = _clock(pipeline, uri, files, work)
+        stop = stop or threading.Event()
+        application = Application(
+            spark=spark,
+            uri=uri,
+            files=files,
+            work=work,
+            pipeline=pipeline,
+            context=context_of(pipeline),
+            ownership=Ownership(files, work.name, work.try_number, clock=clock),
+            stopping=stop.is_set,
+        )
+        return _Threads(application, plans, stop).run(watch_interval)
 
 
 def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
@@ -156,13 +138,17 @@ class _Threads:
             self._thread(f"batcher-{name}", lambda plans=plans: self._run_plans(plans))  # type: ignore[misc]
             for name, plans in batchers.items()
         ]
-        with _signals(self._stop), _Watch(self._check, watch_interval):
+        with _stopped_by_signals(self._stop):
             for thread in threads:
                 thread.start()
+            check_at = time.monotonic() + watch_interval
             # With a timeout, so that signals are handled.
             while not self._stop.is_set() and any(t.is_alive() for t in threads):
                 for thread in threads:
                     thread.join(0.05)
+                if time.monotonic() >= check_at:
+                    self._check()
+                    check_at = time.monotonic() + watch_interval
             if self._stop.is_set():
                 self._cancel(threads)
         return self._close()
@@ -200,8 +186,6 @@ class _Threads:
         """Records the regular end, unless a batch killed the application: by a callback that exits
         or takes down the JVM.  Storage errors and stop requests are no crashes.
         """
-        from airflow_broadway.spark.batch import SparkLost
-
         error = self._error
         if isinstance(error, SparkLost) or not isinstance(
             error, (BroadwayError, OSError, KeyboardInterrupt, type(None))
@@ -236,7 +220,7 @@ class _Threads:
             except BaseException as error:
                 self._abort(error)
 
-        return make_thread(self._app.spark, name, guarded)
+        return make_thread(name, guarded)
 
     def _abort(self, error: BaseException) -> None:
         """Stops the application on an error; logs the first, which determines the exit code."""
@@ -258,8 +242,6 @@ class _Threads:
             self._run_plan(plan)
 
     def _run_plan(self, plan: BatchPlan) -> None:
-        from airflow_broadway.spark.batch import BatchRunner
-
         options = self._app.pipeline.batchers[plan.batcher]
         order = BatchOrder(self._open_batches(plan), merged=options.merge_keys)
         # Sequentially, a crash identifies its batch.
@@ -277,7 +259,7 @@ class _Threads:
             thread.start()
         for thread in lanes:
             thread.join()
-        runner.finish()
+        runner.recorder.finish()
 
     def _open_batches(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
         """Yields the batches of a plan that have no outcome."""
@@ -331,8 +313,6 @@ class _Threads:
     def _run_batch(
         self, runner: BatchRunner, batch: PlannedBatch, progress: _Progress, lane: int
     ) -> None:
-        from airflow_broadway.spark.batch import Unreadable
-
         app = self._app
         if app.work.marked:
             mark_begun(app.files, app.work.name, app.work.try_number, WORK, batch.batch_id)
@@ -348,7 +328,7 @@ class _Threads:
         with self._changed:
             self._recorded += 1
             self._failed += bool(outcome.error)
-        progress.log(outcome)
+            progress.log(outcome)
 
 
 class _Progress:
@@ -358,17 +338,15 @@ class _Progress:
         self._plan = plan
         self._count = 0
         self._logged_at = 0.0
-        self._lock = threading.Lock()
 
     def log(self, outcome: Outcome) -> None:
-        """Logs the outcome of a batch, if it is due."""
-        with self._lock:
-            self._count += 1
-            count, now = self._count, time.monotonic()
-            recent = now - self._logged_at < LOG_INTERVAL
-            if count > LOGGED_BATCHES and recent and not outcome.failed:
-                return
-            self._logged_at = now
+        """Logs the outcome of a batch, if it is due; called by one thread at a time."""
+        self._count += 1
+        now = time.monotonic()
+        recent = now - self._logged_at < LOG_INTERVAL
+        if self._count > LOGGED_BATCHES and recent and not outcome.failed:
+            return
+        self._logged_at = now
         log.info(
             "%s %s: %d succeeded, %d failed, %.2f s (batch %d of %d)%s",
             outcome.batcher,
@@ -376,49 +354,27 @@ class _Progress:
             outcome.successful,
             outcome.failed,
             outcome.seconds,
-            count,
+            self._count,
             self._plan.batches,
             f"; {outcome.missing} without an outcome" if outcome.missing else "",
         )
 
 
-class _Watch:
-    """Calls a function periodically, from its own thread, while its context lasts."""
-
-    def __init__(self, check: Callable[[], None], seconds: float) -> None:
-        self._check = check
-        self._seconds = seconds
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=keep_ids(self._run), name="watch", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        while not self._over.wait(self._seconds):
-            self._check()
-
-
-class _signals:  # noqa: N801 - used as a function
+@contextmanager
+def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     """Stops the application gracefully on SIGTERM and SIGINT; inactive off the main thread."""
+    before: dict[int, Any] = {}
 
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         log.warning("Received %s: stopping.", signal.Signals(number).name)
-        self._stop.set()
+        stop.set()
+
+    if threading.current_thread() is threading.main_thread():
+        before = {
+            number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

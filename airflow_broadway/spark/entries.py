@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.protocol import Delivery, Entry
 from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.formats.entries import EntryLine
+from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.plan import PlannedBatch, plain_key
 from airflow_broadway.core.model.acks import (
     NO_ACK,
@@ -38,19 +39,18 @@ if TYPE_CHECKING:
 CHUNK = 1000
 
 
+@dataclass(slots=True)
 class Counts:
     """Counts of unsuccessful messages of a batch, updated while its entries are streamed.
 
-    ``failed``: with a verdict; ``missing``: without an outcome; ``unnamed``: missing messages that
-    ``handle_batch`` did not return.
+    :param failed: Messages with a verdict.
+    :param missing: Messages without an outcome.
+    :param unnamed: Missing messages that ``handle_batch`` did not return.
     """
 
-    __slots__ = ("failed", "missing", "unnamed")
-
-    def __init__(self) -> None:
-        self.failed = 0
-        self.missing = 0
-        self.unnamed = 0
+    failed: int = 0
+    missing: int = 0
+    unnamed: int = 0
 
 
 class Judge:
@@ -70,14 +70,15 @@ class Judge:
         self._handle_failed = handle_failed
         self._data = handle_failed and pipeline.defines("handle_failed")
 
-    def entries(
+    def lines(
         self,
         spark: SparkSession,
         batch: PlannedBatch,
         result: Failed | Outcomes | Status | None,
         counts: Counts,
-    ) -> Iterator[EntryLine]:
-        """Streams the entries of a batch; with their source, in a batch of several generations.
+    ) -> Iterator[str]:
+        """Streams the entries of a batch as lines; with their source, in a batch of several
+        generations.
 
         :param result: The result of :func:`results.read`, or the status of the whole batch.
         :param counts: Updated with each entry.
@@ -96,11 +97,9 @@ class Judge:
             elif message.status is MISSING:
                 counts.missing += 1
                 counts.unnamed += 1
-                source = _source_index(message.row, batch)
-                row = message.row
-                yield _build_line(
-                    row["message_id"], row["attempt"], _delivery_of_row(row), RELEASE, source
-                )
+                row, source = message.row, _source_index(message.row, batch)
+                delivery = _delivery_of_row(row)
+                yield _build_line(row["message_id"], row["attempt"], delivery, RELEASE, source)
                 continue
             chunk.append(message)
             if len(chunk) >= CHUNK:
@@ -113,7 +112,7 @@ class Judge:
 
     def _judged(
         self, chunk: list[Unsuccessful], batch: PlannedBatch, counts: Counts
-    ) -> Iterator[EntryLine]:
+    ) -> Iterator[str]:
         sink = _Sink()
         acknowledger = RunAcknowledger(self._pipeline.producer, sink)
         messages = [self._message(message, batch, acknowledger) for message in chunk]
@@ -144,16 +143,16 @@ class Judge:
         self, unsettled: Unsuccessful, batch: PlannedBatch, acknowledger: RunAcknowledger
     ) -> Message:
         row = unsettled.row
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"data": None}
         if self._data:
             fields = {
+                "data": self._python(row["data"]),
                 "metadata": row["metadata"] or {},
                 "batch_key": _batch_key(row["batch_key"], batch),
                 "received_at": as_utc(row["received_at"]),
                 "position": row["position"],
             }
         return Message(
-            self._python(row["data"]) if self._data else None,
             message_id=row["message_id"],
             attempt=row["attempt"],
             redelivered=bool(row["redelivered"]),
@@ -167,11 +166,11 @@ class Judge:
 
     def _python(self, value: Any) -> Any:
         """Returns the data as returned by ``handle_message``, within the limits of the schema."""
+        if value is None:
+            return None
         if self._frames.schema is not None:
             return to_python(value, self._frames.schema.struct)
-        if self._frames.plan.as_bytes:
-            return None if value is None else bytes(value)
-        return None if value is None else json.loads(value)
+        return bytes(value) if self._frames.plan.as_bytes else json.loads(value)
 
 
 class _Sink:
@@ -210,10 +209,10 @@ def _source_index(row: Any, batch: PlannedBatch) -> int | None:
 
 def _build_line(
     message_id: str, attempt: int, data: Delivery, verdict: Verdict, source: int | None
-) -> EntryLine:
+) -> str:
     # Always with its body: some brokers release a message by publishing it again.
     entry = Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
-    return EntryLine(entry, source, settled=False)
+    return dump_entry(entry, source=source)
 
 
 def _delivery(message: Message) -> Delivery:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from types import MappingProxyType
@@ -79,28 +80,13 @@ class Status(NamedTuple):
 OK: Final = Status("ok")
 
 
+@dataclass(slots=True, init=False, repr=False, eq=False)
 class _Draft:
     """A message under construction: the layout of :class:`Message`, but mutable.
 
     Building a draft and then changing its class costs half of ``object.__setattr__`` per field; a
     message is rebuilt up to five times.
     """
-
-    __slots__ = (
-        "acknowledger",
-        "attempt",
-        "batch_key",
-        "batch_mode",
-        "batcher",
-        "data",
-        "message_id",
-        "metadata",
-        "position",
-        "received_at",
-        "redelivered",
-        "size",
-        "status",
-    )
 
     acknowledger: AckRef
     attempt: int

@@ -12,7 +12,7 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.spark import job, launcher
-from airflow_broadway.spark.application import REFUSED
+from airflow_broadway.spark.session import REFUSED
 
 
 def work_file(root: Path, class_path: str) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 
 #: What a driver asks of a session that has no JVM.
-Session = type("Session", (), {"__module__": "stand.connect.in", "is_stopped": False})
+Session = type("Session", (), {"sparkContext": SimpleNamespace(applicationId="app-1")})
 
 
 def test_each_line_names_the_run_and_that_of_a_batch_its_batch(
