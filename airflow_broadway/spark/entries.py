@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
+from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Delivery, Entry
-from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.plan import PlannedBatch, plain_key
@@ -97,9 +98,11 @@ class Judge:
             elif message.status is MISSING:
                 counts.missing += 1
                 counts.unnamed += 1
-                row, source = message.row, _source_index(message.row, batch)
-                delivery = _delivery_of_row(row)
-                yield _build_line(row["message_id"], row["attempt"], delivery, RELEASE, source)
+                row = message.row
+                data = _delivery_of_row(row)
+                body = data.payload, data.properties
+                entry = Entry(row["message_id"], data.receipt, RELEASE, row["attempt"], *body)
+                yield dump_entry(entry, source=_source_index(row, batch))
                 continue
             chunk.append(message)
             if len(chunk) >= CHUNK:
@@ -132,12 +135,10 @@ class Judge:
             if left.pop((message.message_id, source), None) is None:
                 continue  # returned twice by handle_failed, or not of this batch
             counts.failed += 1
-            yield _build_line(
-                message.message_id, message.attempt, _delivery(message), verdict, source
-            )
-        for (message_id, source), message in left.items():  # handle_failed did not return it
+            yield dump_entry(entry_of(message, verdict), source=source)
+        for (_, source), message in left.items():  # handle_failed did not return it
             counts.missing += 1
-            yield _build_line(message_id, message.attempt, _delivery(message), RELEASE, source)
+            yield dump_entry(entry_of(message, RELEASE), source=source)
 
     def _message(
         self, unsettled: Unsuccessful, batch: PlannedBatch, acknowledger: RunAcknowledger
@@ -169,7 +170,7 @@ class Judge:
         if value is None:
             return None
         if self._frames.schema is not None:
-            return to_python(value, self._frames.schema.struct)
+            return to_python(value, self._frames.schema)
         return bytes(value) if self._frames.plan.as_bytes else json.loads(value)
 
 
@@ -205,19 +206,6 @@ def _delivery_of_row(row: Any) -> Delivery:
 def _source_index(row: Any, batch: PlannedBatch) -> int | None:
     """Returns the index of a row's generation; ``None`` in a batch of one generation."""
     return int(row["source"]) if len(batch.sources) > 1 else None
-
-
-def _build_line(
-    message_id: str, attempt: int, data: Delivery, verdict: Verdict, source: int | None
-) -> str:
-    # Always with its body: some brokers release a message by publishing it again.
-    entry = Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
-    return dump_entry(entry, source=source)
-
-
-def _delivery(message: Message) -> Delivery:
-    data = message.acknowledger.data
-    return data if isinstance(data, Delivery) else Delivery()
 
 
 def _batch_key(text: str | None, batch: PlannedBatch) -> Any:

@@ -105,7 +105,7 @@ class BatchFrames:
         self.schema = parse_schema(plan.schema) if plan.schema else None
         self._folder = f"{run_uri.rstrip('/')}/{plan.path}"
         data = Atomic.BINARY if plan.as_bytes else Atomic.STRING
-        kinds = {"data": self.schema.struct if self.schema else data}
+        kinds = {"data": self.schema or data}
         fields = (replace(field, type=kinds.get(field.name, field.type)) for field in _FILE.fields)
         self._file_schema: Any = _spark_type(Struct(tuple(fields)))
 
@@ -129,7 +129,7 @@ class BatchFrames:
     def _kind(self, name: str) -> DataType | None:
         if name == "received_at":
             return Atomic.TIMESTAMP
-        return self.schema.struct if name == "data" and self.schema else None
+        return self.schema if name == "data" else None
 
     def _read_rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]

@@ -163,7 +163,7 @@ def test_values_go_and_come_back() -> None:
     value = {"a": [Decimal("1.10"), date(2026, 1, 1), b"\0", (1, {2})], 3: None}
     assert load(dump(value)) == value
     schema = parse_schema("n bigint, t struct<at: timestamp, tags: array<string>>")
-    assert [field.name for field in schema.struct.fields] == ["n", "t"]
+    assert [field.name for field in schema.fields] == ["n", "t"]
 
 
 def test_what_handle_batch_returns_is_read_without_spark() -> None:

@@ -33,7 +33,6 @@ from airflow_broadway.core.schema.types import (
     Field,
     Map,
     Struct,
-    check_fields,
     check_name,
 )
 
@@ -42,16 +41,11 @@ MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(Struct):
     """The columns of a batch's data, in order.
 
     :raises SchemaError: If there is no column, or two names are equal ignoring case.
     """
-
-    fields: tuple[Field, ...]
-
-    def __post_init__(self) -> None:
-        check_fields(self.fields)
 
     @property
     def ddl(self) -> str:
@@ -62,11 +56,6 @@ class Schema:
     def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         return tuple(field.name for field in self.fields)
-
-    @property
-    def struct(self) -> Struct:
-        """The schema as the type of a single column."""
-        return Struct(self.fields)
 
     def converter(self, *, read_back: bool = False) -> Converter:
         """Compiles the function that converts one message's data to a tuple of column values.

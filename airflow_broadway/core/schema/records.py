@@ -37,7 +37,7 @@ from airflow_broadway.core.schema.types import Array, DataType, Field, Map, Stru
 from airflow_broadway.core.schema.values import (
     SHOWN_CHARACTERS,
     Convert,
-    Refusal,
+    MisfitError,
     describe,
     refuse,
     simple_converter,
@@ -71,10 +71,7 @@ class Converter:
 
         :raises ConversionError: As :class:`MisfitError`, naming column, value and rule.
         """
-        try:
-            return self._convert(data)
-        except Refusal as refusal:
-            raise refusal.located() from None
+        return self._convert(data)
 
     def _compile(self, kind: DataType, path: str) -> Convert:
         """Returns the function that converts one value other than null.
@@ -109,8 +106,8 @@ class Converter:
                 for name, column, nullable in columns:
                     item = get(name)
                     append(None if item is None and nullable else column(item))
-            except Refusal as refusal:
-                refusal.under(quote_name(names[len(row)]))
+            except MisfitError as misfit:
+                misfit.under(quote_name(names[len(row)]))
                 raise
             if not known.issuperset(value):
                 _count_dropped(dropped, prefix, (key for key in value if key not in known))
@@ -151,8 +148,8 @@ def _compile_array(element: Convert) -> Convert:
         try:
             for item in value:
                 append(None if item is None else element(item))
-        except Refusal as refusal:
-            refusal.under(f"[{len(row)}]")
+        except MisfitError as misfit:
+            misfit.under(f"[{len(row)}]")
             raise
         return row
 
@@ -167,14 +164,15 @@ def _compile_map(convert_key: Convert, convert_value: Convert, *, read_back: boo
         for original, item in value.items():
             try:
                 key = convert_key(original)
-            except Refusal as refusal:
-                refuse(f"the map's keys to be {refusal.rule}", original)
+            except MisfitError as misfit:
+                rule = f"the map's keys to be {misfit.rule}"
+                raise MisfitError("", rule, misfit.shown) from None
             if key in row or key != key:  # noqa: PLR0124  # NaN alone differs from itself
                 refuse("the map's keys to differ from each other, and none to be NaN", original)
             try:
                 row[key] = None if item is None else convert_value(item)
-            except Refusal as refusal:
-                refusal.under(f"[{_path_step(original)}]")
+            except MisfitError as misfit:
+                misfit.under(f"[{_path_step(original)}]")
                 raise
         return row if read_back else list(row.items())
 

@@ -48,26 +48,13 @@ class MisfitError(ConversionError):
         self.shown = shown
 
     def __str__(self) -> str:
-        return f"{self.path}: expected {self.rule}, got {self.shown}"
-
-
-class Refusal(Exception):  # never leaves core.schema
-    """A refused value, raised until the caller that knows its whole path."""
-
-    def __init__(self, rule: str, value: object) -> None:
-        super().__init__(rule)
-        self.rule = rule
-        self.value = value
-        self.path = ""
+        return f"{self.path or 'data'}: expected {self.rule}, got {self.shown}"
 
     def under(self, step: str) -> None:
         """Prepends one step to the path, from the inside out."""
         joint = "." if self.path and self.path[0] != "[" else ""
         self.path = f"{step}{joint}{self.path}"
-
-    def located(self) -> MisfitError:
-        """Returns the error to raise to the caller."""
-        return MisfitError(self.path or "data", self.rule, describe(self.value))
+        self.args = (self.path, self.rule, self.shown)
 
 
 def describe(value: object) -> str:
@@ -88,12 +75,13 @@ def describe(value: object) -> str:
 
 
 def refuse(rule: str, value: object) -> NoReturn:
-    """Raises :class:`Refusal` for ``value``; for a null, with a hint that it is not allowed."""
-    raise Refusal(f"{rule}; present and not null" if value is None else rule, value)
+    """Raises :class:`MisfitError` without a path; for a null, with a hint."""
+    rule = f"{rule}; present and not null" if value is None else rule
+    raise MisfitError("", rule, describe(value))
 
 
 def simple_converter(kind: Atomic | Decimal) -> Convert:
-    """Returns the function that converts one value, or raises :class:`Refusal`."""
+    """Returns the function that converts one value, or raises :class:`MisfitError`."""
     return _decimal(kind) if isinstance(kind, Decimal) else _ATOMIC[kind]
 
 

@@ -14,8 +14,9 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import PlannedBatch
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.model.run_info import RunInfo
-from airflow_broadway.spark.application import INCOMPLETE, run_work
+from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.batch import BatchRunner
+from airflow_broadway.spark.session import INCOMPLETE
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 

@@ -107,7 +107,7 @@ def test_each_type_has_the_arrow_type_that_spark_reads() -> None:
 def test_one_column_can_hold_all_the_schemas() -> None:
     schema = parse_schema("a int not null, b string")
 
-    assert arrow_struct(schema) == arrow_type(schema.struct)
+    assert arrow_struct(schema) == arrow_type(schema)
     assert arrow_struct(schema) == pa.struct(list(arrow_schema(schema)))
 
 
