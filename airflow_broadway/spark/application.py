@@ -1,7 +1,7 @@
 """The threads of one Spark application: concurrent batches, in order where order matters.
 
-Each batcher has a thread that processes its plans, and ``concurrency`` lanes: threads that run its
-batches.  The main thread waits, handles signals, and watches for a later try.
+Each batcher has ``concurrency`` lanes: threads that run its batches, one plan after another.  The
+main thread waits, handles signals, and watches for a later try.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -124,19 +127,21 @@ class _Threads:
         #: The number of batches to handle; grows when splits are found.
         self._total = sum(plan.batches for plan in plans) if only is None else len(only)
         #: Reason → number of batches without an outcome.
-        self._problems: dict[str, int] = {}
+        self._problems: Counter[str] = Counter()
         self._error: BaseException | None = None
 
     # -- the main thread -------------------------------------------------------------------------
 
     def run(self, watch_interval: float) -> int:
         """Runs all batches; returns the exit code."""
-        batchers: dict[str, list[BatchPlan]] = {}
+        batchers: dict[str, list[_PlanRun]] = {}
         for plan in self._plans:
-            batchers.setdefault(plan.batcher, []).append(plan)
+            run = _PlanRun(self._app, plan, self._open_batches(plan))
+            batchers.setdefault(plan.batcher, []).append(run)
         threads = [
-            self._thread(f"batcher-{name}", lambda plans=plans: self._run_plans(plans))  # type: ignore[misc]
-            for name, plans in batchers.items()
+            self._thread(f"{name}-{lane}", partial(self._run_lane, runs, lane))
+            for name, runs in batchers.items()
+            for lane in range(min(self._concurrency(name), self._total))
         ]
         with _stopped_by_signals(self._stop):
             for thread in threads:
@@ -151,7 +156,13 @@ class _Threads:
                     check_at = time.monotonic() + watch_interval
             if self._stop.is_set():
                 self._cancel(threads)
+        for run in chain.from_iterable(batchers.values()):
+            run.runner.recorder.finish()
         return self._close()
+
+    def _concurrency(self, batcher: str) -> int:
+        # Sequentially, a crash identifies its batch.
+        return 1 if self._app.work.alone else self._app.pipeline.batchers[batcher].concurrency
 
     def _cancel(self, threads: Sequence[threading.Thread]) -> None:
         end = time.monotonic() + CANCEL_TIMEOUT
@@ -211,7 +222,7 @@ class _Threads:
         except Exception as error:
             log.debug("Could not look for later tries: %s", error)
 
-    # -- the threads of a batcher ----------------------------------------------------------------
+    # -- the lanes of a batcher ------------------------------------------------------------------
 
     def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
@@ -235,32 +246,6 @@ class _Threads:
                 "%s", str(error) or type(error).__name__, exc_info=None if expected else error
             )
 
-    def _run_plans(self, plans: Sequence[BatchPlan]) -> None:
-        for plan in plans:
-            if self._stop.is_set():
-                return
-            self._run_plan(plan)
-
-    def _run_plan(self, plan: BatchPlan) -> None:
-        options = self._app.pipeline.batchers[plan.batcher]
-        order = BatchOrder(self._open_batches(plan), merged=options.merge_keys)
-        # Sequentially, a crash identifies its batch.
-        concurrency = 1 if self._app.work.alone else options.concurrency
-        runner = BatchRunner(self._app, plan)
-        progress = _Progress(plan)
-        lanes = [
-            self._thread(
-                f"{plan.batcher}-{lane}",
-                lambda lane=lane: self._run_lane(order, runner, progress, lane),  # type: ignore[misc]
-            )
-            for lane in range(min(concurrency, self._total))
-        ]
-        for thread in lanes:
-            thread.start()
-        for thread in lanes:
-            thread.join()
-        runner.recorder.finish()
-
     def _open_batches(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
         """Yields the batches of a plan that have no outcome."""
         files, only = self._app.files, self._app.work.only
@@ -280,25 +265,25 @@ class _Threads:
             else:
                 yield batch
 
-    def _run_lane(
-        self, order: BatchOrder, runner: BatchRunner, progress: _Progress, lane: int
-    ) -> None:
-        while (batch := self._next(order)) is not None:
-            try:
-                with log_ids(batcher=runner.plan.batcher, batch_id=batch.batch_id):
-                    try:
-                        self._run_batch(runner, batch, progress, lane)
-                    except BaseException as error:
-                        self._abort(error)  # here, where the log line has the batch's id
-                        raise
-            finally:
-                with self._changed:
-                    order.done(batch)
-                    self._running.discard(batch.batch_id)
-                    self._changed.notify_all()
+    def _run_lane(self, runs: Sequence[_PlanRun], lane: int) -> None:
+        """Runs batches of one plan after another."""
+        for run in runs:
+            while (batch := self._next(run.order)) is not None:
+                try:
+                    with log_ids(batcher=run.runner.plan.batcher, batch_id=batch.batch_id):
+                        try:
+                            self._run_batch(run, batch, lane)
+                        except BaseException as error:
+                            self._abort(error)  # here, where the log line has the batch's id
+                            raise
+                finally:
+                    with self._changed:
+                        run.order.done(batch)
+                        self._running.discard(batch.batch_id)
+                        self._changed.notify_all()
 
     def _next(self, order: BatchOrder) -> PlannedBatch | None:
-        """Waits for a batch that may run; returns ``None`` if there is none left."""
+        """Waits for a batch that may run; returns ``None`` when the plan is done."""
         with self._changed:
             while not self._stop.is_set():
                 batch = order.take()
@@ -310,37 +295,42 @@ class _Threads:
                 self._changed.wait(1.0)
         return None
 
-    def _run_batch(
-        self, runner: BatchRunner, batch: PlannedBatch, progress: _Progress, lane: int
-    ) -> None:
+    def _run_batch(self, run: _PlanRun, batch: PlannedBatch, lane: int) -> None:
         app = self._app
         if app.work.marked:
             mark_begun(app.files, app.work.name, app.work.try_number, WORK, batch.batch_id)
         try:
-            outcome = runner.run(batch, lane=lane)
+            outcome = run.runner.run(batch, lane=lane)
         except OwnershipLost:
             raise
         except (LeaseLapsed, Unreadable) as error:
             # Only this batch's messages are lost or unreadable; other batches continue.
             with self._changed:
-                self._problems[str(error)] = self._problems.get(str(error), 0) + 1
+                self._problems[str(error)] += 1
             return
         with self._changed:
             self._recorded += 1
             self._failed += bool(outcome.error)
-            progress.log(outcome)
+            run.log(outcome)
 
 
-class _Progress:
-    """Logs the progress of one plan: the first batches, then periodically, and every failure."""
+class _PlanRun:
+    """The run of one plan: its batches in a valid order, and its progress in the log."""
 
-    def __init__(self, plan: BatchPlan) -> None:
-        self._plan = plan
+    def __init__(
+        self, app: Application, plan: BatchPlan, open_batches: Iterator[PlannedBatch]
+    ) -> None:
+        options = app.pipeline.batchers[plan.batcher]
+        self.runner = BatchRunner(app, plan)
+        self.order = BatchOrder(open_batches, merged=options.merge_keys)
         self._count = 0
         self._logged_at = 0.0
 
     def log(self, outcome: Outcome) -> None:
-        """Logs the outcome of a batch, if it is due; called by one thread at a time."""
+        """Logs an outcome: of the first batches, then periodically, and every failure.
+
+        Called by one thread at a time.
+        """
         self._count += 1
         now = time.monotonic()
         recent = now - self._logged_at < LOG_INTERVAL
@@ -355,7 +345,7 @@ class _Progress:
             outcome.failed,
             outcome.seconds,
             self._count,
-            self._plan.batches,
+            self.runner.plan.batches,
             f"; {outcome.missing} without an outcome" if outcome.missing else "",
         )
 

@@ -135,12 +135,14 @@ class BatchRecorder:
         self._gather(last=True)
 
     def _gather(self, *, last: bool = False) -> None:
-        """Writes copies once there are enough, and the last ones; one outcome alone needs none."""
+        """Writes copies once there are enough, and the last ones; one outcome alone gets none."""
         with self._lock:
             full = len(self._texts) >= GATHERED or sum(map(len, self._texts)) >= GATHERED_BYTES
-            if not (full or (last and len(self._texts) > 1)):
+            if not (full or last):
                 return
             texts, self._texts = self._texts, []
+            if not full and len(texts) < 2:
+                return
             self._number += 1
             path = paths.gathered(self.plan.path, self._tag, self._number)
         try:
