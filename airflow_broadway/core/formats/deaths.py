@@ -29,6 +29,8 @@ from airflow_broadway.core.formats.plan import PlannedBatch
 #: The folders of a task's tries: Spark applications, and processes of a Python batcher.
 WORK: Final = "work"
 TRIES: Final = "tries"
+_DEATHS: Final = "deaths"
+_INTERRUPTIONS: Final = "interruptions"
 
 
 def say_started(files: Files, name: str, number: int, folder: str) -> None:
@@ -114,16 +116,28 @@ class Deaths:
         self.began = numbers["started" if self._folder == WORK else "json"]
         self.ended = numbers["ended"]
         unread = sorted(self.began - self.records.keys())
-        recorded = self._files.list(f"deaths/{self._folder}") if unread else ()
+        recorded = {
+            f"{kind}/{self._folder}/{file}"
+            for kind in (_DEATHS, _INTERRUPTIONS)
+            for file in (self._files.list(f"{kind}/{self._folder}") if unread else ())
+        }
         for number in unread:
-            path = paths.death(self._name, number, self._folder)
-            if path.rpartition("/")[2] not in recorded:
-                child = bool(parent) and self.is_child(number, parent)
-                if number in self.ended or not (child or over is None or number <= over):
-                    continue
-                self._record_death(number, path, interrupted=not child)
-            self.records[number] = record = read_json(self._files.read(path), path)
-            self._count(record)
+            death, interruption = (
+                paths.death(self._name, number, self._folder, kind)
+                for kind in (_DEATHS, _INTERRUPTIONS)
+            )
+            path = next((path for path in (death, interruption) if path in recorded), "")
+            if not path and number not in self.ended:
+                if parent and self.is_child(number, parent):
+                    path = death
+                elif over is None or number <= over:
+                    path = interruption
+                if path:
+                    self._record_death(number, path)
+            if path:
+                record = read_json(self._files.read(path), path)
+                self.records[number] = {**record, "interrupted": path == interruption}
+                self._count(self.records[number])
 
     @property
     def count(self) -> int:
@@ -142,7 +156,7 @@ class Deaths:
         path = paths.of_try(self._name, number, self._folder)
         return read_json(self._files.read(path), path)
 
-    def _record_death(self, number: int, path: str, *, interrupted: bool) -> None:
+    def _record_death(self, number: int, path: str) -> None:
         work = self._read_try(number)
         batches: list[str] | None = None
         if work["marked"]:
@@ -155,7 +169,6 @@ class Deaths:
             "version": VERSION,
             "task": self._name,
             "try": number,
-            "interrupted": interrupted,
             "plans": work["plans"],
             "batches": batches,
             "alone": len(work["only"] or ()) == 1,

@@ -28,8 +28,8 @@ All files of one run are in one folder, ``<root>/<pipeline>/<dag_id>/<encoded ru
     work/<task>-<try>.clock             its modification time gives the driver the folder's clock
     {work,tries}/<task>-<try>.ended     it ended without dying of a batch, whatever their outcomes
     begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written after a first death
-    deaths/{work,tries}/<task>-<try>.json        it died, alone or with the whole task: the batches
-                                                 in hand
+    deaths/{work,tries}/<task>-<try>.json        it died, its parent did not: the batches in hand
+    interruptions/{work,tries}/<task>-<try>.json the whole task died with it: the same
     heartbeat.json                      when the ack sensor last checked the run
 
 Tasks and the Spark driver read and write them; the other modules of this package define each.  All

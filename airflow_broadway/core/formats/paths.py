@@ -80,8 +80,12 @@ def begun(name: str, number: int, folder: str) -> str:
     return f"begun/{folder}/{name}-{number:06d}"
 
 
-def death(name: str, number: int, folder: str) -> str:
-    return f"deaths/{folder}/{name}-{number:06d}.json"
+def death(name: str, number: int, folder: str, kind: str = "deaths") -> str:
+    """Returns the path of the record of a death, or of an interruption.
+
+    :param kind: ``deaths`` or ``interruptions``.
+    """
+    return f"{kind}/{folder}/{name}-{number:06d}.json"
 
 
 def budget(name: str, cleared: int, folder: str) -> str:
