@@ -9,13 +9,13 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 650,
     "cli/": 1_550,
-    "core/": 8_790,
+    "core/": 8_390,
     "hooks/": 100,
     "operators/": 650,
     "plugin/": 2_260,
     "runs/": 4_750,
     "sensors/": 350,
-    "spark/": 1_510,
+    "spark/": 1_390,
     "staging/": 4_300,
     "submit/": 500,
     "testing/": 3_950,
@@ -29,7 +29,7 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 42_700,
+    "package": 42_160,
     "tests and scripts": 63_700,
 }
 

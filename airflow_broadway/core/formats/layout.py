@@ -44,13 +44,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.sums import check_seal, sealed
 from airflow_broadway.core.version import __version__, known_fields
+
+if TYPE_CHECKING:
+    from typing import Self
 
 T = TypeVar("T")
 

@@ -12,10 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.model.message import Message
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +29,24 @@ class AckRef(NamedTuple):
     acknowledger: Any
     ref: Any = None
     data: Any = None
+
+
+class Settleable(Protocol):
+    """The part of a message that acknowledging uses; implemented by :class:`.message.Message`."""
+
+    @property
+    def acknowledger(self) -> AckRef: ...
+
+    @property
+    def message_id(self) -> str: ...
+
+    @property
+    def ok(self) -> bool: ...
+
+    def with_acknowledger(self, acknowledger: AckRef) -> Settleable: ...
+
+
+M = TypeVar("M", bound=Settleable)
 
 
 class Acknowledger(Protocol):
@@ -82,21 +97,21 @@ class Scope:
         if self._token is not None:
             _scope.reset(self._token)
 
-    def remember(self, messages: Iterable[Message]) -> None:
+    def remember(self, messages: Iterable[Settleable]) -> None:
         """Records that ``messages`` have been settled."""
         self._settled.update(map(_identity, messages))
 
-    def has_settled(self, message: Message) -> bool:
+    def has_settled(self, message: Settleable) -> bool:
         """Returns whether a callback of this call has settled the message."""
         return bool(self._settled) and _identity(message) in self._settled
 
-    def restored(self, message: Message) -> Message:
+    def restored(self, message: M) -> M:
         """Returns the message as it was before a callback that failed.
 
         It is not settled again if that callback has settled it.
         """
         if self.has_settled(message):
-            return message.with_acknowledger(NO_ACK)
+            return cast("M", message.with_acknowledger(NO_ACK))
         return message
 
 
@@ -109,19 +124,19 @@ def current_stage() -> str:
     return "process" if scope is None else scope.stage
 
 
-def _identity(message: Message) -> tuple[int, Any, str]:
+def _identity(message: Settleable) -> tuple[int, Any, str]:
     # The message id is the identity; the rest separates messages that were created without one.
     acknowledger, ref, _ = message.acknowledger
     message_id = message.message_id or f"#{id(message.acknowledger)}"
     return id(acknowledger), ref, message_id
 
 
-def is_settled(message: Message) -> bool:
+def is_settled(message: Settleable) -> bool:
     """Returns whether it is settled already, as after :meth:`Message.ack_immediately`."""
     return type(message.acknowledger.acknowledger) is NoopAcknowledger
 
 
-def _group_messages(successful: Iterable[Message], failed: Iterable[Message]) -> list[_Group]:
+def _group_messages(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> list[_Group]:
     """Groups messages by (acknowledger, ref), in order of each group's first message."""
     groups: dict[tuple[int, Any], _Group] = {}
     last_acknowledger: Any = None
@@ -144,7 +159,7 @@ def _group_messages(successful: Iterable[Message], failed: Iterable[Message]) ->
     return list(groups.values())
 
 
-def ack_messages(successful: Iterable[Message], failed: Iterable[Message]) -> None:
+def ack_messages(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> None:
     """Settles a stage's result: one ``ack`` per (acknowledger, ref) that has a message.
 
     Lists keep the stage's order.  If the acknowledger of a group raises, the error is logged, and
@@ -164,7 +179,7 @@ def ack_messages(successful: Iterable[Message], failed: Iterable[Message]) -> No
             )
 
 
-def ack_messages_or_raise(successful: Iterable[Message], failed: Iterable[Message]) -> None:
+def ack_messages_or_raise(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> None:
     """Settles a stage's result, for a run that records verdicts: the first error ends the stage.
 
     An unrecorded failure would later count as a success.
@@ -173,7 +188,7 @@ def ack_messages_or_raise(successful: Iterable[Message], failed: Iterable[Messag
         acknowledger.ack(ref, good, bad)
 
 
-def ack_immediately(messages: Iterable[Message]) -> list[Message]:
+def ack_immediately(messages: Iterable[M]) -> list[M]:
     """Settles messages immediately by their current status, grouped as at the end of a stage.
 
     An acknowledger's exception propagates to the calling callback; its messages (with those of
@@ -195,4 +210,4 @@ def ack_immediately(messages: Iterable[Message]) -> list[Message]:
         if scope is not None:
             scope.remember(successful)
             scope.remember(failed)
-    return [message.with_acknowledger(NO_ACK) for message in batch]
+    return [cast("M", message.with_acknowledger(NO_ACK)) for message in batch]

@@ -124,11 +124,11 @@ class Isolation:
         if not self._read_open_batches(over=True):
             return False
         last = self._deaths.tries
-        if last == self._begun or not self._deaths.began(last):
+        if last == self._begun or last not in self._deaths.began:
             return False  # it did not reach a batch, nor would another one
         if not self._deaths.is_child(last, self.parent):
             return False  # another execution of the task has taken over
-        if not self._deaths.ended(last):
+        if last not in self._deaths.ended:
             return True
         chosen = self.step.run
         # It ended normally: it could not handle the batches that it left open.
