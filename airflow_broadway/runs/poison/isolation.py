@@ -115,8 +115,7 @@ class Isolation:
         # Before the first clear all processes count.
         cleared = any(name.startswith(f"{self.name}-") for name in names)
         begun = self._deaths.tries - self._deaths.interruptions if cleared else 0
-        if files.create(path, json.dumps({"version": VERSION, "before": begun})):
-            return begun
+        files.create(path, json.dumps({"version": VERSION, "before": begun}))
         return int(read_json(files.read(path), path)["before"])
 
     def goes_on(self) -> bool:
