@@ -14,7 +14,7 @@ import pytest
 
 from airflow_broadway.adapters.staging import open_store
 from airflow_broadway.cli import main
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
@@ -158,7 +158,7 @@ class Shop:
             run=RunInfo(dag_id=DAG_ID, run_id=RUN_ID).to_json(),
             plans=[plan.path],
         )
-        run.files.create(paths.work(work.name, 1), work.dumps())
+        run.files.create(paths.of_try(work.name, 1), work.dumps())
 
     def settle(self, run: StagedRun) -> dict[str, Any]:
         settler = RunWatcher(run, self.load())

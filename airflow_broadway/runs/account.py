@@ -17,8 +17,9 @@ from airflow_broadway.core.custody.run_summary import (
     settling_trouble,
 )
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.isolation import CRASHED
-from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import SETTING
 from airflow_broadway.staging.plan_choice import Recorded

@@ -14,7 +14,7 @@ from typing import Final
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.isolation import Step
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, begin_try
 from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch

@@ -35,7 +35,7 @@ from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import AckRef, ack_messages_or_raise, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.schema.plain import load_key
+from airflow_broadway.core.schema.encoding import load_key
 from airflow_broadway.core.stages.batch_order import chains
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
 from airflow_broadway.core.stages.failure_log import Reasons

@@ -14,7 +14,8 @@ from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.formats.layout import paths, read_json
+from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sources.pipelines import pipeline_of

@@ -8,7 +8,8 @@ from datetime import timedelta
 
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import BroadwayError, RequestRefused
-from airflow_broadway.core.formats.layout import SHARED, paths
+from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline

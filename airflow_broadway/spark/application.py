@@ -1,7 +1,7 @@
 """The threads of one Spark application: concurrent batches, in order where order matters.
 
-Each batcher has a thread that processes its plans, and ``concurrency`` lanes: threads that run its
-batches.  The main thread waits, handles signals, and watches for a later try.
+Each batcher has ``concurrency`` lanes: threads that run its batches, one plan after another.  The
+main thread waits, handles signals, and watches for a later try.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.deaths import WORK, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.store_clock import store_clock
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.log_context import keep_ids, log_ids
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
-from airflow_broadway.spark.session import application_id, cancel_jobs, make_thread
+from airflow_broadway.spark.batch import Application, BatchRunner, SparkLost, Unreadable
+from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, cancel_jobs, make_thread
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from airflow_broadway.core.formats.outcome import Outcome
-    from airflow_broadway.spark.batch import Application, BatchRunner
-
 log = logging.getLogger("airflow_broadway.spark")
-
-#: Exit codes; 0 if every batch has an outcome.
-INCOMPLETE, REFUSED, INTERRUPTED = 1, 2, 130
 
 #: Seconds between two checks for a later try.
 WATCH_INTERVAL = 2.0
@@ -73,44 +73,29 @@ def run_work(
     """
     run = RunInfo.from_json(work.run)
     with log_ids(dag_id=run.dag_id, run_id=run.run_id):
-        return _run_work(spark, uri, files, work, run, stop or threading.Event(), watch_interval)
-
-
-def _run_work(
-    spark: SparkSession,
-    uri: str,
-    files: Files,
-    work: Work,
-    run: RunInfo,
-    stop: threading.Event,
-    watch_interval: float,
-) -> int:
-    from airflow_broadway.spark.batch import Application
-
-    pipeline = load_ref(work.pipeline, run)
-    plans = [BatchPlan.read(files, path)[0] for path in work.plans]
-    for plan in plans:
-        if plan.batcher not in pipeline.batchers:
-            raise PipelineError(
-                f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
-                f" {pipeline.name!r} does not have (it has {sorted(pipeline.batchers)})"
-            )
-    Ownership(files, work.name, work.try_number).check_try(fresh=True)
-    say_started(files, work.name, work.try_number, WORK)
-    clock = _clock(pipeline, uri, files, work)
-    ownership = Ownership(files, work.name, work.try_number, clock=clock)
-    application = Application(
-        spark=spark,
-        uri=uri,
-        files=files,
-        work=work,
-        pipeline=pipeline,
-        context=context_of(pipeline),
-        ownership=ownership,
-        stopping=stop.is_set,
-        application_id=application_id(spark),
-    )
-    return _Threads(application, plans, stop).run(watch_interval)
+        pipeline = load_ref(work.pipeline, run)
+        plans = [BatchPlan.read(files, path)[0] for path in work.plans]
+        for plan in plans:
+            if plan.batcher not in pipeline.batchers:
+                raise PipelineError(
+                    f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
+                    f" {pipeline.name!r} does not have (it has {sorted(pipeline.batchers)})"
+                )
+        Ownership(files, work.name, work.try_number).check_try(fresh=True)
+        say_started(files, work.name, work.try_number, WORK)
+        clock = _clock(pipeline, uri, files, work)
+        stop = stop or threading.Event()
+        application = Application(
+            spark=spark,
+            uri=uri,
+            files=files,
+            work=work,
+            pipeline=pipeline,
+            context=context_of(pipeline),
+            ownership=Ownership(files, work.name, work.try_number, clock=clock),
+            stopping=stop.is_set,
+        )
+        return _Threads(application, plans, stop).run(watch_interval)
 
 
 def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
@@ -118,7 +103,7 @@ def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
     clock, producer = SystemClock(), pipeline.producer
     if producer.local_clock:
         return clock
-    path = paths.clock(work.name, work.try_number)
+    path = paths.of_try(work.name, work.try_number, WORK, "clock")
     return store_clock(
         files, path, lambda: files.replace(path, "{}"), float(producer.lease), clock, place=uri
     )
@@ -142,30 +127,42 @@ class _Threads:
         #: The number of batches to handle; grows when splits are found.
         self._total = sum(plan.batches for plan in plans) if only is None else len(only)
         #: Reason → number of batches without an outcome.
-        self._problems: dict[str, int] = {}
+        self._problems: Counter[str] = Counter()
         self._error: BaseException | None = None
 
     # -- the main thread -------------------------------------------------------------------------
 
     def run(self, watch_interval: float) -> int:
         """Runs all batches; returns the exit code."""
-        batchers: dict[str, list[BatchPlan]] = {}
+        batchers: dict[str, list[_PlanRun]] = {}
         for plan in self._plans:
-            batchers.setdefault(plan.batcher, []).append(plan)
+            run = _PlanRun(self._app, plan, self._open_batches(plan))
+            batchers.setdefault(plan.batcher, []).append(run)
         threads = [
-            self._thread(f"batcher-{name}", lambda plans=plans: self._run_plans(plans))  # type: ignore[misc]
-            for name, plans in batchers.items()
+            self._thread(f"{name}-{lane}", partial(self._run_lane, runs, lane))
+            for name, runs in batchers.items()
+            for lane in range(min(self._concurrency(name), self._total))
         ]
-        with _signals(self._stop), _Watch(self._check, watch_interval):
+        with _stopped_by_signals(self._stop):
             for thread in threads:
                 thread.start()
+            check_at = time.monotonic() + watch_interval
             # With a timeout, so that signals are handled.
             while not self._stop.is_set() and any(t.is_alive() for t in threads):
                 for thread in threads:
                     thread.join(0.05)
+                if time.monotonic() >= check_at:
+                    self._check()
+                    check_at = time.monotonic() + watch_interval
             if self._stop.is_set():
                 self._cancel(threads)
+        for run in chain.from_iterable(batchers.values()):
+            run.runner.recorder.finish()
         return self._close()
+
+    def _concurrency(self, batcher: str) -> int:
+        # Sequentially, a crash identifies its batch.
+        return 1 if self._app.work.alone else self._app.pipeline.batchers[batcher].concurrency
 
     def _cancel(self, threads: Sequence[threading.Thread]) -> None:
         end = time.monotonic() + CANCEL_TIMEOUT
@@ -200,8 +197,6 @@ class _Threads:
         """Records the regular end, unless a batch killed the application: by a callback that exits
         or takes down the JVM.  Storage errors and stop requests are no crashes.
         """
-        from airflow_broadway.spark.batch import SparkLost
-
         error = self._error
         if isinstance(error, SparkLost) or not isinstance(
             error, (BroadwayError, OSError, KeyboardInterrupt, type(None))
@@ -227,7 +222,7 @@ class _Threads:
         except Exception as error:
             log.debug("Could not look for later tries: %s", error)
 
-    # -- the threads of a batcher ----------------------------------------------------------------
+    # -- the lanes of a batcher ------------------------------------------------------------------
 
     def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
@@ -236,7 +231,7 @@ class _Threads:
             except BaseException as error:
                 self._abort(error)
 
-        return make_thread(self._app.spark, name, guarded)
+        return make_thread(name, guarded)
 
     def _abort(self, error: BaseException) -> None:
         """Stops the application on an error; logs the first, which determines the exit code."""
@@ -250,34 +245,6 @@ class _Threads:
             log.error(
                 "%s", str(error) or type(error).__name__, exc_info=None if expected else error
             )
-
-    def _run_plans(self, plans: Sequence[BatchPlan]) -> None:
-        for plan in plans:
-            if self._stop.is_set():
-                return
-            self._run_plan(plan)
-
-    def _run_plan(self, plan: BatchPlan) -> None:
-        from airflow_broadway.spark.batch import BatchRunner
-
-        options = self._app.pipeline.batchers[plan.batcher]
-        order = BatchOrder(self._open_batches(plan), merged=options.merge_keys)
-        # Sequentially, a crash identifies its batch.
-        concurrency = 1 if self._app.work.alone else options.concurrency
-        runner = BatchRunner(self._app, plan)
-        progress = _Progress(plan)
-        lanes = [
-            self._thread(
-                f"{plan.batcher}-{lane}",
-                lambda lane=lane: self._run_lane(order, runner, progress, lane),  # type: ignore[misc]
-            )
-            for lane in range(min(concurrency, self._total))
-        ]
-        for thread in lanes:
-            thread.start()
-        for thread in lanes:
-            thread.join()
-        runner.finish()
 
     def _open_batches(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
         """Yields the batches of a plan that have no outcome."""
@@ -298,25 +265,25 @@ class _Threads:
             else:
                 yield batch
 
-    def _run_lane(
-        self, order: BatchOrder, runner: BatchRunner, progress: _Progress, lane: int
-    ) -> None:
-        while (batch := self._next(order)) is not None:
-            try:
-                with log_ids(batcher=runner.plan.batcher, batch_id=batch.batch_id):
-                    try:
-                        self._run_batch(runner, batch, progress, lane)
-                    except BaseException as error:
-                        self._abort(error)  # here, where the log line has the batch's id
-                        raise
-            finally:
-                with self._changed:
-                    order.done(batch)
-                    self._running.discard(batch.batch_id)
-                    self._changed.notify_all()
+    def _run_lane(self, runs: Sequence[_PlanRun], lane: int) -> None:
+        """Runs batches of one plan after another."""
+        for run in runs:
+            while (batch := self._next(run.order)) is not None:
+                try:
+                    with log_ids(batcher=run.runner.plan.batcher, batch_id=batch.batch_id):
+                        try:
+                            self._run_batch(run, batch, lane)
+                        except BaseException as error:
+                            self._abort(error)  # here, where the log line has the batch's id
+                            raise
+                finally:
+                    with self._changed:
+                        run.order.done(batch)
+                        self._running.discard(batch.batch_id)
+                        self._changed.notify_all()
 
     def _next(self, order: BatchOrder) -> PlannedBatch | None:
-        """Waits for a batch that may run; returns ``None`` if there is none left."""
+        """Waits for a batch that may run; returns ``None`` when the plan is done."""
         with self._changed:
             while not self._stop.is_set():
                 batch = order.take()
@@ -328,47 +295,48 @@ class _Threads:
                 self._changed.wait(1.0)
         return None
 
-    def _run_batch(
-        self, runner: BatchRunner, batch: PlannedBatch, progress: _Progress, lane: int
-    ) -> None:
-        from airflow_broadway.spark.batch import Unreadable
-
+    def _run_batch(self, run: _PlanRun, batch: PlannedBatch, lane: int) -> None:
         app = self._app
         if app.work.marked:
             mark_begun(app.files, app.work.name, app.work.try_number, WORK, batch.batch_id)
         try:
-            outcome = runner.run(batch, lane=lane)
+            outcome = run.runner.run(batch, lane=lane)
         except OwnershipLost:
             raise
         except (LeaseLapsed, Unreadable) as error:
             # Only this batch's messages are lost or unreadable; other batches continue.
             with self._changed:
-                self._problems[str(error)] = self._problems.get(str(error), 0) + 1
+                self._problems[str(error)] += 1
             return
         with self._changed:
             self._recorded += 1
             self._failed += bool(outcome.error)
-        progress.log(outcome)
+            run.log(outcome)
 
 
-class _Progress:
-    """Logs the progress of one plan: the first batches, then periodically, and every failure."""
+class _PlanRun:
+    """The run of one plan: its batches in a valid order, and its progress in the log."""
 
-    def __init__(self, plan: BatchPlan) -> None:
-        self._plan = plan
+    def __init__(
+        self, app: Application, plan: BatchPlan, open_batches: Iterator[PlannedBatch]
+    ) -> None:
+        options = app.pipeline.batchers[plan.batcher]
+        self.runner = BatchRunner(app, plan)
+        self.order = BatchOrder(open_batches, merged=options.merge_keys)
         self._count = 0
         self._logged_at = 0.0
-        self._lock = threading.Lock()
 
     def log(self, outcome: Outcome) -> None:
-        """Logs the outcome of a batch, if it is due."""
-        with self._lock:
-            self._count += 1
-            count, now = self._count, time.monotonic()
-            recent = now - self._logged_at < LOG_INTERVAL
-            if count > LOGGED_BATCHES and recent and not outcome.failed:
-                return
-            self._logged_at = now
+        """Logs an outcome: of the first batches, then periodically, and every failure.
+
+        Called by one thread at a time.
+        """
+        self._count += 1
+        now = time.monotonic()
+        recent = now - self._logged_at < LOG_INTERVAL
+        if self._count > LOGGED_BATCHES and recent and not outcome.failed:
+            return
+        self._logged_at = now
         log.info(
             "%s %s: %d succeeded, %d failed, %.2f s (batch %d of %d)%s",
             outcome.batcher,
@@ -376,49 +344,27 @@ class _Progress:
             outcome.successful,
             outcome.failed,
             outcome.seconds,
-            count,
-            self._plan.batches,
+            self._count,
+            self.runner.plan.batches,
             f"; {outcome.missing} without an outcome" if outcome.missing else "",
         )
 
 
-class _Watch:
-    """Calls a function periodically, from its own thread, while its context lasts."""
-
-    def __init__(self, check: Callable[[], None], seconds: float) -> None:
-        self._check = check
-        self._seconds = seconds
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=keep_ids(self._run), name="watch", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        while not self._over.wait(self._seconds):
-            self._check()
-
-
-class _signals:  # noqa: N801 - used as a function
+@contextmanager
+def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     """Stops the application gracefully on SIGTERM and SIGINT; inactive off the main thread."""
+    before: dict[int, Any] = {}
 
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         log.warning("Received %s: stopping.", signal.Signals(number).name)
-        self._stop.set()
+        stop.set()
+
+    if threading.current_thread() is threading.main_thread():
+        before = {
+            number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

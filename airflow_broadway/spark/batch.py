@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
@@ -37,7 +36,7 @@ from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames
 from airflow_broadway.spark.results import Failed, Outcomes, read
-from airflow_broadway.spark.session import end_session, name_jobs, new_session, why_lost
+from airflow_broadway.spark.session import name_jobs, why_lost
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -78,7 +77,6 @@ class Application:
     :param files: Access to small files of the same folder.
     :param context: The ``context`` argument of callbacks.
     :param stopping: Returns whether the application is being stopped.
-    :param application_id: Spark's application id; empty under Connect.
     :param host: The driver's host, for messages.
     """
 
@@ -90,7 +88,6 @@ class Application:
     context: Any
     ownership: Ownership
     stopping: Callable[[], bool] = lambda: False
-    application_id: str = ""
     host: str = field(default_factory=socket.gethostname)
 
     def check_alive(self, cause: BaseException | None = None) -> None:
@@ -121,7 +118,7 @@ class BatchRunner:
             writer=f"{work.name} try {work.try_number} on {application.host}",
             try_number=work.try_number,
             fresh=True,
-            application_id=application.application_id,
+            application_id=application.spark.sparkContext.applicationId,
         )
         shared = application.pipeline, application.context, self.frames
         self.judge = Judge(*shared)
@@ -137,15 +134,7 @@ class BatchRunner:
         :raises Unreadable: If its files are missing, or failed messages cannot be read.
         """
         batch = self.recorder.begin(planned, plain_key(planned.batch_key))
-        session = new_session(self.app.spark)
-        try:
-            return _Batch(self, planned, batch, session, lane).run()
-        finally:
-            end_session(session)
-
-    def finish(self) -> None:
-        """Completes the plan after its last batch."""
-        self.recorder.finish()
+        return _Batch(self, planned, batch, lane).run()
 
 
 class _Batch:
@@ -156,14 +145,14 @@ class _Batch:
         runner: BatchRunner,
         planned: PlannedBatch,
         batch: OpenBatch,
-        session: SparkSession,
         lane: int,
     ) -> None:
         self._runner = runner
         self._app = runner.app
         self._planned = planned
         self._batch = batch
-        self._session = session
+        #: Its own, with separate temporary views and settings.
+        self._session = session = runner.app.spark.newSession()
         plan = runner.plan
         #: The metadata of its telemetry events.
         self._metadata = {
@@ -275,13 +264,13 @@ class _Batch:
     ) -> tuple[Exceptions, Counts]:
         """Writes the exceptions of one result, streamed."""
         counts = Counts()
-        entries = judge.entries(self._session, self._planned, result, counts)
+        entry_lines = judge.lines(self._session, self._planned, result, counts)
         returned = not isinstance(result, Status)
 
         def lines() -> Iterator[str]:
             while True:
                 try:
-                    line = next(entries, None)
+                    line = next(entry_lines, None)
                 except protected() as error:
                     if returned:
                         raise _CallbackError(error) from error
@@ -289,7 +278,7 @@ class _Batch:
                     raise _unreadable_error("failed messages", self._planned, error) from error
                 if line is None:
                     return
-                yield dump_entry(line.entry, source=line.source)
+                yield line
 
         return self._batch.keep(lines()), counts
 

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
+from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Delivery, Entry
-from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.formats.entries import EntryLine
+from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.plan import PlannedBatch, plain_key
-from airflow_broadway.core.model.acks import NO_ACK, AckRef, Scope, ack_messages, is_settled
+from airflow_broadway.core.model.acks import (
+    NO_ACK,
+    AckRef,
+    Scope,
+    ack_messages_or_raise,
+    is_settled,
+)
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.stages.callbacks import run_handle_failed
 from airflow_broadway.spark.frame import BatchFrames, as_utc, to_python
@@ -32,19 +40,18 @@ if TYPE_CHECKING:
 CHUNK = 1000
 
 
+@dataclass(slots=True)
 class Counts:
     """Counts of unsuccessful messages of a batch, updated while its entries are streamed.
 
-    ``failed``: with a verdict; ``missing``: without an outcome; ``unnamed``: missing messages that
-    ``handle_batch`` did not return.
+    :param failed: Messages with a verdict.
+    :param missing: Messages without an outcome.
+    :param unnamed: Missing messages that ``handle_batch`` did not return.
     """
 
-    __slots__ = ("failed", "missing", "unnamed")
-
-    def __init__(self) -> None:
-        self.failed = 0
-        self.missing = 0
-        self.unnamed = 0
+    failed: int = 0
+    missing: int = 0
+    unnamed: int = 0
 
 
 class Judge:
@@ -64,14 +71,15 @@ class Judge:
         self._handle_failed = handle_failed
         self._data = handle_failed and pipeline.defines("handle_failed")
 
-    def entries(
+    def lines(
         self,
         spark: SparkSession,
         batch: PlannedBatch,
         result: Failed | Outcomes | Status | None,
         counts: Counts,
-    ) -> Iterator[EntryLine]:
-        """Streams the entries of a batch; with their source, in a batch of several generations.
+    ) -> Iterator[str]:
+        """Streams the entries of a batch as lines; with their source, in a batch of several
+        generations.
 
         :param result: The result of :func:`results.read`, or the status of the whole batch.
         :param counts: Updated with each entry.
@@ -90,11 +98,11 @@ class Judge:
             elif message.status is MISSING:
                 counts.missing += 1
                 counts.unnamed += 1
-                source = _source_index(message.row, batch)
                 row = message.row
-                yield _build_line(
-                    row["message_id"], row["attempt"], _delivery_of_row(row), RELEASE, source
-                )
+                data = _delivery_of_row(row)
+                body = data.payload, data.properties
+                entry = Entry(row["message_id"], data.receipt, RELEASE, row["attempt"], *body)
+                yield dump_entry(entry, source=_source_index(row, batch))
                 continue
             chunk.append(message)
             if len(chunk) >= CHUNK:
@@ -107,7 +115,7 @@ class Judge:
 
     def _judged(
         self, chunk: list[Unsuccessful], batch: PlannedBatch, counts: Counts
-    ) -> Iterator[EntryLine]:
+    ) -> Iterator[str]:
         sink = _Sink()
         acknowledger = RunAcknowledger(self._pipeline.producer, sink)
         messages = [self._message(message, batch, acknowledger) for message in chunk]
@@ -115,7 +123,7 @@ class Judge:
             handled = messages
             if self._handle_failed:
                 handled = run_handle_failed(self._pipeline, messages, self._context, scope)
-            ack_messages([], handled, on_error=_raise)
+            ack_messages_or_raise([], handled)
         # By generation, too: a message may be in two of them, and each settles its own.
         left = {
             (message.message_id, message.acknowledger.ref): message
@@ -127,27 +135,25 @@ class Judge:
             if left.pop((message.message_id, source), None) is None:
                 continue  # returned twice by handle_failed, or not of this batch
             counts.failed += 1
-            yield _build_line(
-                message.message_id, message.attempt, _delivery(message), verdict, source
-            )
-        for (message_id, source), message in left.items():  # handle_failed did not return it
+            yield dump_entry(entry_of(message, verdict), source=source)
+        for (_, source), message in left.items():  # handle_failed did not return it
             counts.missing += 1
-            yield _build_line(message_id, message.attempt, _delivery(message), RELEASE, source)
+            yield dump_entry(entry_of(message, RELEASE), source=source)
 
     def _message(
         self, unsettled: Unsuccessful, batch: PlannedBatch, acknowledger: RunAcknowledger
     ) -> Message:
         row = unsettled.row
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"data": None}
         if self._data:
             fields = {
+                "data": self._python(row["data"]),
                 "metadata": row["metadata"] or {},
                 "batch_key": _batch_key(row["batch_key"], batch),
                 "received_at": as_utc(row["received_at"]),
                 "position": row["position"],
             }
         return Message(
-            self._python(row["data"]) if self._data else None,
             message_id=row["message_id"],
             attempt=row["attempt"],
             redelivered=bool(row["redelivered"]),
@@ -161,11 +167,11 @@ class Judge:
 
     def _python(self, value: Any) -> Any:
         """Returns the data as returned by ``handle_message``, within the limits of the schema."""
+        if value is None:
+            return None
         if self._frames.schema is not None:
-            return to_python(value, self._frames.schema.struct)
-        if self._frames.plan.as_bytes:
-            return None if value is None else bytes(value)
-        return None if value is None else json.loads(value)
+            return to_python(value, self._frames.schema)
+        return bytes(value) if self._frames.plan.as_bytes else json.loads(value)
 
 
 class _Sink:
@@ -185,10 +191,6 @@ class _Sink:
         )
 
 
-def _raise(acknowledger: Any, ref: Any, error: Exception) -> None:
-    raise error
-
-
 def _delivery_of_row(row: Any) -> Delivery:
     """Returns the delivery of a row's message."""
     payload = row["_payload"]
@@ -204,19 +206,6 @@ def _delivery_of_row(row: Any) -> Delivery:
 def _source_index(row: Any, batch: PlannedBatch) -> int | None:
     """Returns the index of a row's generation; ``None`` in a batch of one generation."""
     return int(row["source"]) if len(batch.sources) > 1 else None
-
-
-def _build_line(
-    message_id: str, attempt: int, data: Delivery, verdict: Verdict, source: int | None
-) -> EntryLine:
-    # Always with its body: some brokers release a message by publishing it again.
-    entry = Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
-    return EntryLine(entry, source, settled=False)
-
-
-def _delivery(message: Message) -> Delivery:
-    data = message.acknowledger.data
-    return data if isinstance(data, Delivery) else Delivery()
 
 
 def _batch_key(text: str | None, batch: PlannedBatch) -> Any:

@@ -11,7 +11,8 @@ the batch, and the filter on ``batch`` lets Spark skip the row groups of other b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,8 @@ from pyspark.sql import functions as F  # noqa: N812 - everyone's name for it
 from pyspark.sql import types as T  # noqa: N812
 
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.schema.ddl import (
-    Array,
-    Atomic,
-    DataType,
-    Decimal,
-    Map,
-    Schema,
-    Struct,
-    parse_schema,
-)
+from airflow_broadway.core.schema.ddl import parse_schema
+from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal, Map, Struct
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -92,34 +85,13 @@ def _spark_type(kind: DataType) -> T.DataType:
     return _ATOMIC[kind]
 
 
-def data_type(schema: Schema | None, *, as_bytes: bool) -> T.DataType:
-    """Returns the Spark type of the column ``data``."""
-    if schema is not None:
-        return _spark_type(schema.struct)
-    return T.BinaryType() if as_bytes else T.StringType()
-
-
-def file_schema(data: T.DataType) -> T.StructType:
-    """Returns the schema of the columns that are read from a plan's data files."""
-    fields: list[tuple[str, T.DataType]] = [
-        ("batch", T.LongType()),
-        ("source", T.IntegerType()),
-        ("message_id", T.StringType()),
-        ("data", data),
-        ("batch_key", T.StringType()),
-        ("metadata", T.MapType(T.StringType(), T.StringType())),
-        ("attempt", T.IntegerType()),
-        ("redelivered", T.BooleanType()),
-        ("received_at", T.TimestampType()),
-        ("position", T.LongType()),
-        ("_receipt", T.StringType()),
-        ("_payload", T.BinaryType()),
-        ("_properties", T.StringType()),
-        ("_on_success", T.StringType()),
-        ("_on_failure", T.StringType()),
-        ("_acked", T.BooleanType()),
-    ]
-    return T.StructType([T.StructField(name, kind) for name, kind in fields])
+#: The columns of a plan's data files; ``data`` has its batcher's type.
+_FILE = parse_schema(
+    "batch bigint, source int, message_id string, data string, batch_key string,"
+    " metadata map<string, string>, attempt int, redelivered boolean, received_at timestamp,"
+    " position bigint, _receipt string, _payload binary, _properties string, _on_success string,"
+    " _on_failure string, _acked boolean"
+)
 
 
 class BatchFrames:
@@ -132,7 +104,10 @@ class BatchFrames:
         self.plan = plan
         self.schema = parse_schema(plan.schema) if plan.schema else None
         self._folder = f"{run_uri.rstrip('/')}/{plan.path}"
-        self._file_schema = file_schema(data_type(self.schema, as_bytes=plan.as_bytes))
+        data = Atomic.BINARY if plan.as_bytes else Atomic.STRING
+        kinds = {"data": self.schema or data}
+        fields = (replace(field, type=kinds.get(field.name, field.type)) for field in _FILE.fields)
+        self._file_schema: Any = _spark_type(Struct(tuple(fields)))
 
     def messages(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         """Returns the DataFrame argument of ``handle_batch``."""
@@ -154,7 +129,7 @@ class BatchFrames:
     def _kind(self, name: str) -> DataType | None:
         if name == "received_at":
             return Atomic.TIMESTAMP
-        return self.schema.struct if name == "data" and self.schema else None
+        return self.schema if name == "data" else None
 
     def _read_rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]
@@ -169,10 +144,8 @@ class BatchFrames:
 def micros(column: Column, kind: DataType | None) -> Column:
     """Converts the timestamps in a column to microseconds since 1970, at any depth.
 
-    A map that contains timestamps becomes an array of its entries, so that no keys collide.
+    A map becomes an array of its entries, so that no keys collide.
     """
-    if kind is None or not _has_timestamp(kind):
-        return column
     if isinstance(kind, Struct):
         fields = (micros(column[f.name], f.type).alias(f.name) for f in kind.fields)
         return F.when(column.isNotNull(), F.struct(*fields))
@@ -187,17 +160,7 @@ def micros(column: Column, kind: DataType | None) -> Column:
                 micros(item["key"], key).alias("key"), micros(item["value"], value).alias("value")
             ),
         )
-    return F.unix_micros(column)
-
-
-def _has_timestamp(kind: DataType) -> bool:
-    if isinstance(kind, Struct):
-        return any(_has_timestamp(field.type) for field in kind.fields)
-    if isinstance(kind, Array):
-        return _has_timestamp(kind.element)
-    if isinstance(kind, Map):
-        return _has_timestamp(kind.key) or _has_timestamp(kind.value)
-    return kind is Atomic.TIMESTAMP
+    return F.unix_micros(column) if kind is Atomic.TIMESTAMP else column
 
 
 def as_utc(value: int) -> datetime:
@@ -205,10 +168,10 @@ def as_utc(value: int) -> datetime:
     return _EPOCH + timedelta(microseconds=value)
 
 
-def to_python(value: Any, kind: DataType | Schema) -> Any:
+def to_python(value: Any, kind: DataType) -> Any:
     """Converts a collected value to plain Python: dicts, lists, ``bytes``, aware UTC datetimes.
 
-    :param value: A value with timestamps as converted by :func:`micros`.
+    :param value: A value as converted by :func:`micros`.
     """
     if value is None:
         return None
@@ -217,8 +180,7 @@ def to_python(value: Any, kind: DataType | Schema) -> Any:
     if isinstance(kind, Array):
         return [to_python(item, kind.element) for item in value]
     if isinstance(kind, Map):
-        items = value.items() if isinstance(value, Mapping) else value
-        return {to_python(k, kind.key): to_python(v, kind.value) for k, v in items}
+        return {to_python(k, kind.key): to_python(v, kind.value) for k, v in value}
     if kind is Atomic.BINARY:
         return bytes(value)
     if kind is Atomic.TIMESTAMP:

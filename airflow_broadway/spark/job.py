@@ -26,9 +26,8 @@ from airflow_broadway.core.formats.work import Work, digest_of
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
-from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
-from airflow_broadway.spark.session import application_id, open_session, ui_address
+from airflow_broadway.spark.session import REFUSED, open_session
 
 log = logging.getLogger("airflow_broadway.spark")
 
@@ -92,6 +91,8 @@ def _check(reference: str) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     log.info("%s", _check_versions())
+    from airflow_broadway.spark.application import run_work  # loads pyspark
+
     uri: str = args.run
     files: Files | None = None
     if local_path(uri) is not None:  # fails early, before a session is started
@@ -99,7 +100,9 @@ def _run(args: argparse.Namespace) -> int:
         _read_work(files, args)
     spark = open_session()
     try:
-        log.info("Spark application %s; its UI: %s", application_id(spark), ui_address(spark))
+        context = spark.sparkContext
+        ui = context.uiWebUrl or ""
+        log.info("Spark application %s; its UI: %s", context.applicationId, ui)
         files = files or open_files(uri, spark)
         return run_work(spark, uri, files, _read_work(files, args))
     finally:

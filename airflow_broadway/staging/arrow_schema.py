@@ -15,17 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
-from airflow_broadway.core.schema.ddl import (
-    Array,
-    Atomic,
-    DataType,
-    Decimal,
-    Field,
-    Map,
-    Schema,
-    SchemaError,
-    Struct,
-)
+from airflow_broadway.core.errors import SchemaError
+from airflow_broadway.core.schema.ddl import Schema
+from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal, Field, Map, Struct
 
 #: Parquet metadata with which Spark 3.5 reads dates before 1582 unchanged: without a version it
 #: fails unless ``spark.sql.parquet.datetimeRebaseModeInRead`` is set.

@@ -16,7 +16,7 @@ from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import BatchMode, Message
-from airflow_broadway.core.schema.plain import load, load_key, load_metadata
+from airflow_broadway.core.schema.encoding import load, load_key, load_metadata
 from airflow_broadway.staging.arrow_schema import from_arrow
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.tables import ParquetFile, holds

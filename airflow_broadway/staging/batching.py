@@ -20,7 +20,7 @@ from airflow_broadway.core.formats.plan import PlannedBatch
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.schema.plain import load_key
+from airflow_broadway.core.schema.encoding import load_key
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, ItemBatch, KeyMerger
 from airflow_broadway.core.stages.callbacks import log_failure, status_of
 from airflow_broadway.staging.arrow_schema import compute as pc

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.entries import EntryLine, load_line
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.parts import Splits, splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch

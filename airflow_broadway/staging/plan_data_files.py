@@ -17,8 +17,7 @@ import pyarrow as pa
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.model.pipeline_options import Batcher
-from airflow_broadway.core.schema.ddl import encode_json
-from airflow_broadway.core.schema.json_text import BASE64
+from airflow_broadway.core.schema.encoding import BASE64, encode_json
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder

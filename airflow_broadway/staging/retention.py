@@ -15,7 +15,8 @@ from datetime import UTC, datetime, timedelta
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.run_folder import (
     OPEN,

@@ -19,7 +19,8 @@ from typing import Any
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed, StagingDamaged, StagingError
-from airflow_broadway.core.formats.layout import VERSION, check_version, load, paths
+from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.layout import VERSION, check_version, load
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.names import encode_name

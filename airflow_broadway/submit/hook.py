@@ -10,7 +10,7 @@ from typing import Any
 
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 
-from airflow_broadway.spark.application import INCOMPLETE, REFUSED
+from airflow_broadway.spark.session import INCOMPLETE, REFUSED
 
 #: The line of the driver's log with the application's id and the URL of its UI.
 APPLICATION = re.compile(r"Spark application (\S+); its UI: (https?://[^\s,]+|)")

@@ -12,7 +12,6 @@ from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.frame import BatchFrames
-from airflow_broadway.spark.session import new_session
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.session import spark_session
@@ -32,7 +31,7 @@ def bench_spark() -> list[dict[str, Any]]:
         from airflow_broadway.core.formats.plan import BatchPlan
 
         first = next(BatchPlan.read(staged.files, plan.path)[1])
-        session = new_session(spark)
+        session = spark.newSession()
         number = iter(range(10_000))
 
         def write_bare() -> None:
@@ -44,7 +43,7 @@ def bench_spark() -> list[dict[str, Any]]:
             messages.select("message_id", "data.n").write.mode("overwrite").parquet(target)
 
         figures = {
-            "spark.new_session": _milliseconds(lambda: new_session(spark)),
+            "spark.new_session": _milliseconds(spark.newSession),
             "spark.frame": _milliseconds(lambda: frames.messages(session, first)),
             "spark.write": _milliseconds(write_bare),
             "spark.batch.driver_only": _batches(folder / "idle", lambda messages, info: None),

@@ -116,7 +116,7 @@ def _plan(folder: str, ref: dict[str, Any], batcher: str) -> Any:
 
 def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
     from airflow_broadway import __version__
-    from airflow_broadway.core.formats.layout import paths
+    from airflow_broadway.core.formats import paths
     from airflow_broadway.core.formats.work import Work
 
     pipeline = _pipeline(ref)
@@ -129,13 +129,13 @@ def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
         plans=plans,
         package_version=__version__,
     )
-    run.files.create(paths.work("bench", 1), work.dumps())
+    run.files.create(paths.of_try("bench", 1), work.dumps())
     command = [
         str(Path(sys.executable).parent / "spark-submit"),
         *("--master", "local[2]", "--conf", "spark.ui.enabled=false"),
         *("--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"),
         str(Path(__file__).parents[2] / "airflow_broadway" / "spark" / "launcher.py"),
-        *("--run", run.spark_uri(), "--work", paths.work("bench", 1), "--sha256", work.digest),
+        *("--run", run.spark_uri(), "--work", paths.of_try("bench", 1), "--sha256", work.digest),
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway import BatchInfo, Broadway, Message
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import make_ref
@@ -142,7 +142,7 @@ class Application:
             plans=plans,
         )
         files = open_files(run.spark_uri())
-        files.create(paths.work(work.name, work.try_number), work.dumps())
+        files.create(paths.of_try(work.name, work.try_number), work.dumps())
         logger, codes = logging.getLogger("airflow_broadway"), _Codes(self._made)
         logger.addHandler(codes)
         try:

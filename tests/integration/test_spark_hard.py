@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.pipeline_options import Batcher
@@ -75,7 +75,7 @@ def test_a_key_stays_in_order_across_generations(tmp_path):
         run=RunInfo().to_json(),
         plans=[plan.path],
     )
-    files.create(paths.work("t", 1), work.dumps())
+    files.create(paths.of_try("t", 1), work.dumps())
 
     # When they are handled three batches at a time
     seen: dict[Any, list[int]] = {}

@@ -20,7 +20,7 @@ import pytest
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
@@ -875,7 +875,7 @@ def test_a_zombie_cancels_its_job(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
-        job.files.create(paths.work("handle_batches", 2), "{}")
+        job.files.create(paths.of_try("handle_batches", 2), "{}")
         sleep(messages)
 
     started = time.monotonic()
@@ -886,7 +886,7 @@ def test_a_zombie_cancels_its_job(job):
 
 def test_a_zombie_starts_no_batch(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
-    job.files.create(paths.work("handle_batches", 2), "{}")
+    job.files.create(paths.of_try("handle_batches", 2), "{}")
     with pytest.raises(OwnershipLost):
         job.run(lambda messages, info: None, plan)
     assert Counting.calls == []
@@ -934,7 +934,7 @@ def _is_over(job: Job, patch: pytest.MonkeyPatch) -> None:
 
 def _is_retried(job: Job, patch: pytest.MonkeyPatch) -> None:
     """The task was killed, and tried again, while this batch ran."""
-    job.files.create(paths.work("handle_batches", 2), "{}")
+    job.files.create(paths.of_try("handle_batches", 2), "{}")
 
 
 def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:

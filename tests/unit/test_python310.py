@@ -46,7 +46,8 @@ NEWER = {
 
 #: What no Python loads without Spark.
 NEEDS_SPARK = {
-    f"airflow_broadway/spark/{name}.py" for name in ("batch", "entries", "frame", "unsuccessful")
+    f"airflow_broadway/spark/{name}.py"
+    for name in ("application", "batch", "entries", "frame", "unsuccessful")
 }
 
 

@@ -16,16 +16,16 @@ from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, 
 from airflow_broadway.core.custody.protocol import Entry, Lease
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, OptionsError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.entries import dump_entry, load_line
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.ownership import Ownership, begin_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.reference import load_ref, make_ref
 from airflow_broadway.core.schema.ddl import parse_schema
-from airflow_broadway.core.schema.plain import dump, load
+from airflow_broadway.core.schema.encoding import dump, load
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.spark.results import Failed, read
 
@@ -163,7 +163,7 @@ def test_values_go_and_come_back() -> None:
     value = {"a": [Decimal("1.10"), date(2026, 1, 1), b"\0", (1, {2})], 3: None}
     assert load(dump(value)) == value
     schema = parse_schema("n bigint, t struct<at: timestamp, tags: array<string>>")
-    assert [field.name for field in schema.struct.fields] == ["n", "t"]
+    assert [field.name for field in schema.fields] == ["n", "t"]
 
 
 def test_what_handle_batch_returns_is_read_without_spark() -> None:

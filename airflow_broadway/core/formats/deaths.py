@@ -18,26 +18,29 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import VERSION, paths, read_json
+from airflow_broadway.core.formats.layout import VERSION, read_json
 from airflow_broadway.core.formats.plan import PlannedBatch
 
 #: The folders of a task's tries: Spark applications, and processes of a Python batcher.
 WORK: Final = "work"
 TRIES: Final = "tries"
+_DEATHS: Final = "deaths"
+_INTERRUPTIONS: Final = "interruptions"
 
 
 def say_started(files: Files, name: str, number: int, folder: str) -> None:
     """Records that a Spark application begins to handle batches: before that no batch kills it."""
-    files.create(paths.started(name, number, folder), json.dumps({"version": VERSION}))
+    files.create(paths.of_try(name, number, folder, "started"), json.dumps({"version": VERSION}))
 
 
 def say_ended(files: Files, name: str, number: int, folder: str) -> None:
     """Records that a try ended without dying of a batch.  Safe to repeat."""
-    files.create(paths.ended(name, number, folder), json.dumps({"version": VERSION}))
+    files.create(paths.of_try(name, number, folder, "ended"), json.dumps({"version": VERSION}))
 
 
 def mark_begun(files: Files, name: str, number: int, folder: str, batch_id: str) -> None:
@@ -52,13 +55,18 @@ def interruptions_of(files: Files, plan: str) -> list[list[str]]:
 
     :returns: For each interruption the ids of the batches; empty if they were not marked.
     """
+    outcomes = paths.outcomes(plan)
     interruptions: list[list[str]] = []
     for folder in (WORK, TRIES):
         tries = (re.fullmatch(r"(.+)-\d+\.json", file) for file in files.list(folder))
         for name in sorted({match[1] for match in tries if match}):
             deaths = Deaths(files, name, folder)
             deaths.look(over=None)
-            interruptions += deaths.interruptions_on(plan)
+            interruptions += [
+                record["batches"] or []
+                for record in deaths.records.values()
+                if record["interrupted"] and outcomes in map(paths.outcomes, record["plans"])
+            ]
     return interruptions
 
 
@@ -75,15 +83,20 @@ class Deaths:
         self._folder = folder
         #: The number of tries so far.
         self.tries = 0
-        self._began: set[int] = set()
-        self._ended: set[int] = set()
-        self._deaths: dict[int, dict[str, Any]] = {}
-        self._interruptions: dict[int, dict[str, Any]] = {}
+        #: The tries that began to handle batches, and those that ended without dying of one.
+        self.began: set[int] = set()
+        self.ended: set[int] = set()
+        #: The tries that died, with their records.
+        self.records: dict[int, dict[str, Any]] = {}
+        #: How many tries died with the whole task.
+        self.interruptions = 0
         self._of_all = 0
         self._of: Counter[str] = Counter()
-        self._alone: Counter[str] = Counter()
-        self._interrupted: Counter[str] = Counter()
-        self._interrupted_alone: Counter[str] = Counter()
+        #: Batch → how many deaths of tries that handled nothing else may be of it.
+        self.alone: Counter[str] = Counter()
+        #: Batch → at how many interruptions it was in hand, and at how many nothing else was.
+        self.interrupted: Counter[str] = Counter()
+        self.interrupted_alone: Counter[str] = Counter()
 
     def look(self, *, parent: str = "", over: int | None = 0) -> None:
         """Reads the tries, and records those that died.
@@ -100,62 +113,40 @@ class Deaths:
             if match:
                 numbers[match[2]].add(int(match[1]))
         self.tries = max(numbers["json"], default=0)
-        self._began = numbers["started" if self._folder == WORK else "json"]
-        self._ended = numbers["ended"]
-        self._read_records()
-        for number in sorted(self._began - self._ended - self._deaths.keys()):
-            if number in self._interruptions:
-                continue
-            if parent and self.is_child(number, parent):
-                self._record_death(number, paths.death(self._name, number, self._folder))
-            elif over is None or number <= over:
-                path = paths.interruption(self._name, number, self._folder)
-                self._record_death(number, path)
-        self._read_records()
-        self._count()
+        self.began = numbers["started" if self._folder == WORK else "json"]
+        self.ended = numbers["ended"]
+        unread = sorted(self.began - self.records.keys())
+        recorded = {
+            f"{kind}/{self._folder}/{file}"
+            for kind in (_DEATHS, _INTERRUPTIONS)
+            for file in (self._files.list(f"{kind}/{self._folder}") if unread else ())
+        }
+        for number in unread:
+            death, interruption = (
+                paths.death(self._name, number, self._folder, kind)
+                for kind in (_DEATHS, _INTERRUPTIONS)
+            )
+            path = next((path for path in (death, interruption) if path in recorded), "")
+            if not path and number not in self.ended:
+                if parent and self.is_child(number, parent):
+                    path = death
+                elif over is None or number <= over:
+                    path = interruption
+                if path:
+                    self._record_death(number, path)
+            if path:
+                record = read_json(self._files.read(path), path)
+                self.records[number] = {**record, "interrupted": path == interruption}
+                self._count(self.records[number])
 
     @property
     def count(self) -> int:
         """The number of deaths, without interruptions."""
-        return len(self._deaths)
-
-    @property
-    def interruptions(self) -> int:
-        """The number of tries that died with the whole task."""
-        return len(self._interruptions)
+        return len(self.records) - self.interruptions
 
     def of(self, batch: PlannedBatch) -> int:
         """Returns how many deaths may be of a batch without an outcome; of a part, as a part."""
         return self._of[batch.batch_id] + (0 if batch.part else self._of_all)
-
-    def alone(self, batch: PlannedBatch) -> int:
-        """Returns how many of these tries handled nothing else."""
-        return self._alone[batch.batch_id]
-
-    def interrupted(self, batch: PlannedBatch) -> int:
-        """Returns at how many interruptions the batch was in hand."""
-        return self._interrupted[batch.batch_id]
-
-    def interrupted_alone(self, batch: PlannedBatch) -> int:
-        """Returns at how many interruptions nothing else was in hand."""
-        return self._interrupted_alone[batch.batch_id]
-
-    def interruptions_on(self, plan: str) -> list[list[str]]:
-        """Returns the batches in hand at each interruption of a try that handled a plan."""
-        outcomes = paths.outcomes(plan)
-        return [
-            list(record["batches"] or ())
-            for record in self._interruptions.values()
-            if any(paths.outcomes(path) == outcomes for path in record["plans"])
-        ]
-
-    def ended(self, number: int) -> bool:
-        """Returns whether a try ended without dying of a batch, as of the last :meth:`look`."""
-        return number in self._ended
-
-    def began(self, number: int) -> bool:
-        """Returns whether a try began to handle batches, as of the last :meth:`look`."""
-        return number in self._began
 
     def is_child(self, number: int, parent: str) -> bool:
         """Returns whether an execution of the task started a try."""
@@ -184,32 +175,14 @@ class Deaths:
         }
         self._files.create(path, json.dumps(value))
 
-    def _read_records(self) -> None:
-        """Reads what was recorded since the last :meth:`look`."""
-        for records, path_of in (
-            (self._deaths, paths.death),
-            (self._interruptions, paths.interruption),
-        ):
-            folder = path_of(self._name, 0, self._folder).rpartition("/")[0]
-            names = set(self._files.list(folder)) if self._began else set()
-            for number in sorted(self._began - records.keys()):
-                path = path_of(self._name, number, self._folder)
-                if path.rpartition("/")[2] in names:
-                    records[number] = read_json(self._files.read(path), path)
-
-    def _count(self) -> None:
-        self._of_all = 0
-        for counter in (self._of, self._alone, self._interrupted, self._interrupted_alone):
-            counter.clear()
-        for death in self._deaths.values():
-            if death["batches"] is None:  # the batches in hand are unknown
-                self._of_all += 1
-                continue
-            self._of.update(death["batches"])
-            if death["alone"]:
-                self._alone.update(death["batches"])
-        for interruption in self._interruptions.values():
-            in_hand: Sequence[str] = interruption["batches"] or ()
-            self._interrupted.update(in_hand)
-            if len(in_hand) == 1:
-                self._interrupted_alone.update(in_hand)
+    def _count(self, record: Mapping[str, Any]) -> None:
+        in_hand: Sequence[str] = record["batches"] or ()
+        if record["interrupted"]:
+            self.interruptions += 1
+            self.interrupted.update(in_hand)
+            self.interrupted_alone.update(in_hand if len(in_hand) == 1 else ())
+        elif record["batches"] is None:  # the batches in hand are unknown
+            self._of_all += 1
+        else:
+            self._of.update(in_hand)
+            self.alone.update(in_hand if record["alone"] else ())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON, Action, Verdict
@@ -59,21 +58,19 @@ class EntryLine(NamedTuple):
 def load_line(line: str) -> EntryLine:
     """Reads what :func:`dump_entry` wrote."""
     value = json.loads(line)
-    return EntryLine(_parse_entry(value), value.get("source"), value.get("settled", False))
-
-
-def _parse_entry(value: Mapping[str, Any]) -> Entry:
     payload = value.get("payload")
-    return Entry(
+    verdict = Verdict(
+        Action(value["action"]),
+        value.get("delay", 0.0),
+        value.get("reason", ""),
+        value.get("stage", ""),
+    )
+    entry = Entry(
         value["id"],
         value.get("receipt", ""),
-        Verdict(
-            Action(value["action"]),
-            value.get("delay", 0.0),
-            value.get("reason", ""),
-            value.get("stage", ""),
-        ),
+        verdict,
         value.get("attempt", 1),
         None if payload is None else base64.b64decode(payload),
         value.get("properties"),
     )
+    return EntryLine(entry, value.get("source"), value.get("settled", False))

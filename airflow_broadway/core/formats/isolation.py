@@ -93,82 +93,73 @@ def next_step(
     died = deaths.count + deaths.interruptions
     if not died and not suspects:
         return Step()
-    known = on_record or {}
-    split = [(batch, parts) for batch in undecided if (parts := _parts(batch, deaths, known)) > 1]
+    evidence = _Evidence(deaths, on_record or {})
+    split = [(batch, parts) for batch in undecided if (parts := evidence.parts(batch)) > 1]
     proven = proven or sum(batch.size for batch in undecided) == 1
-    aside = [batch for batch in undecided if _is_poison(batch, deaths, known, max_crashes, proven)]
+    aside = [batch for batch in undecided if evidence.is_poison(batch, max_crashes, proven)]
     if split or aside:
         return Step(split, aside)
-    plain = list(_unsuspected(undecided, deaths, known))
-    if plain:
-        return Step(run=_ids(plain), marked=True, deaths=died)
-    fresh = [
-        batch
-        for batch in undecided
-        if (batch.part or _crashes_of(batch, known).in_hand) and not deaths.of(batch)
-    ]
-    if fresh:
+    run, alone = list(evidence.unsuspected(undecided)), False
+    if not run:
+        alone = True
         # Batches least often in hand first: so that outside kills do not always hit the same one.
-        fresh.sort(key=lambda batch: (_times_in_hand(batch, deaths, known), -batch.size))
-        return Step(run=_ids(fresh), alone=True, marked=True, deaths=died)
-    least = min(undecided, key=deaths.of)
-    return Step(run=[least.batch_id], alone=True, marked=True, deaths=died)
+        run = sorted(
+            (
+                batch
+                for batch in undecided
+                if (batch.part or evidence.of_record(batch).in_hand) and not deaths.of(batch)
+            ),
+            key=lambda batch: (evidence.times_in_hand(batch), -batch.size),
+        )
+    run = run or [min(undecided, key=deaths.of)]
+    return Step(run=[batch.batch_id for batch in run], alone=alone, marked=True, deaths=died)
 
 
-def _parts(batch: PlannedBatch, deaths: Deaths, known: Mapping[str, OnRecord]) -> int:
-    """Returns into how many parts a batch is to be split; 1: not at all."""
-    if batch.size == 1:
-        return 1
-    enough = SUSPECT + 1 if batch.part is None else 1
-    if deaths.of(batch) >= enough:
-        return 2
-    portion = _crashes_of(batch, known).portion
-    if batch.part is not None or portion is None:
-        return 1
-    return min(MOST_PARTS, -(-batch.size // portion))
+class _Evidence(NamedTuple):
+    """The recorded crashes of this run, and of earlier ones."""
 
+    deaths: Deaths
+    known: Mapping[str, OnRecord]
 
-def _is_poison(
-    batch: PlannedBatch,
-    deaths: Deaths,
-    known: Mapping[str, OnRecord],
-    max_crashes: int,
-    proven: bool,
-) -> bool:
-    """Returns whether a batch is a single message that has killed often enough."""
-    if batch.size > 1:
-        return False
-    before = _crashes_of(batch, known).alone
-    if before > max_crashes:  # in as many earlier runs
-        return True
-    here = deaths.interrupted_alone(batch)
-    return proven and (deaths.alone(batch) >= max_crashes or here + before > max_crashes)
+    def of_record(self, batch: PlannedBatch) -> OnRecord:
+        return self.known.get(batch.batch_id, OnRecord())
 
+    def times_in_hand(self, batch: PlannedBatch) -> int:
+        return self.deaths.interrupted[batch.batch_id] + self.of_record(batch).in_hand
 
-def _crashes_of(batch: PlannedBatch, known: Mapping[str, OnRecord]) -> OnRecord:
-    return known.get(batch.batch_id, OnRecord())
+    def parts(self, batch: PlannedBatch) -> int:
+        """Returns into how many parts a batch is to be split; 1: not at all."""
+        if batch.size == 1:
+            return 1
+        enough = SUSPECT + 1 if batch.part is None else 1
+        if self.deaths.of(batch) >= enough:
+            return 2
+        portion = self.of_record(batch).portion
+        if batch.part is not None or portion is None:
+            return 1
+        return min(MOST_PARTS, -(-batch.size // portion))
 
+    def is_poison(self, batch: PlannedBatch, max_crashes: int, proven: bool) -> bool:
+        """Returns whether a batch is a single message that has killed often enough."""
+        if batch.size > 1:
+            return False
+        before = self.of_record(batch).alone
+        if before > max_crashes:  # in as many earlier runs
+            return True
+        here = self.deaths.interrupted_alone[batch.batch_id]
+        alone = self.deaths.alone[batch.batch_id]
+        return proven and (alone >= max_crashes or here + before > max_crashes)
 
-def _times_in_hand(batch: PlannedBatch, deaths: Deaths, known: Mapping[str, OnRecord]) -> int:
-    return deaths.interrupted(batch) + _crashes_of(batch, known).in_hand
+    def unsuspected(self, undecided: Iterable[PlannedBatch]) -> Iterable[PlannedBatch]:
+        """Yields the whole batches that need not wait for the others.
 
-
-def _unsuspected(
-    undecided: Iterable[PlannedBatch], deaths: Deaths, known: Mapping[str, OnRecord]
-) -> Iterable[PlannedBatch]:
-    """Yields the whole batches that need not wait for the others.
-
-    A batch behind a suspect of its partition waits: with ``partition_by`` order matters.
-    """
-    blocked: set[int] = set()
-    for batch in undecided:
-        waits = deaths.of(batch) >= SUSPECT or _crashes_of(batch, known).in_hand > 0
-        if batch.part is not None or waits:
-            if batch.partition is not None:
-                blocked.add(batch.partition)
-        elif batch.partition is None or batch.partition not in blocked:
-            yield batch
-
-
-def _ids(batches: Iterable[PlannedBatch]) -> list[str]:
-    return [batch.batch_id for batch in batches]
+        A batch behind a suspect of its partition waits: with ``partition_by`` order matters.
+        """
+        blocked: set[int] = set()
+        for batch in undecided:
+            waits = self.deaths.of(batch) >= SUSPECT or self.of_record(batch).in_hand > 0
+            if batch.part is not None or waits:
+                if batch.partition is not None:
+                    blocked.add(batch.partition)
+            elif batch.partition is None or batch.partition not in blocked:
+                yield batch

@@ -43,11 +43,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.formats.sums import check_seal
+from airflow_broadway.core.formats.sums import check_seal, sealed
 from airflow_broadway.core.version import __version__, known_fields
+
+if TYPE_CHECKING:
+    from typing import Self
 
 T = TypeVar("T")
 
@@ -55,113 +59,6 @@ T = TypeVar("T")
 VERSION = 2
 #: A folder of the staging root that all pipelines share.  No pipeline's name begins with a dot.
 SHARED = ".shared"
-
-
-class paths:  # noqa: N801 - a namespace
-    """The paths of files in the run's folder."""
-
-    HEARTBEAT = "heartbeat.json"
-    GENERATIONS = "generations"
-
-    @staticmethod
-    def generation(generation: str) -> str:
-        return f"generations/{generation}.json"
-
-    @staticmethod
-    def manifest(generation: str) -> str:
-        return f"{generation}/manifest.json"
-
-    @staticmethod
-    def lease(generation: str) -> str:
-        return f"{generation}/lease.json"
-
-    @staticmethod
-    def live(generation: str) -> str:
-        return f"{generation}/live.json"
-
-    @staticmethod
-    def in_hand(generation: str) -> str:
-        return f"{generation}/in-hand.json"
-
-    @staticmethod
-    def intent(generation: str) -> str:
-        return f"{generation}/journal-intent.json"
-
-    @staticmethod
-    def settled(generation: str) -> str:
-        return f"{generation}/journal-settled.json"
-
-    @staticmethod
-    def outcomes(plan: str) -> str:
-        """Returns the folder of a plan's outcomes, shared by later plans of the same generations.
-
-        Plans of other generations use another folder: messages that were redelivered may form the
-        same batches, with the same ids, and must be handled again.
-        """
-        _, _, folder = plan.rpartition("/")[0].partition("/")
-        return f"outcomes/{folder}"
-
-    @staticmethod
-    def outcome(plan: str, batch_id: str) -> str:
-        return f"{paths.outcomes(plan)}/{batch_id}.json"
-
-    @staticmethod
-    def split(plan: str, batch_id: str) -> str:
-        return f"{paths.outcomes(plan)}/{batch_id}.split"
-
-    @staticmethod
-    def outcome_entries(plan: str, batch_id: str, writer: str) -> str:
-        return f"{paths.outcomes(plan)}/{batch_id}.{writer}.entries.jsonl"
-
-    @staticmethod
-    def gathered(plan: str, writer: str, number: int) -> str:
-        return f"{paths.outcomes(plan)}/gathered-{writer}-{number:04d}.jsonl"
-
-    @staticmethod
-    def is_gathered(name: str) -> bool:
-        """Returns whether a name in the folder of outcomes is one of :meth:`gathered`."""
-        return name.startswith("gathered-") and name.endswith(".jsonl")
-
-    @staticmethod
-    def work(name: str, try_number: int) -> str:
-        return paths.of_try(name, try_number)
-
-    @staticmethod
-    def started(name: str, number: int, folder: str) -> str:
-        return f"{folder}/{name}-{number:06d}.started"
-
-    @staticmethod
-    def clock(name: str, number: int) -> str:
-        return f"work/{name}-{number:06d}.clock"
-
-    @staticmethod
-    def ended(name: str, number: int, folder: str) -> str:
-        return f"{folder}/{name}-{number:06d}.ended"
-
-    @staticmethod
-    def begun(name: str, number: int, folder: str) -> str:
-        return f"begun/{folder}/{name}-{number:06d}"
-
-    @staticmethod
-    def death(name: str, number: int, folder: str) -> str:
-        return f"deaths/{folder}/{name}-{number:06d}.json"
-
-    @staticmethod
-    def interruption(name: str, number: int, folder: str) -> str:
-        return f"interruptions/{folder}/{name}-{number:06d}.json"
-
-    @staticmethod
-    def budget(name: str, cleared: int, folder: str) -> str:
-        return f"{paths.budgets(folder)}/{name}-{cleared:06d}.json"
-
-    @staticmethod
-    def budgets(folder: str) -> str:
-        return f"budgets/{folder}"
-
-    @staticmethod
-    def of_try(name: str, number: int, folder: str = "work") -> str:
-        """Returns a try's path: ``work`` for Spark applications, ``tries`` for Python batchers."""
-        return f"{folder}/{name}-{number:06d}.json"
 
 
 def check_version(value: Mapping[str, Any], path: str) -> None:
@@ -210,3 +107,18 @@ def load(kind: type[T], text: str, path: str) -> T:
         return kind(**known_fields(kind, value))
     except TypeError as error:
         raise StagingDamaged(f"{path} is damaged ({error})") from error
+
+
+class SealedFile:
+    """A file whose JSON has a seal; a base of its dataclass."""
+
+    __slots__ = ()
+
+    def dumps(self) -> str:
+        """Returns it as JSON on one line, with its seal."""
+        return sealed(asdict(self), sort_keys=True)  # type: ignore[call-overload]
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> Self:
+        """Reads what :meth:`dumps` wrote; errors as in :func:`read_json`."""
+        return load(cls, text, path)

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.version import known_fields
 
 log = logging.getLogger(__name__)

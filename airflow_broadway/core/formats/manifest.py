@@ -5,11 +5,10 @@ It is created once, last: an execution that dies before has no effect.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from airflow_broadway.core.formats.layout import VERSION, load
-from airflow_broadway.core.formats.sums import sealed
+from airflow_broadway.core.formats.layout import VERSION, SealedFile
 from airflow_broadway.core.version import __version__
 
 
@@ -39,7 +38,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest(Staged):
+class Manifest(Staged, SealedFile):
     """The messages that one execution of a process task received, and the files it wrote.
 
     :param generation: The execution; also its folder's name.
@@ -85,15 +84,3 @@ class Manifest(Staged):
             "batchers": self.batchers,
             "stopped": self.stopped,
         }
-
-    def dumps(self) -> str:
-        """Returns it as JSON, with its seal."""
-        value = asdict(self)
-        if not self.archived:  # the format of releases without an archive
-            del value["archived"]
-        return sealed(value, sort_keys=True)
-
-    @classmethod
-    def loads(cls, text: str, path: str) -> Manifest:
-        """Reads what :meth:`dumps` wrote; errors as in :func:`read_json`."""
-        return load(cls, text, path)

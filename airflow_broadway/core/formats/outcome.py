@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import VERSION, load, paths
-from airflow_broadway.core.formats.sums import checked, sealed
+from airflow_broadway.core.formats.layout import VERSION, SealedFile
+from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.core.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(SealedFile):
     """The outcome of one batch; its existence settles the batch's messages.
 
     :param plan: The path of the batch's plan.
@@ -62,18 +63,6 @@ class Outcome:
     def exceptions(self) -> str | None:
         """The path of its exceptions: a file of entries, or the outcome itself."""
         return paths.outcome(self.plan, self.batch_id) if self.lines else self.entries
-
-    def dumps(self) -> str:
-        """Returns it as JSON on one line, with its seal."""
-        value = asdict(self)
-        if self.parts is None:  # readable by an older release
-            del value["parts"]
-        return sealed(value, sort_keys=True)
-
-    @classmethod
-    def loads(cls, text: str, path: str) -> Outcome:
-        """Reads what :meth:`dumps` wrote; errors as in :func:`read_json`."""
-        return load(cls, text, path)
 
 
 def entry_lines(files: Files, path: str, total: Mapping[str, Any] | None = None) -> Iterator[str]:

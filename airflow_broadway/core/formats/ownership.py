@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterable
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import paths
 
 #: The way out in errors of a run that no longer holds its messages.
 CURE = "this run no longer holds its messages: clear `process`"
@@ -86,7 +85,6 @@ class Ownership:
         self._folder = folder
         self._clock = clock or SystemClock()
         self._fresh_for = fresh_for
-        self._lock = threading.Lock()
         self._passed: dict[str, float] = {}
         self._leases: dict[str, Lease] = {}
 
@@ -104,7 +102,7 @@ class Ownership:
                 f"try {highest} of {self._name!r} has begun, so try {self.try_number}"
                 " stops here and records nothing more"
             )
-        self._set_passed("try", began)
+        self._passed["try"] = began
 
     def check(self, generations: Iterable[str], *, fresh: bool = False) -> None:
         """Checks that this try may handle, or record, a batch of these generations.
@@ -118,7 +116,7 @@ class Ownership:
             if fresh or not self._has_passed(generation):
                 began = self._clock.monotonic()
                 self._check_journal(generation)
-                self._set_passed(generation, began)
+                self._passed[generation] = began
             self._check_lease(generation)
 
     def _check_journal(self, generation: str) -> None:
@@ -150,9 +148,4 @@ class Ownership:
         return Lease.from_json(manifest["lease"])
 
     def _has_passed(self, key: str) -> bool:
-        with self._lock:
-            return self._clock.monotonic() - self._passed.get(key, float("-inf")) < self._fresh_for
-
-    def _set_passed(self, key: str, began: float) -> None:
-        with self._lock:
-            self._passed[key] = began
+        return self._clock.monotonic() - self._passed.get(key, float("-inf")) < self._fresh_for

@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import PlannedBatch
 

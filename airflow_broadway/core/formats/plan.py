@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import VERSION, load
-from airflow_broadway.core.formats.sums import checked, sealed
+from airflow_broadway.core.formats.layout import VERSION, SealedFile
+from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.version import __version__, known_fields
 
@@ -55,12 +55,7 @@ class PlannedBatch:
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON value that :meth:`from_json` reads back."""
         # asdict copies deeply, and a plan may have 100,000 of these.
-        value = {name: getattr(self, name) for name in self.__slots__}
-        if self.part is None:  # readable by an older release
-            del value["part"]
-        if not self.error:
-            del value["error"]
-        return value
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @property
     def refused(self) -> Status | None:
@@ -87,7 +82,7 @@ class PlannedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
+class BatchPlan(SealedFile):
     """The batches of one batcher in one run; the header of ``plan.jsonl``.
 
     :param path: Its folder, relative to the run's.
@@ -121,10 +116,6 @@ class BatchPlan:
     version: int = VERSION
     release: str = __version__
 
-    def dumps(self) -> str:
-        """Returns the header as JSON on one line, with its seal."""
-        return sealed(asdict(self), separators=(",", ":"))
-
     @classmethod
     def read(cls, files: Files, path: str) -> tuple[BatchPlan, Iterator[PlannedBatch]]:
         """Returns the header, and an iterator over the batches, streamed in order.
@@ -139,7 +130,7 @@ class BatchPlan:
         first = next(lines, None)
         if first is None:
             raise StagingDamaged(f"{name} is empty")
-        header = load(cls, first, name)
+        header = cls.loads(first, name)
         if header.path != path or any("/" in file or "\\" in file for file in header.data):
             raise StagingError(f"{name} names files outside its folder: it was modified")
         return header, header._batches(lines, name)

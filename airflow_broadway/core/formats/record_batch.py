@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.verdicts import MAX_REASON
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
@@ -82,7 +82,6 @@ class BatchRecorder:
         self._tag = f"{try_number:06d}-{uuid.uuid4().hex[:8]}"
         self._lock = threading.Lock()
         self._texts: list[str] = []
-        self._bytes = 0
         self._number = 0
 
     def begin(self, batch: PlannedBatch, key: Any) -> OpenBatch:
@@ -128,28 +127,24 @@ class BatchRecorder:
                 return Outcome.loads(existing, path)
         with self._lock:
             self._texts.append(text)
-            self._bytes += len(text)
-            if len(self._texts) < GATHERED and self._bytes < GATHERED_BYTES:
-                return outcome
-            copies = self._take_copies()
-        self._write_copies(*copies)
+        self._gather()
         return outcome
 
     def finish(self) -> None:
         """Writes the remaining copies; no further batch follows."""
+        self._gather(last=True)
+
+    def _gather(self, *, last: bool = False) -> None:
+        """Writes copies once there are enough, and the last ones; one outcome alone gets none."""
         with self._lock:
-            copies = self._take_copies()
-        if len(copies[1]) > 1:  # a single outcome needs no copy
-            self._write_copies(*copies)
-
-    def _take_copies(self) -> tuple[int, list[str]]:
-        texts, self._texts = self._texts, []
-        self._bytes = 0
-        self._number += 1
-        return self._number, texts
-
-    def _write_copies(self, number: int, texts: list[str]) -> None:
-        path = paths.gathered(self.plan.path, self._tag, number)
+            full = len(self._texts) >= GATHERED or sum(map(len, self._texts)) >= GATHERED_BYTES
+            if not (full or last):
+                return
+            texts, self._texts = self._texts, []
+            if not full and len(texts) < 2:
+                return
+            self._number += 1
+            path = paths.gathered(self.plan.path, self._tag, self._number)
         try:
             self._files.create(path, "".join(f"{text}\n" for text in texts))
         except Exception as error:

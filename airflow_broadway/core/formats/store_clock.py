@@ -121,7 +121,28 @@ def store_clock(
     """
 
     def measure() -> float | None:
-        return _measure(files, path, write, lease, clock, place)
+        """Returns the seconds by which the folder is ahead, 0 if the host may be right; ``None``
+        for a store without modification times.
+        """
+        before = clock.now()
+        write()
+        modified = files.modified(path)
+        if modified is None:
+            return None
+        after = clock.now()
+        step = _COARSE if modified.is_integer() else _FINE
+        least, most = modified - after.timestamp(), modified + step - before.timestamp()
+        if least <= 0.0 <= most:
+            return 0.0
+        offset, doubt = (least + most) / 2, most - least
+        if doubt > lease / 2:
+            raise StagingError(
+                f"{_describe(offset, place, 'the')}, and that is known to {doubt:,.1f} s only, by"
+                f" the time that writing a file took: a lease of {lease:g} s cannot be judged;"
+                " synchronize the host's clock, or set the producer's lease to at least"
+                f" {2 * doubt:,.0f} s"
+            )
+        return offset
 
     offset = measure()
     if offset is None:
@@ -137,37 +158,6 @@ def store_clock(
             lease,
         )
     return corrected
-
-
-def _measure(
-    files: Files,
-    path: str,
-    write: Callable[[], object],
-    lease: float,
-    clock: Clock,
-    place: str,
-) -> float | None:
-    """Returns the seconds by which the folder is ahead, 0 if the host may be right; ``None`` for a
-    store without modification times.
-    """
-    before = clock.now()
-    write()
-    modified = files.modified(path)
-    if modified is None:
-        return None
-    after = clock.now()
-    step = _COARSE if modified.is_integer() else _FINE
-    least, most = modified - after.timestamp(), modified + step - before.timestamp()
-    if least <= 0.0 <= most:
-        return 0.0
-    offset, doubt = (least + most) / 2, most - least
-    if doubt > lease / 2:
-        raise StagingError(
-            f"{_describe(offset, place, 'the')}, and that is known to {doubt:,.1f} s only, by the"
-            f" time that writing a file took: a lease of {lease:g} s cannot be judged; synchronize"
-            f" the host's clock, or set the producer's lease to at least {2 * doubt:,.0f} s"
-        )
-    return offset
 
 
 def _describe(offset: float, place: str, the: str) -> str:

@@ -2,8 +2,7 @@
 
 Without them a lost line in a file of entries would turn a failure into a success.  The sum of a
 file of lines is in the file that references it.  A JSON file without a reference has a *seal*: the
-SHA-256 of its own text with an empty seal.  Files with neither, from older releases, are read
-unchecked.
+SHA-256 of its own text with an empty seal.  Files with neither are read unchecked.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ callback has settled, and the end of the stage skips it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextvars import ContextVar, Token
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
@@ -72,9 +72,6 @@ class NoopAcknowledger:
 #: The acknowledger of a message that has been settled already.
 NO_ACK: Final = AckRef(NoopAcknowledger())
 
-#: Called with the acknowledger, the ref and the exception of a group that could not be settled.
-OnError = Callable[[Any, Any, Exception], None]
-
 #: The messages of one group: (acknowledger, ref, successful, failed).
 _Group = tuple[Any, Any, list[Any], list[Any]]
 
@@ -113,7 +110,7 @@ class Scope:
 
         It is not settled again if that callback has settled it.
         """
-        if self._settled and _identity(message) in self._settled:
+        if self.has_settled(message):
             return cast("M", message.with_acknowledger(NO_ACK))
         return message
 
@@ -162,32 +159,24 @@ def _group_messages(successful: Iterable[Settleable], failed: Iterable[Settleabl
     return list(groups.values())
 
 
-def _log_error(acknowledger: Any, ref: Any, error: Exception) -> None:
-    log.error(
-        "acknowledger %s raised for ref %r: its messages stay with their broker until their lease"
-        " lapses or is released",
-        type(acknowledger).__name__,
-        ref,
-        exc_info=error,
-        extra={"code": "acknowledger_error"},
-    )
-
-
-def ack_messages(
-    successful: Iterable[Settleable],
-    failed: Iterable[Settleable],
-    on_error: OnError = _log_error,
-) -> None:
+def ack_messages(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> None:
     """Settles a stage's result: one ``ack`` per (acknowledger, ref) that has a message.
 
-    Lists keep the stage's order.  A group whose acknowledger raises is reported to ``on_error``;
+    Lists keep the stage's order.  If the acknowledger of a group raises, the error is logged, and
     the others are settled all the same.
     """
     for acknowledger, ref, good, bad in _group_messages(successful, failed):
         try:
             acknowledger.ack(ref, good, bad)
         except Exception as error:
-            on_error(acknowledger, ref, error)
+            log.error(
+                "acknowledger %s raised for ref %r: its messages stay with their broker until their"
+                " lease lapses or is released",
+                type(acknowledger).__name__,
+                ref,
+                exc_info=error,
+                extra={"code": "acknowledger_error"},
+            )
 
 
 def ack_messages_or_raise(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> None:
@@ -195,11 +184,8 @@ def ack_messages_or_raise(successful: Iterable[Settleable], failed: Iterable[Set
 
     An unrecorded failure would later count as a success.
     """
-
-    def fail(acknowledger: Any, ref: Any, error: Exception) -> None:
-        raise error
-
-    ack_messages(successful, failed, fail)
+    for acknowledger, ref, good, bad in _group_messages(successful, failed):
+        acknowledger.ack(ref, good, bad)
 
 
 def ack_immediately(messages: Iterable[M]) -> list[M]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from types import MappingProxyType
@@ -79,28 +80,13 @@ class Status(NamedTuple):
 OK: Final = Status("ok")
 
 
+@dataclass(slots=True, init=False, repr=False, eq=False)
 class _Draft:
     """A message under construction: the layout of :class:`Message`, but mutable.
 
     Building a draft and then changing its class costs half of ``object.__setattr__`` per field; a
     message is rebuilt up to five times.
     """
-
-    __slots__ = (
-        "acknowledger",
-        "attempt",
-        "batch_key",
-        "batch_mode",
-        "batcher",
-        "data",
-        "message_id",
-        "metadata",
-        "position",
-        "received_at",
-        "redelivered",
-        "size",
-        "status",
-    )
 
     acknowledger: AckRef
     attempt: int
@@ -204,9 +190,7 @@ class Message(_Draft):
 
     def put_data(self, data: Any) -> Message:
         """Replaces the data.  The status stays: a failed message stays failed."""
-        draft = _copy(self)
-        draft.data = data
-        return _seal(draft)
+        return _changed(self, data=data)
 
     def update_data(self, function: Callable[[Any], Any]) -> Message:
         """Replaces the data by ``function(data)``."""
@@ -219,9 +203,7 @@ class Message(_Draft):
         """
         if not isinstance(batcher, str):
             raise TypeError(f"expected a batcher's name as a string, got: {batcher!r}")
-        draft = _copy(self)
-        draft.batcher = batcher
-        return _seal(draft)
+        return _changed(self, batcher=batcher)
 
     def put_batch_key(self, batch_key: Any) -> Message:
         """Batches it with messages of this key only; the key may be any hashable value.
@@ -229,9 +211,7 @@ class Message(_Draft):
         :raises TypeError: If it is not hashable.
         """
         hash(batch_key)
-        draft = _copy(self)
-        draft.batch_key = batch_key
-        return _seal(draft)
+        return _changed(self, batch_key=batch_key)
 
     def put_batch_mode(self, batch_mode: BatchMode | str) -> Message:
         """Sets the batch mode: ``"bulk"`` waits for a full batch, ``"flush"`` flushes its key's.
@@ -240,15 +220,11 @@ class Message(_Draft):
         """
         if batch_mode not in ("bulk", "flush"):
             raise ValueError(f"expected a batch mode of 'bulk' or 'flush', got: {batch_mode!r}")
-        draft = _copy(self)
-        draft.batch_mode = BatchMode(batch_mode)
-        return _seal(draft)
+        return _changed(self, batch_mode=BatchMode(batch_mode))
 
     def failed(self, reason: Any) -> Message:
         """Fails it; the last reason counts, and a failure cannot be reverted."""
-        draft = _copy(self)
-        draft.status = Status("failed", reason)
-        return _seal(draft)
+        return _changed(self, status=Status("failed", reason))
 
     def configure_ack(self, **options: Any) -> Message:
         """Changes how this message is settled, e.g. ``configure_ack(on_failure="retry")``.
@@ -265,9 +241,7 @@ class Message(_Draft):
                 f" acknowledger {type(acknowledger).__name__} has no configure function",
                 code="configure_not_supported",
             )
-        draft = _copy(self)
-        draft.acknowledger = AckRef(acknowledger, ref, configure(ref, data, options))
-        return _seal(draft)
+        return _changed(self, acknowledger=AckRef(acknowledger, ref, configure(ref, data, options)))
 
     def ack_immediately(self) -> Message:
         """Settles it immediately by its current status; later stages do not settle it again.
@@ -278,40 +252,28 @@ class Message(_Draft):
 
     def with_status(self, status: Status) -> Message:
         """Sets the status; for the pipeline itself."""
-        draft = _copy(self)
-        draft.status = status
-        return _seal(draft)
+        return _changed(self, status=status)
 
     def with_redelivered(self) -> Message:
         """Marks that it may have been handled before; for producers and the pipeline itself."""
         if self.redelivered:
             return self
-        draft = _copy(self)
-        draft.redelivered = True
-        return _seal(draft)
+        return _changed(self, redelivered=True)
 
     def with_message_id(self, message_id: str) -> Message:
         """Sets its id; for producers and the pipeline itself."""
-        draft = _copy(self)
-        draft.message_id = message_id
-        return _seal(draft)
+        return _changed(self, message_id=message_id)
 
     def with_content(self, data: Any, batch_key: Any, metadata: Mapping[str, Any]) -> Message:
         """Sets the content of its row in a batch; for the pipeline itself."""
-        draft = _copy(self)
-        draft.data = data
-        draft.batch_key = batch_key
-        draft.metadata = metadata
-        return _seal(draft)
+        return _changed(self, data=data, batch_key=batch_key, metadata=metadata)
 
     def with_acknowledger(self, acknowledger: AckRef) -> Message:
         """Sets its acknowledger; for producers and the pipeline itself."""
-        draft = _copy(self)
-        draft.acknowledger = acknowledger
-        return _seal(draft)
+        return _changed(self, acknowledger=acknowledger)
 
 
-def _copy(message: Message) -> _Draft:
+def _changed(message: Message, **changes: Any) -> Message:
     draft = _Draft()
     draft.data = message.data
     draft.metadata = message.metadata
@@ -326,16 +288,11 @@ def _copy(message: Message) -> _Draft:
     draft.received_at = message.received_at
     draft.position = message.position
     draft.size = message.size
-    return draft
-
-
-def _seal(draft: _Draft) -> Message:
+    for name, value in changes.items():
+        setattr(draft, name, value)
     draft.__class__ = Message
     return draft  # type: ignore[return-value]
 
 
 def _restore(*values: Any) -> Message:
-    draft = _Draft()
-    for name, value in zip(_Draft.__slots__, values, strict=True):
-        setattr(draft, name, value)
-    return _seal(draft)
+    return Message(**dict(zip(_Draft.__slots__, values, strict=True)))

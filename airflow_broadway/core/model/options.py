@@ -33,7 +33,12 @@ T = TypeVar("T")
 
 
 def option(
-    *, default: Any = MISSING, rule: Rule, doc: str, nested: type[Options] | None = None
+    *,
+    default: Any = MISSING,
+    rule: Rule,
+    doc: str,
+    nested: type[Options] | None = None,
+    no_template: str = "",
 ) -> Any:
     """Declares one option.  Keyword-only: otherwise type checkers do not see the default.
 
@@ -41,8 +46,10 @@ def option(
     :param rule: The validation rule.
     :param doc: The documentation: one or two sentences, with unit and range.
     :param nested: The class of its nested options, if any.
+    :param no_template: Why it cannot be a template; empty if it can.
     """
-    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "nested": nested})
+    metadata = {"rule": rule, "doc": doc, "nested": nested, "no_template": no_template}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Options:
@@ -55,6 +62,10 @@ class Options:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             rule: Rule = field.metadata["rule"]
+            reason = field.metadata["no_template"]
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if reason and any(map(is_template, items)):
+                raise OptionsError(f"{name}.{field.name}", f"no template: {reason}", value)
             if value is AUTO or is_template(value) or rule.admits(value):
                 continue
             raise OptionsError(f"{name}.{field.name}", rule.text, value)

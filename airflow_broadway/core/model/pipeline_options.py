@@ -158,6 +158,9 @@ _BATCHER_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+_DETERMINES_TASKS = "it determines the tasks of the Dag"
+
+
 def _is_batch_size(value: object) -> bool:
     if isinstance(value, tuple):
         return len(value) == 2 and callable(value[1]) and takes(value[1], 2)
@@ -176,6 +179,7 @@ class Batcher(Options):
         default="spark",
         rule=one_of("spark", "python"),
         doc="What runs ``handle_batch``: ``spark`` passes it a DataFrame, ``python`` a list.",
+        no_template=_DETERMINES_TASKS,
     )
     batch_size: Any = option(
         default=AUTO,
@@ -225,26 +229,20 @@ class Batcher(Options):
         " batcher gets a ``dict`` of them.",
     )
     own_application: bool = option(
-        default=False, rule=BOOL, doc="Run this batcher in a Spark application of its own."
+        default=False,
+        rule=BOOL,
+        doc="Run this batcher in a Spark application of its own.",
+        no_template=_DETERMINES_TASKS,
     )
     outlets: Any = option(
         default=(),
         rule=Rule("a list of names or URIs of assets", _is_names),
         doc="Airflow assets that its batches update: when the task that handled them succeeds, each"
         " gets an event with counts and batch ids.",
+        no_template="it determines the assets of the Dag",
     )
 
     def _resolve(self) -> None:
-        for name in ("engine", "own_application"):
-            value = getattr(self, name)
-            if is_template(value):
-                raise OptionsError(
-                    f"Batcher.{name}", "no template: it determines the tasks of the Dag", value
-                )
-        if any(map(is_template, (self.outlets, *self.outlets))):
-            raise OptionsError(
-                "Batcher.outlets", "no template: it determines the assets of the Dag", self.outlets
-            )
         for name, value in _BATCHER_DEFAULTS.get(self.engine, {}).items():
             self._default(name, value)
         if isinstance(self.batch_size, tuple):

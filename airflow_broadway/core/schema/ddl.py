@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-from airflow_broadway.core.errors import ConversionError, SchemaError
-from airflow_broadway.core.schema.columns import reader_of
-from airflow_broadway.core.schema.json_text import encode_json, encode_metadata
+from airflow_broadway.core.errors import SchemaError
 from airflow_broadway.core.schema.records import Converter
 from airflow_broadway.core.schema.types import (
     Array,
@@ -35,45 +33,19 @@ from airflow_broadway.core.schema.types import (
     Field,
     Map,
     Struct,
-    check_fields,
     check_name,
 )
-from airflow_broadway.core.schema.values import MisfitError
-
-__all__ = [
-    "MAX_DEPTH",
-    "Array",
-    "Atomic",
-    "ConversionError",
-    "Converter",
-    "DataType",
-    "Decimal",
-    "Field",
-    "Map",
-    "MisfitError",
-    "Schema",
-    "SchemaError",
-    "Struct",
-    "encode_json",
-    "encode_metadata",
-    "parse_schema",
-]
 
 #: The maximum nesting of arrays, maps and structs.
 MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(Struct):
     """The columns of a batch's data, in order.
 
     :raises SchemaError: If there is no column, or two names are equal ignoring case.
     """
-
-    fields: tuple[Field, ...]
-
-    def __post_init__(self) -> None:
-        check_fields(self.fields)
 
     @property
     def ddl(self) -> str:
@@ -85,21 +57,14 @@ class Schema:
         """The names of the columns."""
         return tuple(field.name for field in self.fields)
 
-    @property
-    def struct(self) -> Struct:
-        """The schema as the type of a single column."""
-        return Struct(self.fields)
-
-    def converter(self) -> Converter:
+    def converter(self, *, read_back: bool = False) -> Converter:
         """Compiles the function that converts one message's data to a tuple of column values.
 
         Each call returns a new one, for one thread: it counts the keys that it drops.
-        """
-        return Converter(self.fields)
 
-    def reader(self) -> Callable[[tuple[Any, ...]], dict[str, Any]]:
-        """Compiles the function that converts a tuple of column values to a message's data."""
-        return reader_of(self.fields)
+        :param read_back: See :class:`Converter`.
+        """
+        return Converter(self.fields, read_back=read_back)
 
 
 def parse_schema(ddl: str) -> Schema:

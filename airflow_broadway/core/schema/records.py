@@ -37,7 +37,7 @@ from airflow_broadway.core.schema.types import Array, DataType, Field, Map, Stru
 from airflow_broadway.core.schema.values import (
     SHOWN_CHARACTERS,
     Convert,
-    Refusal,
+    MisfitError,
     describe,
     refuse,
     simple_converter,
@@ -52,69 +52,68 @@ class Converter:
     """A compiled schema: converts one message's data to a tuple of column values.
 
     For use in one thread; :meth:`Schema.converter` creates another cheaply.
+
+    :param read_back: Whether to convert to what a batch would read back from the columns instead:
+        a ``dict``, with nested structs and maps, as
+        :func:`airflow_broadway.staging.arrow_schema.from_arrow` returns.
     """
 
-    __slots__ = ("_convert", "dropped")
+    __slots__ = ("_convert", "_read_back", "dropped")
 
-    def __init__(self, fields: tuple[Field, ...]) -> None:
+    def __init__(self, fields: tuple[Field, ...], *, read_back: bool = False) -> None:
+        self._read_back = read_back
         #: Dropped keys by path (``"stops[].code"``) → count; may include keys of refused data.
         self.dropped: Counter[str] = Counter()
-        self._convert = _compile_record(fields, False, "", self.dropped)
+        self._convert = self._compile_record(fields, "")
 
-    def __call__(self, data: Any) -> tuple[Any, ...]:
+    def __call__(self, data: Any) -> Any:
         """Converts one message's data.
 
         :raises ConversionError: As :class:`MisfitError`, naming column, value and rule.
         """
-        try:
-            row: tuple[Any, ...] = self._convert(data)
-        except Refusal as refusal:
-            raise refusal.located() from None
-        return row
+        return self._convert(data)
 
+    def _compile(self, kind: DataType, path: str) -> Convert:
+        """Returns the function that converts one value other than null.
 
-def _compile(kind: DataType, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
-    """Returns the function that converts one value; ``path`` is for counting dropped keys."""
-    if isinstance(kind, Struct):
-        return _compile_record(kind.fields, nullable, f"{path}.", dropped)
-    if isinstance(kind, Array):
-        return _compile_array(kind, nullable, path, dropped)
-    if isinstance(kind, Map):
-        return _compile_map(kind, nullable, path, dropped)
-    return simple_converter(kind, nullable)
+        :param path: For counting dropped keys.
+        """
+        if isinstance(kind, Struct):
+            return self._compile_record(kind.fields, f"{path}.")
+        if isinstance(kind, Array):
+            return _compile_array(self._compile(kind.element, f"{path}[]"))
+        if isinstance(kind, Map):
+            key, value = self._compile(kind.key, path), self._compile(kind.value, f"{path}[]")
+            return _compile_map(key, value, read_back=self._read_back)
+        return simple_converter(kind)
 
+    def _compile_record(self, fields: tuple[Field, ...], prefix: str) -> Convert:
+        names = tuple(field.name for field in fields)
+        finish: Any = (lambda row: dict(zip(names, row, strict=True))) if self._read_back else tuple
+        known, dropped = frozenset(names), self.dropped
+        columns = [
+            (name, self._compile(field.type, f"{prefix}{quote_name(name)}"), field.nullable)
+            for name, field in zip(names, fields, strict=True)
+        ]
 
-def _compile_record(
-    fields: tuple[Field, ...], nullable: bool, prefix: str, dropped: Counter[str]
-) -> Convert:
-    names = frozenset(field.name for field in fields)
-    columns = tuple(
-        (
-            field.name,
-            _compile(field.type, field.nullable, f"{prefix}{quote_name(field.name)}", dropped),
-        )
-        for field in fields
-    )
+        def convert(value: Any) -> Any:
+            if type(value) is not dict:
+                value = _as_dict(value)
+            get = value.get
+            row: list[Any] = []
+            append = row.append
+            try:
+                for name, column, nullable in columns:
+                    item = get(name)
+                    append(None if item is None and nullable else column(item))
+            except MisfitError as misfit:
+                misfit.under(quote_name(names[len(row)]))
+                raise
+            if not known.issuperset(value):
+                _count_dropped(dropped, prefix, (key for key in value if key not in known))
+            return finish(row)
 
-    def convert(value: Any) -> tuple[Any, ...] | None:
-        if type(value) is not dict:
-            if value is None and nullable:
-                return None
-            value = _as_dict(value)
-        get = value.get
-        row: list[Any] = []
-        append = row.append
-        try:
-            for name, column in columns:
-                append(column(get(name)))
-        except Refusal as refusal:
-            refusal.under(quote_name(columns[len(row)][0]))
-            raise
-        if not names.issuperset(value):
-            _count_dropped(dropped, prefix, (key for key in value if key not in names))
-        return tuple(row)
-
-    return convert
+        return convert
 
 
 def _as_dict(value: Any) -> dict[Any, Any]:
@@ -137,53 +136,45 @@ def _count_dropped(dropped: Counter[str], prefix: str, keys: Iterable[Any]) -> N
         dropped[name] += 1
 
 
-def _compile_array(kind: Array, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
-    element = _compile(kind.element, True, f"{path}[]", dropped)
-
-    def convert(value: Any) -> list[Any] | None:
-        if type(value) is not list:
-            if value is None and nullable:
-                return None
-            if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(
-                value, Sequence
-            ):
-                refuse("a list, a tuple or another sequence (array)", value)
+def _compile_array(element: Convert) -> Convert:
+    def convert(value: Any) -> list[Any]:
+        if type(value) is not list and (
+            isinstance(value, (str, bytes, bytearray, memoryview))
+            or not isinstance(value, Sequence)
+        ):
+            refuse("a list, a tuple or another sequence (array)", value)
         row: list[Any] = []
         append = row.append
         try:
             for item in value:
-                append(element(item))
-        except Refusal as refusal:
-            refusal.under(f"[{len(row)}]")
+                append(None if item is None else element(item))
+        except MisfitError as misfit:
+            misfit.under(f"[{len(row)}]")
             raise
         return row
 
     return convert
 
 
-def _compile_map(kind: Map, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
-    convert_key = _compile(kind.key, False, path, dropped)
-    convert_value = _compile(kind.value, True, f"{path}[]", dropped)
-
-    def convert(value: Any) -> list[tuple[Any, Any]] | None:
+def _compile_map(convert_key: Convert, convert_value: Convert, *, read_back: bool) -> Convert:
+    def convert(value: Any) -> Any:
         if not isinstance(value, Mapping):
-            if value is None and nullable:
-                return None
             refuse("a mapping (map)", value)
         row: dict[Any, Any] = {}
         for original, item in value.items():
             try:
                 key = convert_key(original)
-            except Refusal as refusal:
-                refuse(f"the map's keys to be {refusal.rule}", original)
+            except MisfitError as misfit:
+                rule = f"the map's keys to be {misfit.rule}"
+                raise MisfitError("", rule, misfit.shown) from None
             if key in row or key != key:  # noqa: PLR0124  # NaN alone differs from itself
                 refuse("the map's keys to differ from each other, and none to be NaN", original)
             try:
-                row[key] = convert_value(item)
-            except Refusal as refusal:
-                refusal.under(f"[{_path_step(original)}]")
+                row[key] = None if item is None else convert_value(item)
+            except MisfitError as misfit:
+                misfit.under(f"[{_path_step(original)}]")
                 raise
-        return list(row.items())
+        return row if read_back else list(row.items())
 
     return convert
 

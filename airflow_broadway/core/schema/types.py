@@ -116,7 +116,11 @@ class Struct:
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
-        check_fields(self.fields)
+        if not self.fields:
+            raise SchemaError("at least one column is needed")
+        seen: dict[str, str] = {}
+        for field in self.fields:
+            check_name(field.name, seen)
 
     @property
     def ddl(self) -> str:
@@ -158,15 +162,6 @@ class Field:
 
 # Evaluated at run time: Python 3.10 has no `|` between a class and a forward reference.
 DataType = Union[Atomic, Decimal, Array, Map, Struct]  # noqa: UP007
-
-
-def check_fields(fields: tuple[Field, ...]) -> None:
-    """Refuses an empty list of fields, and names that are equal ignoring case."""
-    if not fields:
-        raise SchemaError("at least one column is needed")
-    seen: dict[str, str] = {}
-    for field in fields:
-        check_name(field.name, seen)
 
 
 def check_name(name: str, seen: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
 """Converts one scalar value: a number, text, bytes, a date or a timestamp.
 
-Each function compiles one type into a closure that checks the exact class first.
+Each function converts values of one type, and checks the exact class first; ``None`` is refused.
 :mod:`airflow_broadway.core.schema.records` documents what each type accepts and refuses.
 """
 
@@ -10,6 +10,7 @@ import decimal
 import math
 import operator
 import re
+import struct
 from collections.abc import Callable
 from datetime import date, datetime, timezone
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ UTC = timezone.utc
 Convert = Callable[[Any], Any]
 
 _FLOAT_MAX = 3.4028234663852886e38
+_SINGLE = struct.Struct("f")
 
 
 class MisfitError(ConversionError):
@@ -46,26 +48,13 @@ class MisfitError(ConversionError):
         self.shown = shown
 
     def __str__(self) -> str:
-        return f"{self.path}: expected {self.rule}, got {self.shown}"
-
-
-class Refusal(Exception):  # never leaves core.schema
-    """A refused value, raised until the caller that knows its whole path."""
-
-    def __init__(self, rule: str, value: object) -> None:
-        super().__init__(rule)
-        self.rule = rule
-        self.value = value
-        self.path = ""
+        return f"{self.path or 'data'}: expected {self.rule}, got {self.shown}"
 
     def under(self, step: str) -> None:
         """Prepends one step to the path, from the inside out."""
         joint = "." if self.path and self.path[0] != "[" else ""
         self.path = f"{step}{joint}{self.path}"
-
-    def located(self) -> MisfitError:
-        """Returns the error to raise to the caller."""
-        return MisfitError(self.path or "data", self.rule, describe(self.value))
+        self.args = (self.path, self.rule, self.shown)
 
 
 def describe(value: object) -> str:
@@ -86,41 +75,31 @@ def describe(value: object) -> str:
 
 
 def refuse(rule: str, value: object) -> NoReturn:
-    """Raises :class:`Refusal` for ``value``; for a null, with a hint that it is not allowed."""
-    raise Refusal(f"{rule}; present and not null" if value is None else rule, value)
+    """Raises :class:`MisfitError` without a path; for a null, with a hint."""
+    rule = f"{rule}; present and not null" if value is None else rule
+    raise MisfitError("", rule, describe(value))
 
 
-def simple_converter(kind: Atomic | Decimal, nullable: bool) -> Convert:
-    """Returns the function that converts one value, or raises :class:`Refusal`."""
-    if isinstance(kind, Decimal):
-        return _decimal(kind, nullable)
-    return _ATOMIC[kind](kind, nullable)
+def simple_converter(kind: Atomic | Decimal) -> Convert:
+    """Returns the function that converts one value, or raises :class:`MisfitError`."""
+    return _decimal(kind) if isinstance(kind, Decimal) else _ATOMIC[kind]
 
 
-def _boolean(_: Atomic, nullable: bool) -> Convert:
-    def convert(value: Any) -> bool | None:
-        if value is True or value is False or (value is None and nullable):
-            return value
-        refuse("a bool (boolean)", value)
-
-    return convert
+def _boolean(value: Any) -> bool:
+    if value is True or value is False:
+        return bool(value)
+    refuse("a bool (boolean)", value)
 
 
-_BITS = {Atomic.TINYINT: 8, Atomic.SMALLINT: 16, Atomic.INT: 32, Atomic.BIGINT: 64}
-
-
-def _integer(kind: Atomic, nullable: bool) -> Convert:
-    high = 2 ** (_BITS[kind] - 1) - 1
+def _integer(kind: Atomic, bits: int) -> Convert:
+    high = 2 ** (bits - 1) - 1
     low = -high - 1
     rule = f"an int from {low} to {high} ({kind.ddl}), never a bool, a float or text"
 
-    def convert(value: Any) -> int | None:
+    def convert(value: Any) -> int:
         if type(value) is int:
             if low <= value <= high:
                 return value
-        elif value is None:
-            if nullable:
-                return None
         elif type(value) is not bool:
             try:
                 # An IntEnum, or a numpy integer.
@@ -132,18 +111,17 @@ def _integer(kind: Atomic, nullable: bool) -> Convert:
     return convert
 
 
-def _floating(kind: Atomic, nullable: bool) -> Convert:
+def _floating(kind: Atomic) -> Convert:
     rule = f"a float or an int in its range ({kind.ddl}), never a bool, a Decimal or text"
-    narrow = kind is Atomic.FLOAT
 
-    def convert(value: Any) -> float | None:
+    def convert(value: Any) -> float:
         if type(value) is float:
-            # NaN and infinities are valid in either precision.
-            if not narrow or -_FLOAT_MAX <= value <= _FLOAT_MAX or not math.isfinite(value):
+            if kind is Atomic.DOUBLE:
                 return value
-        elif value is None:
-            if nullable:
-                return None
+            # NaN and infinities are valid in either precision.
+            if -_FLOAT_MAX <= value <= _FLOAT_MAX or not math.isfinite(value):
+                single: float = _SINGLE.unpack(_SINGLE.pack(value))[0]
+                return single
         elif type(value) is not bool and isinstance(value, (int, float)):
             try:
                 return convert(float(value))
@@ -154,7 +132,7 @@ def _floating(kind: Atomic, nullable: bool) -> Convert:
     return convert
 
 
-def _decimal(kind: Decimal, nullable: bool) -> Convert:
+def _decimal(kind: Decimal) -> Convert:
     whole = kind.precision - kind.scale
     limit = 10**whole
     unit = decimal.Decimal((0, (1,), -kind.scale))
@@ -167,16 +145,13 @@ def _decimal(kind: Decimal, nullable: bool) -> Convert:
         f"({kind.ddl}), never rounded, never a float or text"
     )
 
-    def convert(value: Any) -> decimal.Decimal | None:
+    def convert(value: Any) -> decimal.Decimal:
         if isinstance(value, decimal.Decimal):
             if value.is_finite():
                 try:
                     return value.quantize(unit, context=context)
                 except (decimal.Inexact, decimal.InvalidOperation):
                     pass
-        elif value is None:
-            if nullable:
-                return None
         elif isinstance(value, int) and type(value) is not bool and -limit < value < limit:
             return decimal.Decimal(int(value)).quantize(unit, context=context)
         refuse(rule, value)
@@ -184,19 +159,14 @@ def _decimal(kind: Decimal, nullable: bool) -> Convert:
     return convert
 
 
-def _string(_: Atomic, nullable: bool) -> Convert:
-    def convert(value: Any) -> str | None:
-        if type(value) is str:
-            if value.isascii() or encodable(value):
-                return value
-            refuse("text that UTF-8 can encode (string)", value)
-        if value is None and nullable:
-            return None
-        if isinstance(value, str):
-            return convert(str.__str__(value))
-        refuse("a str (string)", value)
-
-    return convert
+def _string(value: Any) -> str:
+    if type(value) is str:
+        if value.isascii() or encodable(value):
+            return value
+        refuse("text that UTF-8 can encode (string)", value)
+    if isinstance(value, str):
+        return _string(str.__str__(value))
+    refuse("a str (string)", value)
 
 
 def encodable(text: str) -> bool:
@@ -208,15 +178,10 @@ def encodable(text: str) -> bool:
     return True
 
 
-def _binary(_: Atomic, nullable: bool) -> Convert:
-    def convert(value: Any) -> bytes | None:
-        if type(value) is bytes or (value is None and nullable):
-            return value
-        if isinstance(value, (bytes, bytearray, memoryview)):
-            return bytes(value)
-        refuse("bytes, a bytearray or a memoryview (binary)", value)
-
-    return convert
+def _binary(value: Any) -> bytes:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    refuse("bytes, a bytearray or a memoryview (binary)", value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,71 +193,43 @@ _DATETIME = re.compile(
     r"([0-9]{4}-[0-9]{2}-[0-9]{2})[Tt ]([0-9]{2}:[0-9]{2})(?:(:[0-9]{2})(?:[.,]([0-9]+))?)?"
     r"(?:([Zz])|([+-][0-9]{2})(?::?([0-5][0-9]))?)?"
 )
-_DATE_RANGE = "a date from 0001-01-01 to 9999-12-31"
+_AWARE = "an aware datetime, or text such as '2013-01-31T12:00:00Z' (timestamp); with a time zone"
+_NAIVE = (
+    "a naive datetime, or text such as '2013-01-31T12:00:00' (timestamp_ntz); without a time zone"
+)
 
 
-def _date(_: Atomic, nullable: bool) -> Convert:
-    rule = "a date, or text such as '2013-01-31' (date), never a datetime"
-
-    def convert(value: Any) -> date | None:
-        if type(value) is date:
-            return value
-        if isinstance(value, str):
-            if _DATE.fullmatch(value):
-                try:
-                    return date.fromisoformat(value)
-                except ValueError:
-                    refuse(_DATE_RANGE, value)
-        elif value is None:
-            if nullable:
-                return None
-        elif isinstance(value, date) and not isinstance(value, datetime):
-            return date(value.year, value.month, value.day)
-        refuse(rule, value)
-
-    return convert
+def _date(value: Any) -> date:
+    if type(value) is date:
+        return value
+    if isinstance(value, str):
+        if _DATE.fullmatch(value):
+            try:
+                return date.fromisoformat(value)
+            except ValueError:
+                refuse("a date from 0001-01-01 to 9999-12-31", value)
+    elif isinstance(value, date) and not isinstance(value, datetime):
+        return date(value.year, value.month, value.day)
+    refuse("a date, or text such as '2013-01-31' (date), never a datetime", value)
 
 
-def _timestamp(_: Atomic, nullable: bool) -> Convert:
-    rule = "an aware datetime, or text such as '2013-01-31T12:00:00Z' (timestamp); with a time zone"
-
-    def convert(value: Any) -> datetime | None:
-        if type(value) is datetime:
-            timestamp = value
-        elif value is None and nullable:
-            return None
-        else:
-            timestamp = _parse_datetime(value, rule)
-        if timestamp.tzinfo is UTC:
-            return timestamp
-        try:
-            if timestamp.utcoffset() is None:
-                refuse(rule, value)
-            return timestamp.astimezone(UTC)
-        except OverflowError:
-            refuse("a timestamp from year 1 to 9999, in UTC", value)
-
-    return convert
-
-
-def _timestamp_ntz(_: Atomic, nullable: bool) -> Convert:
-    rule = (
-        "a naive datetime, or text such as '2013-01-31T12:00:00' (timestamp_ntz); "
-        "without a time zone"
-    )
-
-    def convert(value: Any) -> datetime | None:
-        if type(value) is datetime:
-            timestamp = value
-        elif value is None and nullable:
-            return None
-        else:
-            timestamp = _parse_datetime(value, rule)
-        if timestamp.tzinfo is not None:
-            refuse(rule, value)
+def _timestamp(value: Any) -> datetime:
+    timestamp = value if type(value) is datetime else _parse_datetime(value, _AWARE)
+    if timestamp.tzinfo is UTC:
         return timestamp
+    try:
+        if timestamp.utcoffset() is None:
+            refuse(_AWARE, value)
+        return timestamp.astimezone(UTC)
+    except OverflowError:
+        refuse("a timestamp from year 1 to 9999, in UTC", value)
 
-    return convert
+
+def _timestamp_ntz(value: Any) -> datetime:
+    timestamp = value if type(value) is datetime else _parse_datetime(value, _NAIVE)
+    if timestamp.tzinfo is not None:
+        refuse(_NAIVE, value)
+    return timestamp
 
 
 def _parse_datetime(value: Any, rule: str) -> datetime:
@@ -333,14 +270,14 @@ def _parse_datetime(value: Any, rule: str) -> datetime:
     refuse(rule, value)
 
 
-_ATOMIC: dict[Atomic, Callable[[Atomic, bool], Convert]] = {
+_ATOMIC: dict[Atomic, Convert] = {
     Atomic.BOOLEAN: _boolean,
-    Atomic.TINYINT: _integer,
-    Atomic.SMALLINT: _integer,
-    Atomic.INT: _integer,
-    Atomic.BIGINT: _integer,
-    Atomic.FLOAT: _floating,
-    Atomic.DOUBLE: _floating,
+    Atomic.TINYINT: _integer(Atomic.TINYINT, 8),
+    Atomic.SMALLINT: _integer(Atomic.SMALLINT, 16),
+    Atomic.INT: _integer(Atomic.INT, 32),
+    Atomic.BIGINT: _integer(Atomic.BIGINT, 64),
+    Atomic.FLOAT: _floating(Atomic.FLOAT),
+    Atomic.DOUBLE: _floating(Atomic.DOUBLE),
     Atomic.STRING: _string,
     Atomic.BINARY: _binary,
     Atomic.DATE: _date,

@@ -66,8 +66,8 @@ class BatchOrder:
 
     @property
     def finished(self) -> bool:
-        """Whether no batch remains, now or later."""
-        return not self._read_ahead(0)
+        """Whether no batch remains, now or later, and none is running."""
+        return not self._read_ahead(0) and not self._running
 
     def _read_ahead(self, index: int) -> bool:
         while len(self._waiting) <= index and not self._read_all and index < WINDOW:

@@ -27,7 +27,7 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.batch_info import Trigger
 from airflow_broadway.core.model.message import BatchMode
 from airflow_broadway.core.model.pipeline_options import Batcher, Processors
-from airflow_broadway.core.schema.plain import dump_key
+from airflow_broadway.core.schema.encoding import dump_key
 from airflow_broadway.core.stages.callbacks import protected, status_of
 
 _FLUSH: Final = BatchMode.FLUSH

@@ -20,15 +20,17 @@ from airflow_broadway.core.formats.plan import plain_key
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.schema.ddl import encode_json, encode_metadata, parse_schema
-from airflow_broadway.core.schema.plain import (
+from airflow_broadway.core.schema.ddl import parse_schema
+from airflow_broadway.core.schema.encoding import (
     dump,
     dump_key,
     dump_metadata,
+    encode_json,
+    encode_metadata,
+    is_json,
     load,
     load_key,
     load_metadata,
-    stays,
 )
 from airflow_broadway.core.stages.batcher import partitioner
 
@@ -130,7 +132,9 @@ class DirectConverter:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._conversions = {key: _Conversion(value) for key, value in pipeline.batchers.items()}
+        self._conversions = {
+            key: _Conversion(value, read_back=True) for key, value in pipeline.batchers.items()
+        }
 
     def __call__(self, message: Message) -> Message:
         """Returns the message as its batch receives it; its data is :class:`PlacedData` if needed.
@@ -175,7 +179,7 @@ def _check_id(message: Message) -> None:
 class _Conversion:
     """The conversion of data, keys and metadata for one batcher's messages."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher, *, read_back: bool = False) -> None:
         self.partition: Callable[[Message], int] | None = partitioner(batcher)
         self._python = batcher.engine == "python"
         #: Whether bytes with a text key are passed on unchanged.
@@ -187,10 +191,8 @@ class _Conversion:
         self._load = load if self._python else json.loads
         self.dump_data: Callable[[Any], Any] = self._plain
         if batcher.schema is not None:
-            schema = parse_schema(batcher.schema)
-            converter = schema.converter()
+            converter = parse_schema(batcher.schema).converter(read_back=read_back)
             self.dump_data, self.dropped = converter, converter.dropped
-            self._read = schema.reader()
         self._keys: dict[Any, str] = {}
 
     def _plain(self, data: Any) -> bytes | str | None:
@@ -240,8 +242,8 @@ class _Conversion:
     def read_back(self, data: Any) -> Any:
         """Returns the data as a batch would read it back from staging."""
         if self._schema:
-            return self._read(self.dump_data(data))
-        if self._python and _stays(data):
+            return self.dump_data(data)
+        if self._python and (type(data) is bytes or is_json(data)):
             return data
         staged = self._plain(data)
         return self._load(staged) if type(staged) is str else staged
@@ -249,14 +251,7 @@ class _Conversion:
     def metadata_read_back(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the metadata as a batch would read it back from staging."""
         if self._python:
-            if all(type(key) is str for key in metadata) and _stays(metadata):
+            if is_json(metadata):
                 return metadata
             return load_metadata(dump_metadata(metadata))
         return self.dump_metadata(metadata)
-
-
-def _stays(value: Any) -> bool:
-    try:
-        return stays(value)
-    except RecursionError:
-        return False

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.schema.json_text import BASE64
+from airflow_broadway.core.schema.encoding import BASE64
 from airflow_broadway.producers.kafka.options import key_group
 
 #: The prefixes of the headers that describe a dead letter.

@@ -15,9 +15,10 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.deaths import Deaths, say_ended
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES, OnRecord, Step, next_step
-from airflow_broadway.core.formats.layout import VERSION, paths, read_json
+from airflow_broadway.core.formats.layout import VERSION, read_json
 from airflow_broadway.core.formats.ownership import Ownership, highest_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.pipeline import Pipeline
@@ -110,12 +111,11 @@ class Isolation:
         """The processes begun before the last clear, which the budget excludes."""
         files = self.staged.files
         path = paths.budget(self.name, self.cleared, self.folder)
-        names = files.list(paths.budgets(self.folder))
+        names = files.list(f"budgets/{self.folder}")
         # Before the first clear all processes count.
         cleared = any(name.startswith(f"{self.name}-") for name in names)
         begun = self._deaths.tries - self._deaths.interruptions if cleared else 0
-        if files.create(path, json.dumps({"version": VERSION, "before": begun})):
-            return begun
+        files.create(path, json.dumps({"version": VERSION, "before": begun}))
         return int(read_json(files.read(path), path)["before"])
 
     def goes_on(self) -> bool:
@@ -123,11 +123,11 @@ class Isolation:
         if not self._read_open_batches(over=True):
             return False
         last = self._deaths.tries
-        if last == self._begun or not self._deaths.began(last):
+        if last == self._begun or last not in self._deaths.began:
             return False  # it did not reach a batch, nor would another one
         if not self._deaths.is_child(last, self.parent):
             return False  # another execution of the task has taken over
-        if not self._deaths.ended(last):
+        if last not in self._deaths.ended:
             return True
         chosen = self.step.run
         # It ended normally: it could not handle the batches that it left open.
@@ -236,9 +236,9 @@ class Isolation:
 
     def _crash_reason(self, batch: PlannedBatch) -> str:
         """Returns the reason for dead-lettering a message, as text."""
-        alone = self._deaths.alone(batch)
+        alone = self._deaths.alone[batch.batch_id]
         if alone >= self.pipeline.producer.max_crashes:
             return f"it ended {many(alone, 'process')} that handled nothing else"
         record = self._on_record.get(batch.batch_id, OnRecord())
-        died = self._deaths.interrupted_alone(batch) + record.alone
+        died = self._deaths.interrupted_alone[batch.batch_id] + record.alone
         return f"it was the only message in hand when {many(died, 'task')} died"

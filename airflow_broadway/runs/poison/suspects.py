@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many

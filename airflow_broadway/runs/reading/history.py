@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.report import handled_of
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.live import read_live
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.text import many

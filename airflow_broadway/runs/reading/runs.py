@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from airflow_broadway.core.errors import RequestRefused, StagingDamaged
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.runs.account import REPORT, kept_report, summarize_trouble
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.names import encode_name, readable_name

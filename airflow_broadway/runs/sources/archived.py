@@ -43,7 +43,7 @@ from airflow_broadway.core.model.run_source import (
     RunSource,
 )
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.schema.plain import load, load_key
+from airflow_broadway.core.schema.encoding import load, load_key
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.archive.coverage import gaps_of, remarks_of
 from airflow_broadway.staging.archive.failed import put_failed

@@ -16,7 +16,7 @@ from typing import Any, cast
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import LeaseLapsed, PipelineError, RequestRefused
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.model.run_source import KINDS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import context_of

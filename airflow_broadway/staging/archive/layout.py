@@ -44,7 +44,8 @@ HOUR: Final = 3_600_000_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 #: ``form`` is the payload's type: null for bytes, "text" for text in UTF-8, "value" for another
-#: plain value (:mod:`airflow_broadway.core.schema.plain`).  ``batch_key`` is null for the default.
+#: plain value (:mod:`airflow_broadway.core.schema.encoding`).  ``batch_key`` is null for the
+#: default.
 #: ``was`` is the id of the dead letter, if it was requeued under another id.
 _FIELDS: Final[list[pa.Field[Any]]] = [
     pa.field("time", TIMESTAMP, nullable=False),

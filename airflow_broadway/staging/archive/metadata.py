@@ -2,7 +2,7 @@
 
 It is encoded for every received message, so it must be fast: brokers' metadata is JSON, which the
 encoder of the standard library handles.  Other values are encoded by
-:mod:`airflow_broadway.core.schema.plain`, which preserves every plain value.
+:mod:`airflow_broadway.core.schema.encoding`, which preserves every plain value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from airflow_broadway.core.errors import ConversionError
-from airflow_broadway.core.schema.plain import dump, load
+from airflow_broadway.core.schema.encoding import dump, load
 
 #: Types of values that JSON preserves.
 _JSON: Final = frozenset({str, int, bool, type(None), list, dict})

@@ -18,7 +18,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.model.message import DEFAULT, Message
 from airflow_broadway.core.model.pipeline_options import Archive
-from airflow_broadway.core.schema.plain import dump, dump_key
+from airflow_broadway.core.schema.encoding import dump, dump_key
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.staging.archive.layout import COLUMNS, HOUR
 from airflow_broadway.staging.archive.metadata import texts_of

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.layout import VERSION, check_version, paths
+from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.layout import VERSION, check_version
 from airflow_broadway.core.version import __version__
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many

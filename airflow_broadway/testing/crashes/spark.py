@@ -31,7 +31,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import class_path
 from airflow_broadway.runs.ports import Task
 from airflow_broadway.runs.spark_batches import Ending, SparkBatches
-from airflow_broadway.spark import application, job
+from airflow_broadway.spark import job
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
@@ -184,11 +184,11 @@ class Driver:
 
 def be_driver(arguments: list[str]) -> int:
     """Runs the application of :mod:`airflow_broadway.spark.job`; returns its exit code."""
+    from airflow_broadway.spark import application, batch  # loads pyspark
+
     run_work: Any = application.run_work
     run_work.__kwdefaults__["watch_interval"] = 1e6
     _attach()
-    from airflow_broadway.spark import batch  # loads pyspark
-
     replace(batch, "name_jobs", _tagging)
     return job.main(arguments)
 

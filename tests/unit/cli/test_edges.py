@@ -16,7 +16,7 @@ import pytest
 from airflow_broadway.cli import runs as command
 from airflow_broadway.cli.app import build_parser
 from airflow_broadway.cli.output import logging_at, only_results_on_stdout, print_lines
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.reading.runs import list_runs
 from tests.cli_runs import RUN_ID, Shop, make_shop, ran

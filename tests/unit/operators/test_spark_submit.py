@@ -34,9 +34,9 @@ from airflow_broadway.core.errors import (
     OptionsError,
     PipelineError,
 )
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.deaths import WORK, Deaths, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work

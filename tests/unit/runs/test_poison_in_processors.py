@@ -19,7 +19,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
 from airflow_broadway.producers.sqlite.producer import _Source
 from airflow_broadway.runs.process import Process

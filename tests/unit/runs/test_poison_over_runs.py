@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway import BatchInfo
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.deaths import (
     TRIES,
     WORK,
@@ -23,7 +24,6 @@ from airflow_broadway.core.formats.deaths import (
     say_started,
 )
 from airflow_broadway.core.formats.isolation import Step
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import begin_try
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.runs.plans import OpenPlans

@@ -10,7 +10,7 @@ import pytest
 
 from airflow_broadway import Batcher, BatchInfo, Message
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.runs.python_batches import PythonBatches

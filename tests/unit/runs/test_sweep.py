@@ -13,7 +13,7 @@ import pytest
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import ProducerUnavailable, StagingError
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.metrics import Metric, MetricSink
 from airflow_broadway.testing import ManualClock

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from airflow_broadway.core.custody.protocol import Entry, Lease
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.entries import EntryLine, load_line
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
@@ -156,7 +156,7 @@ class Staged:
             run=replace(RunInfo(), try_number=try_number).to_json(),
             plans=[plan.path for plan in plans],
         )
-        assert self.files.create(paths.work(name, try_number), work.dumps())
+        assert self.files.create(paths.of_try(name, try_number), work.dumps())
         return work
 
     def outcome(self, batcher: str, batch_id: str) -> Outcome:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.spark import job, launcher
-from airflow_broadway.spark.application import REFUSED
+from airflow_broadway.spark.session import REFUSED
 
 
 def work_file(root: Path, class_path: str) -> Work:
@@ -23,7 +23,7 @@ def work_file(root: Path, class_path: str) -> Work:
         run={},
         plans=[],
     )
-    LocalFiles(root).replace(paths.work("t", 1), work.dumps())
+    LocalFiles(root).replace(paths.of_try("t", 1), work.dumps())
     return work
 
 
@@ -42,7 +42,7 @@ def test_a_work_file_that_somebody_changed_imports_nothing(
     work_file(tmp_path / "run", "planted:Any")
 
     # When the driver starts with the digest that the task gave, or with none
-    given = ["--run", f"file://{tmp_path}/run", "--work", paths.work("t", 1)]
+    given = ["--run", f"file://{tmp_path}/run", "--work", paths.of_try("t", 1)]
     code = job.main([*given, "--sha256", work.digest] if digest else given)
 
     # Then it refuses before anything that the file names is imported
@@ -57,7 +57,7 @@ def test_a_driver_that_would_get_a_session_of_spark_connect_refuses(
 ) -> None:
     monkeypatch.setenv("SPARK_REMOTE", "sc://spark.example")
     work = work_file(tmp_path, "shop:Orders")
-    given = ["--run", f"file://{tmp_path}", "--work", paths.work("t", 1)]
+    given = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
     assert job.main([*given, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: Spark Connect is not supported yet" in caplog.text
 
@@ -74,7 +74,7 @@ def test_spark_is_refused_below_the_oldest_that_does_and_the_first_line_names_it
     caplog.set_level("INFO")
     monkeypatch.setattr("pyspark.__version__", version)
 
-    given = ["--run", f"file://{tmp_path}", "--work", paths.work("t", 1), "--sha256", ""]
+    given = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1), "--sha256", ""]
     assert job.main(given) == REFUSED
 
     first = caplog.messages[0]

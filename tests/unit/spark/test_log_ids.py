@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import PlannedBatch
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.model.run_info import RunInfo
-from airflow_broadway.spark.application import INCOMPLETE, run_work
+from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.batch import BatchRunner
+from airflow_broadway.spark.session import INCOMPLETE
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 
 #: What a driver asks of a session that has no JVM.
-Session = type("Session", (), {"__module__": "stand.connect.in", "is_stopped": False})
+Session = type("Session", (), {"sparkContext": SimpleNamespace(applicationId="app-1")})
 
 
 def test_each_line_names_the_run_and_that_of_a_batch_its_batch(

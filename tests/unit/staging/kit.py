@@ -13,8 +13,8 @@ from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Delivery, Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.entries import dump_entry as dump
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch

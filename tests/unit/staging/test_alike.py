@@ -20,7 +20,7 @@ from airflow_broadway import Broadway
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import Batcher
-from airflow_broadway.core.schema.plain import load_key
+from airflow_broadway.core.schema.encoding import load_key
 from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging.batch_reader import BatchReader

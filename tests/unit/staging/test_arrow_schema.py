@@ -13,18 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.schema.ddl import (
-    Array,
-    Atomic,
-    ConversionError,
-    DataType,
-    Decimal,
-    Field,
-    Map,
-    Schema,
-    Struct,
-    parse_schema,
-)
+from airflow_broadway.core.errors import ConversionError
+from airflow_broadway.core.schema.ddl import Schema, parse_schema
+from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal, Field, Map, Struct
 from airflow_broadway.staging.arrow_schema import (
     SPARK_FILE_METADATA,
     arrow_struct,
@@ -115,7 +106,7 @@ def test_each_type_has_the_arrow_type_that_spark_reads() -> None:
 def test_one_column_can_hold_all_the_schemas() -> None:
     schema = parse_schema("a int not null, b string")
 
-    assert arrow_struct(schema) == arrow_type(schema.struct)
+    assert arrow_struct(schema) == arrow_type(schema)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.runs.account import keep_report
 from airflow_broadway.staging.run_folder import iter_open, iter_unsettled
 from airflow_broadway.staging.settling.journal import record_settled

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -11,35 +12,28 @@ from airflow_broadway.core.formats.deaths import Deaths
 from airflow_broadway.core.formats.isolation import MOST_PARTS, OnRecord, Step, next_step
 from airflow_broadway.core.formats.plan import PlannedBatch
 
+Counted = dict[str, int]
 
-@dataclass
+
 class Died:
     """So many tries died of each batch: by id."""
 
-    deaths: dict[str, int] = field(default_factory=dict)
-    deaths_alone: dict[str, int] = field(default_factory=dict)
-    in_hand: dict[str, int] = field(default_factory=dict)
-    in_hand_alone: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        return sum(self.deaths.values())
-
-    @property
-    def interruptions(self) -> int:
-        return sum(self.in_hand.values())
+    def __init__(
+        self,
+        deaths: Counted | None = None,
+        alone: Counted | None = None,
+        *,
+        in_hand: Counted | None = None,
+        in_hand_alone: Counted | None = None,
+    ) -> None:
+        self._of = Counter(deaths)
+        self.alone = Counter(alone)
+        self.interrupted = Counter(in_hand)
+        self.interrupted_alone = Counter(in_hand_alone)
+        self.count, self.interruptions = self._of.total(), self.interrupted.total()
 
     def of(self, batch: PlannedBatch) -> int:
-        return self.deaths.get(batch.batch_id, 0)
-
-    def alone(self, batch: PlannedBatch) -> int:
-        return self.deaths_alone.get(batch.batch_id, 0)
-
-    def interrupted(self, batch: PlannedBatch) -> int:
-        return self.in_hand.get(batch.batch_id, 0)
-
-    def interrupted_alone(self, batch: PlannedBatch) -> int:
-        return self.in_hand_alone.get(batch.batch_id, 0)
+        return self._of[batch.batch_id]
 
 
 def single(batch_id: str) -> PlannedBatch:

@@ -8,8 +8,8 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, highest_try
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.testing import ManualClock
@@ -41,7 +41,7 @@ def fence(
     files: LocalFiles, clock: ManualClock, *, name: str = "task", number: int = 1
 ) -> Ownership:
     work = Work(name=name, try_number=number, pipeline={}, run={}, plans=[])
-    assert files.create(paths.work(name, number), work.dumps())
+    assert files.create(paths.of_try(name, number), work.dumps())
     return Ownership(files, name, number, clock=clock)
 
 
@@ -49,7 +49,7 @@ def test_a_later_try_fences_off(files: LocalFiles, clock: ManualClock) -> None:
     lease(files, seconds=10)
     given = fence(files, clock)
     given.check(["g"])
-    files.create(paths.work("task", 2), "{}")
+    files.create(paths.of_try("task", 2), "{}")
     with pytest.raises(OwnershipLost, match="try 2 of 'task' has begun, so try 1 stops here"):
         given.check(["g"], fresh=True)
 
@@ -58,7 +58,7 @@ def test_what_was_read_serves_for_a_second_only(files: LocalFiles, clock: Manual
     lease(files, seconds=10)
     given = fence(files, clock)
     given.check(["g"])
-    files.create(paths.work("task", 2), "{}")
+    files.create(paths.of_try("task", 2), "{}")
     given.check(["g"])
     clock.sleep(1.1)
     with pytest.raises(OwnershipLost):
@@ -78,7 +78,7 @@ def test_what_was_read_before_a_sleep_serves_once(
         if folder == asleep_in:
             monkeypatch.setattr(LocalFiles, "list", real)
             clock.sleep(60)
-            files.create(paths.work("task", 2) if folder == "work" else paths.intent("g"), "{}")
+            files.create(paths.of_try("task", 2) if folder == "work" else paths.intent("g"), "{}")
         return found
 
     real = LocalFiles.list
@@ -93,8 +93,8 @@ def test_what_was_read_before_a_sleep_serves_once(
 def test_tries_of_other_tasks_do_not_count(files: LocalFiles, clock: ManualClock) -> None:
     lease(files, seconds=10)
     given = fence(files, clock, name="a")
-    files.create(paths.work("a-b", 7), "{}")
-    files.create(paths.work("a.b", 7), "{}")
+    files.create(paths.of_try("a-b", 7), "{}")
+    files.create(paths.of_try("a.b", 7), "{}")
     given.check(["g"], fresh=True)
     assert highest_try(files, "a") == 1
     assert highest_try(files, "nobody") == 0
@@ -177,7 +177,7 @@ def test_without_a_name_there_are_no_tries_to_look_for(
     files: LocalFiles, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease(files, seconds=10)
-    files.create(paths.work("task", 7), "{}")
+    files.create(paths.of_try("task", 7), "{}")
     files.create(paths.of_try("task", 9, "tries"), "{}")
     Ownership(files, clock=clock).check(["g"], fresh=True)
     Ownership(files, "task", 9, folder="tries", clock=clock).check(["g"], fresh=True)

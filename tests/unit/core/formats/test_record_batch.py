@@ -14,9 +14,9 @@ import pytest
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.errors import LeaseLapsed, StagingDamaged
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch

@@ -7,18 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_broadway.core.errors import SchemaError
-from airflow_broadway.core.schema.ddl import (
-    MAX_DEPTH,
-    Array,
-    Atomic,
-    DataType,
-    Decimal,
-    Field,
-    Map,
-    Schema,
-    Struct,
-    parse_schema,
-)
+from airflow_broadway.core.schema.ddl import MAX_DEPTH, Schema, parse_schema
+from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal, Field, Map, Struct
 
 # --------------------------------------------------------------------------------------------------
 # What is read
@@ -104,7 +94,7 @@ def test_the_rendered_ddl_is_canonical() -> None:
     schema = parse_schema("A INTEGER,`b c` Struct<X:DEC(4,2) NOT NULL,y Map<Short,Real>>")
 
     assert schema.ddl == "A int, `b c` struct<X: decimal(4,2) not null, y: map<smallint, float>>"
-    assert schema.struct.ddl == (
+    assert Struct(schema.fields).ddl == (
         "struct<A: int, `b c`: struct<X: decimal(4,2) not null, y: map<smallint, float>>>"
     )
 
@@ -221,7 +211,7 @@ kinds: st.SearchStrategy[DataType] = st.recursive(
 @given(fields_of(kinds).map(Schema))
 def test_a_schema_is_read_back_from_its_own_ddl(schema: Schema) -> None:
     assert parse_schema(schema.ddl) == schema
-    assert parse_schema(f"data {schema.struct.ddl}").fields[0].type == schema.struct
+    assert parse_schema(f"data {Struct(schema.fields).ddl}").fields[0].type == Struct(schema.fields)
 
 
 fragments = st.sampled_from(

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_broadway.core.schema.ddl import ConversionError, MisfitError, parse_schema
+from airflow_broadway.core.errors import ConversionError
+from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.schema.records import MAX_DROPPED_NAMES, OTHER_KEYS
+from airflow_broadway.core.schema.values import MisfitError
 
 UTC = timezone.utc  # noqa: UP017  # as in the code under test
 NOON = datetime(2013, 1, 31, 12, tzinfo=UTC)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.adapters.staging import open_store
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.live import LiveCounts
 from airflow_broadway.runs.reading.history import (
     BAD,

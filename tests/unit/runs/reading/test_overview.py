@@ -12,9 +12,9 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.isolation import CRASHED
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.live import LIVE_INTERVAL, LiveCounts, LiveSign, read_live
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.parts import part_id, record_split

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_broadway.core.schema.ddl import ConversionError, encode_json, encode_metadata
-from airflow_broadway.core.schema.json_text import _encode_entry
+from airflow_broadway.core.errors import ConversionError
+from airflow_broadway.core.schema.encoding import encode_json, encode_metadata
 
 NAN = float("nan")
 EVENING = datetime(2013, 1, 31, 19, tzinfo=timezone(timedelta(hours=7)))
@@ -137,30 +137,6 @@ anything = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=5,
 )
-
-
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-metadata_values = st.one_of(
-    scalars,
-    st.lists(scalars, max_size=4),
-    st.lists(st.lists(st.text(max_size=3) | st.none() | st.binary(), max_size=2), max_size=3),
-    st.dictionaries(st.text(max_size=5) | st.integers(), scalars, max_size=4),
-    st.sampled_from([10**18, -(10**18), 10**5000, [10**5000], True, [True], {"a": 10**18}]),
-    anything,
-)
-
-
-@given(st.dictionaries(st.text(max_size=5) | st.integers(), metadata_values, max_size=6))
-def test_the_short_ways_of_metadata_write_what_the_long_one_writes(metadata: Any) -> None:
-    def told(encode: Any) -> Any:
-        try:
-            return encode()
-        except ConversionError as error:
-            return str(error)
-
-    long = told(lambda: {key: _encode_entry(key, value) for key, value in metadata.items()})
-
-    assert told(lambda: encode_metadata(metadata)) == long
 
 
 @given(anything)
