@@ -9,12 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from airflow_broadway.adapters.connections import AirflowConnections
-from airflow_broadway.adapters.staging import open_store, staging_root
-from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.adapters.staging import env_outside_run, open_store
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.backlog.queues import WatchedQueues
@@ -35,14 +32,7 @@ def look_at(
     :param by: The trigger or sensor that reads it, for the report.
     :raises BroadwayError: If a connection is missing, or a broker cannot be reached.
     """
-    root = staging_root(staging).rstrip("/")
-    env = ProducerEnv(
-        pipeline=queues.pipeline,
-        generation="",
-        connections=AirflowConnections(),
-        staging=f"{root}/{queues.pipeline}",
-        shared=f"{root}/{SHARED}",
-    )
+    env = env_outside_run(queues.pipeline, staging)
     at = env.clock.now()
     depth = queues.depth(env)
     if dag_id is not None:
