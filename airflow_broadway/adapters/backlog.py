@@ -7,6 +7,7 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from airflow_broadway.adapters.staging import env_outside_run, open_store
@@ -68,7 +69,7 @@ def check_age(queues: WatchedQueues, bounds: Backlog, path: str) -> None:
         )
 
 
-async def run_in_thread(function: Callable[[], T]) -> T:
+async def run_in_thread(function: Callable[[], T], name: str = "broadway-backlog") -> T:
     """Calls a blocking function in a thread of its own.
 
     The event loop's own threads are few, all triggers share them, and a thread that waits for an
@@ -87,8 +88,8 @@ async def run_in_thread(function: Callable[[], T]) -> T:
             outcome: tuple[Callable[[Any], None], Any] = (done.set_result, context.run(function))
         except BaseException as error:
             outcome = (done.set_exception, error)
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, name="broadway-backlog", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return await done

@@ -10,48 +10,33 @@ Reading needs the permission to read the Dag's runs.  Actions and payloads need 
 edit them.  Moving dead letters also needs the permission to trigger a run, because a run moves
 them.  :data:`MayEdit` is for pages that show more to editors.
 
-**CSRF.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every template): an
-HMAC with the API server's secret over the user and a random cookie of this browser.  Airflow's own
+**CSRF.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every template): a
+timestamp signed with the API server's secret for the user and a random cookie of this browser.  Airflow's own
 cookie is unsuitable: auth managers replace it while a page is open.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
+import json
 import secrets
-import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from airflow.api_fastapi.app import get_auth_manager
 from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
-from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
+from airflow.api_fastapi.core_api.security import GetUserDep as GetUserDep
+from airflow.api_fastapi.core_api.security import requires_access_dag
 from airflow.configuration import conf
 from airflow.models.dag import DagModel
 from fastapi import Depends, HTTPException, Request, status
+from itsdangerous import TimestampSigner
 
 from airflow_broadway.plugin.fair_semaphore import USER
 
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
     from fastapi import Response
-
-__all__ = [
-    "CSRF_FIELD",
-    "CSRF_HEADER",
-    "EDITS_RUNS",
-    "GUARDS",
-    "READS_RUNS",
-    "TRIGGERS_RUNS",
-    "WITHHELD",
-    "GetUserDep",
-    "MayEdit",
-    "csrf_of",
-    "may_edit",
-    "readable_dags",
-    "remember_browser",
-]
 
 #: The dependency of a route that reads the runs of the Dag in its path.
 READS_RUNS: Final = Depends(requires_access_dag("GET", DagAccessEntity.RUN))
@@ -116,15 +101,18 @@ def csrf_of(request: Request) -> str:
         return ""
     browser = request.cookies.get(BROWSER_COOKIE) or secrets.token_urlsafe(24)
     request.state.broadway_browser = browser
-    return make_token(user, browser, int(time.time()))
+    return make_token(user, browser)
 
 
-def make_token(user: BaseUser, browser: str, at: int) -> str:
-    """Returns the token of a user in a browser, valid for :data:`TOKEN_SECONDS` from ``at``."""
-    # Length-prefixed, so that no two triples give the same text.
-    parts = [f"{len(part)}:{part}" for part in (str(user.get_id()), browser, str(at))]
-    key = hashlib.sha256(b"broadway csrf" + conf.get("api", "secret_key").encode()).digest()
-    return f"{at}.{hmac.new(key, ''.join(parts).encode(), hashlib.sha256).hexdigest()}"
+def make_token(user: BaseUser, browser: str) -> str:
+    """Returns the token of a user in a browser, valid for :data:`TOKEN_SECONDS`."""
+    return _signer(user, browser).sign(CSRF_FIELD).decode()
+
+
+def _signer(user: BaseUser, browser: str) -> TimestampSigner:
+    # JSON, so that no two pairs give the same text.
+    salt = json.dumps(["broadway csrf", str(user.get_id()), browser])
+    return TimestampSigner(conf.get("api", "secret_key"), salt=salt, digest_method=hashlib.sha256)
 
 
 def remember_browser(request: Request, response: Response) -> None:
@@ -172,7 +160,8 @@ async def _check_csrf(request: Request, user: GetUserDep) -> None:
     header = request.headers.get(CSRF_HEADER)
     token = header if header is not None else (await request.form()).get(CSRF_FIELD)
     browser = request.cookies.get(BROWSER_COOKIE)
-    if not isinstance(token, str) or not browser or not _is_token(token, user, browser):
+    valid = isinstance(token, str) and browser
+    if not valid or not _signer(user, browser).validate(token, max_age=TOKEN_SECONDS):
         raise HTTPException(status.HTTP_403_FORBIDDEN, "The form has expired: reload the page.")
 
 
@@ -183,14 +172,6 @@ def _is_foreign(request: Request) -> bool:
         return site not in ("same-origin", "none")
     origin = request.headers.get("origin")
     return origin is not None and origin.partition("://")[2] != request.headers.get("host")
-
-
-def _is_token(token: str, user: BaseUser, browser: str) -> bool:
-    stamp = token.partition(".")[0]
-    if not (stamp.isascii() and stamp.isdigit() and len(stamp) < 12):
-        return False
-    valid = hmac.compare_digest(token.encode(), make_token(user, browser, int(stamp)).encode())
-    return valid and 0 <= time.time() - int(stamp) <= TOKEN_SECONDS
 
 
 #: Dependencies of every route.

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -115,26 +116,31 @@ class Children:
         known = self._known.get(text)
         # A pending question of another user is queued behind that user's requests: ask separately.
         if known is None or not (known.task.done() or known.user == USER.get()):
-            known = self._known[text] = _Question(self._run(text), self._keep)
+            task = asyncio.ensure_future(self._run(text))
+            known = self._known[text] = _Question(USER.get(), task)
             known.task.add_done_callback(partial(self._ended, known))
         # One caller's cancellation must not cancel the others.
         return await asyncio.shield(known.task)
 
     def _ended(self, known: _Question, _: Any) -> None:
-        known.ended(self._clock.monotonic())
+        known.until = self._clock.monotonic() + self._keep
 
     def _evict(self) -> None:
         now = self._clock.monotonic()
         for text, known in list(self._known.items()):
-            if known.is_old(now) or len(self._known) >= MOST_KEPT:
+            if now >= known.until or len(self._known) >= MOST_KEPT:
                 del self._known[text]
 
     async def _run(self, question: str) -> Answer:
         if not self._allowed():
             raise ChildError(OFF)
         try:
-            async with asyncio.timeout(self._timeout), self._slots.slot():
-                code, out = await self._spawn(question)
+            async with asyncio.timeout(self._timeout):
+                release = await self._slots.acquire()
+                try:
+                    code, out = await self._spawn(question)
+                finally:
+                    release()
         except TimeoutError:
             raise ChildError(f"the broker did not answer within {self._timeout:g} s") from None
         try:
@@ -186,22 +192,13 @@ class Children:
                 await asyncio.shield(_end(process, self._grace))
 
 
+@dataclass(slots=True, eq=False)
 class _Question:
-    """A question, its pending answer, and the expiry of the cached answer."""
+    """A question's user, its pending answer, and the expiry of the cached answer."""
 
-    def __init__(self, answer: Coroutine[Any, Any, Answer], keep: float) -> None:
-        self.user = USER.get()
-        self.task = asyncio.ensure_future(answer)
-        self._keep = keep
-        self._until = float("inf")
-
-    def ended(self, now: float) -> None:
-        self._until = now + self._keep
-        if not self.task.cancelled():
-            self.task.exception()  # retrieved, or the event loop would log it
-
-    def is_old(self, now: float) -> bool:
-        return now >= self._until
+    user: str
+    task: asyncio.Task[Answer]
+    until: float = math.inf
 
 
 def _environment() -> dict[str, str]:

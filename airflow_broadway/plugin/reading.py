@@ -10,13 +10,11 @@ reads is limited, and a read fails after a timeout::
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
+from airflow_broadway.adapters.backlog import run_in_thread
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.fair_semaphore import FairSemaphore
 
@@ -45,13 +43,13 @@ class Reading:
         :raises StagingError: If a file was deleted, or on a timeout.  The function cannot be
             interrupted, and keeps its slot until it has ended.
         """
-        context = contextvars.copy_context()
+        work = partial(function, *args, **kwargs)
         try:
             async with asyncio.timeout(self._seconds) as bound:
-                user = await self._slots.acquire()
-                work = partial(context.run, function, *args, **kwargs)
-                result: T = await self._start(work, user)
-                return result
+                release = await self._slots.acquire()
+                thread = asyncio.ensure_future(run_in_thread(work, name="broadway-reading"))
+                thread.add_done_callback(lambda _: release())
+                return await asyncio.shield(thread)
         except FileNotFoundError as error:
             raise StagingError(
                 f"the file {error.filename or error} of a run was deleted from the staging folder"
@@ -62,36 +60,6 @@ class Reading:
             raise StagingError(
                 f"the staging folder did not answer within {self._seconds:g} s"
             ) from None
-
-    def _start(self, work: Callable[[], Any], user: str) -> asyncio.Future[Any]:
-        """Starts the function in a daemon thread."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Any] = loop.create_future()
-
-        def finish(value: Any, error: BaseException | None) -> None:
-            self._slots.release(user)
-            if ended.done():
-                return  # timed out or cancelled
-            if error is None:
-                ended.set_result(value)
-            else:
-                ended.set_exception(error)
-
-        def run() -> None:
-            value, error = None, None
-            try:
-                value = work()
-            except BaseException as caught:  # shown on the page
-                error = caught
-            with suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(finish, value, error)
-
-        try:
-            threading.Thread(target=run, name="broadway-reading", daemon=True).start()
-        except BaseException:  # the thread could not be started
-            self._slots.release(user)
-            raise
-        return ended
 
 
 #: The reader of this API server process.

@@ -108,7 +108,9 @@ def _render(
 
 def _render_charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
     """Returns a pipeline's charts: title, newest value, top of the axis, image."""
-    runs = [run for _, run in reversed(standing.history) if run is not None and not run.dry]
+    runs = list(reversed(standing.past))
+    if not runs:
+        return []
     names = [run.run_id for run in runs]
     shares = [run.failure_share for run in runs]
     # Scaled to the data, so that 1% is visible.
