@@ -11,8 +11,8 @@ edit them.  Moving dead letters also needs the permission to trigger a run, beca
 them.  :data:`MayEdit` is for pages that show more to editors.
 
 **CSRF.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every template): a
-timestamp signed with the API server's secret for the user and a random cookie of this browser.  Airflow's own
-cookie is unsuitable: auth managers replace it while a page is open.
+timestamp signed with the API server's secret for the user and a random cookie of this browser.
+Airflow's own cookie is unsuitable: auth managers replace it while a page is open.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from airflow.api_fastapi.app import get_auth_manager
 from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
-from airflow.api_fastapi.core_api.security import GetUserDep as GetUserDep
-from airflow.api_fastapi.core_api.security import requires_access_dag
+from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
 from airflow.configuration import conf
 from airflow.models.dag import DagModel
 from fastapi import Depends, HTTPException, Request, status
@@ -160,8 +159,11 @@ async def _check_csrf(request: Request, user: GetUserDep) -> None:
     header = request.headers.get(CSRF_HEADER)
     token = header if header is not None else (await request.form()).get(CSRF_FIELD)
     browser = request.cookies.get(BROWSER_COOKIE)
-    valid = isinstance(token, str) and browser
-    if not valid or not _signer(user, browser).validate(token, max_age=TOKEN_SECONDS):
+    if not (
+        isinstance(token, str)
+        and browser
+        and _signer(user, browser).validate(token, max_age=TOKEN_SECONDS)
+    ):
         raise HTTPException(status.HTTP_403_FORBIDDEN, "The form has expired: reload the page.")
 
 

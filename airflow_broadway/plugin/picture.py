@@ -70,7 +70,7 @@ _BELOW: Final = 32
 _MOST: Final = 12
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """A stage: a title, a line below it, and its state as a label and a tone."""
 
@@ -81,7 +81,7 @@ class Box:
     line: str = ""
     state: str = ""
     tone: str = ""
-    height: ClassVar = _HIGH
+    height: ClassVar[int] = _HIGH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ def word_of(state: str) -> str:
     return _WORDS.get(state, (state, ""))[0]
 
 
-def _state_of(task: StageTask | None, failed: int, handled: int | None) -> dict[str, str]:
+def _state_of(task: StageTask | None, failed: int, handled: int | None) -> dict[str, Any]:
     """Returns the label and tone of a stage; a finished one's with its failed messages."""
     word, tone = word_for(task)
     if tone == "good" and failed == handled and failed:
@@ -272,7 +272,7 @@ def _collect_flows(overview: Overview | None, tasks: PipelineTasks | None) -> li
     flows.sort(key=lambda flow: -flow.staged)
     rest = flows[_MOST - 1 :]
     names = ("staged", "planned", "batches", "done", "handled")
-    sums = {name: sum(getattr(flow, name) or 0 for flow in rest) for name in names}
+    sums: dict[str, Any] = {name: sum(getattr(flow, name) or 0 for flow in rest) for name in names}
     return [*flows[: _MOST - 1], Flow(batcher=f"{len(rest)} others", **sums)]
 
 

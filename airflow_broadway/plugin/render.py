@@ -27,6 +27,7 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from airflow_broadway.core import text as text_format
 from airflow_broadway.core.text import printable
 from airflow_broadway.plugin.access import csrf_of
 
@@ -83,7 +84,7 @@ def _environment() -> Environment:
         web=web,
         shorten=shorten,
         sentence=sentence,
-        oneline=oneline,
+        oneline=printable,
     )
     return environment
 
@@ -118,8 +119,7 @@ def rate(value: float) -> str:
 
 def shorten(text: str, limit: int) -> str:
     """Returns a text on one line of at most ``limit`` characters."""
-    line = printable(text)
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+    return text_format.shorten(printable(text), limit)
 
 
 def sentence(text: str) -> str:
@@ -157,11 +157,6 @@ def seconds(value: float | None) -> str:
         if whole >= length:
             return f"{whole // length} {name} {whole % length // part} {smaller}"
     return f"{whole} s"
-
-
-def oneline(value: str) -> str:
-    """Returns untrusted text on one line, with invisible characters escaped."""
-    return printable(value)
 
 
 def path_part(value: str) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import urlencode
 
 from airflow.api_fastapi.core_api.datamodels.dag_run import TriggerDAGRunPostBody
 from airflow.api_fastapi.core_api.routes.public.dag_run import trigger_dag_run
+from airflow.api_fastapi.core_api.security import GetUserDep
 from airflow.models.dagbag import DBDagBag
 from airflow.utils.session import create_session
 from fastapi import APIRouter, HTTPException, Request
@@ -26,12 +27,12 @@ from starlette.datastructures import FormData
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.run_source import DEAD_LETTERS
+from airflow_broadway.core.text import parse_timestamp
 from airflow_broadway.plugin.access import (
     EDITS_RUNS,
     READS_RUNS,
     TRIGGERS_RUNS,
     WITHHELD,
-    GetUserDep,
     MayEdit,
 )
 from airflow_broadway.plugin.audit import note
@@ -43,7 +44,7 @@ from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.staged import seen_root
 from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
 from airflow_broadway.runs.reading.payload import FORMS, payload_of
-from airflow_broadway.runs.sources.dead_letters import DELETE, PARAM, REQUEUE
+from airflow_broadway.runs.sources.dead_letters import PARAM
 
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
@@ -81,25 +82,25 @@ class Filter:
         :raises HTTPException: 422, if a timestamp is invalid.
         """
         texts = {field.name: _clean(values.get(field.name)).strip() for field in fields(cls)}
-        return cls(**texts | {name: _parse_time(name, texts[name]) for name in ("since", "until")})
-
-    def choice(self) -> dict[str, Any]:
-        """Returns the filter as the run param ``dead_letters``."""
-        filters = {"reason": self.reason, "stage": self.stage}
-        filters |= {"since": _add_zone(self.since), "until": _add_zone(self.until)}
-        ids = {"ids": [self.id]} if self.id else {}
-        return {name: value for name, value in filters.items() if value} | ids
-
-    def query(self, **changed: Any) -> str:
-        """Returns the filter as a query string."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)} | changed
-        params = {name: value for name, value in values.items() if value}
-        return urlencode(params, errors="backslashreplace")
+        return cls(**texts | {name: _parse_time(name, texts[name]) for name in _TIMES})
 
     def items(self) -> list[tuple[str, str]]:
         """Returns the fields that are set."""
-        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [(name, value) for name, value in values if value]
+        return [(name, value) for name, value in asdict(self).items() if value]
+
+    def choice(self) -> dict[str, Any]:
+        """Returns the filter as the run param ``dead_letters``."""
+        choice: dict[str, Any] = dict(self.items())
+        choice |= {name: f"{choice[name]}+00:00" for name in _TIMES if name in choice}
+        return choice | {"ids": [choice.pop("id")]} if self.id else choice
+
+    def query(self, **changed: Any) -> str:
+        """Returns the filter as a query string."""
+        params = {name: value for name, value in (asdict(self) | changed).items() if value}
+        return urlencode(params, errors="backslashreplace")
+
+
+_TIMES: Final = ("since", "until")
 
 
 def _clean(value: object) -> str:
@@ -111,18 +112,10 @@ def _clean(value: object) -> str:
 
 def _parse_time(name: str, text: str) -> str:
     """Returns a timestamp in UTC in the format of a form field, without its zone."""
-    if not text:
-        return ""
     try:
-        at = datetime.fromisoformat(text)
+        return parse_timestamp(text).replace(tzinfo=None).isoformat() if text else ""
     except ValueError:
         raise HTTPException(422, f"{name} is no timestamp such as 2026-01-31T12:00.") from None
-    at = at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
-    return at.replace(tzinfo=None).isoformat()
-
-
-def _add_zone(text: str) -> str:
-    return f"{text}+00:00" if text else ""
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -139,7 +132,10 @@ async def show_list(
     listing, trouble = None, ""
     if asks_brokers():
         try:
-            listing = await _list(place, filters, limit=PAGE, offset=(number - 1) * PAGE)
+            question = {"ask": "list", "choice": filters.choice(), "seconds": LOOK_SECONDS}
+            question |= {"limit": PAGE, "offset": (number - 1) * PAGE}
+            answer = await CHILDREN.ask(question | place.question())
+            listing = {**answer.value, "at": answer.at}
         except ChildError as error:
             trouble = str(error) if may_edit else WITHHELD
     if listing:
@@ -189,13 +185,6 @@ def _render_letter(
         forms=FORMS,
         properties=payload_of(letter["properties"], form="json", most=MOST_PROPERTIES),
     )
-
-
-async def _list(place: Place, filters: Filter, *, limit: int, offset: int = 0) -> dict[str, Any]:
-    question = {"ask": "list", "choice": filters.choice(), "seconds": LOOK_SECONDS}
-    question |= {"limit": limit, "offset": offset}
-    answer = await CHILDREN.ask(question | place.question())
-    return {**answer.value, "at": answer.at}
 
 
 def _parse_page_number(text: str | None) -> int:
@@ -264,21 +253,15 @@ def _find_place(dag_id: str, name: str) -> Place:
 # -- actions ---------------------------------------------------------------------------------------
 
 
-@router.post("/requeue", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
-async def requeue(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Triggers a run that requeues dead letters to their source, after confirmation."""
-    return await _act(request, dag_id, pipeline, REQUEUE, user)
-
-
-@router.post("/delete", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
-async def delete(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Triggers a run that deletes dead letters, after confirmation."""
-    return await _act(request, dag_id, pipeline, DELETE, user)
-
-
-async def _act(
-    request: Request, dag_id: str, pipeline: str, action: str, user: BaseUser
+@router.post("/{action}", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
+async def act(
+    request: Request,
+    dag_id: str,
+    pipeline: str,
+    action: Literal["requeue", "delete"],
+    user: GetUserDep,
 ) -> HTMLResponse:
+    """Triggers a run that requeues dead letters to their source or deletes them, once confirmed."""
     form = await request.form()
     filters = Filter.of(form)
     ids = _selected_ids(form)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from airflow.api_fastapi.core_api.security import GetUserDep
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
-from airflow_broadway.plugin.access import READS_RUNS, GetUserDep, MayEdit
+from airflow_broadway.plugin.access import READS_RUNS, MayEdit
 from airflow_broadway.plugin.audit import note
 from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
@@ -22,7 +23,6 @@ from airflow_broadway.runs.reading.message import (
     ids_with_text,
     other_runs,
 )
-from airflow_broadway.staging.run_folder import StagedRun
 
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
 
@@ -64,7 +64,9 @@ def _search(
 ) -> dict[str, Any]:
     """Returns the message's stories, or else the messages that contain the text."""
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
-    runs_searched = [*runs, *_find_others(runs)] if everywhere and search else runs
+    runs_searched = list(runs)
+    if everywhere and search:
+        runs_searched += (other for run in runs for other in other_runs(run.store, run))
     stories: Sequence[Story] = ()
     if search:
         stories = find_message(runs_searched, search, with_payload=with_payload)
@@ -77,7 +79,3 @@ def _search(
         "runs": len(runs_searched),
         "pipelines": sorted({run.pipeline for run in runs}),
     }
-
-
-def _find_others(runs: Sequence[StagedRun]) -> list[StagedRun]:
-    return [other for run in runs for other in other_runs(run.store, run)]

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
+from airflow.api_fastapi.core_api.security import GetUserDep
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
-from airflow_broadway.plugin.access import WITHHELD, GetUserDep, may_edit, readable_dags
+from airflow_broadway.plugin.access import WITHHELD, may_edit, readable_dags
 from airflow_broadway.plugin.charts import bars
 from airflow_broadway.plugin.children import asks_brokers
 from airflow_broadway.plugin.declared import declared_pipelines

@@ -1,17 +1,18 @@
-"""The page of a run: the outcome of every message."""
+"""The page of a run: the outcome of every message; and its reports as Markdown."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from airflow_broadway.core.custody.report import CLASSES
+from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.text import many
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
@@ -20,6 +21,7 @@ from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
 from airflow_broadway.plugin.staged import staged_runs
+from airflow_broadway.runs.account import kept_report
 from airflow_broadway.runs.reading.batches import BatchPage, page_of_batches
 from airflow_broadway.runs.reading.overview import Overview, Receipt, overview_of
 from airflow_broadway.staging.plan_choice import Recorded
@@ -37,7 +39,7 @@ class BatchQuery:
     pipeline: str = ""
     page: int = 1
     sort: str = "plan"
-    desc: bool = False
+    descending: Annotated[bool, Query(alias="desc")] = False
     state: str = "all"
     batcher: str = ""
 
@@ -94,7 +96,9 @@ async def _load_variables(
             raise
         # Airflow's data are shown anyway; staging may recover.
         log.warning("%s: %s", request.url.path, error)
-        sections, unread = [_unread_section(pipeline) for pipeline in known.pipelines], str(error)
+        sections = [_build_section(None, tasks, known, query) for tasks in known.pipelines]
+        sections = [replace(one, standing=("cannot be read", "warn")) for one in sections]
+        unread = str(error)
     return {
         "unread": unread,
         "dag_id": dag_id,
@@ -109,6 +113,19 @@ async def _load_variables(
         "receipt_word": receipt_word,
         "may_edit": edits,
     }
+
+
+@router.get("/report")
+async def show_report(dag_id: str, run_id: str) -> PlainTextResponse:
+    """Returns the reports of a run, one for each pipeline, as Markdown in plain text."""
+    text = await READING(_render_reports, dag_id, run_id)
+    return PlainTextResponse(text or "This run has no report yet: its task ack writes it.\n")
+
+
+def _render_reports(dag_id: str, run_id: str) -> str:
+    runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
+    reports = [report for report in map(kept_report, runs) if report is not None]
+    return "\n".join(map(markdown_of, reports))
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -143,18 +160,9 @@ def _build_section(
     recorded = None if run is None else Recorded(run)
     overview = None if run is None else overview_of(run, recorded=recorded)
     name = run.pipeline if run is not None else tasks.name if tasks is not None else ""
-    own_query = query if query.pipeline in ("", name) else BatchQuery()
-    batches = None
-    if run is not None:
-        batches = page_of_batches(
-            run,
-            page=own_query.page,
-            sort=own_query.sort,
-            descending=own_query.desc,
-            state=own_query.state,
-            batcher=own_query.batcher,
-            recorded=recorded,
-        )
+    options = asdict(query if query.pipeline in ("", name) else BatchQuery())
+    del options["pipeline"]
+    batches = None if run is None else page_of_batches(run, recorded=recorded, **options)
     return Section(
         name=name,
         overview=overview,
@@ -165,20 +173,8 @@ def _build_section(
     )
 
 
-def _unread_section(tasks: PipelineTasks) -> Section:
-    """Returns a section with Airflow's data only."""
-    return Section(
-        name=tasks.name,
-        overview=None,
-        tasks=tasks,
-        picture=picture_of(None, tasks),
-        standing=("cannot be read", "warn"),
-        batches=None,
-    )
-
-
 def standing_of(
-    overview: Overview | None, known: RunTasks, tasks: PipelineTasks | None = None
+    overview: Overview | None, known: RunTasks, tasks: PipelineTasks | None
 ) -> tuple[str, str]:
     """Returns the label and tone of a run's status."""
     if overview is None:

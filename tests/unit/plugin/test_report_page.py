@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_broadway.plugin.pages import report as report_page
+from airflow_broadway.plugin.pages import run as report_page
 from airflow_broadway.plugin.run_tasks import RunTasks
 from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import Run
