@@ -1,4 +1,5 @@
-"""Authorization of every request by Airflow's auth manager, and protection against CSRF.
+"""Authorization of every request by Airflow's auth manager, Airflow's audit log, protection against
+CSRF.
 
 The whole app has :data:`GUARDS`: every request needs a login (401), and every request that changes
 something a CSRF token (403).  A route of a Dag declares the permissions that it needs::
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from airflow.api_fastapi.app import get_auth_manager
@@ -28,14 +30,19 @@ from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessE
 from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
 from airflow.configuration import conf
 from airflow.models.dag import DagModel
+from airflow.models.log import Log
+from airflow.utils.session import create_session
 from fastapi import Depends, HTTPException, Request, status
 from itsdangerous import TimestampSigner
+from sqlalchemy.exc import SQLAlchemyError
 
 from airflow_broadway.plugin.fair_semaphore import USER
 
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
     from fastapi import Response
+
+log = logging.getLogger(__name__)
 
 #: The dependency of a route that reads the runs of the Dag in its path.
 READS_RUNS: Final = Depends(requires_access_dag("GET", DagAccessEntity.RUN))
@@ -58,7 +65,7 @@ TOKEN_SECONDS: Final = 12 * 3600
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def may_edit(dag_id: str, user: BaseUser) -> bool:
+def may_edit(dag_id: str, user: GetUserDep) -> bool:
     """Returns whether the user may edit a Dag's runs, and so see payloads."""
     details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
     return get_auth_manager().is_authorized_dag(
@@ -82,12 +89,38 @@ def readable_dags(user: BaseUser, dag_ids: Collection[str]) -> set[str]:
     }
 
 
-def _may_edit(dag_id: str, user: GetUserDep) -> bool:
-    return may_edit(dag_id, user)
-
-
 #: A parameter of a route with ``dag_id`` in its path: whether the user may edit its runs.
-MayEdit = Annotated[bool, Depends(_may_edit)]
+MayEdit = Annotated[bool, Depends(may_edit)]
+
+
+# -- audit -----------------------------------------------------------------------------------------
+
+
+def note(
+    user: BaseUser, dag_id: str, event: str, extra: Mapping[str, Any], *, run_id: str | None = None
+) -> None:
+    """Writes an entry, before the action is carried out.
+
+    :raises HTTPException: 503, if it cannot be written; the action must then not be carried out.
+    """
+    name = str(user.get_name())
+    try:
+        with create_session() as session:
+            session.add(
+                Log(
+                    event=event,
+                    dag_id=dag_id,
+                    run_id=run_id,
+                    owner=name,
+                    owner_display_name=name,
+                    extra=json.dumps(extra),
+                )
+            )
+    except SQLAlchemyError:
+        log.exception("Airflow's audit log cannot be written")
+        raise HTTPException(
+            503, "Airflow's audit log cannot be written, so nothing was done."
+        ) from None
 
 
 # -- CSRF ------------------------------------------------------------------------------------------
@@ -129,29 +162,19 @@ def remember_browser(request: Request, response: Response) -> None:
     )
 
 
-async def _check_text(request: Request) -> None:
-    """Rejects URLs with a NUL character, on which databases fail.
+async def _guard(request: Request, user: GetUserDep) -> None:
+    """Stores the user for the page that is rendered, and rejects invalid requests.
 
-    :raises HTTPException: 422.
+    :raises HTTPException: 422 for a URL with a NUL character, on which databases fail; 403 for a
+        cross-site request.
     """
+    request.state.broadway_user = user
+    USER.set(str(user.get_id()))
     values = (*request.path_params.values(), *request.query_params.values())
     if any("\0" in str(value) for value in values):
         raise HTTPException(
             status.HTTP_422_UNPROCESSABLE_CONTENT, "Text must not contain NUL characters."
         )
-
-
-async def _remember_user(request: Request, user: GetUserDep) -> None:
-    """Stores the user for the page that is rendered."""
-    request.state.broadway_user = user
-    USER.set(str(user.get_id()))
-
-
-async def _check_csrf(request: Request, user: GetUserDep) -> None:
-    """Rejects cross-site requests.
-
-    :raises HTTPException: 403.
-    """
     if request.method in _SAFE:
         return
     if _is_foreign(request):
@@ -177,4 +200,4 @@ def _is_foreign(request: Request) -> bool:
 
 
 #: Dependencies of every route.
-GUARDS: Final[list[Any]] = [Depends(_remember_user), Depends(_check_text), Depends(_check_csrf)]
+GUARDS: Final[list[Any]] = [Depends(_guard)]

@@ -50,15 +50,7 @@ _HEADERS: Final = {
 
 def create_app() -> FastAPI:
     """Creates the app; static files are public, all else needs a login."""
-    app = FastAPI(
-        title="Broadway",
-        dependencies=GUARDS,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        # No redirects.
-        redirect_slashes=False,
-    )
+    app = FastAPI(title="Broadway", dependencies=GUARDS, openapi_url=None, redirect_slashes=False)
     for module in _PAGES:
         app.include_router(module.router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

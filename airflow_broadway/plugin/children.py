@@ -172,13 +172,14 @@ class Children:
                 process.stdin.write(question.encode())
                 await process.stdin.drain()
                 process.stdin.close()
-            out = await _read(process.stdout, self.most_bytes)
-            if out is None:
-                raise ChildError(
-                    f"the answer has more than {self.most_bytes:,} bytes: narrow the filter"
-                )
-            code, ended = await process.wait(), True
-            return code, out
+            try:
+                await process.stdout.readexactly(self.most_bytes + 1)
+            except asyncio.IncompleteReadError as whole:
+                code, ended = await process.wait(), True
+                return code, whole.partial
+            raise ChildError(
+                f"the answer has more than {self.most_bytes:,} bytes: narrow the filter"
+            )
         finally:
             if not ended:
                 await asyncio.shield(_end(process, self.grace))
@@ -201,18 +202,6 @@ def _environment() -> dict[str, str]:
     """
     keys = {f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")}
     return {name: value for name, value in os.environ.items() if name not in keys}
-
-
-async def _read(stream: asyncio.StreamReader, most: int) -> bytes | None:
-    """Reads the whole stream; returns ``None`` if it exceeds ``most`` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    while part := await stream.read(65_536):
-        size += len(part)
-        if size > most:
-            return None
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from airflow.models.dag import DagModel
 from airflow.models.dag_version import DagVersion
@@ -56,6 +56,28 @@ class Declared:
         """The key of its last report."""
         return PipelineKey(self.name, self.dag_id)
 
+    @classmethod
+    def of(cls, dag_id: str, task: Mapping[str, Any], **fields: Any) -> Self:
+        """Parses the reference of one of its tasks; all is empty if Airflow has truncated it.
+
+        :param task: From :func:`arguments_of`.
+        """
+        reference = task["pipeline"] if isinstance(task["pipeline"], Mapping) else {}
+        path, options = str(reference.get("class", "")), reference.get("options") or {}
+        attributes = reference.get("about") or {}
+        default_name = options.get("name") or path.rpartition(":")[2].rpartition(".")[2]
+        producers, staging = attributes.get("producers"), task["staging"]
+        return cls(
+            dag_id=dag_id,
+            name=str(attributes.get("name", default_name)),
+            path=path,
+            broker=attributes.get("broker"),
+            producers=producers if isinstance(producers, int) else None,
+            batchers=attributes.get("batchers"),
+            staging=staging if isinstance(staging, str) else None,
+            **fields,
+        )
+
 
 def declared_in(dag_id: str, dag: Mapping[str, Any]) -> list[Declared]:
     """Returns the pipelines of a serialized Dag, in the order of its tasks; one for each name.
@@ -65,10 +87,9 @@ def declared_in(dag_id: str, dag: Mapping[str, Any]) -> list[Declared]:
     pipelines: dict[str, Declared] = {}
     for stored in dag["dag"].get("tasks", ()):
         task = arguments_of(stored)
-        if kind_of(task) in ("process", "run"):
-            pipeline = _parse_pipeline(dag_id, task)
-            if pipeline is not None:
-                pipelines.setdefault(pipeline.name, pipeline)
+        pipeline = Declared.of(dag_id, task)
+        if kind_of(task) in ("process", "run") and pipeline.path:
+            pipelines.setdefault(pipeline.name, pipeline)
     return list(pipelines.values())
 
 
@@ -95,26 +116,6 @@ def kind_of(task: Mapping[str, Any]) -> str | None:
         return str(mark)
     # Airflow truncates long arguments to text, which loses the mark.
     return _KINDS.get(str(task.get("_task_module")))
-
-
-def _parse_pipeline(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
-    reference = task.get("pipeline")
-    if not isinstance(reference, Mapping) or not isinstance(reference.get("class"), str):
-        return None
-    options = reference.get("options") or {}
-    attributes = reference.get("about") or {}
-    default_name = options.get("name") or reference["class"].rpartition(":")[2].rpartition(".")[2]
-    producers = attributes.get("producers")
-    staging = task.get("staging")
-    return Declared(
-        dag_id=dag_id,
-        name=str(attributes.get("name", default_name)),
-        path=reference["class"],
-        broker=attributes.get("broker"),
-        producers=producers if isinstance(producers, int) else None,
-        batchers=attributes.get("batchers"),
-        staging=staging if isinstance(staging, str) else None,
-    )
 
 
 def _unwrap(value: Any) -> Any:

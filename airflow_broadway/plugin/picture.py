@@ -159,21 +159,14 @@ class Picture:
         self.arrows.append(Arrow(source=source, target=target, count=count, **fields))
 
 
-def word_for(task: StageTask | None) -> tuple[str, str]:
-    """Returns the label and tone of a task's state; empty for a task unknown to Airflow."""
-    if task is None:
-        return "", ""
-    return _WORDS.get(task.state, (task.state, ""))
-
-
-def word_of(state: str) -> str:
-    """Returns the label of a state in Airflow."""
-    return _WORDS.get(state, (state, ""))[0]
+def word_for(state: str | None) -> tuple[str, str]:
+    """Returns the label and tone of a task's state in Airflow; empty for an unknown task."""
+    return _WORDS.get(state, (state, "")) if state is not None else ("", "")
 
 
 def _state_of(task: StageTask | None, failed: int, handled: int | None) -> dict[str, Any]:
     """Returns the label and tone of a stage; a finished one's with its failed messages."""
-    word, tone = word_for(task)
+    word, tone = word_for(task.state if task else None)
     if tone == "good" and failed == handled and failed:
         word, tone = "all failed", "bad"
     elif tone == "good" and failed:
@@ -197,7 +190,15 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
     received = _count_received(overview)
     failed = sum(receipt.failed or 0 for receipt in receipts)
     queue = picture.place(_QUEUE, title=_source_label(overview, tasks))
-    process = _place_process(picture, tasks, failed, received)
+    processes = tasks.of_kind("process", "run") if tasks else []
+    receiving = processes[0] if processes else None
+    instances = sum(len(task.instances) for task in processes)
+    process = picture.place(
+        _PROCESS,
+        title=receiving.kind if receiving else "process",
+        line=f"{instances} tasks" if instances > 1 else "",
+        **_state_of(receiving, failed, received),
+    )
     rate = sum(receipt.rate or 0.0 for receipt in receipts) or None
     live = any(receipt.live for receipt in receipts)
     picture.join(queue, process, received, rate=rate, live=live)
@@ -233,21 +234,7 @@ def _source_label(overview: Overview | None, tasks: PipelineTasks | None) -> str
     if kind in _SOURCES:
         return _SOURCES[kind]
     brokers = [receipt.broker for receipt in overview.receipts] if overview else []
-    return _QUEUES.get(next(iter(brokers), tasks.broker if tasks else ""), "queue")
-
-
-def _place_process(
-    picture: Picture, tasks: PipelineTasks | None, failed: int, received: int | None
-) -> Box:
-    processes = tasks.of_kind("process", "run") if tasks else []
-    task = processes[0] if processes else None
-    instances = sum(len(task.instances) for task in processes)
-    return picture.place(
-        _PROCESS,
-        title=task.kind if task else "process",
-        line=f"{instances} tasks" if instances > 1 else "",
-        **_state_of(task, failed, received),
-    )
+    return _QUEUES.get(next(iter(brokers), (tasks.broker if tasks else None) or ""), "queue")
 
 
 def _count_received(overview: Overview | None) -> int | None:
@@ -263,7 +250,7 @@ def _collect_flows(overview: Overview | None, tasks: PipelineTasks | None) -> li
     """Returns the batchers: those with messages, and those with a task but no messages yet."""
     flows = list(overview.flows) if overview else []
     with_messages = {flow.batcher for flow in flows}
-    for name in (tasks.batchers if tasks else {}).keys() - with_messages:
+    for name in set((tasks.batchers if tasks else None) or ()) - with_messages:
         empty = Flow(batcher=name, staged=0, planned=None, batches=0, done=0, handled=0)
         flows.append(empty)
     flows.sort(key=lambda flow: flow.batcher)
@@ -288,7 +275,7 @@ def _add_batchers(
     for index, flow in enumerate(flows):
         task = tasks.batch_task(flow.batcher) if tasks else None
         handler = tasks.handling_task(flow.batcher) if tasks else None
-        state, tone = word_for(task)
+        state, tone = word_for(task.state if task else None)
         if flow.planned is not None and handler is task:  # one task does both
             state, tone = "", ""
         line = many(flow.batches, "batch") if flow.batches else ""

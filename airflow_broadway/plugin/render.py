@@ -1,7 +1,7 @@
 """Renders pages as HTML: templates, filters, and the variables of every page.
 
-A route ends with ``return page(request, "run.html", run=run, …)``.  A template also has these
-variables:
+A route ends with ``return await show_page(request, "run.html", run=run, …)``.  A template also has
+these variables:
 
 ``root``        the path of the pages, such as ``/broadway``: ``{{ root }}/dags/…``
 ``airflow``     the path of Airflow's UI, such as ``""``: ``{{ airflow }}/dags/…``
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -58,6 +59,11 @@ def page(request: Request, name: str, *, status: int = 200, **variables: Any) ->
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
 
 
+async def show_page(request: Request, name: str, **variables: Any) -> HTMLResponse:
+    """Renders a template like :func:`page`, in a thread: other requests are answered meanwhile."""
+    return await run_in_threadpool(page, request, name, **variables)
+
+
 @cache
 def version(file: str) -> str:
     """Returns a static file's version, so that browsers can cache it."""
@@ -74,18 +80,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.filters.update(
-        instant=instant,
-        count=count,
-        rate=rate,
-        size=size,
-        seconds=seconds,
-        path=path_part,
-        web=web,
-        shorten=shorten,
-        sentence=sentence,
-        oneline=printable,
-    )
+    environment.filters.update(instant=instant, count=count, rate=rate, size=size, seconds=seconds)
+    environment.filters.update(path=path_part, web=web, oneline=printable)
+    environment.filters.update(shorten=shorten, sentence=sentence)
     return environment
 
 

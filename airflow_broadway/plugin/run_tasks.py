@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,7 @@ from airflow.utils.session import create_session
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from airflow_broadway.plugin.declared import arguments_of, kind_of
+from airflow_broadway.plugin.declared import Declared, arguments_of, kind_of
 
 #: States by precedence: a task has the first of these that any of its instances has.
 _ORDER: Final = (
@@ -30,7 +30,7 @@ _ORDER: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Instance:
     """A task instance; its state is Airflow's, or ``"none"``."""
 
@@ -39,6 +39,11 @@ class Instance:
     try_number: int
     started_at: datetime | None
     ended_at: datetime | None
+
+    @classmethod
+    def of(cls, row: TaskInstance) -> Instance:
+        state = str(row.state or "none")
+        return cls(row.map_index, state, row.try_number, row.start_date, row.end_date)
 
 
 class Link(NamedTuple):
@@ -87,19 +92,9 @@ class StageTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineTasks:
-    """The tasks of one pipeline in a run.
+class PipelineTasks(Declared):
+    """A pipeline of a run's Dag, and its tasks."""
 
-    :param name: Its name if the Dag declares it, else the name of its class.
-    :param broker: The short name of its broker's kind; empty if the Dag does not declare it.
-    :param batchers: Batcher → engine, as declared by the Dag.
-    :param staging: The staging root of its tasks; ``None``: ``[broadway] staging``.
-    """
-
-    name: str
-    broker: str
-    batchers: Mapping[str, str]
-    staging: str | None
     tasks: Sequence[StageTask]
 
     def of_kind(self, *kinds: str) -> list[StageTask]:
@@ -151,19 +146,24 @@ def tasks_of_run(dag_id: str, run_id: str) -> RunTasks:
 
 
 def _load_pipelines(session: Session, dag_id: str, run_id: str) -> list[PipelineTasks]:
-    instances = _load_instances(session, dag_id, run_id)
-    data = _load_serialized_dag(session, dag_id, instances)
-    if data is None:
-        return []
-    members_of: dict[str, list[tuple[Mapping[str, Any], StageTask]]] = {}
-    for attributes in _iter_our_tasks(data):
+    query = select(TaskInstance).where(TaskInstance.dag_id == dag_id, TaskInstance.run_id == run_id)
+    query = query.order_by(TaskInstance.task_id, TaskInstance.map_index)
+    instances = session.scalars(query).all()
+    # The Dag version of this run: a newer one may have other tasks.
+    version = next((row.dag_version_id for row in instances if row.dag_version_id), None)
+    dag = SerializedDagModel
+    row = session.scalar(select(dag).where(dag.dag_id == dag_id, dag.dag_version_id == version))
+    members_of: dict[str, list[tuple[dict[str, Any], StageTask]]] = {}
+    for attributes in map(arguments_of, row.data["dag"]["tasks"] if row and row.data else ()):
+        kind = kind_of(attributes)
+        if kind is None:
+            continue
         task_id = str(attributes["task_id"])
-        rows = [_to_instance(row) for row in instances if row.task_id == task_id]
         task = StageTask(
             task_id=task_id,
-            kind=attributes["kind"],
+            kind=kind,
             downstream=frozenset(attributes.get("downstream_task_ids", ())),
-            instances=rows,
+            instances=[Instance.of(row) for row in instances if row.task_id == task_id],
             links=_load_links(session, dag_id, run_id, attributes),
         )
         members_of.setdefault(_pipeline_key(attributes["pipeline"]), []).append((attributes, task))
@@ -175,21 +175,6 @@ def _pipeline_key(reference: Any) -> str:
     if isinstance(reference, Mapping):
         reference = [reference.get("class"), reference.get("options") or {}]
     return json.dumps(reference, sort_keys=True, default=str)
-
-
-def _load_instances(session: Session, dag_id: str, run_id: str) -> Sequence[TaskInstance]:
-    query = select(TaskInstance).where(TaskInstance.dag_id == dag_id, TaskInstance.run_id == run_id)
-    return session.scalars(query.order_by(TaskInstance.task_id, TaskInstance.map_index)).all()
-
-
-def _to_instance(row: TaskInstance) -> Instance:
-    return Instance(
-        map_index=row.map_index,
-        state=str(row.state or "none"),
-        try_number=row.try_number,
-        started_at=row.start_date,
-        ended_at=row.end_date,
-    )
 
 
 def _load_links(session: Session, dag_id: str, run_id: str, task: Mapping[str, Any]) -> list[Link]:
@@ -212,49 +197,14 @@ def _load_links(session: Session, dag_id: str, run_id: str, task: Mapping[str, A
     ]
 
 
-def _load_serialized_dag(
-    session: Session, dag_id: str, instances: Sequence[TaskInstance]
-) -> Mapping[str, Any] | None:
-    """Returns the Dag version of this run: a newer one may have other tasks."""
-    query = select(SerializedDagModel).where(SerializedDagModel.dag_id == dag_id)
-    version = next((row.dag_version_id for row in instances if row.dag_version_id), None)
-    if version is None:
-        return None
-    row = session.scalar(query.where(SerializedDagModel.dag_version_id == version))
-    return None if row is None else row.data
-
-
-def _iter_our_tasks(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yields the attributes of our tasks in a serialized Dag, including mapped tasks."""
-    for task in data["dag"]["tasks"]:
-        attributes = arguments_of(task)
-        kind = kind_of(attributes)
-        if kind is not None:
-            yield {**attributes, "kind": kind}
-
-
 def _build_pipeline(
-    session: Session,
-    dag_id: str,
-    run_id: str,
-    members: Sequence[tuple[Mapping[str, Any], StageTask]],
+    session: Session, dag_id: str, run_id: str, members: Sequence[tuple[dict[str, Any], StageTask]]
 ) -> PipelineTasks:
-    attributes = members[0][0]
+    attributes, tasks = members[0][0], [task for _, task in members]
     staging = next((task["staging"] for task, _ in members if task["staging"]), None)
     if staging is not None and "{" in staging:
-        task_ids = [task.task_id for _, task in members]
-        staging = _load_root(session, dag_id, run_id, task_ids)
-    reference = attributes["pipeline"] if isinstance(attributes["pipeline"], Mapping) else {}
-    known = reference.get("about") or {}
-    override = (reference.get("options") or {}).get("name")
-    class_name = str(reference.get("class", "")).rpartition(":")[2].rpartition(".")[2]
-    return PipelineTasks(
-        name=str(known.get("name") or override or class_name),
-        broker=str(known.get("broker") or ""),
-        batchers=known.get("batchers") or {},
-        staging=staging,
-        tasks=[task for _, task in members],
-    )
+        staging = _load_root(session, dag_id, run_id, [task.task_id for task in tasks])
+    return PipelineTasks.of(dag_id, {**attributes, "staging": staging}, tasks=tasks)
 
 
 def _load_root(session: Session, dag_id: str, run_id: str, task_ids: Sequence[str]) -> str | None:
@@ -263,7 +213,5 @@ def _load_root(session: Session, dag_id: str, run_id: str, task_ids: Sequence[st
     query = select(fields.rendered_fields).where(
         fields.dag_id == dag_id, fields.run_id == run_id, fields.task_id.in_(task_ids)
     )
-    for row in session.scalars(query):
-        if row and row.get("staging"):
-            return str(row["staging"])
-    return None
+    roots = (row.get("staging") for row in session.scalars(query) if row)
+    return next((str(root) for root in roots if root), None)

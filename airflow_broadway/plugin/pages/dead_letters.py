@@ -34,14 +34,13 @@ from airflow_broadway.plugin.access import (
     TRIGGERS_RUNS,
     WITHHELD,
     MayEdit,
+    note,
 )
-from airflow_broadway.plugin.audit import note
 from airflow_broadway.plugin.children import CHILDREN, OFF, ChildError, asks_brokers
-from airflow_broadway.plugin.declared import declared_pipelines
+from airflow_broadway.plugin.declared import Declared, declared_pipelines
 from airflow_broadway.plugin.depths import Depth, Reported, depth_of
-from airflow_broadway.plugin.reading import READING
-from airflow_broadway.plugin.render import page
-from airflow_broadway.plugin.staged import seen_root
+from airflow_broadway.plugin.reading import READING, seen_root
+from airflow_broadway.plugin.render import show_page
 from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
 from airflow_broadway.runs.reading.payload import FORMS, payload_of
 from airflow_broadway.runs.sources.dead_letters import PARAM
@@ -144,10 +143,15 @@ async def show_list(
             reason["find"] = next(iter(reason["reason"].strip().splitlines()), "")
     variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "filters": filters}
     variables |= {"may_edit": may_edit, "depth": place.depth, "trouble": trouble}
-    variables |= {"number": number, "size": PAGE, "reference": place.reference, "listing": listing}
+    variables |= {
+        "number": number,
+        "size": PAGE,
+        "reference": place.declared.path,
+        "listing": listing,
+    }
     variables["pages"] = max(1, -(-listing["matching"] // PAGE)) if listing else 1
     status = 503 if trouble else 200
-    return await run_in_threadpool(page, request, "dead_letters.html", status=status, **variables)
+    return await show_page(request, "dead_letters.html", status=status, **variables)
 
 
 @router.get("/{message_id:path}", dependencies=[EDITS_RUNS])
@@ -167,24 +171,17 @@ async def show_one(
     letter = (await CHILDREN.ask(question | place.question())).value
     if not letter:
         raise HTTPException(404, f"{message_id} is no dead letter, or no more.")
-    return await run_in_threadpool(_render_letter, request, dag_id, pipeline, letter, form)
-
-
-def _render_letter(
-    request: Request, dag_id: str, pipeline: str, letter: dict[str, Any], form: str | None
-) -> HTMLResponse:
     raw = letter.get("body_base64")
     body = base64.b64decode(raw) if raw is not None else letter["body"].encode("utf-8")
-    return page(
-        request,
-        "dead_letter.html",
-        dag_id=dag_id,
-        pipeline=pipeline,
-        letter=letter,
-        payload=payload_of(body, size=letter["bytes"], form=form, most=MOST_SHOWN),
-        forms=FORMS,
-        properties=payload_of(letter["properties"], form="json", most=MOST_PROPERTIES),
+    payload = await run_in_threadpool(
+        payload_of, body, size=letter["bytes"], form=form, most=MOST_SHOWN
     )
+    properties = await run_in_threadpool(
+        payload_of, letter["properties"], form="json", most=MOST_PROPERTIES
+    )
+    variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "letter": letter}
+    variables |= {"payload": payload, "properties": properties, "forms": FORMS}
+    return await show_page(request, "dead_letter.html", **variables)
 
 
 def _parse_page_number(text: str | None) -> int:
@@ -192,20 +189,17 @@ def _parse_page_number(text: str | None) -> int:
     return max(1, int(text)) if text and text.isascii() and text.isdigit() and len(text) < 9 else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Access to a pipeline's dead letters, as last reported.
+    """Access to a pipeline's dead letters, as last reported."""
 
-    :param staging: The pipeline's staging root, as declared by the Dag.
-    :param reference: The path of the class, for the command line.
-    :param paused: Whether the Dag is paused.
-    """
-
-    staging: str | None
-    reference: str
-    paused: bool
+    declared: Declared
     reported: Reported
-    depth: Depth | None
+
+    @property
+    def depth(self) -> Depth | None:
+        """The reported depth."""
+        return depth_of(self.reported, datetime.now(UTC))
 
     def question(self) -> dict[str, Any]:
         """Returns the part of a question that identifies the producers.
@@ -221,7 +215,7 @@ class Place:
             )
         if not self.reported.queues:
             raise ChildError(self.reported.withheld)
-        return {"queues": self.reported.queues, "staging": self.staging}
+        return {"queues": self.reported.queues, "staging": self.declared.staging}
 
 
 def _find_place(dag_id: str, name: str) -> Place:
@@ -240,13 +234,7 @@ def _find_place(dag_id: str, name: str) -> Place:
         except StagingError:  # there is no root before the first run
             reported = None
         if match or reported is not None:
-            return Place(
-                staging=pipeline.staging,
-                reference=pipeline.path,
-                paused=pipeline.paused,
-                reported=reported,
-                depth=depth_of(reported, datetime.now(UTC)),
-            )
+            return Place(pipeline, reported)
     raise HTTPException(404, f"The Dag {dag_id} has no pipeline {name}, or it never ran.")
 
 
@@ -267,16 +255,20 @@ async def act(
     ids = _selected_ids(form)
     place = await READING(_find_place, dag_id, pipeline)
     variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "action": action}
-    variables |= {"filters": filters, "ids": ids, "most": MOST_NAMED, "paused": place.paused}
+    variables |= {
+        "filters": filters,
+        "ids": ids,
+        "most": MOST_NAMED,
+        "paused": place.declared.paused,
+    }
     variables["depth"] = place.depth
     if form.get("confirmed") != "yes":
-        template = "dead_letters_confirm.html"
-        return await run_in_threadpool(page, request, template, **variables)
+        return await show_page(request, "dead_letters_confirm.html", **variables)
     choice = {"ids": ids} if ids else filters.choice()
     letters = {"pipeline": pipeline, "action": action, **choice}
     run_id = await run_in_threadpool(_trigger, request, dag_id, letters, user)
     variables["run_id"] = run_id
-    return await run_in_threadpool(page, request, "dead_letters_done.html", **variables)
+    return await show_page(request, "dead_letters_done.html", **variables)
 
 
 def _selected_ids(form: FormData) -> list[str]:

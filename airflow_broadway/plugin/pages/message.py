@@ -10,12 +10,10 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
-from airflow_broadway.plugin.access import READS_RUNS, MayEdit
-from airflow_broadway.plugin.audit import note
-from airflow_broadway.plugin.reading import READING
-from airflow_broadway.plugin.render import page
+from airflow_broadway.plugin.access import READS_RUNS, MayEdit, note
+from airflow_broadway.plugin.reading import READING, staged_runs
+from airflow_broadway.plugin.render import show_page
 from airflow_broadway.plugin.run_tasks import tasks_of_run
-from airflow_broadway.plugin.staged import staged_runs
 from airflow_broadway.runs.reading.message import (
     Story,
     TextHits,
@@ -46,8 +44,7 @@ async def find(
     result = await READING(
         _search, dag_id, run_id, search, everywhere=everywhere, with_payload=may_edit
     )
-    return await run_in_threadpool(
-        page,
+    return await show_page(
         request,
         "message.html",
         dag_id=dag_id,

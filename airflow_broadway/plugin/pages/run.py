@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.concurrency import run_in_threadpool
@@ -16,11 +16,10 @@ from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.text import many
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
-from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for, word_of
-from airflow_broadway.plugin.reading import READING
-from airflow_broadway.plugin.render import page
+from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for
+from airflow_broadway.plugin.reading import READING, staged_runs
+from airflow_broadway.plugin.render import show_page
 from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
-from airflow_broadway.plugin.staged import staged_runs
 from airflow_broadway.runs.account import kept_report
 from airflow_broadway.runs.reading.batches import BatchPage, page_of_batches
 from airflow_broadway.runs.reading.overview import Overview, Receipt, overview_of
@@ -69,22 +68,22 @@ async def show(
     request: Request, dag_id: str, run_id: str, query: BatchQueryDep, edits: MayEdit
 ) -> HTMLResponse:
     """Shows all pipelines of a run, one section each."""
-    variables = await _load_variables(request, dag_id, run_id, query, edits=edits)
+    variables = await _load_variables(request, dag_id, run_id, query)
     status = HTTPStatus.SERVICE_UNAVAILABLE if variables["unread"] else HTTPStatus.OK
-    return await run_in_threadpool(page, request, "run.html", status=status, **variables)
+    return await show_page(request, "run.html", status=status, may_edit=edits, **variables)
 
 
 @router.get("/live")
 async def show_live(
-    request: Request, dag_id: str, run_id: str, query: BatchQueryDep, edits: MayEdit
+    request: Request, dag_id: str, run_id: str, query: BatchQueryDep
 ) -> HTMLResponse:
     """Returns the sections only; the page's script replaces the previous ones."""
-    variables = await _load_variables(request, dag_id, run_id, query, edits=edits)
-    return await run_in_threadpool(page, request, "_run.html", **variables)
+    variables = await _load_variables(request, dag_id, run_id, query)
+    return await show_page(request, "_run.html", **variables)
 
 
 async def _load_variables(
-    request: Request, dag_id: str, run_id: str, query: BatchQuery, *, edits: bool
+    request: Request, dag_id: str, run_id: str, query: BatchQuery
 ) -> dict[str, Any]:
     """Returns the template variables of a run."""
     known = await run_in_threadpool(tasks_of_run, dag_id, run_id)
@@ -109,9 +108,7 @@ async def _load_variables(
         "classes": CLASSES,
         "tones": TONES,
         "word_for": word_for,
-        "word_of": word_of,
         "receipt_word": receipt_word,
-        "may_edit": edits,
     }
 
 
@@ -197,33 +194,33 @@ def standing_of(
 
 def receipt_word(receipt: Receipt, section: Section, going_on: bool) -> tuple[str, str]:
     """Returns the label and tone of an execution of a process task."""
-    if not receipt.live:
-        labels = {
-            "published": ("published; waits for outcomes", "busy"),
-            "settling": ("is being settled", "busy"),
-            "settled": ("settled", "good"),
-        }
-        account = receipt.account or {}
-        if receipt.state == "settled" and account.get("released"):
-            released = many(account["released"], "message")
-            return f"dead; {released} released", "warn"
-        if receipt.state == "settled" and receipt.received is None:
-            return "dead before it published anything", "warn"
-        return labels[receipt.state]
     if _is_receiving(receipt, section.tasks, going_on):
         return "receives", "busy"
-    return "died before it published anything; its messages are released", "warn"
+    if receipt.live:
+        return "died before it published anything; its messages are released", "warn"
+    released = (receipt.account or {}).get("released")
+    if receipt.state == "settled" and released:
+        return f"dead; {many(released, 'message')} released", "warn"
+    if receipt.state == "settled" and receipt.received is None:
+        return "dead before it published anything", "warn"
+    return _RECEIPT_WORDS[receipt.state]
+
+
+_RECEIPT_WORDS: Final = {
+    "published": ("published; waits for outcomes", "busy"),
+    "settling": ("is being settled", "busy"),
+    "settled": ("settled", "good"),
+}
 
 
 def _is_receiving(receipt: Receipt, tasks: PipelineTasks | None, going_on: bool) -> bool:
     """Returns whether an unpublished execution is still running, according to Airflow."""
-    if not receipt.live:
-        return False
-    instances = [
-        instance
+    states = [
+        instance.state
         for task in (tasks.of_kind("process", "run") if tasks else ())
         if task.task_id == receipt.task_id
         for instance in task.instances
         if instance.map_index == receipt.map_index and instance.try_number == receipt.try_number
     ]
-    return going_on and (not instances or instances[0].state in ("running", "restarting"))
+    at_work = not states or states[0] in ("running", "restarting")
+    return receipt.live and going_on and at_work

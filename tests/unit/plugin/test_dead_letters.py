@@ -23,7 +23,7 @@ from airflow_broadway import Broadway
 from airflow_broadway.adapters.staging import open_store
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.operators.process import BroadwayProcessorOperator
-from airflow_broadway.plugin import audit
+from airflow_broadway.plugin import access
 from airflow_broadway.plugin.access import BROWSER_COOKIE, CSRF_FIELD, make_token
 from airflow_broadway.plugin.children import Answer, ChildError
 from airflow_broadway.plugin.pages import dead_letters
@@ -414,7 +414,7 @@ def test_nothing_is_done_and_no_payload_shown_where_the_audit_log_cannot_be_writ
     def locked() -> None:
         raise OperationalError("insert", {}, Exception("database is locked"))
 
-    monkeypatch.setattr(audit, "create_session", locked)
+    monkeypatch.setattr(access, "create_session", locked)
     command.answers["show"] = letter(body="secret")
     asked = len(command.asked)
 
