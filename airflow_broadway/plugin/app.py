@@ -24,9 +24,6 @@ from airflow_broadway.plugin.render import STATIC, page, sentence, version
 
 log = logging.getLogger(__name__)
 
-#: Each page's module; its ``router`` has the routes.
-_PAGES: Final = (message, pipelines, run, dead_letters)
-
 #: HTTP status → title.
 _TITLES: Final = {
     401: "You are not logged in",
@@ -38,20 +35,21 @@ _TITLES: Final = {
     503: "This cannot be done now",
 }
 
-#: Security headers: only our own scripts, styles and frames.
+#: Headers of every response: only our own scripts, styles and frames.
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'self';"
     " base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
 }
 
 
 def create_app() -> FastAPI:
     """Creates the app; static files are public, all else needs a login."""
     app = FastAPI(title="Broadway", dependencies=GUARDS, openapi_url=None, redirect_slashes=False)
-    for module in _PAGES:
+    for module in (message, pipelines, run, dead_letters):
         app.include_router(module.router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.middleware("http")(_with_headers)
@@ -69,23 +67,16 @@ async def _with_headers(
     try:
         response = await call_next(request)
     except Exception as error:
-        response = _broken(request, error)
+        log.error("%s failed", request.url.path, exc_info=error)
+        text = "The log of the API server says what happened."
+        response = _trouble(request, HTTPStatus.INTERNAL_SERVER_ERROR, text)
     response.headers.update(_HEADERS)
-    immutable = response.status_code == HTTPStatus.OK and _is_versioned(request, f"{root}/static/")
-    response.headers["Cache-Control"] = (
-        "public, max-age=31536000, immutable" if immutable else "no-store"
-    )
+    name, tag = request.url.path.removeprefix(f"{root}/static/"), request.query_params.get("v")
+    # Servers of other releases have different files under these names.
+    if response.status_code == HTTPStatus.OK and name != request.url.path and tag == version(name):
+        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
     remember_browser(request, response)
     return response
-
-
-def _is_versioned(request: Request, static: str) -> bool:
-    """Returns whether the request is for a static file, by its content-addressed URL."""
-    path = request.url.path
-    # Servers of other releases have different files under these names.
-    return path.startswith(static) and request.query_params.get("v") == version(
-        path.removeprefix(static)
-    )
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -115,11 +106,3 @@ async def _on_broadway(request: Request, error: BroadwayError) -> HTMLResponse:
         return _trouble(request, HTTPStatus.SERVICE_UNAVAILABLE, sentence(str(error)))
     status = HTTPStatus.NOT_FOUND if request.method == "GET" else HTTPStatus.CONFLICT
     return _trouble(request, status, str(error))
-
-
-def _broken(request: Request, error: Exception) -> HTMLResponse:
-    """Renders the page of an unexpected error; its text is only logged."""
-    log.error("%s failed", request.url.path, exc_info=error)
-    return _trouble(
-        request, HTTPStatus.INTERNAL_SERVER_ERROR, "The log of the API server says what happened."
-    )

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.children import CHILDREN, ChildError, Children
 from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey
@@ -92,17 +93,14 @@ class Depths:
         except ChildError as error:
             depths = [Depth(unknown=str(error), at=now)] * len(asked)
         else:
-            depths = [
-                Depth(at=answer.at, **{name: depth[name] for name in _FIELDS})
-                for depth in answer.value
-            ]
+            fields = (*QueueDepth._fields, "unknown")
+            rows = [{name: depth[name] for name in fields} for depth in answer.value]
+            depths = [Depth(at=answer.at, **row) for row in rows]
         for (staging, key, _), depth in zip(asked, depths, strict=True):
             self._known[staging, key] = depth
         while len(self._known) > MOST_REMEMBERED:
             del self._known[next(iter(self._known))]
 
-
-_FIELDS: Final = ("ready", "delayed", "leased", "dead", "oldest_age", "unknown")
 
 #: The depths of this API server process.
 DEPTHS: Final = Depths(CHILDREN)

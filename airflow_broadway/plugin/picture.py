@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.text import many
+from airflow_broadway.plugin.declared import PipelineTasks, StageTask
 from airflow_broadway.plugin.render import count as format_count
-from airflow_broadway.plugin.run_tasks import PipelineTasks, StageTask
 from airflow_broadway.runs.reading.overview import Flow, Overview
 
 #: A task's state in Airflow → its label and tone.
@@ -225,7 +225,13 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
     elif failed:  # before batching: the arrow passes below the batchers
         picture.join(process, ends[-1], failed, below=picture.height + _BELOW // 2)
         picture.height += _BELOW
-    picture.sentence = _describe(received, flows, classes)
+    parts = [f"{received:,} messages received" if received is not None else "nothing received yet"]
+    parts += [
+        f"{flow.staged:,} to batcher {flow.batcher}, {flow.done:,} of {flow.batches:,} batches done"
+        for flow in flows
+    ]
+    parts += [f"{count:,} {CLASSES[name]}" for name, count in classes.items() if count is not None]
+    picture.sentence = "; ".join(parts) + "."
     return picture
 
 
@@ -318,16 +324,3 @@ def _add_handler(
     if rate is None and task is not None and task.seconds and handled:
         rate = handled / task.seconds
     picture.join(box, settled, handled, rate=rate, live=live, parting=count == 1)
-
-
-def _describe(
-    received: int | None, flows: Sequence[Flow], classes: Mapping[str, int | None]
-) -> str:
-    """Returns the text alternative of the diagram."""
-    parts = [f"{received:,} messages received" if received is not None else "nothing received yet"]
-    parts += [
-        f"{flow.staged:,} to batcher {flow.batcher}, {flow.done:,} of {flow.batches:,} batches done"
-        for flow in flows
-    ]
-    parts += [f"{count:,} {CLASSES[name]}" for name, count in classes.items() if count is not None]
-    return "; ".join(parts) + "."

@@ -17,8 +17,8 @@ from typing import Final, ParamSpec, TypeVar
 from airflow_broadway.adapters.backlog import run_in_thread
 from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.core.errors import RequestRefused, StagingError
+from airflow_broadway.plugin.declared import RunTasks
 from airflow_broadway.plugin.fair_semaphore import FairSemaphore
-from airflow_broadway.plugin.run_tasks import RunTasks
 from airflow_broadway.runs.reading.runs import iter_runs
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store

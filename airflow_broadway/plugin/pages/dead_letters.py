@@ -52,6 +52,8 @@ router = APIRouter(
     prefix="/dags/{dag_id}/pipelines/{pipeline}/dead-letters", dependencies=[READS_RUNS]
 )
 
+Action = Literal["requeue", "delete"]
+
 #: Dead letters on a page.
 PAGE: Final = 100
 #: Seconds for which dead letters are read; a large backlog is read in part.
@@ -142,13 +144,8 @@ async def show_list(
             # Forms normalize line ends: filter by the first line.
             reason["find"] = next(iter(reason["reason"].strip().splitlines()), "")
     variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "filters": filters}
-    variables |= {"may_edit": may_edit, "depth": place.depth, "trouble": trouble}
-    variables |= {
-        "number": number,
-        "size": PAGE,
-        "reference": place.declared.path,
-        "listing": listing,
-    }
+    variables |= {"may_edit": may_edit, "place": place, "trouble": trouble}
+    variables |= {"number": number, "size": PAGE, "listing": listing}
     variables["pages"] = max(1, -(-listing["matching"] // PAGE)) if listing else 1
     status = 503 if trouble else 200
     return await show_page(request, "dead_letters.html", status=status, **variables)
@@ -243,11 +240,7 @@ def _find_place(dag_id: str, name: str) -> Place:
 
 @router.post("/{action}", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
 async def act(
-    request: Request,
-    dag_id: str,
-    pipeline: str,
-    action: Literal["requeue", "delete"],
-    user: GetUserDep,
+    request: Request, dag_id: str, pipeline: str, action: Action, user: GetUserDep
 ) -> HTMLResponse:
     """Triggers a run that requeues dead letters to their source or deletes them, once confirmed."""
     form = await request.form()
@@ -255,13 +248,7 @@ async def act(
     ids = _selected_ids(form)
     place = await READING(_find_place, dag_id, pipeline)
     variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "action": action}
-    variables |= {
-        "filters": filters,
-        "ids": ids,
-        "most": MOST_NAMED,
-        "paused": place.declared.paused,
-    }
-    variables["depth"] = place.depth
+    variables |= {"filters": filters, "ids": ids, "most": MOST_NAMED, "place": place}
     if form.get("confirmed") != "yes":
         return await show_page(request, "dead_letters_confirm.html", **variables)
     choice = {"ids": ids} if ids else filters.choice()

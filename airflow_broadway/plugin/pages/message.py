@@ -11,9 +11,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit, note
+from airflow_broadway.plugin.declared import tasks_of_run
 from airflow_broadway.plugin.reading import READING, staged_runs
 from airflow_broadway.plugin.render import show_page
-from airflow_broadway.plugin.run_tasks import tasks_of_run
 from airflow_broadway.runs.reading.message import (
     Story,
     TextHits,
@@ -41,19 +41,12 @@ async def find(
         details = {"q": search, "everywhere": everywhere}
         event = "broadway_message_show"
         await run_in_threadpool(note, user, dag_id, event, details, run_id=run_id)
-    result = await READING(
+    variables: dict[str, Any] = {"dag_id": dag_id, "run_id": run_id, "search": search}
+    variables |= {"everywhere": everywhere, "may_edit": may_edit}
+    variables |= await READING(
         _search, dag_id, run_id, search, everywhere=everywhere, with_payload=may_edit
     )
-    return await show_page(
-        request,
-        "message.html",
-        dag_id=dag_id,
-        run_id=run_id,
-        search=search,
-        everywhere=everywhere,
-        may_edit=may_edit,
-        **result,
-    )
+    return await show_page(request, "message.html", **variables)
 
 
 def _search(

@@ -71,12 +71,8 @@ def _build_listing(user: Any, number: int, q: str) -> Page:
     """Returns a page of the matching pipelines, from staging and Airflow's database."""
     declared = declared_pipelines()
     readable = readable_dags(user, {pipeline.dag_id for pipeline in declared})
-    matching = [
-        pipeline
-        for pipeline in declared
-        if pipeline.dag_id in readable
-        and q.lower() in f"{pipeline.dag_id}\n{pipeline.name}".lower()
-    ]
+    readable_ones = [pipeline for pipeline in declared if pipeline.dag_id in readable]
+    matching = [one for one in readable_ones if q.lower() in "\n".join(one.key).lower()]
     return page_of(seen_root, matching, DEPTHS.recall, number=number, now=datetime.now(UTC))
 
 

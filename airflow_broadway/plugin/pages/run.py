@@ -16,10 +16,10 @@ from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.text import many
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
+from airflow_broadway.plugin.declared import PipelineTasks, RunTasks, tasks_of_run
 from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for
 from airflow_broadway.plugin.reading import READING, staged_runs
 from airflow_broadway.plugin.render import show_page
-from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
 from airflow_broadway.runs.account import kept_report
 from airflow_broadway.runs.reading.batches import BatchPage, page_of_batches
 from airflow_broadway.runs.reading.overview import Overview, Receipt, overview_of

@@ -17,9 +17,9 @@ from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.plugin import access
 from airflow_broadway.plugin.access import EDITS_RUNS, READS_RUNS, MayEdit
 from airflow_broadway.plugin.app import create_app
+from airflow_broadway.plugin.declared import RunTasks
 from airflow_broadway.plugin.pages import run as run_page
 from airflow_broadway.plugin.render import page, version, web
-from airflow_broadway.plugin.run_tasks import RunTasks
 from tests.unit.plugin.site import Site
 
 RUN = "/broadway/dags/d/runs/manual__2026-01-01T00:00:00+00:00"

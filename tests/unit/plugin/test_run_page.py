@@ -22,9 +22,9 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.plugin import access
+from airflow_broadway.plugin.declared import Instance, Link, PipelineTasks, RunTasks, StageTask
 from airflow_broadway.plugin.pages import message as message_page
 from airflow_broadway.plugin.pages import run as run_page
-from airflow_broadway.plugin.run_tasks import Instance, Link, PipelineTasks, RunTasks, StageTask
 from airflow_broadway.runs.sources.dry_run import DryRun
 from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import PlainSums, Point, Run, dies

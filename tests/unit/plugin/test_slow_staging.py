@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.plugin.declared import RunTasks
 from airflow_broadway.plugin.pages import message, pipelines, run
 from airflow_broadway.plugin.reading import Reading
-from airflow_broadway.plugin.run_tasks import RunTasks
 from airflow_broadway.staging.disk import Disk
 from tests.unit.plugin.dags import add_runs, stored_dags
 from tests.unit.plugin.site import Site
