@@ -7,19 +7,19 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 650,
-    "cli/": 1_550,
+    "adapters/": 635,
+    "cli/": 1_270,
     "core/": 8_790,
-    "hooks/": 100,
-    "operators/": 650,
-    "plugin/": 2_260,
+    "hooks/": 75,
+    "operators/": 625,
+    "plugin/": 1_895,
     "runs/": 4_750,
-    "sensors/": 350,
+    "sensors/": 330,
     "spark/": 1_510,
     "staging/": 4_300,
     "submit/": 500,
     "testing/": 3_950,
-    "triggers/": 200,
+    "triggers/": 165,
     "*.py": 550,
     "producers/engine/": 1_760,
     "producers/kafka/": 2_850,
@@ -29,7 +29,7 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 42_700,
+    "package": 42_050,
     "tests and scripts": 63_700,
 }
 
