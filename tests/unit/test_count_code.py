@@ -7,7 +7,7 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 635,
+    "adapters/": 640,
     "cli/": 1_270,
     "core/": 8_790,
     "hooks/": 75,
