@@ -238,7 +238,7 @@ def _find_place(dag_id: str, name: str) -> Place:
 # -- actions ---------------------------------------------------------------------------------------
 
 
-@router.post("/{action}", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
+@router.post("/{action:path}", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
 async def act(
     request: Request, dag_id: str, pipeline: str, action: Action, user: GetUserDep
 ) -> HTMLResponse:
