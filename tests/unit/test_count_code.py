@@ -8,7 +8,7 @@ from scripts.count_code import count_code, rooms_of_project
 #: one only with a reason in its message.
 REACHED = {
     "adapters/": 640,
-    "cli/": 1_270,
+    "cli/": 1_275,
     "core/": 8_790,
     "hooks/": 75,
     "operators/": 625,
