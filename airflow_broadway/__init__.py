@@ -1,7 +1,7 @@
 """Broadway for Apache Airflow: drain message queues with Airflow and Spark, settling by outcome.
 
-These are the names that a pipeline is written with.  Standard library only: the Spark driver
-imports this package too.  Producers lie in ``airflow_broadway.producers``, operators in
+The names that a pipeline needs.  Standard library only: the Spark driver imports this package, too.
+Producers are in ``airflow_broadway.producers``, operators in
 ``airflow_broadway.operators``.
 """
 
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Of another room, so loaded only where it is asked for; it needs no pyspark either.
+    # Imported on demand; it needs no pyspark.
     if name == "failed":
         from airflow_broadway.spark.results import failed
 

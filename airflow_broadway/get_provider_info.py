@@ -1,4 +1,4 @@
-"""What Airflow reads to list this package among its providers.
+"""The description of this provider for Airflow.
 
 Airflow imports this module in every one of its processes, so it imports nothing.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def get_provider_info() -> dict[str, Any]:
-    """Return the provider's description, in the form of Airflow's ``provider_info.schema.json``."""
+    """Returns the provider's description by Airflow's ``provider_info.schema.json``."""
     return {
         "package-name": "airflow-broadway",
         "name": "Broadway",

@@ -1,4 +1,4 @@
-"""``Broadway``, the class that users subclass: a pipeline with its ways into Airflow.
+"""``Broadway``, the class that users subclass: a pipeline that creates its own Airflow tasks.
 
 A pipeline's module imports it wherever a part of the pipeline runs, in a Spark driver too.  So it
 needs Python 3.10 and the standard library, and loads Airflow only in the methods that need it.
@@ -19,8 +19,8 @@ __all__ = ["Broadway"]
 
 
 class _of_class_or_instance:  # noqa: N801 - a decorator
-    """A method that a class has too: called on the class, it gets an instance made without
-    overrides.  ``Flights.dag("flights")`` is ``Flights().dag("flights")``.
+    """A method that can be called on the class, too, with an instance without overrides:
+    ``Flights.dag("flights")`` is ``Flights().dag("flights")``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -42,27 +42,27 @@ class Broadway(Pipeline):
 
     @_of_class_or_instance
     def task_group(self, group_id: str = "broadway", **kwargs: Any) -> Any:
-        """The pipeline's tasks: see :func:`airflow_broadway.task_group.make_task_group`."""
+        """Creates the pipeline's tasks: see :func:`airflow_broadway.task_group.make_task_group`."""
         from airflow_broadway.task_group import make_task_group
 
         return make_task_group(self, group_id, **kwargs)
 
     @_of_class_or_instance
     def dag(self, dag_id: str, **kwargs: Any) -> Any:
-        """A whole Dag of the pipeline: see :func:`airflow_broadway.task_group.make_dag`."""
+        """Creates a Dag of the pipeline: see :func:`airflow_broadway.task_group.make_dag`."""
         from airflow_broadway.task_group import make_dag
 
         return make_dag(self, dag_id, **kwargs)
 
     @staticmethod
     def params() -> dict[str, Any]:
-        """The run's source, budgets and dry run as Airflow params, for "Trigger" in the UI."""
+        """Returns the source, budgets and dry run as Airflow params, for "Trigger" in the UI."""
         from airflow_broadway.task_group import make_params
 
         return make_params()
 
     def run_local(self, messages: Iterable[Any] | None = None, **options: Any) -> RunReport:
-        """Run it in this process, to its end, without Airflow and Spark.
+        """Runs it in this process, to its end, without Airflow and Spark.
 
         :param messages: Messages, or their data, instead of the producer's.
         :param options: Those of :func:`airflow_broadway.core.local.run.run_local`: budgets,

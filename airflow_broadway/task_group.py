@@ -1,11 +1,10 @@
-"""From a pipeline to Airflow: a task group, a whole Dag, its params.
+"""Builds the task group, the Dag and the params of a pipeline.
 
-The tasks, and who waits for whom::
+The tasks and their order::
 
     process (mapped) ──► batch.<batcher> … ──► handle_batches ──► ack ──► (what follows the group)
 
-``ack`` is downstream of all of them and starts with the run all the same: its trigger rule is
-``"always"``.
+``ack`` is downstream of all of them, yet starts with the run: its trigger rule is ``"always"``.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["make_dag", "make_params", "make_task_group"]
 
-#: What tasks get unless told otherwise.  Two retries bridge a broker's restart or a lost worker.
+#: The default arguments of tasks.  Two retries bridge a broker's restart or a lost worker.
 DEFAULT_ARGS: Mapping[str, Any] = {"retries": 2, "retry_delay": timedelta(seconds=10)}
 
 
 #: The sections of the form, in which Airflow's UI shows the params.
 _WHAT, _HOW_MUCH = "What the run handles", "How much it takes"
-#: What the form calls each source; ``null`` is an empty field.
+#: Source → its label in the form; ``null`` is an empty field.
 _SOURCES: Mapping[str, str] = {
     "null": "As usual: the queue, or a backfill's own interval",
     LIVE: "The live queue",
@@ -58,15 +57,15 @@ _SOURCES: Mapping[str, str] = {
 
 
 def make_params() -> dict[str, Param]:
-    """The source, the budgets and the dry run as params, for the form of "Trigger" in the UI.
+    """Returns the source, the budgets and the dry run as params, for "Trigger" in the UI.
 
-    They are empty unless somebody fills them in, and so no scheduled run knows of them.
+    They are empty by default, so that they do not affect scheduled runs.
     """
     return _source_params() | _budget_params()
 
 
 def _source_params() -> dict[str, Param]:
-    """Where the run's messages come from."""
+    """Returns the params of the run's source."""
     text: dict[str, Any] = {"type": ["null", "string"], "section": _WHAT}
     instant = {**text, "format": "date-time"}
     interval = "Of an archive or a log.  Empty: as the run's data interval."
@@ -116,7 +115,7 @@ def _source_params() -> dict[str, Param]:
 
 
 def _budget_params() -> dict[str, Param]:
-    """How much is taken at most; of a past source all is."""
+    """Returns the params of the budgets; a past source is always read whole."""
     docs = {
         "max_messages": ("integer", 1, "Messages", "Stop after this many, per producer."),
         "max_bytes": ("integer", 1, "Bytes", "Stop once this many were received, per producer."),
@@ -149,9 +148,9 @@ def make_task_group(
     staging: str | None = None,
     **kwargs: Any,
 ) -> TaskGroup:
-    """The tasks of a pipeline.
+    """Creates the tasks of a pipeline.
 
-    :param process: Arguments of the process tasks: budgets, and any that Airflow takes (pool,
+    :param process: Arguments of the process tasks: budgets, and any that Airflow accepts (pool,
         queue, executor_config, execution_timeout, callbacks, outlets…).
     :param batch: Arguments of the batcher tasks.
     :param spark: Arguments of the Spark tasks: any of ``SparkSubmitOperator``.
@@ -186,8 +185,8 @@ def make_task_group(
             **common,
             **(ack or {}),
         )
-        # The group's only leaf, so that what follows the group waits for it alone: a batcher that
-        # had nothing to do is skipped, and would be followed by skipping.
+        # The group's only leaf, so that tasks after the group wait for it alone: a batcher without
+        # messages is skipped, and its downstream tasks would be skipped, too.
         watched >> settle
     _check_lease(pipeline, group, process or {})
     _check_name(pipeline, group)
@@ -197,7 +196,7 @@ def make_task_group(
 def _check_arguments(
     path: str, function: Callable[..., Any], of: Callable[..., Any], given: Mapping[str, Any]
 ) -> None:
-    """Refuse an argument that neither the function nor the Airflow class takes.
+    """Refuses an argument that neither the function nor the Airflow class accepts.
 
     :raises OptionsError: Naming the valid arguments and the nearest.
     """
@@ -211,7 +210,7 @@ def _check_arguments(
 def _process_tasks(
     pipeline: Pipeline, common: Mapping[str, Any], given: Mapping[str, Any]
 ) -> MappedOperator:
-    """One task for each of the producer's ``concurrency``."""
+    """Creates a task for each of the producer's ``concurrency``."""
     concurrency = pipeline.producer.concurrency
     if isinstance(concurrency, str):
         raise OptionsError(
@@ -226,7 +225,7 @@ def _process_tasks(
 def _batch_arguments(
     pipeline: Pipeline, batcher: str, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """A batcher task's arguments, with the batcher's outlets where the task handles its batches."""
+    """Returns a batcher task's arguments, with the batcher's outlets if it handles the batches."""
     if pipeline.batchers[batcher].engine == "spark":
         return given
     return with_outlets(given, pipeline, [batcher])
@@ -238,7 +237,7 @@ def _spark_tasks(
     common: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> list[BaseOperator]:
-    """One application for all Spark batchers, and one for each that asks for its own."""
+    """Creates a task for all Spark batchers, and one for each with ``own_application``."""
     names = [name for name, options in pipeline.batchers.items() if options.engine == "spark"]
     shared = [name for name in names if not pipeline.batchers[name].own_application]
     tasks: list[tuple[str, list[str]]] = [("handle_batches", shared)] if shared else []
@@ -263,7 +262,7 @@ def _spark_tasks(
 
 
 def _check_lease(pipeline: Pipeline, group: TaskGroup, process: Mapping[str, Any]) -> None:
-    """A lease that cannot be renewed must outlast what is known of the run's length."""
+    """Refuses a lease that cannot be renewed and is shorter than the run may take."""
     producer = pipeline.producer
     if producer.renews:
         return
@@ -283,7 +282,7 @@ def _check_lease(pipeline: Pipeline, group: TaskGroup, process: Mapping[str, Any
 
 
 def _check_name(pipeline: Pipeline, group: TaskGroup) -> None:
-    """Two pipelines of a Dag need two names: a run's report and its sensor's heartbeat go by it."""
+    """Refuses a second pipeline of a name in a Dag: reports and heartbeats are named by it."""
     for task in group.dag.tasks if group.dag is not None else ():
         if not isinstance(task, BroadwayAckSensor) or task.task_group is group:
             continue
@@ -309,9 +308,9 @@ def make_dag(
     staging: str | None = None,
     **kwargs: Any,
 ) -> DAG:
-    """A whole Dag of one pipeline; ``kwargs`` are Airflow's own for :class:`DAG`.
+    """Creates a Dag of one pipeline; ``kwargs`` are Airflow's own for :class:`DAG`.
 
-    One run at a time and no catch-up unless told otherwise: a live queue knows no past intervals.
+    By default it has one active run and no catch-up: a live queue has no past intervals.
 
     :param kwargs: Their ``schedule`` may be what :func:`airflow_broadway.backlog` returns.
     """
@@ -325,7 +324,7 @@ def make_dag(
     }
     if isinstance(given["schedule"], Backlog):
         given["schedule"] = _backlog_asset(pipeline, dag_id, given, staging)
-    # The class's own docstring, not one that it inherits, is what the UI shows of the Dag.
+    # The UI shows the class's own docstring, not an inherited one.
     own = type(pipeline).__dict__.get("__doc__")
     given.setdefault("doc_md", cleandoc(own) if own else None)
     with DAG(dag_id, **given) as dag:
@@ -344,7 +343,7 @@ def make_dag(
 def _backlog_asset(
     pipeline: Pipeline, dag_id: str, given: Mapping[str, Any], staging: str | None
 ) -> Asset:
-    """The asset whose events start the Dag, and who watches the queue for it."""
+    """Returns the asset whose events start the Dag, with the trigger that watches the queue."""
     bounds: Backlog = given["schedule"]
     from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
 

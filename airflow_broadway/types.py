@@ -1,10 +1,10 @@
-"""What ``handle_batch`` gets as ``messages``, for its annotation.
+"""Types of the ``messages`` of ``handle_batch``, for its annotation.
 
-Of an ``engine="spark"`` batcher a DataFrame, of an ``engine="python"`` one a list::
+A DataFrame with ``engine="spark"``, a list with ``engine="python"``::
 
     def handle_batch(self, batcher: str, messages: SparkBatch, batch_info, context): ...
 
-The base class says ``Any``, so either narrows it.  Nothing of Spark is imported at run time.
+The base class has ``Any``, which both narrow.  Spark is not imported at run time.
 """
 
 from __future__ import annotations

@@ -7,14 +7,12 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from airflow_broadway.adapters.connections import AirflowConnections
-from airflow_broadway.adapters.staging import open_store, staging_root
-from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.adapters.staging import env_outside_run, open_store
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.backlog.queues import WatchedQueues
@@ -35,14 +33,7 @@ def look_at(
     :param by: The trigger or sensor that reads it, for the report.
     :raises BroadwayError: If a connection is missing, or a broker cannot be reached.
     """
-    root = staging_root(staging).rstrip("/")
-    env = ProducerEnv(
-        pipeline=queues.pipeline,
-        generation="",
-        connections=AirflowConnections(),
-        staging=f"{root}/{queues.pipeline}",
-        shared=f"{root}/{SHARED}",
-    )
+    env = env_outside_run(queues.pipeline, staging)
     at = env.clock.now()
     depth = queues.depth(env)
     if dag_id is not None:
@@ -78,7 +69,7 @@ def check_age(queues: WatchedQueues, bounds: Backlog, path: str) -> None:
         )
 
 
-async def run_in_thread(function: Callable[[], T]) -> T:
+async def run_in_thread(function: Callable[[], T], name: str = "broadway-backlog") -> T:
     """Calls a blocking function in a thread of its own.
 
     The event loop's own threads are few, all triggers share them, and a thread that waits for an
@@ -97,8 +88,8 @@ async def run_in_thread(function: Callable[[], T]) -> T:
             outcome: tuple[Callable[[Any], None], Any] = (done.set_result, context.run(function))
         except BaseException as error:
             outcome = (done.set_exception, error)
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, name="broadway-backlog", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return await done

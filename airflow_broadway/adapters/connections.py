@@ -8,6 +8,7 @@ from airflow.providers.common.compat.sdk import AirflowNotFoundException, BaseHo
 
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.get_provider_info import get_provider_info
 
 
 class AirflowConnections:
@@ -53,3 +54,10 @@ def connection_of(conn_id: str, connection: Any) -> Connection:
         schema=connection.schema or "",
         extra=connection.extra_dejson,
     )
+
+
+def form_of(conn_type: str) -> dict[str, Any]:
+    """Returns how the form of a connection type differs from the standard one, for its hook."""
+    entries = get_provider_info()["connection-types"]
+    entry = next(entry for entry in entries if entry["connection-type"] == conn_type)
+    return {name.replace("-", "_"): value for name, value in entry["ui-field-behaviour"].items()}

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
+from airflow_broadway.core.text import parse_timestamp
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.sources.choice import PARAMS, SourceRequest
 
@@ -219,12 +220,11 @@ def _parse_timestamp(name: str, value: Any) -> datetime | None:
     if value in (None, ""):
         return None
     try:
-        timestamp = datetime.fromisoformat(str(value))
+        return parse_timestamp(str(value))
     except ValueError:
         raise RequestRefused(
             f"{name} is not an ISO 8601 timestamp, such as 2013-01-01T00:00:00Z: {value!r:.80}"
         ) from None
-    return timestamp.replace(tzinfo=UTC) if timestamp.tzinfo is None else timestamp.astimezone(UTC)
 
 
 def _restore_sigsegv() -> None:

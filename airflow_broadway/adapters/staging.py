@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from airflow.providers.common.compat.sdk import ObjectStoragePath, conf
 
+from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.layout import SHARED
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.store import Store
@@ -31,6 +34,22 @@ def staging_root(staging: str | None) -> str:
         return staging
     home = os.environ.get("AIRFLOW_HOME", os.path.expanduser("~/airflow"))
     return str(conf.get("broadway", "staging", fallback=f"file://{home}/broadway"))
+
+
+def env_outside_run(pipeline: str, staging: str | None) -> ProducerEnv:
+    """Returns the environment of a pipeline's producer outside a run.
+
+    :param pipeline: The pipeline's name.
+    :param staging: URI of the staging root, where producers keep notes between runs.
+    """
+    root = staging_root(staging).rstrip("/")
+    return ProducerEnv(
+        pipeline=pipeline,
+        generation="",
+        connections=AirflowConnections(),
+        staging=f"{root}/{pipeline}",
+        shared=f"{root}/{SHARED}",
+    )
 
 
 def open_store(staging: str | None) -> Store:

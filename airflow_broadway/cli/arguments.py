@@ -1,266 +1,162 @@
-"""Arguments of the commands that access brokers and archives."""
+"""The commands and their arguments.
+
+A command's parser sets ``handler``, the path of the function that carries it out, and
+``log_level``, the level of log lines on standard error meanwhile.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
-from airflow_broadway.cli.output import logging_at
+from airflow_broadway.cli.output import print_error
+from airflow_broadway.core.text import parse_timestamp, printable
+from airflow_broadway.core.version import __version__
 
 #: Seconds before a broker counts as unresponsive.
 DEPTH_SECONDS = 15.0
 
+#: Options that several commands share: metavariable and help.
+_SHARED = {
+    "--dag-id": ("D", "the Dag's id"),
+    "--run-id": ("R", "the run's id"),
+    "--staging": ("URI", "the staging root; Airflow's [broadway] staging by default"),
+    "--conn-id": ("ID", "the Airflow connection; the pipeline's by default"),
+    "--pipeline-name": ("NAME", "the pipeline's name, if several staged the run"),
+}
 
-def command(commands: Any, name: str, text: str, handler: Any) -> argparse.ArgumentParser:
-    """Adds the parser of one command; its ``handler`` runs it."""
+
+class _Parser(argparse.ArgumentParser):
+    """Reports usage errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print_error(f"{printable(message)} (see {self.prog} --help)")
+        raise SystemExit(2)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = _Parser(
+        prog="airflow-broadway",
+        description="Inspect staged runs, manage dead letters and archives, check brokers,"
+        " report queue depths, send to the embedded queue, crash-test a pipeline.",
+        epilog="Exit codes: 0 success; 1 completed with findings; 2 refused or failed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"airflow-broadway {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_runs, _add_archive, _add_check, _add_dead_letters, _add_depth, _add_queue):
+        add(commands)
+    _add_crash_test(commands)
+    return parser
+
+
+# -- parts of a parser -----------------------------------------------------------------------------
+
+
+def _add_command(
+    commands: Any, name: str, text: str, handler: str, log_level: int = logging.WARNING
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(handler=handler)
+    parser.set_defaults(handler=f"airflow_broadway.cli.{handler}", log_level=log_level, action=name)
     return parser
 
 
-def _add_conn_id(parser: Any) -> None:
-    parser.add_argument(
-        "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
-    )
+def _add_group(commands: Any, name: str, text: str) -> Any:
+    """Adds a command that consists of actions; returns their parsers."""
+    group = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    return group.add_subparsers(metavar="ACTION", required=True)
 
 
-def add_staging(parser: Any) -> None:
-    """Adds the argument of the staging root."""
-    parser.add_argument(
-        "--staging", metavar="URI", help="the staging root; Airflow's [broadway] staging by default"
-    )
+def _add(parser: Any, name: str, metavar: str | None, text: str, **settings: Any) -> None:
+    parser.add_argument(name, metavar=metavar, help=text, **settings)
 
 
-def add_dead_letters(commands: Any) -> None:
-    """Adds the arguments of ``dead-letters``."""
-    text = "List, show, requeue or delete a pipeline's dead letters."
-    letters = commands.add_parser("dead-letters", help=text, description=text, allow_abbrev=False)
-    actions = letters.add_subparsers(metavar="ACTION", required=True)
-    for name, text in (
-        ("list", "List them, roughly in order of dead-lettering; none is removed."),
-        ("show", "Show some in full, with reason, properties and payload."),
-        ("requeue", "Requeue them to the pipeline's source, as first attempts."),
-        ("delete", "Delete them for good."),
-    ):
-        parser = command(actions, name, text, _dead_letters)
-        parser.set_defaults(action=name)
-        parser.add_argument(
-            "--pipeline",
-            action="append",
-            required=True,
-            metavar="REF",
-            help="pkg.module:Class, or a reference as JSON",
-        )
-        parser.add_argument(
-            "--named",
-            metavar="NAME",
-            help="the pipeline to use if --pipeline is repeated",
-        )
-        _add_conn_id(parser)
-        add_staging(parser)
-        parser.add_argument(
-            "--place", metavar="NAME", help="the dead-letter queue or topic; default: its own"
-        )
-        parser.add_argument(
-            "--archive",
-            action="store_true",
-            help="failures of archive runs and replays instead of the broker's dead letters",
-        )
-        if name == "show":
-            parser.add_argument("named_ids", nargs="*", metavar="MESSAGE_ID")
-            parser.add_argument(
-                "--message-id",
-                action="extend",
-                nargs="+",
-                default=[],
-                metavar="ID",
-                help="the same; use --message-id=ID for an id that begins with a dash",
-            )
-            parser.add_argument(
-                "--as",
-                dest="format",
-                choices=("text", "json", "hex"),
-                default="text",
-                help="how to print payloads; text by default",
-            )
-            parser.add_argument(
-                "--bytes",
-                type=positive,
-                metavar="N",
-                help="bytes of each payload; 2,000 by default, all with --json",
-            )
-            continue
-        filters = parser.add_argument_group("filters; combined with AND")
-        filters.add_argument(
-            "--message-id", action="extend", nargs="+", metavar="ID", help="of these ids"
-        )
-        filters.add_argument(
-            "--reason", default="", metavar="TEXT", help="whose reason contains it"
-        )
-        filters.add_argument("--stage", default="", metavar="STAGE", help="of this stage")
-        for option, text in (("--since", "at or after"), ("--until", "before")):
-            filters.add_argument(
-                option, type=_parse_timestamp, metavar="TIME", help=f"dead-lettered {text} it"
-            )
-        if name == "list":
-            parser.add_argument(
-                "--limit", type=positive, default=100, metavar="N", help="100 by default"
-            )
-            parser.add_argument(
-                "--offset", type=int, default=0, metavar="N", help="skip the first N"
-            )
-            parser.add_argument(
-                "--by-reason", action="store_true", help="also count them by reason"
-            )
-            parser.add_argument(
-                "--seconds", type=positive, metavar="N", help="stop after N seconds"
-            )
-        else:
-            filters.add_argument("--all", action="store_true", help="all dead letters")
-        if name == "requeue":
-            parser.add_argument(
-                "--to",
-                metavar="NAME",
-                help="the target queue or topic (Pub/Sub: subscription); the pipeline's by"
-                " default, never one named in a dead letter",
-            )
+def _add_flag(parser: Any, name: str, text: str) -> None:
+    parser.add_argument(name, action="store_true", help=text)
 
 
-def _dead_letters(args: argparse.Namespace) -> int:
-    from airflow_broadway.cli.dead_letters import dead_letters
-
-    # The error includes what the broker's client logs.
-    with logging_at(logging.CRITICAL):
-        return dead_letters(args)
+def _add_shared(parser: Any, *names: str, required: bool = False) -> None:
+    for name in names:
+        _add(parser, name, *_SHARED[name], required=required)
 
 
-def _parse_timestamp(text: str) -> datetime:
-    """Parses a timestamp with a time zone."""
+def _number(
+    read: Callable[[str], float], holds: Callable[[float], bool], rule: str
+) -> Callable[[str], float]:
+    """Returns the type of an argument: a number that satisfies a rule."""
+
+    def parse(text: str) -> float:
+        try:
+            number = read(text)
+        except ValueError:
+            number = math.nan
+        if not holds(number):
+            raise argparse.ArgumentTypeError(f"expected {rule}, got: {text!r}")
+        return number
+
+    return parse
+
+
+_positive = _number(int, lambda number: number >= 1, "a number of at least 1")
+_count = _number(int, lambda number: number >= 0, "a number of at least 0")
+_share = _number(float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
+_seconds = _number(float, lambda number: 0 < number < math.inf, "seconds above 0")
+
+
+def _timestamp(text: str) -> datetime:
     try:
-        timestamp = datetime.fromisoformat(text)
+        return parse_timestamp(text)
     except ValueError:
-        timestamp = None
-    if timestamp is None or timestamp.tzinfo is None:
         raise argparse.ArgumentTypeError(
-            "expected a timestamp with its time zone, such as 2026-01-31T12:00:00+00:00, got:"
-            f" {text!r}"
-        )
-    return timestamp
+            f"expected a timestamp in ISO 8601, such as 2013-01-01T00:00:00Z, got: {text!r}"
+        ) from None
 
 
-def add_check(commands: Any) -> None:
-    """Adds the arguments of ``check``."""
-    parser = command(
-        commands,
-        "check",
-        "Check a pipeline's broker as its next run would; report errors, warnings and what could"
-        " not be checked.  No message is received, and nothing is changed.",
-        _check,
+# -- commands --------------------------------------------------------------------------------------
+
+
+def _add_runs(commands: Any) -> None:
+    """Adds the commands on staged runs."""
+    text = "List the staged runs by time, newest last."
+    runs = _add_command(commands, "runs", text, "runs.runs")
+    text = "only the N newest; 50 by default, all as JSON"
+    _add(runs, "--limit", "N", text, type=_positive)
+    _add_flag(
+        runs,
+        "--failed",
+        "only those that need attention: a sum that does not balance, failed tasks, messages"
+        " that lapsed or could not be settled, or all of which failed",
     )
-    parser.add_argument("reference", metavar="REF", help="pkg.module:Class, or a reference as JSON")
-    _add_conn_id(parser)
-    add_staging(parser)
-
-
-def _check(args: argparse.Namespace) -> int:
-    from airflow_broadway.cli.check import check
-
-    # The findings and the error include what the broker's client logs.
-    with logging_at(logging.CRITICAL):
-        return check(args)
-
-
-def add_depth(commands: Any) -> None:
-    """Adds the arguments of ``depth``."""
-    parser = command(
-        commands,
-        "depth",
-        "Report the queue depths of pipelines and the age of the oldest message; none is received.",
-        _depth,
+    text = "Show a run's generations, batches and report."
+    show = _add_command(commands, "show", text, "runs.show")
+    text = "Trace a message through every staged run."
+    where = _add_command(commands, "where", text, "runs.where")
+    where.add_argument("message_id", metavar="MESSAGE_ID")
+    text = (
+        "Remove the files of a settled run after inspection; retention never removes a run that"
+        " did not balance."
     )
-    parser.add_argument(
-        "--pipeline",
-        action="append",
-        required=True,
-        metavar="REF",
-        help="pkg.module:Class, or a reference as JSON; may be repeated",
-    )
-    _add_conn_id(parser)
-    add_staging(parser)
-    parser.add_argument(
-        "--timeout",
-        type=_parse_seconds,
-        default=DEPTH_SECONDS,
-        metavar="S",
-        help=f"seconds before a broker counts as unresponsive; {DEPTH_SECONDS:g} by default",
-    )
+    remove = _add_command(commands, "remove", text, "runs.remove")
+    _add_flag(remove, "--yes", "confirm")
+    for parser in (show, remove):
+        _add_shared(parser, "--dag-id", "--run-id", required=True)
+    for parser in (runs, where):
+        _add_shared(parser, "--dag-id")
+    for parser in (runs, show, where, remove):
+        _add_shared(parser, "--staging", "--pipeline-name")
 
 
-def _depth(args: argparse.Namespace) -> int:
-    from airflow_broadway.cli.depth import depth
-
-    # The result of each pipeline includes what its broker's client logs.
-    with logging_at(logging.CRITICAL):
-        return depth(args)
-
-
-def _parse_seconds(text: str) -> float:
-    """Parses a number of seconds above 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got: {text!r}")
-    return seconds
-
-
-def add_queue(commands: Any) -> None:
-    """Adds the arguments of ``queue``."""
-    text = "Create a queue of the embedded broker, and send messages to it."
-    queue = commands.add_parser("queue", help=text, description=text, allow_abbrev=False)
-    actions = queue.add_subparsers(metavar="ACTION", required=True)
-    parsers = {}
-    for name, text in (
-        ("create", "Create an empty queue, and its file, unless they exist."),
-        ("send", "Send the lines of a file, or of standard input, as messages."),
-    ):
-        parsers[name] = command(actions, name, text, _queue)
-        parsers[name].set_defaults(action=name)
-        file = parsers[name].add_mutually_exclusive_group(required=True)
-        file.add_argument("--path", metavar="FILE", help="the queue file")
-        file.add_argument("--conn-id", metavar="ID", help="the Airflow connection that names it")
-        parsers[name].add_argument(
-            "--queue", required=True, metavar="NAME", help="the queue's name"
-        )
-    parsers["send"].add_argument(
-        "input", nargs="?", default="-", metavar="INPUT", help="- for stdin"
-    )
-
-
-def positive(text: str) -> int:
-    """Parses a number of at least 1."""
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got: {text!r}")
-    return int(text)
-
-
-def _queue(args: argparse.Namespace) -> int:
-    from airflow_broadway.cli.queue import queue
-
-    return queue(args)
-
-
-def add_archive(commands: Any) -> None:
-    """Adds the arguments of ``archive``."""
+def _add_archive(commands: Any) -> None:
     text = "List, import, export or purge a pipeline's archived messages."
-    archive = commands.add_parser("archive", help=text, description=text, allow_abbrev=False)
-    actions = archive.add_subparsers(metavar="ACTION", required=True)
+    actions = _add_group(commands, "archive", text)
     parsers = {}
     for name, text in (
         ("list", "Count messages by day or hour."),
@@ -270,38 +166,149 @@ def add_archive(commands: Any) -> None:
         ("export", "Export an interval to a file: Parquet or JSON lines."),
         ("purge", "Remove hours for good."),
     ):
-        parsers[name] = command(actions, name, text, _archive)
-        parsers[name].set_defaults(action=name)
-        parsers[name].add_argument(
-            "--pipeline-name", required=True, metavar="NAME", help="the pipeline's name"
-        )
-        add_staging(parsers[name])
+        parser = parsers[name] = _add_command(actions, name, text, "archive.archive")
+        _add(parser, "--pipeline-name", "NAME", "the pipeline's name", required=True)
+        _add_shared(parser, "--staging")
         if name in ("import", "export"):
-            parsers[name].add_argument("file", metavar="FILE")
+            parser.add_argument("file", metavar="FILE")
         if name not in ("import", "failed"):
-            for edge in ("start", "end"):
-                parsers[name].add_argument(
-                    f"--{edge}",
-                    required=name != "list",
-                    metavar="WHEN",
-                    help="in ISO 8601; UTC without an offset",
-                )
-    parsers["list"].add_argument("--hours", action="store_true", help="by hour, not by day")
-    parsers["show"].add_argument(
-        "--limit", type=positive, default=50, metavar="N", help="50 by default"
-    )
+            for edge in ("--start", "--end"):
+                text = "in ISO 8601; UTC without an offset"
+                _add(parser, edge, "WHEN", text, type=_timestamp, required=name != "list")
+    _add_flag(parsers["list"], "--hours", "by hour, not by day")
+    _add(parsers["show"], "--limit", "N", "50 by default", type=_positive, default=50)
     columns = parsers["import"].add_argument_group("columns of the file")
-    columns.add_argument("--time", required=True, metavar="COLUMN", help="the message's time")
-    columns.add_argument("--payload", metavar="COLUMN", help="data; the row as JSON by default")
-    columns.add_argument("--id", metavar="COLUMN", help="unique; made of file and row by default")
-    parsers["import"].add_argument(
-        "--format", choices=("parquet", "jsonl", "csv"), help="by the file's name by default"
+    _add(columns, "--time", "COLUMN", "the message's time", required=True)
+    _add(columns, "--payload", "COLUMN", "data; the row as JSON by default")
+    _add(columns, "--id", "COLUMN", "unique; made of file and row by default")
+    formats = ("parquet", "jsonl", "csv")
+    _add(parsers["import"], "--format", None, "by the file's name by default", choices=formats)
+    _add_flag(parsers["purge"], "--yes", "confirm")
+
+
+def _add_check(commands: Any) -> None:
+    text = (
+        "Check a pipeline's broker as its next run would; report errors, warnings and what could"
+        " not be checked.  No message is received, and nothing is changed."
     )
-    parsers["purge"].add_argument("--yes", action="store_true", help="confirm")
+    # The findings and the error include what the broker's client logs.
+    parser = _add_command(commands, "check", text, "check.check", logging.CRITICAL)
+    _add(parser, "reference", "REF", "pkg.module:Class, or a reference as JSON")
+    _add_shared(parser, "--conn-id", "--staging")
 
 
-def _archive(args: argparse.Namespace) -> int:
-    from airflow_broadway.cli.archive import archive
+def _add_dead_letters(commands: Any) -> None:
+    text = "List, show, requeue or delete a pipeline's dead letters."
+    actions = _add_group(commands, "dead-letters", text)
+    for name, text in (
+        ("list", "List them, roughly in order of dead-lettering; none is removed."),
+        ("show", "Show some in full, with reason, properties and payload."),
+        ("requeue", "Requeue them to the pipeline's source, as first attempts."),
+        ("delete", "Delete them for good."),
+    ):
+        # The error includes what the broker's client logs.
+        handler = "dead_letters.dead_letters"
+        parser = _add_command(actions, name, text, handler, logging.CRITICAL)
+        text = "pkg.module:Class, or a reference as JSON"
+        _add(parser, "--pipeline", "REF", text, action="append", required=True)
+        _add(parser, "--named", "NAME", "the pipeline to use if --pipeline is repeated")
+        _add_shared(parser, "--conn-id", "--staging")
+        _add(parser, "--place", "NAME", "the dead-letter queue or topic; default: its own")
+        text = "failures of archive runs and replays instead of the broker's dead letters"
+        _add_flag(parser, "--archive", text)
+        if name == "show":
+            parser.add_argument("named_ids", nargs="*", metavar="MESSAGE_ID")
+            text = "the same; use --message-id=ID for an id that begins with a dash"
+            _add(parser, "--message-id", "ID", text, action="extend", nargs="+", default=[])
+            _add(
+                parser,
+                "--as",
+                None,
+                "how to print payloads; text by default",
+                dest="format",
+                choices=("text", "json", "hex"),
+                default="text",
+            )
+            text = "bytes of each payload; 2,000 by default, all with --json"
+            _add(parser, "--bytes", "N", text, type=_positive)
+            continue
+        filters = parser.add_argument_group("filters; combined with AND")
+        _add(filters, "--message-id", "ID", "of these ids", action="extend", nargs="+")
+        _add(filters, "--reason", "TEXT", "whose reason contains it", default="")
+        _add(filters, "--stage", "STAGE", "of this stage", default="")
+        for edge, text in (("--since", "at or after"), ("--until", "before")):
+            text = f"dead-lettered {text} it, in ISO 8601; UTC without an offset"
+            _add(filters, edge, "TIME", text, type=_timestamp)
+        if name == "list":
+            _add(parser, "--limit", "N", "100 by default", type=_positive, default=100)
+            _add(parser, "--offset", "N", "skip the first N", type=_count, default=0)
+            _add_flag(parser, "--by-reason", "also count them by reason")
+            _add(parser, "--seconds", "N", "stop after N seconds", type=_positive)
+        else:
+            _add_flag(filters, "--all", "all dead letters")
+        if name == "requeue":
+            text = (
+                "the target queue or topic (Pub/Sub: subscription); the pipeline's by default,"
+                " never one named in a dead letter"
+            )
+            _add(parser, "--to", "NAME", text)
 
-    with logging_at(logging.WARNING):
-        return archive(args)
+
+def _add_depth(commands: Any) -> None:
+    text = (
+        "Report the queue depths of pipelines and the age of the oldest message; none is received."
+    )
+    # The result of each pipeline includes what its broker's client logs.
+    parser = _add_command(commands, "depth", text, "depth.depth", logging.CRITICAL)
+    text = "pkg.module:Class, or a reference as JSON; may be repeated"
+    _add(parser, "--pipeline", "REF", text, action="append", required=True)
+    _add_shared(parser, "--conn-id", "--staging")
+    text = f"seconds before a broker counts as unresponsive; {DEPTH_SECONDS:g} by default"
+    _add(parser, "--timeout", "S", text, type=_seconds, default=DEPTH_SECONDS)
+
+
+def _add_queue(commands: Any) -> None:
+    text = "Create a queue of the embedded broker, and send messages to it."
+    actions = _add_group(commands, "queue", text)
+    for name, text in (
+        ("create", "Create an empty queue, and its file, unless they exist."),
+        ("send", "Send the lines of a file, or of standard input, as messages."),
+    ):
+        parser = _add_command(actions, name, text, "queue.queue")
+        file = parser.add_mutually_exclusive_group(required=True)
+        _add(file, "--path", "FILE", "the queue file")
+        _add(file, "--conn-id", "ID", "the Airflow connection that names it")
+        _add(parser, "--queue", "NAME", "the queue's name", required=True)
+    _add(parser, "input", "INPUT", "- for stdin", nargs="?", default="-")
+
+
+def _add_crash_test(commands: Any) -> None:
+    text = (
+        "Run a pipeline over an embedded queue repeatedly: each run is killed, fails or sleeps at"
+        " another of its external calls and continues as under Airflow; then every message and"
+        " every row of its sink is counted."
+    )
+    parser = _add_command(commands, "crash-test", text, "crash_test.crash_test")
+    _add(parser, "--pipeline", "REF", "pkg.module:Class", required=True)
+    text = "returns the rows of the sink; called with the case's folder"
+    _add(parser, "--sink", "MODULE:FUNCTION", text)
+    text = "empties a sink that is not in the case's folder; called before each case"
+    _add(parser, "--prepare", "MODULE:FUNCTION", text)
+    messages = parser.add_mutually_exclusive_group()
+    _add(messages, "--messages", "FILE", "one message per line")
+    text = "the numbers from 0; 12 by default"
+    _add(messages, "--count", "N", text, type=_positive, default=12)
+    families = "crashes,zombies,faults,pairs"
+    _add(parser, "--families", "LIST", f"of {families}; all by default", default=families)
+    text = (
+        "0 to 1: the share of the cases at the package's own calls; all cases at callbacks and at"
+        " the calls that these make are run"
+    )
+    _add(parser, "--share", "S", text, type=_share, default=1.0)
+    text = "number of cases with two faults; none by default"
+    _add(parser, "--pairs", "N", text, type=_count, default=0)
+    _add(parser, "--seed", "N", "seed of the sample", type=int, default=1)
+    _add(parser, "--jobs", "N", "concurrent cases; 1 by default", type=_positive, default=1)
+    text = "only this case, as the report prints it; may be repeated"
+    _add(parser, "--only", "'POINT: FAULT [RECOVERY]'", text, action="append", default=[])
+    _add_flag(parser, "--keep", "keep the files of cases that failed")

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.cli.output import CommandError, one_line, print_error, print_json, print_lines
-from airflow_broadway.core.text import many
+from airflow_broadway.cli.output import CommandError, Result
+from airflow_broadway.core.text import many, printable
 from airflow_broadway.testing.crashes.campaign import Family, Sums, UnsoundPipeline
-from airflow_broadway.testing.crashes.case import Case, Result
+from airflow_broadway.testing.crashes.case import Case
+from airflow_broadway.testing.crashes.case import Result as CaseResult
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest, function_of, pipeline_of
 
@@ -21,8 +22,8 @@ from airflow_broadway.testing.crashes.users import CrashTest, function_of, pipel
 _INTERVAL, _INTERVAL_ON_TERMINAL = 10.0, 0.2
 
 
-def crash_test(args: argparse.Namespace) -> int:
-    """Runs the crash test of a pipeline; returns 1 if a case failed."""
+def crash_test(args: argparse.Namespace) -> Result:
+    """Runs the crash test of a pipeline; the exit code is 1 if a case failed."""
     # Tasks change their working folder: relative entries must still resolve.
     sys.path[:] = [os.path.abspath(path) for path in ["", *sys.path]]
     test = CrashTest(
@@ -43,19 +44,15 @@ def crash_test(args: argparse.Namespace) -> int:
         sums = test.run(on_cases=progress.begin, on_result=progress.add)
     except UnsoundPipeline as error:
         for line in error.tail:
-            sys.stderr.write(f"  {one_line(line)}\n")
-        print_error(error)
-        return 2
+            sys.stderr.write(f"  {printable(line)}\n")
+        raise
     finally:
         progress.end()
-    if args.json:
-        print_json(_to_json(sums, args))
-    else:
-        print_lines(*report(sums, lambda case: _repeat_command(args, case)))
-        if args.keep and sums.failures:
-            folders = {str(failure.folder.parent) for failure in sums.failures}
-            print_lines(f"The files of failed cases are in {', '.join(folders)}.")
-    return int(not sums.good)
+    lines = report(sums, lambda case: _repeat_command(args, case))
+    if args.keep and sums.failures:
+        folders = {str(failure.folder.parent) for failure in sums.failures}
+        lines.append(f"The files of failed cases are in {', '.join(folders)}.")
+    return Result(_to_json(sums, args), lines, int(not sums.good))
 
 
 def _read_messages(args: argparse.Namespace) -> list[bytes]:
@@ -123,7 +120,7 @@ class _Progress:
         self._cases = cases
         self._print(f"{many(cases, 'case')} to run")
 
-    def add(self, result: Result) -> None:
+    def add(self, result: CaseResult) -> None:
         self._done += 1
         self._failed += not result.good
         now = time.monotonic()

@@ -7,27 +7,23 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from airflow_broadway.adapters.connections import AirflowConnections
-from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.adapters.staging import env_outside_run, open_store
 from airflow_broadway.cli.opening import connected, named_pipeline
-from airflow_broadway.cli.output import CommandError, cut, print_json, print_lines
+from airflow_broadway.cli.output import CommandError, Result, cut
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.dead_letters import (
     EVERY,
     Choice,
     DeadLetter,
     DeadLetters,
-    Moved,
 )
-from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.custody.verdicts import MAX_REASON
-from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.text import cut as cut_bytes
 from airflow_broadway.core.text import many, table
 from airflow_broadway.runs.reading.payload import hex_lines
@@ -42,35 +38,26 @@ _SENDER_FIELDS = ("reason", "stage", "generation", "origin", "original_id")
 _REASON = 200
 
 
-def dead_letters(args: argparse.Namespace) -> int:
-    """Runs one action of the command; returns 1 if there are findings."""
+def dead_letters(args: argparse.Namespace) -> Result:
+    """Runs one action of the command; the exit code is 1 if there are findings."""
     with _open_dead_letters(args) as dlq:
-        code: int = _ACTIONS[args.action](dlq, args)
-        return code
+        return {"list": _list, "show": _show}.get(args.action, _move)(dlq, args)
 
 
 # -- the commands ----------------------------------------------------------------------------------
 
 
-def _list(dlq: DeadLetters, args: argparse.Namespace) -> int:
+def _list(dlq: DeadLetters, args: argparse.Namespace) -> Result:
     # Counted first: brokers may exclude messages that are being read.
     total = dlq.count() if args.by_reason else None
-    listing = _collect(
-        dlq,
-        _parse_choice(args),
-        limit=args.limit,
-        offset=args.offset,
-        seconds=args.seconds,
-        by_reason=args.by_reason,
+    choice = _parse_choice(args)
+    listing = _Listing.read(
+        dlq, choice, args.limit, args.offset, args.seconds, by_reason=args.by_reason
     )
-    if args.json:
-        letters = [_to_row(letter) for letter in listing.letters]
-        print_json(letters if total is None else listing.to_json(dlq, total))
-    elif not listing.matching:
-        print_lines(f"No dead letters in {dlq.place}.")
-    else:
-        _print_listing(dlq, listing, total)
-    return 0
+    if total is None:
+        return Result([_to_row(letter) for letter in listing.letters], listing.lines(dlq))
+    value = listing.to_json(dlq, total)
+    return Result(value, listing.lines(dlq, value))
 
 
 def listed_letters(
@@ -78,9 +65,8 @@ def listed_letters(
 ) -> dict[str, Any]:
     """Returns a page of dead letters, and the count of each reason, as JSON."""
     total = dlq.count()
-    return _collect(
-        dlq, choice, limit=limit, offset=offset, seconds=seconds, by_reason=True
-    ).to_json(dlq, total)
+    listing = _Listing.read(dlq, choice, limit, offset, seconds, by_reason=True)
+    return listing.to_json(dlq, total)
 
 
 @dataclass(slots=True)
@@ -93,10 +79,41 @@ class _Listing:
     :param reasons: Counts by stage and reason.
     """
 
-    letters: list[DeadLetter]
+    letters: list[DeadLetter] = field(default_factory=list)
     matching: int = 0
     whole: bool = True
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @classmethod
+    def read(
+        cls,
+        dlq: DeadLetters,
+        choice: Choice,
+        limit: int,
+        offset: int,
+        seconds: float | None,
+        *,
+        by_reason: bool,
+    ) -> _Listing:
+        """Reads to the end of the page, or all with ``by_reason``, within ``seconds``."""
+        listing, clock = cls(), SystemClock()
+        deadline = math.inf if seconds is None else clock.monotonic() + seconds
+        # With a time limit, non-matching dead letters must return here as well.
+        with open_letters(dlq, choice if seconds is None else EVERY) as letters:
+            for letter in letters:
+                if choice.takes(letter):
+                    page_full = listing.matching >= offset + limit
+                    if page_full and not by_reason:
+                        listing.whole = False
+                        break
+                    if listing.matching >= offset and not page_full:
+                        listing.letters.append(letter)
+                    listing.matching += 1
+                    listing.reasons[letter.stage, letter.reason[:_REASON]] += 1
+                if clock.monotonic() >= deadline:
+                    listing.whole = False
+                    break
+        return listing
 
     def to_json(self, dlq: DeadLetters, total: int) -> dict[str, Any]:
         counts = self.reasons.most_common(SHOWN_REASONS)
@@ -110,74 +127,47 @@ class _Listing:
             "letters": [_to_row(letter) for letter in self.letters],
         }
 
-
-def _collect(
-    dlq: DeadLetters,
-    choice: Choice,
-    *,
-    limit: int,
-    offset: int,
-    seconds: float | None,
-    by_reason: bool,
-) -> _Listing:
-    """Reads dead letters to the end of the page, or all with ``by_reason``, within ``seconds``."""
-    listing, clock = _Listing([]), SystemClock()
-    deadline = math.inf if seconds is None else clock.monotonic() + seconds
-    # With a time limit, non-matching dead letters must return here as well.
-    with _open_letters(dlq, choice if seconds is None else EVERY) as letters:
-        for letter in letters:
-            if choice.takes(letter):
-                page_full = listing.matching >= offset + limit
-                if page_full and not by_reason:
-                    listing.whole = False
-                    break
-                if listing.matching >= offset and not page_full:
-                    listing.letters.append(letter)
-                listing.matching += 1
-                listing.reasons[letter.stage, letter.reason[:_REASON]] += 1
-            if clock.monotonic() >= deadline:
-                listing.whole = False
-                break
-    return listing
-
-
-def _print_listing(dlq: DeadLetters, listing: _Listing, total: int | None) -> None:
-    if total is not None:
-        report = listing.to_json(dlq, total)
-        counts = [
-            (reason["count"], reason["stage"] or None, cut(reason["reason"]) or None)
-            for reason in report["reasons"]
-        ]
-        if report["other_reasons"]:
-            counts.append((report["other_reasons"], None, "other reasons"))
-        print_lines(*table(("letters", "stage", "reason"), counts), "")
-    rows = (
-        (
-            letter.message_id,
-            letter.attempt,
-            letter.stage or None,
-            None if letter.died_at is None else letter.died_at.isoformat(timespec="seconds"),
-            len(letter.body),
-            cut(letter.reason) or None,
+    def lines(self, dlq: DeadLetters, report: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Formats the page; with the counts of a report by reason."""
+        if not self.matching:
+            yield f"No dead letters in {dlq.place}."
+            return
+        if report is not None:
+            counts = [
+                (reason["count"], reason["stage"] or None, cut(reason["reason"]) or None)
+                for reason in report["reasons"]
+            ]
+            if report["other_reasons"]:
+                counts.append((report["other_reasons"], None, "other reasons"))
+            yield from table(("letters", "stage", "reason"), counts)
+            yield ""
+        rows = (
+            (
+                letter.message_id,
+                letter.attempt,
+                letter.stage or None,
+                None if letter.died_at is None else letter.died_at.isoformat(timespec="seconds"),
+                len(letter.body),
+                cut(letter.reason) or None,
+            )
+            for letter in self.letters
         )
-        for letter in listing.letters
-    )
-    heads = ("message id", "attempt", "stage", "died at", "bytes", "reason")
-    print_lines(f"In {dlq.place}:", "", *table(heads, rows))
-    if total is not None and not listing.whole:
-        print_lines("", "There was no time to look at all of them: --seconds gives more.")
-    elif not listing.whole:
-        print_lines("", f"These are the first {len(listing.letters)}: --limit shows more.")
+        heads = ("message id", "attempt", "stage", "died at", "bytes", "reason")
+        yield from (f"In {dlq.place}:", "", *table(heads, rows))
+        if not self.whole and report is not None:
+            yield from ("", "There was no time to look at all of them: --seconds gives more.")
+        elif not self.whole:
+            yield from ("", f"These are the first {len(self.letters)}: --limit shows more.")
 
 
-def _show(dlq: DeadLetters, args: argparse.Namespace) -> int:
-    """Prints the dead letters with these ids; returns 1 if an id is unknown."""
-    by_id: dict[str, DeadLetter] = {}
+def _show(dlq: DeadLetters, args: argparse.Namespace) -> Result:
+    """Describes the dead letters with these ids; the exit code is 1 if an id is unknown."""
     wanted = dict.fromkeys([*args.named_ids, *args.message_id])
     if not wanted:
         raise CommandError("no message ids: name at least one dead letter")
+    by_id: dict[str, DeadLetter] = {}
     by_original_id: dict[str, DeadLetter] = {}
-    with _open_letters(dlq, Choice(ids=frozenset(wanted))) as letters:
+    with open_letters(dlq, Choice(ids=frozenset(wanted))) as letters:
         for letter in letters:
             if letter.message_id in wanted:
                 by_id[letter.message_id] = letter
@@ -189,44 +179,37 @@ def _show(dlq: DeadLetters, args: argparse.Namespace) -> int:
     unknown = [message_id for message_id in wanted if message_id not in by_id]
     known = [by_id[message_id] for message_id in wanted if message_id in by_id]
     if args.json:
-        print_json([export_letter(letter, args.bytes) for letter in known])
-    else:
-        for number, letter in enumerate(known):
-            print_lines(*([""] if number else []), *_format_letter(letter, args))
-    if unknown and not args.json:
-        print_lines(_UNKNOWN.format(dlq.place, ", ".join(unknown)))
-    return int(bool(unknown))
+        return Result([export_letter(letter, args.bytes) for letter in known], (), bool(unknown))
+    lines: list[str] = []
+    for letter in known:
+        lines += [*([""] if lines else []), *_format_letter(letter, args)]
+    if unknown:
+        lines.append(_UNKNOWN.format(dlq.place, ", ".join(unknown)))
+    return Result(None, lines, bool(unknown))
 
 
 _UNKNOWN = "No dead letters of {}, or no more: {}."
 
 
-def _requeue(dlq: DeadLetters, args: argparse.Namespace) -> int:
-    moved = dlq.requeue(_required_choice(args), to=args.to)
-    return _print_moved(args, moved, dlq, "requeued", "Requeued {} from {}.")
-
-
-def _delete(dlq: DeadLetters, args: argparse.Namespace) -> int:
-    moved = dlq.delete(_required_choice(args))
-    return _print_moved(args, moved, dlq, "deleted", "Deleted {} of {}.")
-
-
-def _print_moved(
-    args: argparse.Namespace, moved: Moved, dlq: DeadLetters, word: str, text: str
-) -> int:
-    """Prints the result; returns 1 if ids are unknown or dead letters were refused."""
-    if args.json:
-        print_json({word: moved.count, "unknown": moved.unknown, "refused": dict(moved.refused)})
+def _move(dlq: DeadLetters, args: argparse.Namespace) -> Result:
+    """Requeues or deletes; the exit code is 1 if ids are unknown or dead letters were refused."""
+    choice = _parse_choice(args)
+    if args.all == (choice != Choice()):
+        given = "not both" if args.all else "and neither was given"
+        raise CommandError(
+            "use either --all or filters (--message-id, --reason, --stage, --since, --until),"
+            f" {given}"
+        )
+    if args.action == "requeue":
+        moved, word, text = dlq.requeue(choice, to=args.to), "requeued", "Requeued {} from {}."
     else:
-        print_lines(text.format(many(moved.count, "dead letter"), dlq.place))
-        if moved.unknown:
-            print_lines(_UNKNOWN.format("it", ", ".join(moved.unknown)))
-        for key, reason in moved.refused.items():
-            print_lines(f"{key} stays: {cut(reason, 300)}")
-    return int(bool(moved.unknown or moved.refused))
-
-
-# -- filters ---------------------------------------------------------------------------------------
+        moved, word, text = dlq.delete(choice), "deleted", "Deleted {} of {}."
+    lines = [text.format(many(moved.count, "dead letter"), dlq.place)]
+    if moved.unknown:
+        lines.append(_UNKNOWN.format("it", ", ".join(moved.unknown)))
+    lines += [f"{key} stays: {cut(reason, 300)}" for key, reason in moved.refused.items()]
+    value = {word: moved.count, "unknown": moved.unknown, "refused": dict(moved.refused)}
+    return Result(value, lines, bool(moved.unknown or moved.refused))
 
 
 def _parse_choice(args: argparse.Namespace) -> Choice:
@@ -237,29 +220,6 @@ def _parse_choice(args: argparse.Namespace) -> Choice:
         since=args.since,
         until=args.until,
     )
-
-
-def _required_choice(args: argparse.Namespace) -> Choice:
-    """Returns the choice of dead letters to move.
-
-    :raises CommandError: If neither filters nor ``--all`` are given, or both.
-    """
-    choice = _parse_choice(args)
-    if args.all == (choice != Choice()):
-        given = "not both" if args.all else "and neither was given"
-        raise CommandError(
-            "use either --all or filters (--message-id, --reason, --stage, --since, --until),"
-            f" {given}"
-        )
-    return choice
-
-
-@contextmanager
-def _open_letters(dlq: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
-    """Iterates over the matching dead letters; releases unread ones on exit."""
-    letters: Any = dlq.letters(choice)
-    with closing(letters):
-        yield letters
 
 
 # -- output ---------------------------------------------------------------------------------------
@@ -328,25 +288,23 @@ def export_letter(letter: DeadLetter, limit: int | None) -> dict[str, Any]:
 
 
 @contextmanager
+def open_letters(dlq: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
+    """Iterates over the matching dead letters; releases unread ones on exit."""
+    letters: Any = dlq.letters(choice)
+    with closing(letters):
+        yield letters
+
+
+@contextmanager
 def _open_dead_letters(args: argparse.Namespace) -> Iterator[DeadLetters]:
     """Opens the dead letters that the arguments name."""
     reference, pipeline = named_pipeline(args.pipeline, args.named)
     if args.archive:
         if args.place is not None or args.conn_id is not None:
             raise CommandError("--archive uses no broker: omit --place and --conn-id")
-        folder = archive_folder(open_store(args.staging), pipeline.name)
-        yield ArchiveLetters(folder)
+        yield ArchiveLetters(archive_folder(open_store(args.staging), pipeline.name))
         return
     producer = connected(pipeline.producer, reference, args.conn_id)
-    store = open_store(args.staging)
-    env = ProducerEnv(
-        pipeline=pipeline.name,
-        connections=AirflowConnections(),
-        staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
-        shared=f"{store.uri.rstrip('/')}/{SHARED}",
-    )
+    env = env_outside_run(pipeline.name, args.staging)
     with closing(producer.dead_letters(env, place=args.place)) as letters:
         yield letters
-
-
-_ACTIONS = {"list": _list, "show": _show, "requeue": _requeue, "delete": _delete}

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from airflow_broadway.adapters.backlog import look_at
 from airflow_broadway.cli.opening import connected, pipeline_of
-from airflow_broadway.cli.output import one_line, print_json, print_lines
+from airflow_broadway.cli.output import Result
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.masking import redacted
-from airflow_broadway.core.text import table
+from airflow_broadway.core.text import printable, table
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class DepthQuery:
         try:
             return call()
         except (BroadwayError, OSError) as error:
-            self.unknown = redacted(one_line(error))
+            self.unknown = redacted(printable(error))
         except (Exception, SystemExit) as error:
             # Raised by user code: its text may contain secrets.
             self.unknown = f"{type(error).__name__} was raised; a worker's log may have more"
@@ -80,8 +80,8 @@ class DepthQuery:
                 query.unknown = f"the broker did not answer within {seconds:g} s"
 
 
-def depth(args: argparse.Namespace) -> int:
-    """Prints the depth of each pipeline's queues; returns 1 if a depth is unknown."""
+def depth(args: argparse.Namespace) -> Result:
+    """Reports the depth of each pipeline's queues; the exit code is 1 if a depth is unknown."""
     queries = [DepthQuery(reference) for reference in args.pipeline]
     for query in queries:
         # Sequentially, in the main thread: user modules are imported here.
@@ -92,11 +92,7 @@ def depth(args: argparse.Namespace) -> int:
         threading.Thread(target=query.run, args=(look,), daemon=True).start()
     DepthQuery.wait(queries, args.timeout, SystemClock())
     results = [query.to_json() for query in queries]
-    if args.json:
-        print_json(results)
-    else:
-        _print_depths(results)
-    return int(any(result["unknown"] for result in results))
+    return Result(results, _format_depths(results), int(any(r["unknown"] for r in results)))
 
 
 def _prepare(query: DepthQuery, args: argparse.Namespace) -> Callable[[], QueueDepth | None]:
@@ -109,19 +105,17 @@ def _prepare(query: DepthQuery, args: argparse.Namespace) -> Callable[[], QueueD
     return lambda: look_at(queues, args.staging)
 
 
-def _print_depths(results: list[dict[str, Any]]) -> None:
-    rows = [
-        (
-            row["pipeline"] or row["reference"],
-            row["broker"],
-            *(row[name] for name in ("ready", "delayed", "leased", "dead")),
-            None if row["oldest_age"] is None else round(row["oldest_age"]),
-        )
-        for row in results
-    ]
-    heads = ("pipeline", "broker", "ready", "delayed", "leased", "dead", "oldest (s)")
-    print_lines(*table(heads, rows))
-    for row in results:
+def _format_depths(results: list[dict[str, Any]]) -> Iterator[str]:
+    counts = ("ready", "delayed", "leased", "dead")
+    names = [row["pipeline"] or row["reference"] for row in results]
+    ages = [None if row["oldest_age"] is None else round(row["oldest_age"]) for row in results]
+    yield from table(
+        ("pipeline", "broker", *counts, "oldest (s)"),
+        [
+            (name, row["broker"], *(row[count] for count in counts), age)
+            for name, row, age in zip(names, results, ages, strict=True)
+        ],
+    )
+    for name, row in zip(names, results, strict=True):
         if row["unknown"]:
-            name = row["pipeline"] or row["reference"]
-            print_lines(f"The depth of {name} is not known: {row['unknown']}")
+            yield f"The depth of {name} is not known: {row['unknown']}"

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.dag_folders import add_dag_folders
 from airflow_broadway.cli.output import CommandError
-from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
@@ -83,20 +81,4 @@ def connected(producer: Producer, reference: str, conn_id: str | None) -> Produc
         return producer
     if "conn_id" not in names:
         raise CommandError(f"{type(producer).__name__} has no connection: omit --conn-id")
-    connected_producer: Producer = replace(producer, conn_id=conn_id)  # type: ignore[call-arg]
-    return connected_producer
-
-
-def producer_env(pipeline: str, root: str) -> ProducerEnv:
-    """Returns the environment of a pipeline's producer outside a run.
-
-    :param pipeline: The pipeline's name.
-    :param root: The URI of the staging root.
-    """
-    root = root.rstrip("/")
-    return ProducerEnv(
-        pipeline=pipeline,
-        connections=AirflowConnections(),
-        staging=f"{root}/{pipeline}",
-        shared=f"{root}/{SHARED}",
-    )
+    return replace(producer, conn_id=conn_id)  # type: ignore[call-arg]

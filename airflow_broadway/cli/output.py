@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.masking import redacted
-from airflow_broadway.core.text import escaped, printable
+from airflow_broadway.core.text import escaped, printable, shorten
 
 #: Characters of a reason in a table.
 MAX_TEXT = 100
@@ -20,6 +20,19 @@ MAX_TEXT = 100
 
 class CommandError(BroadwayError):
     """A command cannot be carried out; the text gives the reason and the way out."""
+
+
+class Result(NamedTuple):
+    """The result of a command.
+
+    :param value: With ``--json``.
+    :param lines: Without it.
+    :param code: The exit code; 1: completed with findings.
+    """
+
+    value: Any
+    lines: Iterable[str]
+    code: int = 0
 
 
 #: The stream of results while all other output goes to standard error.
@@ -78,15 +91,9 @@ def _print(text: str) -> None:
 
 def print_error(error: BaseException | str) -> None:
     """Prints an error on one line, with secrets in addresses masked."""
-    sys.stderr.write(f"airflow-broadway: error: {redacted(one_line(error))}\n")
-
-
-def one_line(text: object) -> str:
-    """Returns ``text`` on one line, with control characters escaped."""
-    return printable(text)
+    sys.stderr.write(f"airflow-broadway: error: {redacted(printable(error))}\n")
 
 
 def cut(text: object, limit: int = MAX_TEXT) -> str:
     """Returns ``text`` on one line of at most ``limit`` characters."""
-    line = one_line(text)
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    return shorten(printable(text), limit)

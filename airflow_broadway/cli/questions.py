@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any, Final
 
 from airflow_broadway.adapters.backlog import look_at
-from airflow_broadway.adapters.staging import staging_root
-from airflow_broadway.cli.dead_letters import export_letter, listed_letters
+from airflow_broadway.adapters.staging import env_outside_run
+from airflow_broadway.cli.dead_letters import export_letter, listed_letters, open_letters
 from airflow_broadway.cli.depth import DepthQuery
-from airflow_broadway.cli.opening import producer_env
 from airflow_broadway.cli.output import only_results_on_stdout, print_json
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
@@ -78,13 +77,12 @@ def _list(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def _show(question: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns a dead letter with its payload, truncated; ``None`` if it was moved or deleted."""
-    with _open_dead_letters(question) as place:
-        letters: Any = place.letters(Choice(ids=frozenset([question["id"]])))
-        with closing(letters):
-            # A sender may use this id for another message: only the broker's id counts.
-            letter = next(
-                (candidate for candidate in letters if candidate.message_id == question["id"]), None
-            )
+    choice = Choice(ids=frozenset([question["id"]]))
+    with _open_dead_letters(question) as place, open_letters(place, choice) as letters:
+        # A sender may use this id for another message: only the broker's id counts.
+        letter = next(
+            (candidate for candidate in letters if candidate.message_id == question["id"]), None
+        )
     return None if letter is None else export_letter(letter, question["bytes"])
 
 
@@ -96,7 +94,7 @@ def _open_dead_letters(question: Mapping[str, Any]) -> Iterator[DeadLetters]:
             "dead letters of several queues are not listed here: use `airflow-broadway"
             " dead-letters` where a worker runs"
         )
-    env = producer_env(queues.pipeline, staging_root(question["staging"]))
+    env = env_outside_run(queues.pipeline, question["staging"])
     with closing(queues.producers[0].dead_letters(env)) as letters:
         yield letters
 

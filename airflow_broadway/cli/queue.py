@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from airflow_broadway.cli.output import CommandError, print_json, print_lines
+from airflow_broadway.cli.output import CommandError, Result
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.sqlite.producer import path_of
@@ -19,10 +19,10 @@ PORTION = 5_000
 PORTION_BYTES = 16 * 1024 * 1024
 
 
-def queue(args: argparse.Namespace) -> int:
+def queue(args: argparse.Namespace) -> Result:
     """Creates a queue, or sends messages to it."""
     with SqliteQueue(_queue_path(args), args.queue) as target:
-        return {"create": _create, "send": _send}[args.action](target, args)
+        return _create(target) if args.action == "create" else _send(target, args)
 
 
 def _queue_path(args: argparse.Namespace) -> str:
@@ -34,14 +34,14 @@ def _queue_path(args: argparse.Namespace) -> str:
     return path_of(AirflowConnections().get(args.conn_id))
 
 
-def _create(target: SqliteQueue, args: argparse.Namespace) -> int:
+def _create(target: SqliteQueue) -> Result:
     created = target.name not in (target.names() or ())
     target.create()
     text = f"Created the queue {target.name!r}." if created else f"{target.name!r} exists already."
-    return _print_result(args, {"created": created}, text)
+    return Result({"created": created}, [text])
 
 
-def _send(target: SqliteQueue, args: argparse.Namespace) -> int:
+def _send(target: SqliteQueue, args: argparse.Namespace) -> Result:
     sent = 0
     try:
         with _open_input(args.input) as lines:
@@ -54,7 +54,7 @@ def _send(target: SqliteQueue, args: argparse.Namespace) -> int:
     if not sent:
         source = "standard input" if args.input == "-" else repr(args.input)
         raise CommandError(f"nothing was sent: {source} has no line, or only empty ones")
-    return _print_result(args, {"sent": sent}, f"Sent {many(sent, 'message')} to {target.name!r}.")
+    return Result({"sent": sent}, [f"Sent {many(sent, 'message')} to {target.name!r}."])
 
 
 @contextmanager
@@ -81,11 +81,3 @@ def _split_portions(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
             portion, size = [], 0
     if portion:
         yield portion
-
-
-def _print_result(args: argparse.Namespace, value: dict[str, Any], text: str) -> int:
-    if args.json:
-        print_json(value)
-    else:
-        print_lines(text)
-    return 0

@@ -1,26 +1,28 @@
-"""``airflow-broadway runs``, ``show`` and ``remove``: the runs of a staging root."""
+"""``airflow-broadway runs``, ``show``, ``where`` and ``remove``: the runs of a staging root."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from airflow_broadway.adapters.staging import open_existing_store
-from airflow_broadway.cli.output import CommandError, cut, print_json, print_lines
+from airflow_broadway.cli.output import CommandError, Result, cut
 from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import table
 from airflow_broadway.runs.account import kept_report
 from airflow_broadway.runs.reading.batches import StagedBatch, staged_batches
+from airflow_broadway.runs.reading.message import find_message
 from airflow_broadway.runs.reading.overview import Receipt, overview_of
 from airflow_broadway.runs.reading.runs import (
     RunSummary,
     check_pipeline,
     find_run,
+    iter_runs,
     list_runs,
 )
 from airflow_broadway.runs.sweep import remove_settled_run
@@ -32,10 +34,8 @@ SHOWN = 50
 NEWEST = 50
 
 
-def runs(args: argparse.Namespace) -> int:
+def runs(args: argparse.Namespace) -> Result:
     """Lists the staged runs, oldest first."""
-    if args.limit is not None and args.limit < 1:
-        raise CommandError(f"--limit is to be at least 1, not {args.limit}")
     store = open_existing_store(args.staging)
     if args.pipeline_name is not None:
         check_pipeline(store, args.pipeline_name)
@@ -44,20 +44,18 @@ def runs(args: argparse.Namespace) -> int:
         summaries = [summary for summary in summaries if summary.trouble]
     total = len(summaries)
     summaries = summaries[-(args.limit or (total if args.json else NEWEST)) :]
-    if args.json:
-        print_json([asdict(summary) for summary in summaries])
-        return 0
+    lines = _format_runs(summaries)
     if not summaries:
         kind = "runs that need looking at" if args.failed else "staged runs"
         of_dag = f" of the Dag {args.dag_id!r}" if args.dag_id else ""
-        print_lines(f"No {kind}{of_dag} under {redacted(store.uri)}.")
-        return 0
-    print_lines(*_format_runs(summaries))
+        lines = [f"No {kind}{of_dag} under {redacted(store.uri)}."]
     if len(summaries) < total:
-        print_lines(f"These are the {len(summaries)} newest of {total}: --limit {total} shows all.")
-    for summary in summaries if args.failed else ():
-        print_lines(f"{summary.run_id}: {summary.trouble}")
-    return 0
+        lines.append(
+            f"These are the {len(summaries)} newest of {total}: --limit {total} shows all."
+        )
+    if args.failed:
+        lines += [f"{summary.run_id}: {summary.trouble}" for summary in summaries]
+    return Result([asdict(summary) for summary in summaries], lines)
 
 
 def _format_runs(summaries: Sequence[RunSummary]) -> list[str]:
@@ -80,7 +78,7 @@ def _format_runs(summaries: Sequence[RunSummary]) -> list[str]:
     return table((*heads, "balanced"), rows)
 
 
-def remove(args: argparse.Namespace) -> int:
+def remove(args: argparse.Namespace) -> Result:
     """Removes the files of a settled run."""
     store = open_existing_store(args.staging)
     run = find_run(store, args.dag_id, args.run_id, args.pipeline_name)
@@ -90,42 +88,36 @@ def remove(args: argparse.Namespace) -> int:
             f" {run.dag_id} for good"
         )
     remove_settled_run(run)
-    if args.json:
-        print_json({"dag_id": run.dag_id, "run_id": run.run_id, "removed": True})
-    else:
-        print_lines(f"Removed the files of run {run.run_id} of the Dag {run.dag_id}.")
-    return 0
+    text = f"Removed the files of run {run.run_id} of the Dag {run.dag_id}."
+    return Result({"dag_id": run.dag_id, "run_id": run.run_id, "removed": True}, [text])
 
 
-def show(args: argparse.Namespace) -> int:
-    """Prints one run: its generations, its batches and its report."""
+def show(args: argparse.Namespace) -> Result:
+    """Describes one run: its generations, its batches and its report."""
     store = open_existing_store(args.staging)
     run = find_run(store, args.dag_id, args.run_id, args.pipeline_name)
     recorded, report = Recorded(run), kept_report(run)
     overview, batches = overview_of(run, recorded=recorded), list(staged_batches(recorded))
-    summary = overview.summary
-    if args.json:
-        print_json(
-            {
-                **asdict(summary),
-                "path": overview.path,
-                "generations": [asdict(receipt) for receipt in overview.receipts],
-                "batches": [_batch_to_json(batch) for batch in batches],
-                "report": report,
-            }
-        )
-        return 0
-    print_lines(
-        f"Run {run.run_id} of the Dag {run.dag_id}, pipeline {run.pipeline}: {summary.state}.",
+    value = {
+        **asdict(overview.summary),
+        "path": overview.path,
+        "generations": [asdict(receipt) for receipt in overview.receipts],
+        "batches": [_batch_to_json(batch) for batch in batches],
+        "report": report,
+    }
+    state = overview.summary.state
+    lines = [
+        f"Run {run.run_id} of the Dag {run.dag_id}, pipeline {run.pipeline}: {state}.",
         f"Files: {overview.path}",
-    )
+    ]
     if overview.receipts:
-        print_lines("", *_format_generations(overview.receipts))
+        lines += ["", *_format_generations(overview.receipts)]
     if batches:
-        print_lines("", *_format_batches(batches))
+        lines += ["", *_format_batches(batches)]
     if report is not None:
-        print_lines("", *_report_lines(report))
-    return 0
+        balanced = "balanced" if report["balanced"] else "NOT BALANCED"
+        lines += ["", f"Report of {report['at']}: {balanced}.", *lines_of(report)]
+    return Result(value, lines)
 
 
 def _format_generations(receipts: Sequence[Receipt]) -> list[str]:
@@ -179,6 +171,18 @@ def _format_batches(batches: Sequence[StagedBatch]) -> list[str]:
     return lines
 
 
-def _report_lines(report: Mapping[str, Any]) -> list[str]:
-    balanced = "balanced" if report["balanced"] else "NOT BALANCED"
-    return [f"Report of {report['at']}: {balanced}.", *lines_of(report)]
+def where(args: argparse.Namespace) -> Result:
+    """Traces a message through all staged runs; the exit code is 1 if no run received it."""
+    store = open_existing_store(args.staging)
+    staged = iter_runs(store, dag_id=args.dag_id, pipeline=args.pipeline_name)
+    places = [asdict(story.place) for story in find_message(staged, args.message_id)]
+    lines: list[str] = []
+    for place in places:
+        lines += [""] if lines else []
+        for name, value in place.items():
+            text = "-" if value is None else cut(value)
+            lines.append(f"{name.replace('_', ' ') + ':':14} {text}")
+    if not places:
+        text = f"No staged run under {redacted(store.uri)} has received {args.message_id!r}: it"
+        lines = [f"{text} still waits in its queue, or retention removed its run."]
+    return Result(places, lines, int(not places))

@@ -1,9 +1,10 @@
-"""Formats text for terminals and logs: truncation, counts, escapes, tables."""
+"""Formats text for terminals and logs: truncation, counts, escapes, tables; parses timestamps."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
 
 #: Unicode categories that a terminal may interpret, or that hide adjacent characters: controls,
 #: format characters (directions, zero width), surrogates, private use, line separators.
@@ -38,6 +39,11 @@ def escaped(line: str) -> str:
     )
 
 
+def shorten(line: str, limit: int) -> str:
+    """Truncates a line to ``limit`` characters."""
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
 def cut(text: str, limit: int) -> str:
     """Truncates ``text`` to ``limit`` bytes of UTF-8, at a character boundary.
 
@@ -69,3 +75,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
         return "  ".join(padded).rstrip()
 
     return [line([head.upper() for head in heads]), *map(line, texts)]
+
+
+def parse_timestamp(text: str) -> datetime:
+    """Parses an ISO 8601 timestamp, in UTC unless it has another time zone; returns it in UTC.
+
+    :raises ValueError: If it is none.
+    """
+    at = datetime.fromisoformat(text)
+    return at.replace(tzinfo=at.tzinfo or timezone.utc).astimezone(timezone.utc)

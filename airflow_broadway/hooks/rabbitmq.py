@@ -6,7 +6,7 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import BaseHook
 
-from airflow_broadway.adapters.connections import connection_of
+from airflow_broadway.adapters.connections import connection_of, form_of
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of
 from airflow_broadway.producers.rabbitmq.options import DEFAULT_CONNECTION
@@ -35,15 +35,7 @@ class RabbitMQHook(BaseHook):
     @classmethod
     def get_ui_field_behaviour(cls) -> dict[str, Any]:
         """Returns the differences of the connection form from the standard one."""
-        return {
-            "hidden_fields": [],
-            "relabeling": {"schema": "Virtual host"},
-            "placeholders": {
-                "host": "rabbit.example.org, or several: a.example.org, b.example.org:5673",
-                "port": "5672, or 5671 with TLS",
-                "schema": "/",
-            },
-        }
+        return form_of(cls.conn_type)
 
     @property
     def address(self) -> Address:

@@ -6,7 +6,7 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import BaseHook
 
-from airflow_broadway.adapters.connections import connection_of
+from airflow_broadway.adapters.connections import connection_of, form_of
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.sqlite.producer import DEFAULT_CONNECTION, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
@@ -35,11 +35,7 @@ class BroadwaySqliteHook(BaseHook):
     @classmethod
     def get_ui_field_behaviour(cls) -> dict[str, Any]:
         """Returns the differences of the connection form from the standard one."""
-        return {
-            "hidden_fields": ["port", "schema", "login", "password", "extra"],
-            "relabeling": {"host": "Queue file"},
-            "placeholders": {"host": "/var/lib/airflow/queues.db"},
-        }
+        return form_of(cls.conn_type)
 
     @property
     def path(self) -> str:

@@ -1,4 +1,5 @@
-"""Authorization of every request by Airflow's auth manager, and protection against CSRF.
+"""Authorization of every request by Airflow's auth manager, Airflow's audit log, protection against
+CSRF.
 
 The whole app has :data:`GUARDS`: every request needs a login (401), and every request that changes
 something a CSRF token (403).  A route of a Dag declares the permissions that it needs::
@@ -10,18 +11,18 @@ Reading needs the permission to read the Dag's runs.  Actions and payloads need 
 edit them.  Moving dead letters also needs the permission to trigger a run, because a run moves
 them.  :data:`MayEdit` is for pages that show more to editors.
 
-**CSRF.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every template): an
-HMAC with the API server's secret over the user and a random cookie of this browser.  Airflow's own
-cookie is unsuitable: auth managers replace it while a page is open.
+**CSRF.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every template): a
+timestamp signed with the API server's secret for the user and a random cookie of this browser.
+Airflow's own cookie is unsuitable: auth managers replace it while a page is open.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
+import json
+import logging
 import secrets
-import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from airflow.api_fastapi.app import get_auth_manager
@@ -29,7 +30,11 @@ from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessE
 from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
 from airflow.configuration import conf
 from airflow.models.dag import DagModel
+from airflow.models.log import Log
+from airflow.utils.session import create_session
 from fastapi import Depends, HTTPException, Request, status
+from itsdangerous import TimestampSigner
+from sqlalchemy.exc import SQLAlchemyError
 
 from airflow_broadway.plugin.fair_semaphore import USER
 
@@ -37,21 +42,7 @@ if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
     from fastapi import Response
 
-__all__ = [
-    "CSRF_FIELD",
-    "CSRF_HEADER",
-    "EDITS_RUNS",
-    "GUARDS",
-    "READS_RUNS",
-    "TRIGGERS_RUNS",
-    "WITHHELD",
-    "GetUserDep",
-    "MayEdit",
-    "csrf_of",
-    "may_edit",
-    "readable_dags",
-    "remember_browser",
-]
+log = logging.getLogger(__name__)
 
 #: The dependency of a route that reads the runs of the Dag in its path.
 READS_RUNS: Final = Depends(requires_access_dag("GET", DagAccessEntity.RUN))
@@ -74,7 +65,7 @@ TOKEN_SECONDS: Final = 12 * 3600
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def may_edit(dag_id: str, user: BaseUser) -> bool:
+def may_edit(dag_id: str, user: GetUserDep) -> bool:
     """Returns whether the user may edit a Dag's runs, and so see payloads."""
     details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
     return get_auth_manager().is_authorized_dag(
@@ -98,12 +89,38 @@ def readable_dags(user: BaseUser, dag_ids: Collection[str]) -> set[str]:
     }
 
 
-def _may_edit(dag_id: str, user: GetUserDep) -> bool:
-    return may_edit(dag_id, user)
-
-
 #: A parameter of a route with ``dag_id`` in its path: whether the user may edit its runs.
-MayEdit = Annotated[bool, Depends(_may_edit)]
+MayEdit = Annotated[bool, Depends(may_edit)]
+
+
+# -- audit -----------------------------------------------------------------------------------------
+
+
+def note(
+    user: BaseUser, dag_id: str, event: str, extra: Mapping[str, Any], *, run_id: str | None = None
+) -> None:
+    """Writes an entry, before the action is carried out.
+
+    :raises HTTPException: 503, if it cannot be written; the action must then not be carried out.
+    """
+    name = str(user.get_name())
+    try:
+        with create_session() as session:
+            session.add(
+                Log(
+                    event=event,
+                    dag_id=dag_id,
+                    run_id=run_id,
+                    owner=name,
+                    owner_display_name=name,
+                    extra=json.dumps(extra),
+                )
+            )
+    except SQLAlchemyError:
+        log.exception("Airflow's audit log cannot be written")
+        raise HTTPException(
+            503, "Airflow's audit log cannot be written, so nothing was done."
+        ) from None
 
 
 # -- CSRF ------------------------------------------------------------------------------------------
@@ -116,15 +133,18 @@ def csrf_of(request: Request) -> str:
         return ""
     browser = request.cookies.get(BROWSER_COOKIE) or secrets.token_urlsafe(24)
     request.state.broadway_browser = browser
-    return make_token(user, browser, int(time.time()))
+    return make_token(user, browser)
 
 
-def make_token(user: BaseUser, browser: str, at: int) -> str:
-    """Returns the token of a user in a browser, valid for :data:`TOKEN_SECONDS` from ``at``."""
-    # Length-prefixed, so that no two triples give the same text.
-    parts = [f"{len(part)}:{part}" for part in (str(user.get_id()), browser, str(at))]
-    key = hashlib.sha256(b"broadway csrf" + conf.get("api", "secret_key").encode()).digest()
-    return f"{at}.{hmac.new(key, ''.join(parts).encode(), hashlib.sha256).hexdigest()}"
+def make_token(user: BaseUser, browser: str) -> str:
+    """Returns the token of a user in a browser, valid for :data:`TOKEN_SECONDS`."""
+    return _signer(user, browser).sign(CSRF_FIELD).decode()
+
+
+def _signer(user: BaseUser, browser: str) -> TimestampSigner:
+    # JSON, so that no two pairs give the same text.
+    salt = json.dumps(["broadway csrf", str(user.get_id()), browser])
+    return TimestampSigner(conf.get("api", "secret_key"), salt=salt, digest_method=hashlib.sha256)
 
 
 def remember_browser(request: Request, response: Response) -> None:
@@ -142,29 +162,19 @@ def remember_browser(request: Request, response: Response) -> None:
     )
 
 
-async def _check_text(request: Request) -> None:
-    """Rejects URLs with a NUL character, on which databases fail.
+async def _guard(request: Request, user: GetUserDep) -> None:
+    """Stores the user for the page that is rendered, and rejects invalid requests.
 
-    :raises HTTPException: 422.
+    :raises HTTPException: 422 for a URL with a NUL character, on which databases fail; 403 for a
+        cross-site request.
     """
+    request.state.broadway_user = user
+    USER.set(str(user.get_id()))
     values = (*request.path_params.values(), *request.query_params.values())
     if any("\0" in str(value) for value in values):
         raise HTTPException(
             status.HTTP_422_UNPROCESSABLE_CONTENT, "Text must not contain NUL characters."
         )
-
-
-async def _remember_user(request: Request, user: GetUserDep) -> None:
-    """Stores the user for the page that is rendered."""
-    request.state.broadway_user = user
-    USER.set(str(user.get_id()))
-
-
-async def _check_csrf(request: Request, user: GetUserDep) -> None:
-    """Rejects cross-site requests.
-
-    :raises HTTPException: 403.
-    """
     if request.method in _SAFE:
         return
     if _is_foreign(request):
@@ -172,7 +182,11 @@ async def _check_csrf(request: Request, user: GetUserDep) -> None:
     header = request.headers.get(CSRF_HEADER)
     token = header if header is not None else (await request.form()).get(CSRF_FIELD)
     browser = request.cookies.get(BROWSER_COOKIE)
-    if not isinstance(token, str) or not browser or not _is_token(token, user, browser):
+    if not (
+        isinstance(token, str)
+        and browser
+        and _signer(user, browser).validate(token, max_age=TOKEN_SECONDS)
+    ):
         raise HTTPException(status.HTTP_403_FORBIDDEN, "The form has expired: reload the page.")
 
 
@@ -185,13 +199,5 @@ def _is_foreign(request: Request) -> bool:
     return origin is not None and origin.partition("://")[2] != request.headers.get("host")
 
 
-def _is_token(token: str, user: BaseUser, browser: str) -> bool:
-    stamp = token.partition(".")[0]
-    if not (stamp.isascii() and stamp.isdigit() and len(stamp) < 12):
-        return False
-    valid = hmac.compare_digest(token.encode(), make_token(user, browser, int(stamp)).encode())
-    return valid and 0 <= time.time() - int(stamp) <= TOKEN_SECONDS
-
-
 #: Dependencies of every route.
-GUARDS: Final[list[Any]] = [Depends(_remember_user), Depends(_check_text), Depends(_check_csrf)]
+GUARDS: Final[list[Any]] = [Depends(_guard)]

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
@@ -72,6 +73,7 @@ def asks_brokers() -> bool:
     return bool(conf.getboolean("broadway", "ask_brokers", fallback=False))
 
 
+@dataclass(kw_only=True, eq=False)
 class Children:
     """Runs child processes that answer questions; used from one event loop.
 
@@ -79,27 +81,18 @@ class Children:
     :param allowed: Returns whether children may run; if not, each question fails with :data:`OFF`.
     """
 
-    def __init__(
-        self,
-        *,
-        program: Sequence[str] = (sys.executable, "-I", "-c", _PROGRAM),
-        timeout: float = TIMEOUT,
-        most: int = MOST,
-        most_of_user: int = MOST_OF_USER,
-        most_bytes: int = MOST_BYTES,
-        keep: float = KEEP,
-        grace: float = GRACE,
-        clock: Clock | None = None,
-        allowed: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._program = tuple(program)
-        self._allowed = allowed
-        self._timeout = timeout
-        self._most_bytes = most_bytes
-        self._keep = keep
-        self._grace = grace
-        self._clock = clock or SystemClock()
-        self._slots = FairSemaphore(most, most_of_user)
+    program: Sequence[str] = (sys.executable, "-I", "-c", _PROGRAM)
+    timeout: float = TIMEOUT
+    most: int = MOST
+    most_of_user: int = MOST_OF_USER
+    most_bytes: int = MOST_BYTES
+    keep: float = KEEP
+    grace: float = GRACE
+    clock: Clock = field(default_factory=SystemClock)
+    allowed: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
+        self._slots = FairSemaphore(self.most, self.most_of_user)
         #: Questions in progress and cached answers by the question's text, oldest first.
         self._known: dict[str, _Question] = {}
 
@@ -115,33 +108,38 @@ class Children:
         known = self._known.get(text)
         # A pending question of another user is queued behind that user's requests: ask separately.
         if known is None or not (known.task.done() or known.user == USER.get()):
-            known = self._known[text] = _Question(self._run(text), self._keep)
+            task = asyncio.ensure_future(self._run(text))
+            known = self._known[text] = _Question(USER.get(), task)
             known.task.add_done_callback(partial(self._ended, known))
         # One caller's cancellation must not cancel the others.
         return await asyncio.shield(known.task)
 
     def _ended(self, known: _Question, _: Any) -> None:
-        known.ended(self._clock.monotonic())
+        known.until = self.clock.monotonic() + self.keep
 
     def _evict(self) -> None:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         for text, known in list(self._known.items()):
-            if known.is_old(now) or len(self._known) >= MOST_KEPT:
+            if now >= known.until or len(self._known) >= MOST_KEPT:
                 del self._known[text]
 
     async def _run(self, question: str) -> Answer:
-        if not self._allowed():
+        if not self.allowed():
             raise ChildError(OFF)
         try:
-            async with asyncio.timeout(self._timeout), self._slots.slot():
-                code, out = await self._spawn(question)
+            async with asyncio.timeout(self.timeout):
+                release = await self._slots.acquire()
+                try:
+                    code, out = await self._spawn(question)
+                finally:
+                    release()
         except TimeoutError:
-            raise ChildError(f"the broker did not answer within {self._timeout:g} s") from None
+            raise ChildError(f"the broker did not answer within {self.timeout:g} s") from None
         try:
             value = await asyncio.to_thread(json.loads, out)
             if "error" in value:
                 raise ChildError(str(value["error"]))
-            return Answer(value["answer"], self._clock.now())
+            return Answer(value["answer"], self.clock.now())
         except (ValueError, KeyError, TypeError):
             ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise ChildError(
@@ -156,8 +154,8 @@ class Children:
         """
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._program,
-                str(int(self._timeout + self._grace) + 1),
+                *self.program,
+                str(int(self.timeout + self.grace) + 1),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -174,34 +172,26 @@ class Children:
                 process.stdin.write(question.encode())
                 await process.stdin.drain()
                 process.stdin.close()
-            out = await _read(process.stdout, self._most_bytes)
-            if out is None:
-                raise ChildError(
-                    f"the answer has more than {self._most_bytes:,} bytes: narrow the filter"
-                )
-            code, ended = await process.wait(), True
-            return code, out
+            try:
+                await process.stdout.readexactly(self.most_bytes + 1)
+            except asyncio.IncompleteReadError as whole:
+                code, ended = await process.wait(), True
+                return code, whole.partial
+            raise ChildError(
+                f"the answer has more than {self.most_bytes:,} bytes: narrow the filter"
+            )
         finally:
             if not ended:
-                await asyncio.shield(_end(process, self._grace))
+                await asyncio.shield(_end(process, self.grace))
 
 
+@dataclass(slots=True, eq=False)
 class _Question:
-    """A question, its pending answer, and the expiry of the cached answer."""
+    """A question's user, its pending answer, and the expiry of the cached answer."""
 
-    def __init__(self, answer: Coroutine[Any, Any, Answer], keep: float) -> None:
-        self.user = USER.get()
-        self.task = asyncio.ensure_future(answer)
-        self._keep = keep
-        self._until = float("inf")
-
-    def ended(self, now: float) -> None:
-        self._until = now + self._keep
-        if not self.task.cancelled():
-            self.task.exception()  # retrieved, or the event loop would log it
-
-    def is_old(self, now: float) -> bool:
-        return now >= self._until
+    user: str
+    task: asyncio.Task[Answer]
+    until: float = math.inf
 
 
 def _environment() -> dict[str, str]:
@@ -212,18 +202,6 @@ def _environment() -> dict[str, str]:
     """
     keys = {f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")}
     return {name: value for name, value in os.environ.items() if name not in keys}
-
-
-async def _read(stream: asyncio.StreamReader, most: int) -> bytes | None:
-    """Reads the whole stream; returns ``None`` if it exceeds ``most`` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    while part := await stream.read(65_536):
-        size += len(part)
-        if size > most:
-            return None
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:

@@ -4,12 +4,13 @@ broker if ``[broadway] ask_brokers`` is on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.children import CHILDREN, ChildError, Children
 from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey
@@ -74,31 +75,32 @@ class Depths:
         """Queries all pipelines whose producer options were reported, in one child process, because
         starting one takes seconds.
         """
-        keys: dict[str, tuple[str | None, PipelineKey]] = {}
-        queues: list[Mapping[str, str | None]] = []
-        now = self._clock.now()
-        for number, (staging, key, reported) in enumerate(wanted):
-            if not isinstance(reported, BacklogReport) or not reported.queues:
-                continue  # the reported depth stays
-            keys[str(number)] = (staging, key)
-            queues.append({"key": str(number), "queues": reported.queues, "staging": staging})
-        if not queues:
+        asked = [
+            (staging, key, reported.queues)
+            for staging, key, reported in wanted
+            if isinstance(reported, BacklogReport) and reported.queues  # else the report stays
+        ]
+        if not asked:
             return
+        queues = [
+            {"key": str(number), "queues": options, "staging": staging}
+            for number, (staging, _, options) in enumerate(asked)
+        ]
+        question = {"ask": "depth", "seconds": _TIMEOUT, "queues": queues}
+        now = self._clock.now()
         try:
-            answer = await self._children.ask(
-                {"ask": "depth", "seconds": _TIMEOUT, "queues": queues}
-            )
+            answer = await self._children.ask(question)
         except ChildError as error:
-            self._known |= dict.fromkeys(keys.values(), Depth(unknown=str(error), at=now))
+            depths = [Depth(unknown=str(error), at=now)] * len(asked)
         else:
-            for depth in answer.value:
-                fields = {name: depth[name] for name in _FIELDS}
-                self._known[keys[depth["reference"]]] = Depth(**fields, at=answer.at)
+            fields = (*QueueDepth._fields, "unknown")
+            rows = [{name: depth[name] for name in fields} for depth in answer.value]
+            depths = [Depth(at=answer.at, **row) for row in rows]
+        for (staging, key, _), depth in zip(asked, depths, strict=True):
+            self._known[staging, key] = depth
         while len(self._known) > MOST_REMEMBERED:
             del self._known[next(iter(self._known))]
 
-
-_FIELDS: Final = ("ready", "delayed", "leased", "dead", "oldest_age", "unknown")
 
 #: The depths of this API server process.
 DEPTHS: Final = Depths(CHILDREN)

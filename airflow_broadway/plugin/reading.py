@@ -1,4 +1,4 @@
-"""Reads staging for a page, in separate threads and with a timeout.
+"""Reads staging for a page, in separate threads and with a timeout; opens roots and runs.
 
 A staging root may be a remote bucket or a disk that hangs.  Pages therefore read in separate
 threads, so that neither the event loop nor Airflow's thread pool blocks.  The number of concurrent
@@ -10,15 +10,18 @@ reads is limited, and a read fails after a timeout::
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
-from airflow_broadway.core.errors import StagingError
+from airflow_broadway.adapters.backlog import run_in_thread
+from airflow_broadway.adapters.staging import open_existing_store
+from airflow_broadway.core.errors import RequestRefused, StagingError
+from airflow_broadway.plugin.declared import RunTasks
 from airflow_broadway.plugin.fair_semaphore import FairSemaphore
+from airflow_broadway.runs.reading.runs import iter_runs
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,13 +48,13 @@ class Reading:
         :raises StagingError: If a file was deleted, or on a timeout.  The function cannot be
             interrupted, and keeps its slot until it has ended.
         """
-        context = contextvars.copy_context()
+        work = partial(function, *args, **kwargs)
         try:
             async with asyncio.timeout(self._seconds) as bound:
-                user = await self._slots.acquire()
-                work = partial(context.run, function, *args, **kwargs)
-                result: T = await self._start(work, user)
-                return result
+                release = await self._slots.acquire()
+                thread = asyncio.ensure_future(run_in_thread(work, name="broadway-reading"))
+                thread.add_done_callback(lambda _: release())
+                return await asyncio.shield(thread)
         except FileNotFoundError as error:
             raise StagingError(
                 f"the file {error.filename or error} of a run was deleted from the staging folder"
@@ -63,36 +66,48 @@ class Reading:
                 f"the staging folder did not answer within {self._seconds:g} s"
             ) from None
 
-    def _start(self, work: Callable[[], Any], user: str) -> asyncio.Future[Any]:
-        """Starts the function in a daemon thread."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Any] = loop.create_future()
-
-        def finish(value: Any, error: BaseException | None) -> None:
-            self._slots.release(user)
-            if ended.done():
-                return  # timed out or cancelled
-            if error is None:
-                ended.set_result(value)
-            else:
-                ended.set_exception(error)
-
-        def run() -> None:
-            value, error = None, None
-            try:
-                value = work()
-            except BaseException as caught:  # shown on the page
-                error = caught
-            with suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(finish, value, error)
-
-        try:
-            threading.Thread(target=run, name="broadway-reading", daemon=True).start()
-        except BaseException:  # the thread could not be started
-            self._slots.release(user)
-            raise
-        return ended
-
 
 #: The reader of this API server process.
 READING: Final = Reading()
+
+
+# -- roots and runs --------------------------------------------------------------------------------
+
+#: The way out for a missing folder.
+_ADVICE: Final = (
+    " on the API server: either no run has begun yet, which makes it, or the workers have it"
+    " elsewhere; then set `[broadway] staging`, here and there, to a place that all of them see"
+)
+
+
+def seen_root(root: str | None) -> Store:
+    """Opens a staging root for reading; ``None``: that of Airflow's configuration.
+
+    :raises StagingError: If it cannot be opened, or the folder does not exist.
+    """
+    return open_existing_store(root, advice=_ADVICE)
+
+
+def staged_runs(dag_id: str, run_id: str, known: RunTasks) -> list[StagedRun]:
+    """Returns the staged runs of a Dag run: at most one for each pipeline.
+
+    :param known: The run in Airflow; a pipeline's tasks may have their own staging root.
+    :raises RequestRefused: If neither Airflow nor staging has the run.
+    :raises StagingError: If a root does not exist or cannot be read.
+    """
+    roots = {pipeline.staging for pipeline in known.pipelines} or {None}
+    runs: dict[str, StagedRun] = {}
+    for root in sorted(roots, key=str):
+        try:
+            store = seen_root(root)
+        except StagingError:
+            if known.pipelines or known.state is None:
+                raise
+            continue  # a Dag without pipelines needs no staging root
+        for run in iter_runs(store, dag_id=dag_id, run_id=run_id):
+            runs.setdefault(run.pipeline, run)
+    if not runs and known.state is None:
+        raise RequestRefused(
+            f"Neither Airflow nor the staging folder has a run {run_id} of the Dag {dag_id}."
+        )
+    return list(runs.values())

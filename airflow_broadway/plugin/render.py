@@ -1,7 +1,7 @@
 """Renders pages as HTML: templates, filters, and the variables of every page.
 
-A route ends with ``return page(request, "run.html", run=run, …)``.  A template also has these
-variables:
+A route ends with ``return await show_page(request, "run.html", run=run, …)``.  A template also has
+these variables:
 
 ``root``        the path of the pages, such as ``/broadway``: ``{{ root }}/dags/…``
 ``airflow``     the path of Airflow's UI, such as ``""``: ``{{ airflow }}/dags/…``
@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from airflow_broadway.core import text as text_format
 from airflow_broadway.core.text import printable
 from airflow_broadway.plugin.access import csrf_of
 
@@ -57,6 +59,11 @@ def page(request: Request, name: str, *, status: int = 200, **variables: Any) ->
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
 
 
+async def show_page(request: Request, name: str, **variables: Any) -> HTMLResponse:
+    """Renders a template like :func:`page`, in a thread: other requests are answered meanwhile."""
+    return await run_in_threadpool(page, request, name, **variables)
+
+
 @cache
 def version(file: str) -> str:
     """Returns a static file's version, so that browsers can cache it."""
@@ -73,18 +80,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.filters.update(
-        instant=instant,
-        count=count,
-        rate=rate,
-        size=size,
-        seconds=seconds,
-        path=path_part,
-        web=web,
-        shorten=shorten,
-        sentence=sentence,
-        oneline=oneline,
-    )
+    environment.filters.update(instant=instant, count=count, rate=rate, size=size, seconds=seconds)
+    environment.filters.update(path=path_part, web=web, oneline=printable)
+    environment.filters.update(shorten=shorten, sentence=sentence)
     return environment
 
 
@@ -118,8 +116,7 @@ def rate(value: float) -> str:
 
 def shorten(text: str, limit: int) -> str:
     """Returns a text on one line of at most ``limit`` characters."""
-    line = printable(text)
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+    return text_format.shorten(printable(text), limit)
 
 
 def sentence(text: str) -> str:
@@ -157,11 +154,6 @@ def seconds(value: float | None) -> str:
         if whole >= length:
             return f"{whole // length} {name} {whole % length // part} {smaller}"
     return f"{whole} s"
-
-
-def oneline(value: str) -> str:
-    """Returns untrusted text on one line, with invisible characters escaped."""
-    return printable(value)
 
 
 def path_part(value: str) -> str:

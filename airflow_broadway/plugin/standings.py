@@ -5,16 +5,20 @@ A few runs of every pipeline determine the order; more runs are read for the pip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Final
+
+from airflow.models.dagrun import DagRun
+from airflow.utils.session import create_session
+from sqlalchemy import select
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.declared import Declared
 from airflow_broadway.plugin.depths import Depth, Reported, depth_of
-from airflow_broadway.plugin.latest import LatestRun, latest_runs
 from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
 from airflow_broadway.runs.reading.history import (
     BAD,
@@ -44,12 +48,38 @@ Recall = Callable[[str | None, PipelineKey], Depth | None]
 _ORDER: Final = (BAD, WARN, "busy", "good", "idle")
 
 
+@dataclass(frozen=True, slots=True)
+class LatestRun:
+    """A run's id and its state in Airflow, such as ``"running"``."""
+
+    run_id: str
+    state: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has finished."""
+        return self.state in ("success", "failed")
+
+
+def latest_runs(dag_ids: Collection[str], most: int) -> dict[str, Sequence[LatestRun]]:
+    """Returns the newest runs of each Dag, by creation, newest first: from Airflow's database, to
+    avoid listing large staging folders.
+    """
+    runs: dict[str, Sequence[LatestRun]] = {}
+    with create_session() as session:
+        for dag_id in dag_ids:
+            # One query per Dag, so that the index on dag_id limits the rows read.
+            query = select(DagRun.run_id, DagRun.state).where(DagRun.dag_id == dag_id)
+            rows = session.execute(query.order_by(DagRun.id.desc()).limit(most))
+            runs[dag_id] = [LatestRun(run_id, str(state)) for run_id, state in rows]
+    return runs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """A pipeline and its status.
 
-    :param latest: Its Dag's newest runs, newest first.
-    :param runs: Run id → accounted run.
+    :param history: Its Dag's newest runs, newest first, each with its account if there is one.
     :param held: Its messages in flight; ``None`` if its runs cannot be read.
     :param unread: Why its runs cannot be read; empty if they can.
     :param reported: The last report of its queues.
@@ -57,20 +87,24 @@ class Standing:
     """
 
     declared: Declared
-    latest: Sequence[LatestRun]
-    runs: Mapping[str, PastRun]
-    held: Held | None
-    unread: str
-    reported: Reported
-    depth: Depth | None
+    history: Sequence[tuple[LatestRun, PastRun | None]] = ()
+    held: Held | None = None
+    unread: str = ""
+    reported: Reported = None
+    depth: Depth | None = None
+
+    @property
+    def past(self) -> Sequence[PastRun]:
+        """The accounts of its runs, newest first, without dry runs."""
+        return [past for _, past in self.history if past is not None and not past.dry]
 
     @property
     def signs(self) -> Sequence[Sign]:
         """Signs of trouble, the most severe first."""
-        newest = next((run for run, past in self.history if run.is_over and not _dry(past)), None)
+        over = (run for run, past in self.history if run.is_over and not (past and past.dry))
+        newest = next(over, None)
         failed = newest.run_id if newest is not None and newest.state == "failed" else None
-        runs = [self.runs[run.run_id] for run in self.latest if run.run_id in self.runs]
-        signs = signs_of(runs, self.held, failed)
+        signs = signs_of(self.past, self.held, failed)
         if self.depth is not None:
             as_of = f"{self.depth.at:%Y-%m-%d %H:%M} UTC"
             signs += waiting_signs(self.depth.dead, self.depth.oldest_age, as_of)
@@ -81,14 +115,9 @@ class Standing:
         """``"bad"``, ``"warn"``, ``"busy"``, ``"good"``, or ``"idle"`` if it never ran."""
         if self.signs:
             return self.signs[0].level
-        if any(not run.is_over for run in self.latest):
+        if any(not run.is_over for run, _ in self.history):
             return "busy"
-        return "good" if self.latest else "idle"
-
-    @property
-    def history(self) -> Sequence[tuple[LatestRun, PastRun | None]]:
-        """Its Dag's newest runs, newest first, each with its account if there is one."""
-        return [(run, self.runs.get(run.run_id)) for run in self.latest]
+        return "good" if self.history else "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +135,7 @@ class Page:
 
     def reordered(self, recall: Recall) -> Page:
         """Returns the page with the current depths, reordered."""
-        known = [
-            replace(one, depth=recall(one.declared.staging, one.declared.key) or one.depth)
-            for one in self.standings
-        ]
+        known = _with_depths(self.standings, recall)
         return replace(self, standings=sorted(known, key=_sort_key))
 
 
@@ -134,11 +160,19 @@ def page_of(
     number = min(max(1, number), pages)
     ordered = sorted(standings, key=_sort_key)[(number - 1) * PER_PAGE : number * PER_PAGE]
     return Page(
-        standings=reader.with_more_runs(ordered),
+        standings=reader.with_runs(ordered, SHOWN),
         number=number,
         pages=pages,
         total=len(standings),
     )
+
+
+def _with_depths(standings: Sequence[Standing], recall: Recall) -> list[Standing]:
+    """Returns the standings with the cached answers of their brokers."""
+    return [
+        replace(one, depth=recall(one.declared.staging, one.declared.key) or one.depth)
+        for one in standings
+    ]
 
 
 def _sort_key(standing: Standing) -> tuple[int, int, str, str]:
@@ -154,106 +188,68 @@ class _Reader:
         self._now = now
         #: Staging root → store, or the error if it cannot be opened.
         self._stores: dict[str | None, Store | str] = {}
+        #: The accounts read so far; ``None`` for runs without one.
+        self._past: dict[RunKey, PastRun | None] = {}
 
     def standings(self, declared: Sequence[Declared], recall: Recall) -> list[Standing]:
         """Returns the status of all pipelines, from their newest runs."""
-        latest = latest_runs({pipeline.dag_id for pipeline in declared}, LOOKED)
-        runs = self._read_past_runs((pipeline, latest[pipeline.dag_id]) for pipeline in declared)
-        with ThreadPoolExecutor(READERS, "broadway-standings") as pool:
-            held = list(pool.map(self._read_held, declared))
-        reports = self._read_reports(declared)
-        return [
-            Standing(
-                declared=pipeline,
-                latest=latest[pipeline.dag_id],
-                runs=runs.get(_key(pipeline), {}),
-                held=messages,
-                unread="" if isinstance(store := self._open_store(pipeline), Store) else store,
-                reported=reports.get((pipeline.staging, pipeline.key)),
-                depth=recall(pipeline.staging, pipeline.key)
-                or depth_of(reports.get((pipeline.staging, pipeline.key)), self._now),
-            )
-            for pipeline, messages in zip(declared, held, strict=True)
-        ]
+        for root in {pipeline.staging for pipeline in declared}:
+            self._stores[root] = self._open_store(root)
+        known = self.with_runs([Standing(declared=pipeline) for pipeline in declared], LOOKED)
+        standings: list[Standing] = []
+        for root, store in self._stores.items():
+            members = [standing for standing in known if standing.declared.staging == root]
+            if isinstance(store, str):
+                standings += [replace(standing, unread=store) for standing in members]
+                continue
+            reports = read_reports(store, [standing.declared.key for standing in members])
+            with ThreadPoolExecutor(READERS, "broadway-standings") as pool:
+                held = pool.map(partial(self._read_held, store), members)
+                for standing, messages in zip(members, held, strict=True):
+                    reported = reports.get(standing.declared.key)
+                    depth = depth_of(reported, self._now)
+                    standings.append(
+                        replace(standing, held=messages, reported=reported, depth=depth)
+                    )
+        return _with_depths(standings, recall)
 
-    def with_more_runs(self, standings: Sequence[Standing]) -> list[Standing]:
-        """Returns the standings with all runs of the page."""
-        latest = latest_runs({standing.declared.dag_id for standing in standings}, SHOWN)
-        further = (
-            (
-                standing.declared,
-                [run for run in latest[standing.declared.dag_id] if run not in standing.latest],
-            )
-            for standing in standings
-        )
-        runs = self._read_past_runs(further)
+    def with_runs(self, standings: Sequence[Standing], most: int) -> list[Standing]:
+        """Returns the standings with this many of their newest runs."""
+        latest = latest_runs({standing.declared.dag_id for standing in standings}, most)
+        keys: dict[str | None, list[RunKey]] = {root: [] for root in self._stores}
+        for standing in standings:
+            pipeline = standing.declared
+            keys[pipeline.staging] += (_key(pipeline, run) for run in latest[pipeline.dag_id])
+        for root, store in self._stores.items():
+            unread = [key for key in keys[root] if key not in self._past]
+            if isinstance(store, Store):
+                self._past |= dict.fromkeys(unread) | past_runs(store, unread)
         return [
             replace(
                 standing,
-                latest=latest[standing.declared.dag_id],
-                runs={**standing.runs, **runs.get(_key(standing.declared), {})},
+                history=[
+                    (run, self._past.get(_key(standing.declared, run)))
+                    for run in latest[standing.declared.dag_id]
+                ],
             )
             for standing in standings
         ]
 
-    def _open_store(self, declared: Declared) -> Store | str:
-        root = declared.staging
-        if root not in self._stores:
-            try:
-                if root is not None and "{{" in root:
-                    raise StagingError(f"its staging root is a template: {root}")
-                self._stores[root] = self._open_root(root)
-            except StagingError as error:
-                self._stores[root] = str(error)
-        return self._stores[root]
-
-    def _read_held(self, declared: Declared) -> Held | None:
-        store = self._open_store(declared)
-        if not isinstance(store, Store):
-            return None
+    def _open_store(self, root: str | None) -> Store | str:
         try:
-            return held_messages(store, declared.name, declared.dag_id, self._now)
+            if root is not None and "{{" in root:
+                raise StagingError(f"its staging root is a template: {root}")
+            return self._open_root(root)
+        except StagingError as error:
+            return str(error)
+
+    def _read_held(self, store: Store, standing: Standing) -> Held:
+        name, dag_id = standing.declared.key
+        try:
+            return held_messages(store, name, dag_id, self._now)
         except StagingError as error:  # one damaged file must not hide the other pipelines
             return Held(messages=None, receiving=0, late=(f"{error}.",), run_ids=())
 
-    def _read_reports(
-        self, declared: Sequence[Declared]
-    ) -> dict[tuple[str | None, PipelineKey], Reported]:
-        """Returns the last report of each pipeline's queues, by root."""
-        keys: dict[str | None, list[PipelineKey]] = {}
-        for pipeline in declared:
-            keys.setdefault(pipeline.staging, []).append(pipeline.key)
-        reports: dict[tuple[str | None, PipelineKey], Reported] = {}
-        for root, wanted in keys.items():
-            store = self._stores[root]
-            if isinstance(store, Store):
-                for key, report in read_reports(store, wanted).items():
-                    reports[root, key] = report
-        return reports
 
-    def _read_past_runs(
-        self, wanted: Iterable[tuple[Declared, Sequence[LatestRun]]]
-    ) -> dict[tuple[str, str], dict[str, PastRun]]:
-        """Returns the accounts of these runs: (Dag, pipeline) → run id → run."""
-        keys: dict[str | None, list[RunKey]] = {}
-        for declared, runs in wanted:
-            if isinstance(self._open_store(declared), Store):
-                keys.setdefault(declared.staging, []).extend(
-                    RunKey(declared.name, declared.dag_id, run.run_id) for run in runs
-                )
-        past: dict[tuple[str, str], dict[str, PastRun]] = {}
-        for root, run_keys in keys.items():
-            store = self._stores[root]
-            assert isinstance(store, Store)
-            for key, run in past_runs(store, run_keys).items():
-                past.setdefault((key.dag_id, key.pipeline), {})[key.run_id] = run
-        return past
-
-
-def _dry(past: PastRun | None) -> bool:
-    """Returns whether a run was a dry run, which does not count for the status."""
-    return past is not None and past.dry
-
-
-def _key(declared: Declared) -> tuple[str, str]:
-    return declared.dag_id, declared.name
+def _key(declared: Declared, run: LatestRun) -> RunKey:
+    return RunKey(declared.name, declared.dag_id, run.run_id)

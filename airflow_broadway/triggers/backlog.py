@@ -87,15 +87,7 @@ class BroadwayBacklogTrigger(BaseEventTrigger):
         return queues.dumps()
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        return _path(self), {
-            "queues": self.queues,
-            "dag_id": self.dag_id,
-            "min_messages": self.min_messages,
-            "max_age": self.max_age,
-            "poke_interval": self.poke_interval,
-            "max_runs": self.max_runs,
-            "staging": self.staging,
-        }
+        return _serialize(self, *_FIELDS, "max_runs")
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         watch = BacklogWatch(
@@ -138,14 +130,7 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
         self.staging = staging
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        return _path(self), {
-            "queues": self.queues,
-            "dag_id": self.dag_id,
-            "min_messages": self.min_messages,
-            "max_age": self.max_age,
-            "poke_interval": self.poke_interval,
-            "staging": self.staging,
-        }
+        return _serialize(self, *_FIELDS)
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         look = _make_reader(self.queues, self.staging, self.dag_id)
@@ -158,8 +143,13 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
         yield _to_event(self.queues, event)
 
 
-def _path(trigger: BaseTrigger) -> str:
-    return f"{type(trigger).__module__}.{type(trigger).__qualname__}"
+#: The arguments that both triggers have.
+_FIELDS = ("queues", "dag_id", "min_messages", "max_age", "poke_interval", "staging")
+
+
+def _serialize(trigger: BaseTrigger, *names: str) -> tuple[str, dict[str, Any]]:
+    path = f"{type(trigger).__module__}.{type(trigger).__qualname__}"
+    return path, {name: getattr(trigger, name) for name in names}
 
 
 def _bounds(trigger: BroadwayBacklogTrigger | BroadwayBacklogReachedTrigger) -> Backlog:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +45,7 @@ def site(world):
 def act(browser: Browser, action: str, **fields: Any) -> str:
     """Confirm an action, as the page before has asked for it."""
     user = SimpleAuthManagerUser(username="user", role="USER")
-    token = make_token(user, browser.cookies[BROWSER_COOKIE], int(time.time()))
+    token = make_token(user, browser.cookies[BROWSER_COOKIE])
     sent = {CSRF_FIELD: token, "confirmed": "yes", **fields}
     answer = browser.post(f"{LETTERS}/{action}", data=sent)
     assert answer.status_code == 200, answer.text

@@ -14,7 +14,7 @@ REACHED = {
     "operators/": 650,
     "plugin/": 2_260,
     "runs/": 4_750,
-    "sensors/": 350,
+    "sensors/": 330,
     "spark/": 1_510,
     "staging/": 4_120,
     "submit/": 500,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import urlencode
 
 from airflow.api_fastapi.core_api.datamodels.dag_run import TriggerDAGRunPostBody
 from airflow.api_fastapi.core_api.routes.public.dag_run import trigger_dag_run
+from airflow.api_fastapi.core_api.security import GetUserDep
 from airflow.models.dagbag import DBDagBag
 from airflow.utils.session import create_session
 from fastapi import APIRouter, HTTPException, Request
@@ -26,24 +27,23 @@ from starlette.datastructures import FormData
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.run_source import DEAD_LETTERS
+from airflow_broadway.core.text import parse_timestamp
 from airflow_broadway.plugin.access import (
     EDITS_RUNS,
     READS_RUNS,
     TRIGGERS_RUNS,
     WITHHELD,
-    GetUserDep,
     MayEdit,
+    note,
 )
-from airflow_broadway.plugin.audit import note
 from airflow_broadway.plugin.children import CHILDREN, OFF, ChildError, asks_brokers
-from airflow_broadway.plugin.declared import declared_pipelines
+from airflow_broadway.plugin.declared import Declared, declared_pipelines
 from airflow_broadway.plugin.depths import Depth, Reported, depth_of
-from airflow_broadway.plugin.reading import READING
-from airflow_broadway.plugin.render import page
-from airflow_broadway.plugin.staged import seen_root
+from airflow_broadway.plugin.reading import READING, seen_root
+from airflow_broadway.plugin.render import show_page
 from airflow_broadway.runs.backlog.reports import PipelineKey, read_reports
 from airflow_broadway.runs.reading.payload import FORMS, payload_of
-from airflow_broadway.runs.sources.dead_letters import DELETE, PARAM, REQUEUE
+from airflow_broadway.runs.sources.dead_letters import PARAM
 
 if TYPE_CHECKING:
     from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 router = APIRouter(
     prefix="/dags/{dag_id}/pipelines/{pipeline}/dead-letters", dependencies=[READS_RUNS]
 )
+
+Action = Literal["requeue", "delete"]
 
 #: Dead letters on a page.
 PAGE: Final = 100
@@ -81,25 +83,25 @@ class Filter:
         :raises HTTPException: 422, if a timestamp is invalid.
         """
         texts = {field.name: _clean(values.get(field.name)).strip() for field in fields(cls)}
-        return cls(**texts | {name: _parse_time(name, texts[name]) for name in ("since", "until")})
-
-    def choice(self) -> dict[str, Any]:
-        """Returns the filter as the run param ``dead_letters``."""
-        filters = {"reason": self.reason, "stage": self.stage}
-        filters |= {"since": _add_zone(self.since), "until": _add_zone(self.until)}
-        ids = {"ids": [self.id]} if self.id else {}
-        return {name: value for name, value in filters.items() if value} | ids
-
-    def query(self, **changed: Any) -> str:
-        """Returns the filter as a query string."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)} | changed
-        params = {name: value for name, value in values.items() if value}
-        return urlencode(params, errors="backslashreplace")
+        return cls(**texts | {name: _parse_time(name, texts[name]) for name in _TIMES})
 
     def items(self) -> list[tuple[str, str]]:
         """Returns the fields that are set."""
-        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [(name, value) for name, value in values if value]
+        return [(name, value) for name, value in asdict(self).items() if value]
+
+    def choice(self) -> dict[str, Any]:
+        """Returns the filter as the run param ``dead_letters``."""
+        choice: dict[str, Any] = dict(self.items())
+        choice |= {name: f"{choice[name]}+00:00" for name in _TIMES if name in choice}
+        return choice | {"ids": [choice.pop("id")]} if self.id else choice
+
+    def query(self, **changed: Any) -> str:
+        """Returns the filter as a query string."""
+        params = {name: value for name, value in (asdict(self) | changed).items() if value}
+        return urlencode(params, errors="backslashreplace")
+
+
+_TIMES: Final = ("since", "until")
 
 
 def _clean(value: object) -> str:
@@ -111,18 +113,10 @@ def _clean(value: object) -> str:
 
 def _parse_time(name: str, text: str) -> str:
     """Returns a timestamp in UTC in the format of a form field, without its zone."""
-    if not text:
-        return ""
     try:
-        at = datetime.fromisoformat(text)
+        return parse_timestamp(text).replace(tzinfo=None).isoformat() if text else ""
     except ValueError:
         raise HTTPException(422, f"{name} is no timestamp such as 2026-01-31T12:00.") from None
-    at = at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
-    return at.replace(tzinfo=None).isoformat()
-
-
-def _add_zone(text: str) -> str:
-    return f"{text}+00:00" if text else ""
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -139,7 +133,10 @@ async def show_list(
     listing, trouble = None, ""
     if asks_brokers():
         try:
-            listing = await _list(place, filters, limit=PAGE, offset=(number - 1) * PAGE)
+            question = {"ask": "list", "choice": filters.choice(), "seconds": LOOK_SECONDS}
+            question |= {"limit": PAGE, "offset": (number - 1) * PAGE}
+            answer = await CHILDREN.ask(question | place.question())
+            listing = {**answer.value, "at": answer.at}
         except ChildError as error:
             trouble = str(error) if may_edit else WITHHELD
     if listing:
@@ -147,11 +144,11 @@ async def show_list(
             # Forms normalize line ends: filter by the first line.
             reason["find"] = next(iter(reason["reason"].strip().splitlines()), "")
     variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "filters": filters}
-    variables |= {"may_edit": may_edit, "depth": place.depth, "trouble": trouble}
-    variables |= {"number": number, "size": PAGE, "reference": place.reference, "listing": listing}
+    variables |= {"may_edit": may_edit, "place": place, "trouble": trouble}
+    variables |= {"number": number, "size": PAGE, "listing": listing}
     variables["pages"] = max(1, -(-listing["matching"] // PAGE)) if listing else 1
     status = 503 if trouble else 200
-    return await run_in_threadpool(page, request, "dead_letters.html", status=status, **variables)
+    return await show_page(request, "dead_letters.html", status=status, **variables)
 
 
 @router.get("/{message_id:path}", dependencies=[EDITS_RUNS])
@@ -171,31 +168,17 @@ async def show_one(
     letter = (await CHILDREN.ask(question | place.question())).value
     if not letter:
         raise HTTPException(404, f"{message_id} is no dead letter, or no more.")
-    return await run_in_threadpool(_render_letter, request, dag_id, pipeline, letter, form)
-
-
-def _render_letter(
-    request: Request, dag_id: str, pipeline: str, letter: dict[str, Any], form: str | None
-) -> HTMLResponse:
     raw = letter.get("body_base64")
     body = base64.b64decode(raw) if raw is not None else letter["body"].encode("utf-8")
-    return page(
-        request,
-        "dead_letter.html",
-        dag_id=dag_id,
-        pipeline=pipeline,
-        letter=letter,
-        payload=payload_of(body, size=letter["bytes"], form=form, most=MOST_SHOWN),
-        forms=FORMS,
-        properties=payload_of(letter["properties"], form="json", most=MOST_PROPERTIES),
+    payload = await run_in_threadpool(
+        payload_of, body, size=letter["bytes"], form=form, most=MOST_SHOWN
     )
-
-
-async def _list(place: Place, filters: Filter, *, limit: int, offset: int = 0) -> dict[str, Any]:
-    question = {"ask": "list", "choice": filters.choice(), "seconds": LOOK_SECONDS}
-    question |= {"limit": limit, "offset": offset}
-    answer = await CHILDREN.ask(question | place.question())
-    return {**answer.value, "at": answer.at}
+    properties = await run_in_threadpool(
+        payload_of, letter["properties"], form="json", most=MOST_PROPERTIES
+    )
+    variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "letter": letter}
+    variables |= {"payload": payload, "properties": properties, "forms": FORMS}
+    return await show_page(request, "dead_letter.html", **variables)
 
 
 def _parse_page_number(text: str | None) -> int:
@@ -203,20 +186,17 @@ def _parse_page_number(text: str | None) -> int:
     return max(1, int(text)) if text and text.isascii() and text.isdigit() and len(text) < 9 else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Access to a pipeline's dead letters, as last reported.
+    """Access to a pipeline's dead letters, as last reported."""
 
-    :param staging: The pipeline's staging root, as declared by the Dag.
-    :param reference: The path of the class, for the command line.
-    :param paused: Whether the Dag is paused.
-    """
-
-    staging: str | None
-    reference: str
-    paused: bool
+    declared: Declared
     reported: Reported
-    depth: Depth | None
+
+    @property
+    def depth(self) -> Depth | None:
+        """The reported depth."""
+        return depth_of(self.reported, datetime.now(UTC))
 
     def question(self) -> dict[str, Any]:
         """Returns the part of a question that identifies the producers.
@@ -232,7 +212,7 @@ class Place:
             )
         if not self.reported.queues:
             raise ChildError(self.reported.withheld)
-        return {"queues": self.reported.queues, "staging": self.staging}
+        return {"queues": self.reported.queues, "staging": self.declared.staging}
 
 
 def _find_place(dag_id: str, name: str) -> Place:
@@ -251,49 +231,31 @@ def _find_place(dag_id: str, name: str) -> Place:
         except StagingError:  # there is no root before the first run
             reported = None
         if match or reported is not None:
-            return Place(
-                staging=pipeline.staging,
-                reference=pipeline.path,
-                paused=pipeline.paused,
-                reported=reported,
-                depth=depth_of(reported, datetime.now(UTC)),
-            )
+            return Place(pipeline, reported)
     raise HTTPException(404, f"The Dag {dag_id} has no pipeline {name}, or it never ran.")
 
 
 # -- actions ---------------------------------------------------------------------------------------
 
 
-@router.post("/requeue", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
-async def requeue(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Triggers a run that requeues dead letters to their source, after confirmation."""
-    return await _act(request, dag_id, pipeline, REQUEUE, user)
-
-
-@router.post("/delete", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
-async def delete(request: Request, dag_id: str, pipeline: str, user: GetUserDep) -> HTMLResponse:
-    """Triggers a run that deletes dead letters, after confirmation."""
-    return await _act(request, dag_id, pipeline, DELETE, user)
-
-
-async def _act(
-    request: Request, dag_id: str, pipeline: str, action: str, user: BaseUser
+@router.post("/{action:path}", dependencies=[EDITS_RUNS, TRIGGERS_RUNS])
+async def act(
+    request: Request, dag_id: str, pipeline: str, action: Action, user: GetUserDep
 ) -> HTMLResponse:
+    """Triggers a run that requeues dead letters to their source or deletes them, once confirmed."""
     form = await request.form()
     filters = Filter.of(form)
     ids = _selected_ids(form)
     place = await READING(_find_place, dag_id, pipeline)
     variables: dict[str, Any] = {"dag_id": dag_id, "pipeline": pipeline, "action": action}
-    variables |= {"filters": filters, "ids": ids, "most": MOST_NAMED, "paused": place.paused}
-    variables["depth"] = place.depth
+    variables |= {"filters": filters, "ids": ids, "most": MOST_NAMED, "place": place}
     if form.get("confirmed") != "yes":
-        template = "dead_letters_confirm.html"
-        return await run_in_threadpool(page, request, template, **variables)
+        return await show_page(request, "dead_letters_confirm.html", **variables)
     choice = {"ids": ids} if ids else filters.choice()
     letters = {"pipeline": pipeline, "action": action, **choice}
     run_id = await run_in_threadpool(_trigger, request, dag_id, letters, user)
     variables["run_id"] = run_id
-    return await run_in_threadpool(page, request, "dead_letters_done.html", **variables)
+    return await show_page(request, "dead_letters_done.html", **variables)
 
 
 def _selected_ids(form: FormData) -> list[str]:

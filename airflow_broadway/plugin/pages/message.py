@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from airflow.api_fastapi.core_api.security import GetUserDep
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
-from airflow_broadway.plugin.access import READS_RUNS, GetUserDep, MayEdit
-from airflow_broadway.plugin.audit import note
-from airflow_broadway.plugin.reading import READING
-from airflow_broadway.plugin.render import page
-from airflow_broadway.plugin.run_tasks import tasks_of_run
-from airflow_broadway.plugin.staged import staged_runs
+from airflow_broadway.plugin.access import READS_RUNS, MayEdit, note
+from airflow_broadway.plugin.declared import tasks_of_run
+from airflow_broadway.plugin.reading import READING, staged_runs
+from airflow_broadway.plugin.render import show_page
 from airflow_broadway.runs.reading.message import (
     Story,
     TextHits,
@@ -22,7 +21,6 @@ from airflow_broadway.runs.reading.message import (
     ids_with_text,
     other_runs,
 )
-from airflow_broadway.staging.run_folder import StagedRun
 
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
 
@@ -43,20 +41,12 @@ async def find(
         details = {"q": search, "everywhere": everywhere}
         event = "broadway_message_show"
         await run_in_threadpool(note, user, dag_id, event, details, run_id=run_id)
-    result = await READING(
+    variables: dict[str, Any] = {"dag_id": dag_id, "run_id": run_id, "search": search}
+    variables |= {"everywhere": everywhere, "may_edit": may_edit}
+    variables |= await READING(
         _search, dag_id, run_id, search, everywhere=everywhere, with_payload=may_edit
     )
-    return await run_in_threadpool(
-        page,
-        request,
-        "message.html",
-        dag_id=dag_id,
-        run_id=run_id,
-        search=search,
-        everywhere=everywhere,
-        may_edit=may_edit,
-        **result,
-    )
+    return await show_page(request, "message.html", **variables)
 
 
 def _search(
@@ -64,7 +54,9 @@ def _search(
 ) -> dict[str, Any]:
     """Returns the message's stories, or else the messages that contain the text."""
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
-    runs_searched = [*runs, *_find_others(runs)] if everywhere and search else runs
+    runs_searched = list(runs)
+    if everywhere and search:
+        runs_searched += (other for run in runs for other in other_runs(run.store, run))
     stories: Sequence[Story] = ()
     if search:
         stories = find_message(runs_searched, search, with_payload=with_payload)
@@ -77,7 +69,3 @@ def _search(
         "runs": len(runs_searched),
         "pipelines": sorted({run.pipeline for run in runs}),
     }
-
-
-def _find_others(runs: Sequence[StagedRun]) -> list[StagedRun]:
-    return [other for run in runs for other in other_runs(run.store, run)]

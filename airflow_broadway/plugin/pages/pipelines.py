@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
+from airflow.api_fastapi.core_api.security import GetUserDep
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
-from airflow_broadway.plugin.access import WITHHELD, GetUserDep, may_edit, readable_dags
+from airflow_broadway.plugin.access import WITHHELD, may_edit, readable_dags
 from airflow_broadway.plugin.charts import bars
 from airflow_broadway.plugin.children import asks_brokers
 from airflow_broadway.plugin.declared import declared_pipelines
 from airflow_broadway.plugin.depths import DEPTHS
-from airflow_broadway.plugin.reading import READING
+from airflow_broadway.plugin.reading import READING, seen_root
 from airflow_broadway.plugin.render import count, page, seconds
-from airflow_broadway.plugin.staged import seen_root
 from airflow_broadway.plugin.standings import SHOWN, Page, Standing, page_of
 from airflow_broadway.runs.reading.history import MANY_FAILED
 
@@ -45,46 +45,35 @@ async def show(
 
     :param q: Filters pipelines and Dags by name.
     """
-    listing = await READING(_build_listing, user, number, q)
-    if ask:
-        listing = await _add_depths(listing)
-    return await run_in_threadpool(
-        _render, request, "pipelines.html", listing, user, q, queried=ask
-    )
+    return await _respond(request, "pipelines.html", user, number, q, ask=ask)
 
 
 @router.get("/pipelines")
-async def listed(
+async def show_list(
     request: Request, user: GetUserDep, number: Number = 1, q: Text = ""
 ) -> HTMLResponse:
     """Returns the list of the page, with current depths."""
-    listing = await _add_depths(await READING(_build_listing, user, number, q))
-    return await run_in_threadpool(
-        _render, request, "_pipelines.html", listing, user, q, queried=True
-    )
+    return await _respond(request, "_pipelines.html", user, number, q, ask=True)
+
+
+async def _respond(
+    request: Request, template: str, user: Any, number: int, q: str, *, ask: bool
+) -> HTMLResponse:
+    listing = await READING(_build_listing, user, number, q)
+    if ask and asks_brokers():
+        shown = listing.standings
+        await DEPTHS.ask([(one.declared.staging, one.declared.key, one.reported) for one in shown])
+        listing = listing.reordered(DEPTHS.recall)
+    return await run_in_threadpool(_render, request, template, listing, user, q, queried=ask)
 
 
 def _build_listing(user: Any, number: int, q: str) -> Page:
     """Returns a page of the matching pipelines, from staging and Airflow's database."""
     declared = declared_pipelines()
     readable = readable_dags(user, {pipeline.dag_id for pipeline in declared})
-    matching = [
-        pipeline
-        for pipeline in declared
-        if pipeline.dag_id in readable
-        and q.lower() in f"{pipeline.dag_id}\n{pipeline.name}".lower()
-    ]
+    readable_ones = [pipeline for pipeline in declared if pipeline.dag_id in readable]
+    matching = [one for one in readable_ones if q.lower() in "\n".join(one.key).lower()]
     return page_of(seen_root, matching, DEPTHS.recall, number=number, now=datetime.now(UTC))
-
-
-async def _add_depths(listing: Page) -> Page:
-    """Returns the page with current depths, if brokers may be queried."""
-    if not asks_brokers():
-        return listing
-    await DEPTHS.ask(
-        [(one.declared.staging, one.declared.key, one.reported) for one in listing.standings]
-    )
-    return listing.reordered(DEPTHS.recall)
 
 
 def _render(
@@ -108,7 +97,9 @@ def _render(
 
 def _render_charts(standing: Standing) -> Sequence[tuple[str, str, str, Markup]]:
     """Returns a pipeline's charts: title, newest value, top of the axis, image."""
-    runs = [run for _, run in reversed(standing.history) if run is not None and not run.dry]
+    runs = list(reversed(standing.past))
+    if not runs:
+        return []
     names = [run.run_id for run in runs]
     shares = [run.failure_share for run in runs]
     # Scaled to the data, so that 1% is visible.

@@ -1,25 +1,26 @@
-"""The page of a run: the outcome of every message."""
+"""The page of a run: the outcome of every message; and its reports as Markdown."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from airflow_broadway.core.custody.report import CLASSES
+from airflow_broadway.core.custody.run_summary import markdown_of
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.text import many
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
-from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for, word_of
-from airflow_broadway.plugin.reading import READING
-from airflow_broadway.plugin.render import page
-from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
-from airflow_broadway.plugin.staged import staged_runs
+from airflow_broadway.plugin.declared import PipelineTasks, RunTasks, tasks_of_run
+from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for
+from airflow_broadway.plugin.reading import READING, staged_runs
+from airflow_broadway.plugin.render import show_page
+from airflow_broadway.runs.account import kept_report
 from airflow_broadway.runs.reading.batches import BatchPage, page_of_batches
 from airflow_broadway.runs.reading.overview import Overview, Receipt, overview_of
 from airflow_broadway.staging.plan_choice import Recorded
@@ -37,7 +38,7 @@ class BatchQuery:
     pipeline: str = ""
     page: int = 1
     sort: str = "plan"
-    desc: bool = False
+    descending: Annotated[bool, Query(alias="desc")] = False
     state: str = "all"
     batcher: str = ""
 
@@ -67,22 +68,22 @@ async def show(
     request: Request, dag_id: str, run_id: str, query: BatchQueryDep, edits: MayEdit
 ) -> HTMLResponse:
     """Shows all pipelines of a run, one section each."""
-    variables = await _load_variables(request, dag_id, run_id, query, edits=edits)
+    variables = await _load_variables(request, dag_id, run_id, query)
     status = HTTPStatus.SERVICE_UNAVAILABLE if variables["unread"] else HTTPStatus.OK
-    return await run_in_threadpool(page, request, "run.html", status=status, **variables)
+    return await show_page(request, "run.html", status=status, may_edit=edits, **variables)
 
 
 @router.get("/live")
 async def show_live(
-    request: Request, dag_id: str, run_id: str, query: BatchQueryDep, edits: MayEdit
+    request: Request, dag_id: str, run_id: str, query: BatchQueryDep
 ) -> HTMLResponse:
     """Returns the sections only; the page's script replaces the previous ones."""
-    variables = await _load_variables(request, dag_id, run_id, query, edits=edits)
-    return await run_in_threadpool(page, request, "_run.html", **variables)
+    variables = await _load_variables(request, dag_id, run_id, query)
+    return await show_page(request, "_run.html", **variables)
 
 
 async def _load_variables(
-    request: Request, dag_id: str, run_id: str, query: BatchQuery, *, edits: bool
+    request: Request, dag_id: str, run_id: str, query: BatchQuery
 ) -> dict[str, Any]:
     """Returns the template variables of a run."""
     known = await run_in_threadpool(tasks_of_run, dag_id, run_id)
@@ -94,7 +95,9 @@ async def _load_variables(
             raise
         # Airflow's data are shown anyway; staging may recover.
         log.warning("%s: %s", request.url.path, error)
-        sections, unread = [_unread_section(pipeline) for pipeline in known.pipelines], str(error)
+        sections = [_build_section(None, tasks, known, query) for tasks in known.pipelines]
+        sections = [replace(one, standing=("cannot be read", "warn")) for one in sections]
+        unread = str(error)
     return {
         "unread": unread,
         "dag_id": dag_id,
@@ -105,10 +108,21 @@ async def _load_variables(
         "classes": CLASSES,
         "tones": TONES,
         "word_for": word_for,
-        "word_of": word_of,
         "receipt_word": receipt_word,
-        "may_edit": edits,
     }
+
+
+@router.get("/report")
+async def show_report(dag_id: str, run_id: str) -> PlainTextResponse:
+    """Returns the reports of a run, one for each pipeline, as Markdown in plain text."""
+    text = await READING(_render_reports, dag_id, run_id)
+    return PlainTextResponse(text or "This run has no report yet: its task ack writes it.\n")
+
+
+def _render_reports(dag_id: str, run_id: str) -> str:
+    runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
+    reports = [report for report in map(kept_report, runs) if report is not None]
+    return "\n".join(map(markdown_of, reports))
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -143,18 +157,9 @@ def _build_section(
     recorded = None if run is None else Recorded(run)
     overview = None if run is None else overview_of(run, recorded=recorded)
     name = run.pipeline if run is not None else tasks.name if tasks is not None else ""
-    own_query = query if query.pipeline in ("", name) else BatchQuery()
-    batches = None
-    if run is not None:
-        batches = page_of_batches(
-            run,
-            page=own_query.page,
-            sort=own_query.sort,
-            descending=own_query.desc,
-            state=own_query.state,
-            batcher=own_query.batcher,
-            recorded=recorded,
-        )
+    options = asdict(query if query.pipeline in ("", name) else BatchQuery())
+    del options["pipeline"]
+    batches = None if run is None else page_of_batches(run, recorded=recorded, **options)
     return Section(
         name=name,
         overview=overview,
@@ -165,20 +170,8 @@ def _build_section(
     )
 
 
-def _unread_section(tasks: PipelineTasks) -> Section:
-    """Returns a section with Airflow's data only."""
-    return Section(
-        name=tasks.name,
-        overview=None,
-        tasks=tasks,
-        picture=picture_of(None, tasks),
-        standing=("cannot be read", "warn"),
-        batches=None,
-    )
-
-
 def standing_of(
-    overview: Overview | None, known: RunTasks, tasks: PipelineTasks | None = None
+    overview: Overview | None, known: RunTasks, tasks: PipelineTasks | None
 ) -> tuple[str, str]:
     """Returns the label and tone of a run's status."""
     if overview is None:
@@ -201,33 +194,33 @@ def standing_of(
 
 def receipt_word(receipt: Receipt, section: Section, going_on: bool) -> tuple[str, str]:
     """Returns the label and tone of an execution of a process task."""
-    if not receipt.live:
-        labels = {
-            "published": ("published; waits for outcomes", "busy"),
-            "settling": ("is being settled", "busy"),
-            "settled": ("settled", "good"),
-        }
-        account = receipt.account or {}
-        if receipt.state == "settled" and account.get("released"):
-            released = many(account["released"], "message")
-            return f"dead; {released} released", "warn"
-        if receipt.state == "settled" and receipt.received is None:
-            return "dead before it published anything", "warn"
-        return labels[receipt.state]
     if _is_receiving(receipt, section.tasks, going_on):
         return "receives", "busy"
-    return "died before it published anything; its messages are released", "warn"
+    if receipt.live:
+        return "died before it published anything; its messages are released", "warn"
+    released = (receipt.account or {}).get("released")
+    if receipt.state == "settled" and released:
+        return f"dead; {many(released, 'message')} released", "warn"
+    if receipt.state == "settled" and receipt.received is None:
+        return "dead before it published anything", "warn"
+    return _RECEIPT_WORDS[receipt.state]
+
+
+_RECEIPT_WORDS: Final = {
+    "published": ("published; waits for outcomes", "busy"),
+    "settling": ("is being settled", "busy"),
+    "settled": ("settled", "good"),
+}
 
 
 def _is_receiving(receipt: Receipt, tasks: PipelineTasks | None, going_on: bool) -> bool:
     """Returns whether an unpublished execution is still running, according to Airflow."""
-    if not receipt.live:
-        return False
-    instances = [
-        instance
+    states = [
+        instance.state
         for task in (tasks.of_kind("process", "run") if tasks else ())
         if task.task_id == receipt.task_id
         for instance in task.instances
         if instance.map_index == receipt.map_index and instance.try_number == receipt.try_number
     ]
-    return going_on and (not instances or instances[0].state in ("running", "restarting"))
+    at_work = not states or states[0] in ("running", "restarting")
+    return receipt.live and going_on and at_work

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.cli.app import build_parser
+from airflow_broadway.cli.arguments import build_parser
 from airflow_broadway.core.version import __version__
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.retention import sweep_retention
@@ -208,7 +208,7 @@ def test_the_newest_runs_are_listed_and_the_others_counted(shop: Shop, capsys: C
     assert [each["run_id"] for each in ran(capsys, "runs", "--json", "--limit", "1").json] == [
         "run-2"
     ]
-    assert "--limit is to be at least 1" in ran(capsys, "runs", "--limit", "-1").error
+    assert "--limit: expected a number of at least 1" in ran(capsys, "runs", "--limit", "-1").error
 
 
 def test_a_run_is_removed_once_it_is_settled(shop: Shop, capsys: Capsys) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.cli import crash_test as command
-from airflow_broadway.cli.app import build_parser
+from airflow_broadway.cli.arguments import build_parser
 from airflow_broadway.testing.crashes import users
 from airflow_broadway.testing.crashes.account import Account, Violation
 from airflow_broadway.testing.crashes.campaign import Sums, UnsoundPipeline

@@ -172,7 +172,7 @@ def test_nothing_is_moved_without_a_choice(queue: SqliteQueue, capsys: Capsys) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["list", *ME, "--since", "2026-01-31T12:00:00"], "a timestamp with its time zone"),
+        (["list", *ME, "--since", "noon"], "--since: expected a timestamp in ISO 8601"),
         (["list", *ME, "--place", "elsewhere"], "lie with it, and not in 'elsewhere'"),
         (["list", *ME, "--conn-id", "no_such"], "nothing beside 'path'"),
         (["list", "--pipeline", "shop.orders:Templated"], "has the template queue="),

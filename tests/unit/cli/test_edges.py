@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.cli import runs as command
-from airflow_broadway.cli.app import build_parser
+from airflow_broadway.cli.arguments import build_parser
 from airflow_broadway.cli.output import logging_at, only_results_on_stdout, print_lines
 from airflow_broadway.core.formats import paths
 from airflow_broadway.producers.sqlite import SqliteQueue

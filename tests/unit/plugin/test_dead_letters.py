@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -24,7 +23,7 @@ from airflow_broadway import Broadway
 from airflow_broadway.adapters.staging import open_store
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.operators.process import BroadwayProcessorOperator
-from airflow_broadway.plugin import audit
+from airflow_broadway.plugin import access
 from airflow_broadway.plugin.access import BROWSER_COOKIE, CSRF_FIELD, make_token
 from airflow_broadway.plugin.children import Answer, ChildError
 from airflow_broadway.plugin.pages import dead_letters
@@ -376,7 +375,7 @@ def test_a_viewer_moves_nothing_and_neither_does_a_forged_request(
     viewer = site.browser("VIEWER")
     viewer.cookies.set(BROWSER_COOKIE, "b")
     user = SimpleAuthManagerUser(username="viewer", role="VIEWER")
-    token = make_token(user, "b", int(time.time()))
+    token = make_token(user, "b")
     for asked in (fields, fields | {"confirmed": ""}):
         answer = viewer.post(f"{PAGE}/{action}", data={**asked, CSRF_FIELD: token})
         assert answer.status_code == 403
@@ -415,7 +414,7 @@ def test_nothing_is_done_and_no_payload_shown_where_the_audit_log_cannot_be_writ
     def locked() -> None:
         raise OperationalError("insert", {}, Exception("database is locked"))
 
-    monkeypatch.setattr(audit, "create_session", locked)
+    monkeypatch.setattr(access, "create_session", locked)
     command.answers["show"] = letter(body="secret")
     asked = len(command.asked)
 

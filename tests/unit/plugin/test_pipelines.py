@@ -20,9 +20,8 @@ from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.plugin import depths, standings
 from airflow_broadway.plugin.children import Answer, ChildError
 from airflow_broadway.plugin.declared import Declared
-from airflow_broadway.plugin.latest import LatestRun
 from airflow_broadway.plugin.pages import pipelines
-from airflow_broadway.plugin.standings import LOOKED, PER_PAGE, SHOWN
+from airflow_broadway.plugin.standings import LOOKED, PER_PAGE, SHOWN, LatestRun
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import BacklogReport, PipelineKey, report_backlog

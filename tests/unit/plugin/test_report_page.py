@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_broadway.plugin.pages import report as report_page
-from airflow_broadway.plugin.run_tasks import RunTasks
+from airflow_broadway.plugin.declared import RunTasks
+from airflow_broadway.plugin.pages import run as report_page
 from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import Run
 

@@ -21,10 +21,10 @@ from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.plugin import audit
+from airflow_broadway.plugin import access
+from airflow_broadway.plugin.declared import Instance, Link, PipelineTasks, RunTasks, StageTask
 from airflow_broadway.plugin.pages import message as message_page
 from airflow_broadway.plugin.pages import run as run_page
-from airflow_broadway.plugin.run_tasks import Instance, Link, PipelineTasks, RunTasks, StageTask
 from airflow_broadway.runs.sources.dry_run import DryRun
 from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import PlainSums, Point, Run, dies
@@ -77,9 +77,9 @@ def airflow(
                 ],
             )
         )
-    pipeline = PipelineTasks(
-        name="Sums", broker="sqlite", batchers={"default": "python"}, staging=None, tasks=tasks
-    )
+    about = {"broker": "sqlite", "batchers": {"default": "python"}}
+    reference = {"class": "m:Sums", "about": about}
+    pipeline = PipelineTasks.of("d", {"pipeline": reference, "staging": None}, tasks=tasks)
     known = RunTasks(state=state, pipelines=[pipeline] if tasks else [])
     for module in (run_page, message_page):
         monkeypatch.setattr(module, "tasks_of_run", lambda dag_id, run_id: known)
@@ -519,7 +519,7 @@ def test_no_payload_is_shown_where_the_audit_log_cannot_be_written(
     def locked() -> None:
         raise OperationalError("insert", {}, Exception("database is locked"))
 
-    monkeypatch.setattr(audit, "create_session", locked)
+    monkeypatch.setattr(access, "create_session", locked)
     answer = site.browser("USER").get(f"{PAGE}/message?q={ids(run)[11]}")
 
     assert answer.status_code == 503

@@ -20,7 +20,7 @@ from sqlalchemy import delete, insert, select
 
 from airflow_broadway import Batcher, Broadway, Message
 from airflow_broadway.operators.run import BroadwayRunOperator
-from airflow_broadway.plugin.run_tasks import Link, tasks_of_run
+from airflow_broadway.plugin.declared import Link, tasks_of_run
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.unit.plugin.dags import stored_dags
 from tests.unit.plugin.own_operators import Ack, AllInOne, Batch, Pull, Submit

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.plugin.pages import message, pipelines, report, run
+from airflow_broadway.plugin.declared import RunTasks
+from airflow_broadway.plugin.pages import message, pipelines, run
 from airflow_broadway.plugin.reading import Reading
-from airflow_broadway.plugin.run_tasks import RunTasks
 from airflow_broadway.staging.disk import Disk
 from tests.unit.plugin.dags import add_runs, stored_dags
 from tests.unit.plugin.site import Site
@@ -47,11 +47,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
     """That of the pages, in a hurry."""
     made = Reading(seconds=0.3, most=2)
-    for module in (message, pipelines, report, run):
+    for module in (message, pipelines, run):
         monkeypatch.setattr(module, "READING", made)
     known = RunTasks(state=None)
-    for module in (message, report):
-        monkeypatch.setattr(module, "tasks_of_run", lambda dag_id, run_id: known)
+    monkeypatch.setattr(message, "tasks_of_run", lambda dag_id, run_id: known)
     return made
 
 

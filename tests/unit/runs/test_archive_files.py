@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_broadway.cli.app import main
 from airflow_broadway.staging.archive.reader import look
+from tests.cli_runs import ran
 from tests.unit.runs.archive_steps import NINE, World, of_minutes
 
 NINE_TO_TEN = ("--start", "2013-01-01T09:00:00Z", "--end", "2013-01-01T10:00:00")
@@ -31,9 +31,9 @@ class Command:
 
     def __call__(self, action: str, *arguments: str) -> tuple[int, str]:
         about = ("--pipeline-name", "Minutes", "--staging", self.world.store.uri)
-        code = main(["archive", action, *about, *arguments])
-        self.printed, err = self.capsys.readouterr()
-        return code, self.printed + err
+        done = ran(self.capsys, "archive", action, *about, *arguments)
+        self.printed = done.out
+        return done.code, done.out + done.err
 
     def json(self, action: str, *arguments: str) -> Any:
         self.capsys.readouterr()
@@ -266,7 +266,7 @@ def test_hours_past_their_time_are_removed_by_a_later_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--start", "noon", "--end", "2013-01-01"), "--start is no timestamp in ISO 8601"),
+        (("--start", "noon", "--end", "2013-01-01"), "--start: expected a timestamp in ISO 8601"),
         (("--start", "2013-01-02", "--end", "2013-01-01"), "is to be before --end"),
     ],
 )
