@@ -7,19 +7,19 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 650,
-    "cli/": 1_550,
-    "core/": 8_454,
-    "hooks/": 100,
-    "operators/": 650,
-    "plugin/": 2_260,
+    "adapters/": 640,
+    "cli/": 1_280,
+    "core/": 8_070,
+    "hooks/": 80,
+    "operators/": 630,
+    "plugin/": 1_900,
     "runs/": 4_750,
     "sensors/": 330,
-    "spark/": 1_510,
+    "spark/": 1_390,
     "staging/": 4_120,
-    "submit/": 500,
+    "submit/": 460,
     "testing/": 3_605,
-    "triggers/": 200,
+    "triggers/": 170,
     "*.py": 550,
     "producers/engine/": 1_760,
     "producers/kafka/": 2_850,
@@ -29,8 +29,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 42_200,
-    "tests and scripts": 63_750,
+    "package": 40_710,
+    "tests and scripts": 64_300,
 }
 
 MODULE = '''"""A module.
