@@ -13,8 +13,8 @@ from airflow.sdk._shared.logging.structlog import structlog_processors
 from airflow_broadway import BatchInfo, Message
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.tasks import ProcessTask
+from airflow_broadway.staging.batch_reader import BatchReader
 from tests.unit.logged import logged
 from tests.unit.runs.steps import Run, Sums, precede
 
@@ -81,10 +81,10 @@ def test_a_batch_that_is_no_longer_held_is_named(
     run.send([1])
     reference = processed(run)
 
-    def lapsed(self: PythonBatches, *_: Any) -> None:
+    def lapsed(self: BatchReader, *_: Any) -> None:
         raise LeaseLapsed("it lapsed")
 
-    monkeypatch.setattr(PythonBatches, "_handle", lapsed)
+    monkeypatch.setattr(BatchReader, "read", lapsed)
     with logged(run_id="manual__1") as lines:
         run.batch(reference)
 
