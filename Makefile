@@ -10,7 +10,7 @@ PYTEST = $(RUN) --rabbitmq --kafka --quick-spark --in-memory --airflow airflow-t
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all test-browser lint bench faults mutants lock clean distclean
+.PHONY: help setup demo up test test-all test-browser lint bench faults cluster test-cluster mutants lock clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,12 @@ bench: ## Messages per second of each stage and of the whole; build/bench.json
 
 faults: ## Kill tasks at random instants and count every message; build/faults.json
 	@$(RUN) --rabbitmq --kafka --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
+
+cluster: ## Flights through Airflow with Celery, PostgreSQL and a bucket on several hosts, counted; build/cluster.json
+	@$(RUN) --rabbitmq --airflow airflow-cluster python -m tests.cluster $(ARGS)
+
+test-cluster: ## The same as a test
+	@$(RUN) --rabbitmq --airflow airflow-cluster pytest -m slow tests/cluster $(ARGS)
 
 mutants: ## Break custody, settlement, staging and stages in 260 places, one at a time, and see the tests fail
 	@$(RUN) --airflow airflow-mutants python -m tests.mutants $(ARGS)

@@ -7,18 +7,21 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Any, Self
 
 
 class Relay(ABC):
     """Accepts connections for a broker.
 
+    :param host: The address on which clients find it.
     :param port: Where clients find it; one that is free, unless given.
     """
 
-    def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
+    def __init__(
+        self, target: tuple[str, int], *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self._target = target
-        self._server = socket.create_server(("127.0.0.1", port))
+        self._server = socket.create_server((host, port))
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -56,12 +59,12 @@ class Proxy(Relay):
     :param latency: Seconds for which everything is on its way, in each direction.
     """
 
-    def __init__(self, target: tuple[str, int], *, latency: float = 0.0) -> None:
+    def __init__(self, target: tuple[str, int], *, latency: float = 0.0, **where: Any) -> None:
         self.latency = latency
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._gate = threading.Event()
         self._gate.set()
-        super().__init__(target)
+        super().__init__(target, **where)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,0 +1,266 @@
+"""An Airflow of several hosts: a control host, and Celery workers that share only the bucket."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pika
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+
+from scripts.airflow_api import AirflowApi, ApiError, LocalAirflowError
+from scripts.airflow_env import ROOT, airflow_env
+from scripts.load_flights import flights
+from scripts.local_airflow import free_port
+from tests.cluster.hosts import Network, Process, kill_tree
+from tests.cluster.services import BUCKET, Services, run_services
+from tests.rabbitmq_server import RabbitServer
+
+BUILD = ROOT / "build"
+FOLDER = BUILD / "cluster"
+CONTROL, WORKERS = "control", ("worker-1", "worker-2")
+TRIGGERER = CONTROL, "triggerer"
+DAG_ID, QUEUE = "cluster_flights", "flights"
+COMPONENTS = {
+    "api-server": ["api-server"],
+    "scheduler": ["scheduler", "--skip-serve-logs"],
+    "dag-processor": ["dag-processor"],
+    "triggerer": ["triggerer", "--skip-serve-logs"],
+}
+WORKER = ["celery", "worker", "--concurrency", "2", "--skip-serve-logs", "--without-gossip"]
+
+
+class Cluster(AirflowApi):
+    """The running cluster; its API is Airflow's, on the control host.
+
+    :param services: PostgreSQL, RabbitMQ and S3.
+    """
+
+    def __init__(self, services: Services, network: Network, folder: Path) -> None:
+        self.services, self.folder = services, folder
+        self.hosts = network.make_hosts([CONTROL, *WORKERS], folder, BUILD)
+        self.port = free_port()
+        super().__init__(f"http://{self.hosts[CONTROL].address}:{self.port}")
+        self.processes: dict[tuple[str, str], Process] = {}
+        self._restarts = Counter[str]()
+        self.env = self._environment(network.gateway)
+
+    def start(self) -> None:
+        """Makes the metadata database, and starts every component and worker."""
+        migrate = self.hosts[CONTROL].start("migrate", [*_AIRFLOW, "db", "migrate"], self.env)
+        if migrate.wait():
+            raise self._failure("Airflow's database could not be made", "migrate")
+        for name in COMPONENTS:
+            self.start_component(name)
+        for worker in WORKERS:
+            self.start_worker(worker)
+        self._wait(self._is_healthy, 180.0, lambda: "Airflow is not healthy", "api-server")
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v2/monitor/health", timeout=10) as answer:
+                health = json.load(answer)
+        except (OSError, ValueError):
+            return False
+        parts = ("metadatabase", "scheduler", "dag_processor", "triggerer")
+        return all(health[part]["status"] == "healthy" for part in parts)
+
+    def start_component(self, name: str) -> None:
+        """Starts a component of Airflow on the control host."""
+        command = [*_AIRFLOW, *COMPONENTS[name]]
+        self.processes[CONTROL, name] = self.hosts[CONTROL].start(name, command, self.env)
+
+    def start_worker(self, host: str, env: Mapping[str, str] | None = None) -> None:
+        """Starts the Celery worker of a host.
+
+        :param env: Variables for this worker alone.
+        """
+        command = [*_AIRFLOW, *WORKER, "--celery-hostname", f"celery@{host}"]
+        started = self.hosts[host].start("celery", command, {**self.env, **(env or {})})
+        self.processes[host, "celery"] = started
+
+    def kill(self, host: str, name: str) -> None:
+        """Kills a component or worker, and its tasks, with SIGKILL."""
+        kill_tree(self.processes.pop((host, name)))
+
+    # The API server may just be restarted, or its database.
+    @retry(
+        retry=retry_if_exception_type((ApiError, OSError)),
+        stop=stop_after_attempt(20),
+        wait=wait_fixed(2.0),
+        reraise=True,
+    )
+    def api(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        """Calls Airflow's API, and retries while it does not answer."""
+        self.check_alive()
+        return super().api(method, path, body, **query)
+
+    def check_alive(self) -> None:
+        """Starts components of Airflow that have ended, as a supervisor does.
+
+        :raises LocalAirflowError: If a worker has ended, or a component ends again and again; with
+            the end of its log.
+        """
+        for (host, name), process in list(self.processes.items()):
+            if process.poll() is None:
+                continue
+            self._restarts[name] += 1
+            if host == CONTROL and self._restarts[name] <= _MAX_RESTARTS:
+                self.start_component(name)
+            else:
+                text = f"{name} on {host} ended with code {process.returncode}"
+                raise self._failure(text, f"{host}/{name}")
+
+    def _failure(self, what: str, log: str) -> LocalAirflowError:
+        path = self.folder / (log if "/" in log else f"{CONTROL}/{log}")
+        lines = Path(f"{path}.log").read_text(errors="replace").splitlines()[-30:]
+        return LocalAirflowError("\n".join([f"{what}.  The end of {path}.log:", *lines]))
+
+    def _environment(self, gateway: str) -> dict[str, str]:
+        bucket = f"http://{gateway}:{self.services.s3_gate.port}"
+        settings = {
+            "core.executor": "CeleryExecutor",
+            "core.hostname_callable": "tests.cluster.hosts.hostname",
+            "core.execution_api_server_url": f"{self.url}/execution/",
+            "api.base_url": self.url,
+            "api.host": "0.0.0.0",
+            "api.port": str(self.port),
+            "database.sql_alchemy_conn": self.services.postgres.url,
+            "celery.broker_url": f"amqp://guest:guest@{gateway}:{self.services.broker.port}//",
+            "celery.result_backend": f"db+{self.services.postgres.url}",
+            "celery.worker_prefetch_multiplier": "1",
+            # A worker that is gone is noticed after 20 seconds, not after 5 minutes.
+            "scheduler.task_instance_heartbeat_timeout": "20",
+            "scheduler.task_instance_heartbeat_timeout_detection_interval": "5",
+            "scheduler.task_queued_timeout": "30",
+            "scheduler.task_queued_timeout_check_interval": "10",
+            "triggerer.job_heartbeat_sec": "2",
+            # Airflow's own tokens expire by the hosts' clocks.
+            "api_auth.jwt_leeway": "900",
+            "broadway.staging": f"s3://cluster_s3@{BUCKET}/staging",
+        }
+        connections = {
+            "cluster_s3": {
+                "conn_type": "aws",
+                "login": "test",
+                "password": "test",
+                "extra": {
+                    "endpoint_url": bucket,
+                    "region_name": "us-east-1",
+                },
+            },
+            "cluster_rabbitmq": {
+                "conn_type": "rabbitmq",
+                "host": gateway,
+                "port": self.services.broker.port,
+                "login": "guest",
+                "password": "guest",
+            },
+        }
+        home = self.folder / "airflow"
+        dags = Path(__file__).with_name("dags")
+        env = airflow_env(ROOT, port=self.port, home=home, dags=dags, settings=settings)
+        # Those are for SQLite.
+        for suffix in ("", "_ASYNC"):
+            env.pop(f"AIRFLOW__DATABASE__SQL_ALCHEMY_CONNECT_ARGS{suffix}", None)
+        env.pop("SPARK_LOCAL_IP", None)
+        for name in [name for name in env if name.startswith("AWS_")]:
+            del env[name]
+        variables = {f"AIRFLOW_CONN_{key.upper()}": json.dumps(c) for key, c in connections.items()}
+        return {**env, **variables, "PYTHONUNBUFFERED": "1"}
+
+    @staticmethod
+    def source(name: str) -> Path:
+        """Returns a file beside this module."""
+        return Path(__file__).with_name(name)
+
+    # -- what moves through it -------------------------------------------------------------------
+
+    def send(self, count: int) -> Expected:
+        """Publishes the first flights, each with a number, to the queue, which is empty."""
+        server, expected = self.services.rabbitmq, Expected()
+        bucket = self.services.bucket()
+        if bucket.exists(f"{BUCKET}/output"):
+            bucket.rm(f"{BUCKET}/output", recursive=True)
+        server.declare(QUEUE, **{"x-queue-type": "quorum"})
+        bodies = (expected.watch(n, flight) for n, flight in enumerate(flights(count)))
+        server.fill(QUEUE, bodies)
+        return expected
+
+    def output(self) -> dict[int, list[bool]]:
+        """Returns for each flight's number, by row of the output, whether it is marked as
+        redelivered.
+        """
+        bucket, rows = self.services.bucket(), defaultdict[int, list[bool]](list)
+        for path in bucket.find(f"{BUCKET}/output", refresh=True):
+            for line in bucket.cat(path).splitlines():
+                row = json.loads(line)
+                rows[row["number"]].append(row["redelivered"])
+        return rows
+
+    def dead_letters(self) -> list[int]:
+        """Returns the numbers of the flights in the dead-letter queue."""
+        return [json.loads(body)["number"] for body in _bodies(self.services.rabbitmq)]
+
+    def purge_dead_letters(self) -> None:
+        """Empties the dead-letter queue."""
+        with self.services.rabbitmq.channel() as channel:
+            channel.queue_delete(f"broadway.dead.{QUEUE}")
+
+
+class Expected:
+    """The flights that were sent: which must be in the output, and which are dead letters."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+        self.dead_letters: set[int] = set()
+
+    def watch(self, number: int, flight: Mapping[str, Any]) -> bytes:
+        """Counts a flight; returns its message."""
+        (self.dead_letters if flight["dep_delay"] is None else self.rows).add(number)
+        return json.dumps({"number": number, **flight}).encode()
+
+
+#: The scheduler ends when its database is away for a moment.
+_MAX_RESTARTS = 5
+
+_AIRFLOW = [sys.executable, "-m", "airflow"]
+
+
+def _bodies(server: RabbitServer) -> Iterator[bytes]:
+    with server.channel() as channel:
+        while True:
+            try:
+                method, _, body = channel.basic_get(f"broadway.dead.{QUEUE}")
+            except pika.exceptions.ChannelClosedByBroker:  # the queue does not exist
+                return
+            if method is None:
+                return
+            yield body
+
+
+@contextmanager
+def run_cluster(network: Network, folder: Path = FOLDER) -> Iterator[Cluster]:
+    """Starts services, hosts and Airflow; everything ends with the namespaces of this program.
+
+    :raises ServiceMissing: If a program is not installed.
+    :raises HostMissing: If a host cannot be made.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with run_services(folder, network.gateway) as services:
+        cluster = Cluster(services, network, folder)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            for process in cluster.processes.values():
+                if process.poll() is None:
+                    kill_tree(process)

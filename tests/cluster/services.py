@@ -1,0 +1,121 @@
+"""The services of the cluster: PostgreSQL, RabbitMQ and an S3 server, which hosts share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import s3fs
+
+from scripts.local_airflow import free_port
+from tests.faults.proxy import Proxy
+from tests.rabbitmq_server import RabbitServer, find_server
+from tests.s3_server import S3Server, s3_server
+
+BUCKET = "cluster"
+
+
+class ServiceMissing(RuntimeError):
+    """A program that the cluster needs is not installed; the message names it."""
+
+
+class PostgreSQL:
+    """A PostgreSQL server of this cluster's own, with an empty database ``airflow``.
+
+    :param address: Where it listens.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self._data, self._address, self._port = folder / "data", address, free_port()
+        self._bin = _find_postgres()
+        # PostgreSQL refuses to run as root, also as the root of a user namespace.
+        as_user = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
+        self._as_user = as_user if os.geteuid() == 0 else ()
+        folder.mkdir(parents=True)
+        self._call("initdb", "-D", str(self._data), "-U", "airflow", "-A", "trust", "-N")
+        with (self._data / "pg_hba.conf").open("a") as file:
+            file.write(f"host all all {address}/24 trust\n")
+        self.start()
+        self._call("createdb", "-h", address, "-p", str(self._port), "-U", "airflow", "airflow")
+
+    @property
+    def url(self) -> str:
+        """The database's address for SQLAlchemy."""
+        return f"postgresql+psycopg2://airflow@{self._address}:{self._port}/airflow"
+
+    def start(self) -> None:
+        """Starts the server, and waits until it accepts connections."""
+        options = f"-c listen_addresses={self._address} -p {self._port} -c fsync=off"
+        options += f" -c unix_socket_directories= -c max_connections=200 -k {self._data}"
+        log = str(self._data.parent / "postgresql.log")
+        self._call("pg_ctl", "-D", str(self._data), "-w", "-l", log, "-o", options, "start")
+
+    def restart(self) -> None:
+        """Stops the server, dropping its connections, and starts it again."""
+        self.stop()
+        self.start()
+
+    def stop(self) -> None:
+        """Stops the server, dropping its connections."""
+        self._call("pg_ctl", "-D", str(self._data), "-m", "fast", "-w", "stop")
+
+    def _call(self, program: str, *arguments: str) -> None:
+        command = [*self._as_user, str(self._bin / program), *arguments]
+        with (self._data.parent / "calls.log").open("ab") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def _find_postgres() -> Path:
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    found = shutil.which("initdb")
+    for folder in [*folders, *([Path(found).resolve().parent] if found else [])]:
+        if all((folder / name).exists() for name in ("initdb", "pg_ctl", "createdb")):
+            return folder
+    raise ServiceMissing("PostgreSQL is not installed: apt-get install postgresql")
+
+
+class Services(NamedTuple):
+    """The running services.
+
+    :param broker: RabbitMQ as hosts find it.
+    :param s3_gate: Every request to the S3 server passes it.
+    """
+
+    postgres: PostgreSQL
+    rabbitmq: RabbitServer
+    broker: Proxy
+    s3: S3Server
+    s3_gate: Proxy
+
+    def bucket(self) -> s3fs.S3FileSystem:
+        """Returns the file system of the bucket, for this process."""
+        return s3fs.S3FileSystem(**self.s3.options())
+
+
+@contextmanager
+def run_services(folder: Path, address: str) -> Iterator[Services]:
+    """Starts the services; they end with the context.
+
+    :param address: Where hosts find them.
+    :raises ServiceMissing: If a program is not installed.
+    """
+    if find_server() is None:
+        raise ServiceMissing("RabbitMQ is not installed: apt-get install rabbitmq-server")
+    with ExitStack() as stack:
+        postgres = PostgreSQL(folder / "postgresql", address)
+        stack.callback(postgres.stop)
+        rabbitmq = stack.enter_context(RabbitServer.start(folder / "rabbitmq"))
+        broker = stack.enter_context(Proxy(rabbitmq.address, host=address))
+        s3 = stack.enter_context(s3_server())
+        parts = urlsplit(s3.endpoint)
+        local = (str(parts.hostname), int(parts.port or 0))
+        gate = stack.enter_context(Proxy(local, host=address))
+        services = Services(postgres, rabbitmq, broker, s3, gate)
+        services.bucket().mkdir(BUCKET)
+        yield services
