@@ -47,19 +47,21 @@ faults: ## Kill tasks at random instants and count every message; build/faults.j
 	@$(RUN) --rabbitmq --kafka --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
 
 cluster: ## Flights through Airflow with Celery, PostgreSQL and a bucket on several hosts, counted; build/cluster.json
-	@$(RUN) --rabbitmq --airflow airflow-cluster python -m tests.cluster $(ARGS)
+	@$(RUN) --rabbitmq --cluster --airflow airflow-cluster python -m tests.cluster $(ARGS)
 
 test-cluster: ## The same as a test
-	@$(RUN) --rabbitmq --airflow airflow-cluster pytest -m slow tests/cluster $(ARGS)
+	@$(RUN) --rabbitmq --cluster --airflow airflow-cluster pytest -m slow tests/cluster $(ARGS)
 
 mutants: ## Break custody, settlement, staging and stages in 260 places, one at a time, and see the tests fail
 	@$(RUN) --airflow airflow-mutants python -m tests.mutants $(ARGS)
 
 lock: ## Compile requirements*.in to requirements*.lock anew; needs uv
-	@for name in requirements-build requirements; do \
+	@for name in requirements-build requirements requirements-cluster; do \
 		uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 			--no-emit-index-url --no-emit-find-links $(ARGS) "$$name.in" -o "$$name.lock" || exit 1; \
 	done
+	@awk '/^[a-z]/ { known = ($$1 in seen); if (FNR == NR) { seen[$$1] = 1 } } FNR < NR && !known' \
+		requirements.lock requirements-cluster.lock >build/cluster.lock && mv build/cluster.lock requirements-cluster.lock
 
 clean: ## Remove what the targets made, but for .venv
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq or --kafka, that
-# broker too; with --browser, Chromium and its driver; with --quick-spark, what lets many Sparks start in
+# broker too; with --browser, Chromium and its driver; with --cluster, Celery; with --quick-spark, what lets many Sparks start in
 # less time.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
@@ -125,6 +125,15 @@ setup_python() {
     fi
     pip_install --no-deps -e .
     printf '%s\n' "$project" >.venv/.project
+}
+
+# Over what is there already: without dependencies, so that nothing else changes.
+setup_cluster() {
+    local made
+    made="$(cksum <requirements-cluster.lock) $(cat .venv/.locked)"
+    [ "$(cat .venv/.cluster 2>/dev/null)" != "$made" ] || return 0
+    pip_install --no-deps --require-hashes -r requirements-cluster.lock
+    printf '%s\n' "$made" >.venv/.cluster
 }
 
 # ------------------------------------------------------------------------------------------ Java
@@ -285,14 +294,15 @@ setup_browser() {
 }
 
 # ------------------------------------------------------------------------------------------------
-rabbitmq='' kafka='' browser='' quick_spark=''
+rabbitmq='' kafka='' browser='' cluster='' quick_spark=''
 for argument in "$@"; do
     case $argument in
         --rabbitmq) rabbitmq=1 ;;
         --kafka) kafka=1 ;;
         --browser) browser=1 ;;
+        --cluster) cluster=1 ;;
         --quick-spark) quick_spark=1 ;;
-        *) die "setup.sh knows --rabbitmq, --kafka, --browser and --quick-spark, not $argument." ;;
+        *) die "setup.sh knows --rabbitmq, --kafka, --browser, --cluster and --quick-spark, not $argument." ;;
     esac
 done
 setup_python
@@ -300,4 +310,5 @@ setup_java
 [ -z "$rabbitmq" ] || setup_rabbitmq
 [ -z "$kafka" ] || setup_kafka
 [ -z "$browser" ] || setup_browser
+[ -z "$cluster" ] || setup_cluster
 [ -z "$quick_spark" ] || setup_quick_spark
