@@ -21,7 +21,7 @@ REACHED = {
     "testing/": 3_950,
     "triggers/": 200,
     "*.py": 550,
-    "producers/engine/": 1_750,
+    "producers/engine/": 1_760,
     "producers/kafka/": 2_850,
     "producers/kit/": 500,
     "producers/pubsub/": 1_150,
@@ -30,7 +30,7 @@ REACHED = {
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
     "package": 43_300,
-    "tests and scripts": 66_500,
+    "tests and scripts": 67_150,
 }
 
 MODULE = '''"""A module.
