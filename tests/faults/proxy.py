@@ -17,9 +17,7 @@ class Relay(ABC):
     :param port: Where clients find it; one that is free, unless given.
     """
 
-    def __init__(
-        self, target: tuple[str, int], *, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
+    def __init__(self, target: tuple[str, int], *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._target = target
         self._server = socket.create_server((host, port))
         self.port = int(self._server.getsockname()[1])
