@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq or --kafka, that
-# broker too; with --browser, Chromium and its driver; with --cluster, Celery; with --quick-spark, what lets many Sparks start in
-# less time.
+# broker too; with --browser, Chromium and its driver; with --cluster, Celery and PostgreSQL's client; with
+# --quick-spark, what lets many Sparks start in less time.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
 # second.  Only root on Debian or Ubuntu has system packages installed for it; all others are told the
@@ -127,7 +127,7 @@ setup_python() {
     printf '%s\n' "$project" >.venv/.project
 }
 
-# Over what is there already: without dependencies, so that nothing else changes.
+# Installs without dependencies, which requirements.lock has already, so that nothing else changes.
 setup_cluster() {
     local made
     made="$(cksum <requirements-cluster.lock) $(cat .venv/.locked)"

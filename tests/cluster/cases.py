@@ -1,12 +1,15 @@
-"""What happens to the cluster while a run is at work."""
+"""Faults that strike the cluster during a run: kills, outages, a skewed clock."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.cluster.cluster import DAG_ID, QUEUE, TRIGGERER, WORKERS, Cluster
@@ -16,34 +19,40 @@ from tests.cluster.services import ServiceMissing
 #: Seconds for which a service or a host is away.
 OUTAGE = 30.0
 PROCESS = "broadway.process"
+#: Runs after which a case is given up.
+MAX_RUNS = 5
 #: Seconds by which one host's clock is ahead.
 SKEW = 300
 
 
 @dataclass
 class Case:
-    """One run, and what disturbs it.
+    """One run, and the fault that strikes it.
 
     :param disturb: Called once, when the run's process tasks are at work, with the name of the
         worker that executes the first of them.
-    :param worker_env: Variables of the second worker, from before the run until after it.
+    :param worker_env: Variables of the second worker, from before the run until its end.
+    :param causes_retries: Whether the fault fails a task.
     """
 
     name: str
     disturb: Callable[[Cluster, str], None] = lambda cluster, worker: None
     worker_env: Callable[[Cluster], Mapping[str, str]] = field(default=lambda cluster: {})
     cuts_network: bool = False
+    causes_retries: bool = False
 
 
 def run_case(cluster: Cluster, case: Case, messages: int) -> dict[str, Any]:
-    """Sends messages, runs the DAG until the queue is empty, and counts from outside."""
+    """Sends messages, runs the DAG until a run succeeds and leaves no message, and counts from
+    outside.
+    """
     env = case.worker_env(cluster)
     if env:
         cluster.kill(WORKERS[1], "celery")
         cluster.start_worker(WORKERS[1], env)
     expected = cluster.send(messages)
     began, states, hosts, retries = time.monotonic(), list[str](), set[str](), 0
-    while not states or cluster.services.rabbitmq.count(QUEUE):
+    while not states or states[-1] != "success" or cluster.services.rabbitmq.count(QUEUE):
         run_id = cluster.trigger(DAG_ID)
         if not states:
             working = ("running", "success")
@@ -54,13 +63,14 @@ def run_case(cluster: Cluster, case: Case, messages: int) -> dict[str, Any]:
         tasks = cluster.task_instances(DAG_ID, run_id)
         hosts |= {task["hostname"] for task in tasks if task["hostname"]}
         retries += sum(max(0, task["try_number"] - 1) for task in tasks)
-        if len(states) > 5:
+        if env:
+            cluster.kill(WORKERS[1], "celery")
+            cluster.start_worker(WORKERS[1])
+            env = {}
+        if len(states) > MAX_RUNS:
             break
     rows, dead_letters = cluster.output(), set(cluster.dead_letters())
     cluster.purge_dead_letters()
-    if env:
-        cluster.kill(WORKERS[1], "celery")
-        cluster.start_worker(WORKERS[1])
     again = [marks for marks in rows.values() if len(marks) > 1]
     return {
         "case": case.name,
@@ -111,8 +121,10 @@ def restart_database(cluster: Cluster, worker: str) -> None:
 
 
 def without_credentials(cluster: Cluster) -> Mapping[str, str]:
-    """Returns the variables of a worker that does not know the bucket's connection."""
-    return {"AIRFLOW_CONN_CLUSTER_S3": ""}
+    """Returns the variables of a worker whose connection has no credentials of the bucket."""
+    connection = json.loads(cluster.env["AIRFLOW_CONN_CLUSTER_S3"])
+    del connection["login"], connection["password"]
+    return {"AIRFLOW_CONN_CLUSTER_S3": json.dumps(connection), "AWS_EC2_METADATA_DISABLED": "true"}
 
 
 def with_skewed_clock(cluster: Cluster) -> Mapping[str, str]:
@@ -123,23 +135,33 @@ def with_skewed_clock(cluster: Cluster) -> Mapping[str, str]:
     compiler = shutil.which("cc")
     if compiler is None:
         raise ServiceMissing("a C compiler, which makes the skewed clock, is not installed")
-    library = cluster.folder / "clock_skew.so"
-    source = cluster.source("clock_skew.c")
-    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(source), "-ldl"]
-    subprocess.run(command, check=True)
-    inside = cluster.hosts[WORKERS[1]].folder / library.name
-    shutil.copy2(library, inside)
-    disk = cluster.hosts[WORKERS[1]].disk
-    return {"LD_PRELOAD": str(disk / library.name), "CLOCK_SKEW": str(SKEW)}
+    host = cluster.hosts[WORKERS[1]]
+    library, source = "clock_skew.so", Path(__file__).with_name("clock_skew.c")
+    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(host.folder / library), str(source)]
+    subprocess.run([*command, "-ldl"], check=True)
+    env = {"LD_PRELOAD": str(host.disk / library), "CLOCK_SKEW": str(SKEW)}
+    clock = host.run([sys.executable, "-c", "import time; print(time.time())"], env)
+    if float(clock) < time.time() + SKEW - 60:
+        raise ServiceMissing("a C library whose clock can be replaced (LD_PRELOAD) is missing")
+    return env
 
 
 CASES = [
     Case("nothing"),
-    Case("a worker is killed", kill_worker),
-    Case("a host is off the network for a minute", disconnect_worker, cuts_network=True),
+    Case("a worker is killed", kill_worker, causes_retries=True),
+    Case(
+        "a host is off the network for a minute",
+        disconnect_worker,
+        cuts_network=True,
+        causes_retries=True,
+    ),
     Case("the bucket is away for 30 s", stall_bucket),
     Case("PostgreSQL restarts", restart_database),
     Case("the triggerer is killed", kill_triggerer),
-    Case("a worker without the bucket's connection", worker_env=without_credentials),
+    Case(
+        "a worker without the bucket's credentials",
+        worker_env=without_credentials,
+        causes_retries=True,
+    ),
     Case("a worker's clock is 5 minutes ahead", worker_env=with_skewed_clock),
 ]

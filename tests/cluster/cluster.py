@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fi
 from scripts.airflow_api import AirflowApi, ApiError, LocalAirflowError
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.load_flights import flights
-from scripts.local_airflow import free_port
+from scripts.local_airflow import COMPONENTS, free_port
 from tests.cluster.hosts import Network, Process, kill_tree
 from tests.cluster.services import BUCKET, Services, run_services
 from tests.rabbitmq_server import RabbitServer
@@ -28,13 +27,7 @@ FOLDER = BUILD / "cluster"
 CONTROL, WORKERS = "control", ("worker-1", "worker-2")
 TRIGGERER = CONTROL, "triggerer"
 DAG_ID, QUEUE = "cluster_flights", "flights"
-COMPONENTS = {
-    "api-server": ["api-server"],
-    "scheduler": ["scheduler", "--skip-serve-logs"],
-    "dag-processor": ["dag-processor"],
-    "triggerer": ["triggerer", "--skip-serve-logs"],
-}
-WORKER = ["celery", "worker", "--concurrency", "2", "--skip-serve-logs", "--without-gossip"]
+_WORKER = ["celery", "worker", "--concurrency", "2", "--skip-serve-logs", "--without-gossip"]
 
 
 class Cluster(AirflowApi):
@@ -65,9 +58,8 @@ class Cluster(AirflowApi):
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v2/monitor/health", timeout=10) as answer:
-                health = json.load(answer)
-        except (OSError, ValueError):
+            health = super().api("GET", "/monitor/health")
+        except (ApiError, OSError):
             return False
         parts = ("metadatabase", "scheduler", "dag_processor", "triggerer")
         return all(health[part]["status"] == "healthy" for part in parts)
@@ -82,7 +74,7 @@ class Cluster(AirflowApi):
 
         :param env: Variables for this worker alone.
         """
-        command = [*_AIRFLOW, *WORKER, "--celery-hostname", f"celery@{host}"]
+        command = [*_AIRFLOW, *_WORKER, "--celery-hostname", f"celery@{host}"]
         started = self.hosts[host].start("celery", command, {**self.env, **(env or {})})
         self.processes[host, "celery"] = started
 
@@ -119,6 +111,7 @@ class Cluster(AirflowApi):
                 raise self._failure(text, f"{host}/{name}")
 
     def _failure(self, what: str, log: str) -> LocalAirflowError:
+        """Returns an error with the end of a log: of a component, or ``<host>/<name>``."""
         path = self.folder / (log if "/" in log else f"{CONTROL}/{log}")
         lines = Path(f"{path}.log").read_text(errors="replace").splitlines()[-30:]
         return LocalAirflowError("\n".join([f"{what}.  The end of {path}.log:", *lines]))
@@ -130,7 +123,7 @@ class Cluster(AirflowApi):
             "core.hostname_callable": "tests.cluster.hosts.hostname",
             "core.execution_api_server_url": f"{self.url}/execution/",
             "api.base_url": self.url,
-            "api.host": "0.0.0.0",
+            "api.host": self.hosts[CONTROL].address,
             "api.port": str(self.port),
             "database.sql_alchemy_conn": self.services.postgres.url,
             "celery.broker_url": f"amqp://guest:guest@{gateway}:{self.services.broker.port}//",
@@ -151,10 +144,7 @@ class Cluster(AirflowApi):
                 "conn_type": "aws",
                 "login": "test",
                 "password": "test",
-                "extra": {
-                    "endpoint_url": bucket,
-                    "region_name": "us-east-1",
-                },
+                "extra": {"endpoint_url": bucket, "region_name": "us-east-1"},
             },
             "cluster_rabbitmq": {
                 "conn_type": "rabbitmq",
@@ -176,12 +166,7 @@ class Cluster(AirflowApi):
         variables = {f"AIRFLOW_CONN_{key.upper()}": json.dumps(c) for key, c in connections.items()}
         return {**env, **variables, "PYTHONUNBUFFERED": "1"}
 
-    @staticmethod
-    def source(name: str) -> Path:
-        """Returns a file beside this module."""
-        return Path(__file__).with_name(name)
-
-    # -- what moves through it -------------------------------------------------------------------
+    # -- messages and output ---------------------------------------------------------------------
 
     def send(self, count: int) -> Expected:
         """Publishes the first flights, each with a number, to the queue, which is empty."""
@@ -195,9 +180,7 @@ class Cluster(AirflowApi):
         return expected
 
     def output(self) -> dict[int, list[bool]]:
-        """Returns for each flight's number, by row of the output, whether it is marked as
-        redelivered.
-        """
+        """Returns for each flight's number which of its rows are marked as redelivered."""
         bucket, rows = self.services.bucket(), defaultdict[int, list[bool]](list)
         for path in bucket.find(f"{BUCKET}/output", refresh=True):
             for line in bucket.cat(path).splitlines():

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 #: The address of the services in the network of namespaces.
 _GATEWAY = "10.77.0.1"
 _ENTERED = "BROADWAY_CLUSTER_ENTERED"
@@ -94,6 +96,12 @@ class Host:
                 start_new_session=True,
             )
 
+    def run(self, command: Sequence[str], env: Mapping[str, str]) -> str:
+        """Runs a command on this host to its end; returns its output."""
+        return subprocess.run(
+            self._command(command), env=env, check=True, capture_output=True, text=True
+        ).stdout
+
     def _command(self, command: Sequence[str]) -> list[str]:
         return list(command)
 
@@ -145,7 +153,7 @@ class NamespaceHost(Host):
 
 
 class Network(NamedTuple):
-    """What hosts are here, and where they find the services.
+    """The type of the hosts, and the address of the services.
 
     :param gateway: The address of the services.
     """
@@ -174,8 +182,6 @@ Process = subprocess.Popen[bytes]
 
 def kill_tree(process: Process) -> None:
     """Kills a process and its descendants with SIGKILL, as a host's power failure would."""
-    import psutil
-
     with_children = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
     for victim in with_children:
         try:

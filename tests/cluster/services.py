@@ -34,6 +34,8 @@ class PostgreSQL:
     def __init__(self, folder: Path, address: str) -> None:
         self._data, self._address, self._port = folder / "data", address, free_port()
         self._bin = _find_postgres()
+        if os.geteuid() == 0 and shutil.which("unshare") is None:
+            raise ServiceMissing("PostgreSQL does not run as root: start this as another user")
         # PostgreSQL refuses to run as root, also as the root of a user namespace.
         as_user = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
         self._as_user = as_user if os.geteuid() == 0 else ()

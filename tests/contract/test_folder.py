@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -47,7 +48,7 @@ class FolderHarness(Harness):
 
 class TestFolder(CustodyContract):
     @pytest.fixture
-    def harness(self, tmp_path):
+    def harness(self, tmp_path: Path) -> FolderHarness:
         return FolderHarness(str(tmp_path / "queue"))
 
 

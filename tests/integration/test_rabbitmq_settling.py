@@ -172,7 +172,7 @@ def test_a_holding_queue_deleted_before_the_manifest_is_a_reported_loss(place, c
 
     assert report.lapsed == count
     [error] = report.errors
-    assert f"what it held is lost ({held})" in error
+    assert f"its messages are lost ({held})" in error
 
 
 @pytest.mark.parametrize(("rest", "acked", "released"), [(ACK, 8, 0), (RELEASE, 1, 7)])

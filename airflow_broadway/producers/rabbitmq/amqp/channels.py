@@ -298,7 +298,7 @@ class ConfirmChannel(_ConfirmedChannel):
     :param secured: Called with the loads of newly secured publications, before their deliveries are
         acknowledged.
     :param failed: Called once, with the error after which nothing more is published.
-    :param what: A description of the bundles' destination, for errors.
+    :param destination: A description of the bundles' destination, for errors.
     :param key_of: See :data:`KeyOf`; by default the property ``message_id``.
     """
 
@@ -308,13 +308,13 @@ class ConfirmChannel(_ConfirmedChannel):
         *,
         secured: Callable[[list[Any]], None],
         failed: Callable[[errors.BroadwayError], None],
-        what: str,
+        destination: str,
         key_of: KeyOf = message_id_of,
     ) -> None:
         self.failure: errors.BroadwayError | None = None
         self._secured = secured
         self._failed = failed
-        self._what = what
+        self._destination = destination
         self._elsewhere: dict[str, str] = {}
         channel.on_lost(self.fail)
         super().__init__(channel, key_of)
@@ -391,7 +391,7 @@ class ConfirmChannel(_ConfirmedChannel):
                 " it; unsecured messages stay in their queue"
             )
         return errors.LeaseLapsed(
-            f"{self._what} accepts no more messages: {reason}.  This run's lease was ended,"
+            f"{self._destination} accepts no more messages: {reason}.  This run's lease was ended,"
             " or its queue deleted or filled up; unsecured messages stay in their queue"
         )
 

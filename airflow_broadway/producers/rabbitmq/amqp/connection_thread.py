@@ -171,7 +171,7 @@ def acknowledged_too_late(error: Refused) -> bool:
     return error.code == 406 and "delivery acknowledgement" in error.text
 
 
-def explained(error: Refused, what: str) -> ProducerError:
+def explained(error: Refused, subject: str) -> ProducerError:
     """Translates a refusal into a ProducerError with advice."""
     advice = {
         403: "grant the user the permissions in docs/rabbitmq.md",
@@ -183,7 +183,7 @@ def explained(error: Refused, what: str) -> ProducerError:
         advice = "another consumer has it for itself: an option `exclusive`, of a run or elsewhere"
     if error.code == 406 and "message size" in error.text:
         advice = "set the option max_message_bytes below that: a bundle holds no more"
-    return ProducerError(f"{what}: {error.text}" + (f"; {advice}" if advice else ""))
+    return ProducerError(f"{subject}: {error.text}" + (f"; {advice}" if advice else ""))
 
 
 class Blocked(ProducerUnavailable):
@@ -431,10 +431,10 @@ class ConnectionThread:
         channel: Channel = self.ask(open_channel)
         return channel
 
-    def call(self, what: str, method: str, *, accepts: int = 0, **arguments: Any) -> Any:
+    def call(self, subject: str, method: str, *, accepts: int = 0, **arguments: Any) -> Any:
         """Calls a method of pika's channel on a new channel, and returns the broker's response.
 
-        :param what: A description of the queue or exchange, for errors.
+        :param subject: A description of the queue or exchange, for errors.
         :param accepts: AMQP's code of an expected refusal, for which ``None`` is returned.
         :raises ProducerError: If the broker refuses, with advice.
         """
@@ -444,7 +444,7 @@ class ConnectionThread:
         except Refused as error:
             if error.code == accepts:
                 return None
-            raise explained(error, what) from None
+            raise explained(error, subject) from None
         channel.close()
         return response
 

@@ -141,15 +141,15 @@ def decode_entry(raw: bytes) -> Any:
 
 
 @contextmanager
-def _translate_errors(what: str) -> Iterator[None]:
+def _translate_errors(content: str) -> Iterator[None]:
     """Translates decoding errors into :class:`ProducerError`.
 
-    :param what: The expected content, for the error.
+    :param content: The expected content, for the error.
     """
     try:
         yield
     except (struct.error, IndexError, ValueError, ArithmeticError) as error:
-        raise ProducerError(f"{what} cannot be read: {error}") from None
+        raise ProducerError(f"{content} cannot be read: {error}") from None
 
 
 # -- JSON for staging ------------------------------------------------------------------------------

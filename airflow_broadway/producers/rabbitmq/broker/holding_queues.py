@@ -292,9 +292,9 @@ class HoldingQueues:
         :param seconds: How long to wait for that connection.
         """
         claim = f"{self._names.own_held(name)}.claim"
-        what, deadline = f"the queue {claim!r}", time.monotonic() + seconds
+        subject, deadline = f"the queue {claim!r}", time.monotonic() + seconds
         while not connection.call(
-            what, "queue_declare", accepts=LOCKED, queue=claim, exclusive=True
+            subject, "queue_declare", accepts=LOCKED, queue=claim, exclusive=True
         ):
             if time.monotonic() > deadline:
                 yield None
@@ -307,7 +307,7 @@ class HoldingQueues:
             if connection.lost is None:
                 try:
                     queue.close()
-                    connection.call(what, "queue_delete", accepts=MISSING, queue=claim)
+                    connection.call(subject, "queue_delete", accepts=MISSING, queue=claim)
                 except ProducerUnavailable:
                     if connection.lost is None:  # closing it deletes the claim
                         connection.close()

@@ -157,9 +157,9 @@ class StandingQueues:
 
     def _check_exchange(self, connection: ConnectionThread, name: str) -> None:
         if name not in self._exchanges:
-            reason, what = "", f"the exchange {name!r} of dead letters"
+            reason, subject = "", f"the exchange {name!r} of dead letters"
             try:
-                connection.call(what, "exchange_declare", exchange=name, passive=True)
+                connection.call(subject, "exchange_declare", exchange=name, passive=True)
             except ProducerUnavailable:
                 raise
             except ProducerError as error:

@@ -46,7 +46,7 @@ class Consumer:
             channel,
             secured=self._secured,
             failed=intake.buffer.fail,
-            what=f"the holding queue of generation {generation}",
+            destination=f"the holding queue of generation {generation}",
             key_of=marks.publication_key,
         )
         self._intake = intake

@@ -501,14 +501,14 @@ def _prepare_queue(options: RabbitMQOptions, connection: ConnectionThread, chann
             raise ProducerError(
                 f"after_connect must return None, or raise to refuse; it returned {returned!r}"
             )
-    queue, what = options.queue, f"the source queue {options.queue!r}"
+    queue, subject = options.queue, f"the source queue {options.queue!r}"
     if options.declare is not None:
-        connection.call(what, "queue_declare", queue=queue, **dict(options.declare))
+        connection.call(subject, "queue_declare", queue=queue, **dict(options.declare))
     for exchange, arguments in options.bindings:
         # Without a routing key pika would use the queue's name.
         bind_arguments = {"routing_key": "", **dict(arguments)}
-        connection.call(what, "queue_bind", queue=queue, exchange=exchange, **bind_arguments)
-    return int(connection.call(what, "queue_declare", queue=queue, passive=True).message_count)
+        connection.call(subject, "queue_bind", queue=queue, exchange=exchange, **bind_arguments)
+    return int(connection.call(subject, "queue_declare", queue=queue, passive=True).message_count)
 
 
 def refuse_stream(connection: ConnectionThread, queue: str) -> None:

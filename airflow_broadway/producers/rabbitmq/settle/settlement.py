@@ -264,7 +264,7 @@ class LeaseSettlement:
         lost = many(count, "message") if count > 0 else "all of it"
         error = (
             f"the holding queue {name!r} was emptied or deleted by hand before this run had"
-            f" published its manifest: what it held is lost ({lost}); holding queues are emptied"
+            f" published its manifest: its messages are lost ({lost}); holding queues are emptied"
             " by this package alone"
         )
         log.error("%s", error, extra={"code": "holding_queue_emptied"})
