@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.cluster import DAG_ID, QUEUE, TRIGGERER, WORKERS, Cluster
+from tests.cluster.cluster import DAG_ID, TRIGGERER, WORKERS, Cluster
 from tests.cluster.hosts import NamespaceHost
 from tests.cluster.services import ServiceMissing
 
@@ -52,7 +52,7 @@ def run_case(cluster: Cluster, case: Case, messages: int) -> dict[str, Any]:
         cluster.start_worker(WORKERS[1], env)
     expected = cluster.send(messages)
     began, states, hosts, retries = time.monotonic(), list[str](), set[str](), 0
-    while not states or states[-1] != "success" or cluster.services.rabbitmq.count(QUEUE):
+    while not states or states[-1] != "success" or cluster.backlog():
         run_id = cluster.trigger(DAG_ID)
         if not states:
             working = ("running", "success")

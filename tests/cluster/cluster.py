@@ -192,6 +192,26 @@ class Cluster(AirflowApi):
         """Returns the numbers of the flights in the dead-letter queue."""
         return [json.loads(body)["number"] for body in _bodies(self.services.rabbitmq)]
 
+    def backlog(self) -> int:
+        """Returns the messages in the source queue and the holding queues, once none of them is
+        unacknowledged: a host that was away keeps them until its connection ends.
+
+        :raises LocalAirflowError: If some still are after five minutes.
+        """
+        backlog = Counter[str]()
+
+        def is_released() -> bool:
+            fields = ("messages_ready", "messages_unacknowledged")
+            text = self.services.rabbitmq.control("list_queues", "-q", "name", *fields)
+            backlog.clear()
+            for name, *counts in (line.split() for line in text.splitlines()):
+                if name == QUEUE or name.startswith("broadway.held."):
+                    backlog.update(dict(zip(fields, map(int, counts), strict=True)))
+            return not backlog["messages_unacknowledged"]
+
+        self._wait(is_released, 300.0, lambda: f"Messages are still held: {backlog}", "scheduler")
+        return backlog["messages_ready"]
+
     def purge_dead_letters(self) -> None:
         """Empties the dead-letter queue."""
         with self.services.rabbitmq.channel() as channel:
