@@ -40,7 +40,7 @@ class Ending(Enum):
     #: Every batch has an outcome.
     DONE = "done"
     #: Batches without an outcome were released before they could be handled.
-    GIVEN_BACK = "given back"
+    RELEASED = "released"
     #: Batches without an outcome cannot get one: the run no longer holds their messages.
     VOID = "void"
     #: Some batches have no outcome, and another try may handle them.
@@ -115,8 +115,8 @@ class SparkBatches:
                 " were handled.",
                 many(len(self.void), "batch"),
             )
-            ending = Ending.GIVEN_BACK
-        if ending in (Ending.DONE, Ending.GIVEN_BACK):
+            ending = Ending.RELEASED
+        if ending in (Ending.DONE, Ending.RELEASED):
             log_settled(self._run, plans.heads)
         return ending
 

@@ -198,19 +198,17 @@ class Cluster(AirflowApi):
 
         :raises LocalAirflowError: If some still are after five minutes.
         """
-        backlog = Counter[str]()
+        server, held = self.services.rabbitmq, dict[str, int]()
 
         def is_released() -> bool:
-            fields = ("messages_ready", "messages_unacknowledged")
-            text = self.services.rabbitmq.control("list_queues", "-q", "name", *fields)
-            backlog.clear()
-            for name, *counts in (line.split() for line in text.splitlines()):
-                if name == QUEUE or name.startswith("broadway.held."):
-                    backlog.update(dict(zip(fields, map(int, counts), strict=True)))
-            return not backlog["messages_unacknowledged"]
+            rows = server.control("list_queues", "-q", "name", "messages_unacknowledged")
+            counts = dict(line.split() for line in rows.splitlines())
+            names = [n for n in counts if n == QUEUE or n.startswith("broadway.held.")]
+            held.update({name: int(counts[name]) for name in names})
+            return not any(held.values())
 
-        self._wait(is_released, 300.0, lambda: f"Messages are still held: {backlog}", "scheduler")
-        return backlog["messages_ready"]
+        self._wait(is_released, 300.0, lambda: f"Messages are still held: {held}", "scheduler")
+        return server.count(*held)
 
     def purge_dead_letters(self) -> None:
         """Empties the dead-letter queue."""

@@ -117,12 +117,12 @@ def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(
 
     # Then what was handled is finished, and no letter has another message's body
     assert (report.acked, report.dead_lettered, report.total) == (9, 1, 10)
-    assert "was made anew while a run held messages" in report.errors[0]
+    assert "was created again while a run held messages" in report.errors[0]
     assert group.committed() == {}
     [letter] = apache_kafka.read(group.letters)
-    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
+    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
     # And nobody reads on as if nothing had happened
-    with pytest.raises(ProducerError, match="was made anew since the group"):
+    with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
     apache_kafka.consumer_groups(
         *("--group", group.group, "--topic", group.topic),
@@ -144,8 +144,8 @@ def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(
     group.settle(lease, messages, {messages[1].message_id: DEAD})
 
     [letter] = kafka.read(group.letters)
-    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
-    with pytest.raises(ProducerError, match="was made anew since the group"):
+    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
+    with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
 
 
@@ -156,5 +156,5 @@ def test_a_topic_made_anew_under_a_run_ends_it(apache_kafka: ApacheKafka, tmp_pa
         assert len(group.take(source)) == 10
         made_anew(group, 4)
 
-        with pytest.raises(Truncated, match="the topic was made anew, or lost its tail"):
+        with pytest.raises(Truncated, match="the topic was created again, or lost its tail"):
             eventually(lambda: source.receive(5, timeout=1.0))

@@ -477,7 +477,7 @@ def test_a_topic_that_was_made_anew_is_refused(apache_kafka: ApacheKafka, tmp_pa
     group.fill(4)
 
     with pytest.raises(
-        ProducerError, match=r"was made anew since the group .* read it: .*--reset-offsets"
+        ProducerError, match=r"was created again since the group .* read it: .*--reset-offsets"
     ):
         group.drain()
 
@@ -502,7 +502,9 @@ def test_a_topic_that_was_made_anew_before_anything_was_finished_starts_over_by_
     eventually(lambda: apache_kafka.partitions(group.topic) == [])
     apache_kafka.topic(group.topic)
     group.fill(2)
-    with pytest.raises(ProducerError, match=r"was made anew since .*--reset-offsets starts over"):
+    with pytest.raises(
+        ProducerError, match=r"was created again since .*--reset-offsets starts over"
+    ):
         group.drain()
 
     apache_kafka.consumer_groups(
@@ -556,7 +558,7 @@ def test_a_topic_with_another_id_was_made_anew(
     group.fill(1)
 
     ids[group.topic] = "second"
-    with pytest.raises(ProducerError, match=r"was made anew since the group .* read it"):
+    with pytest.raises(ProducerError, match=r"was created again since the group .* read it"):
         group.drain()
 
     kafka.commit(group.group, group.topic, 0, 0)  # kafka-consumer-groups --reset-offsets

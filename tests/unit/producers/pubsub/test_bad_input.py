@@ -127,7 +127,7 @@ def test_a_retry_policy_that_puts_off_longer_is_warned_of(caplog: pytest.LogCapt
             retry_policy={"minimum_backoff": {"seconds": 90}, "maximum_backoff": {"seconds": 600}},
         )
         at.begin(subscription=name, on_failure="retry", dead_letter=at.topic)
-    assert "puts off what comes again by 90 s at least" in caplog.text
+    assert "delays redeliveries by 90 s at least" in caplog.text
 
 
 # ---------------------------------------------------------------------------------- permissions
