@@ -33,7 +33,7 @@ def main() -> int:
         with run_cluster(network) as cluster:
             cluster.wait_for_dag(DAG_ID)
             for case in cases:
-                if case.cuts_network and not network.kind.is_separate:
+                if case.network and not network.kind.is_separate:
                     print(f"left out, for hosts share a network: {case.name}")
                     continue
                 results.append(run_case(cluster, case, options.messages))

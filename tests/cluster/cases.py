@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.cluster import DAG_ID, QUEUE, TRIGGERER, WORKERS, Cluster
+from tests.cluster.cluster import DAG_ID, TRIGGERER, WORKERS, Cluster
 from tests.cluster.hosts import NamespaceHost
 from tests.cluster.services import ServiceMissing
 
@@ -32,14 +32,15 @@ class Case:
     :param disturb: Called once, when the run's process tasks are at work, with the name of the
         worker that executes the first of them.
     :param worker_env: Variables of the second worker, from before the run until its end.
-    :param causes_retries: Whether the fault fails a task.
+    :param network: Whether it takes a host off the network.
+    :param retries: Whether it fails a task.
     """
 
     name: str
     disturb: Callable[[Cluster, str], None] = lambda cluster, worker: None
     worker_env: Callable[[Cluster], Mapping[str, str]] = field(default=lambda cluster: {})
-    cuts_network: bool = False
-    causes_retries: bool = False
+    network: bool = False
+    retries: bool = False
 
 
 def run_case(cluster: Cluster, case: Case, messages: int) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def run_case(cluster: Cluster, case: Case, messages: int) -> dict[str, Any]:
         cluster.start_worker(WORKERS[1], env)
     expected = cluster.send(messages)
     began, states, hosts, retries = time.monotonic(), list[str](), set[str](), 0
-    while not states or states[-1] != "success" or cluster.services.rabbitmq.count(QUEUE):
+    while not states or states[-1] != "success" or cluster.backlog():
         run_id = cluster.trigger(DAG_ID)
         if not states:
             working = ("running", "success")
@@ -148,20 +149,11 @@ def with_skewed_clock(cluster: Cluster) -> Mapping[str, str]:
 
 CASES = [
     Case("nothing"),
-    Case("a worker is killed", kill_worker, causes_retries=True),
-    Case(
-        "a host is off the network for a minute",
-        disconnect_worker,
-        cuts_network=True,
-        causes_retries=True,
-    ),
+    Case("a worker is killed", kill_worker, retries=True),
+    Case("a host is off the network for a minute", disconnect_worker, network=True, retries=True),
     Case("the bucket is away for 30 s", stall_bucket),
     Case("PostgreSQL restarts", restart_database),
     Case("the triggerer is killed", kill_triggerer),
-    Case(
-        "a worker without the bucket's credentials",
-        worker_env=without_credentials,
-        causes_retries=True,
-    ),
+    Case("a worker without the bucket's credentials", worker_env=without_credentials, retries=True),
     Case("a worker's clock is 5 minutes ahead", worker_env=with_skewed_clock),
 ]

@@ -192,6 +192,24 @@ class Cluster(AirflowApi):
         """Returns the numbers of the flights in the dead-letter queue."""
         return [json.loads(body)["number"] for body in _bodies(self.services.rabbitmq)]
 
+    def backlog(self) -> int:
+        """Returns the messages in the source queue and the holding queues, once none of them is
+        unacknowledged: a host that was away keeps them until its connection ends.
+
+        :raises LocalAirflowError: If some still are after five minutes.
+        """
+        server, held = self.services.rabbitmq, dict[str, int]()
+
+        def is_released() -> bool:
+            rows = server.control("list_queues", "-q", "name", "messages_unacknowledged")
+            counts = dict(line.split() for line in rows.splitlines())
+            names = [n for n in counts if n == QUEUE or n.startswith("broadway.held.")]
+            held.update({name: int(counts[name]) for name in names})
+            return not any(held.values())
+
+        self._wait(is_released, 300.0, lambda: f"Messages are still held: {held}", "scheduler")
+        return server.count(*held)
+
     def purge_dead_letters(self) -> None:
         """Empties the dead-letter queue."""
         with self.services.rabbitmq.channel() as channel:

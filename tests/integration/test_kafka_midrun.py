@@ -101,12 +101,12 @@ def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, t
 
     # Then what was handled is finished, and no letter has another message's body
     assert (report.acked, report.dead_lettered, report.total) == (9, 1, 10)
-    assert "was made anew while a run held messages" in report.errors[0]
+    assert "was created again while a run held messages" in report.errors[0]
     assert group.committed() == {}
     [letter] = apache_kafka.read(group.letters)
-    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
+    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
     # And no run reads on as if nothing had happened
-    with pytest.raises(ProducerError, match="was made anew since the group"):
+    with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
     reset_offsets(group, "--to-earliest")
     assert len(group.drain()) == 4
@@ -122,8 +122,8 @@ def test_a_recreated_topic_is_detected_by_its_id(kafka, group, monkeypatch):
     group.settle(lease, messages, {messages[1].message_id: DEAD})
 
     [letter] = kafka.read(group.letters)
-    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
-    with pytest.raises(ProducerError, match="was made anew since the group"):
+    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
+    with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
 
 
@@ -134,5 +134,5 @@ def test_a_topic_recreated_during_a_run_ends_it(apache_kafka, tmp_path):
         assert len(group.take(source)) == 10
         made_anew(group, 4)
 
-        with pytest.raises(Truncated, match="the topic was made anew, or lost its tail"):
+        with pytest.raises(Truncated, match="the topic was created again, or lost its tail"):
             eventually(lambda: source.receive(5, timeout=1.0))

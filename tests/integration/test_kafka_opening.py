@@ -431,7 +431,7 @@ def test_a_recreated_topic_is_refused_until_a_reset(apache_kafka, tmp_path, fini
     group.fill(2)
 
     with pytest.raises(
-        ProducerError, match=r"was made anew since the group .* read it: .*--reset-offsets"
+        ProducerError, match=r"was created again since the group .* read it: .*--reset-offsets"
     ):
         group.drain()
 
@@ -470,7 +470,7 @@ def test_a_topic_with_another_id_is_refused(kafka, group, monkeypatch):
     group.fill(1)
 
     ids[group.topic] = "second"
-    with pytest.raises(ProducerError, match=r"was made anew since the group .* read it"):
+    with pytest.raises(ProducerError, match=r"was created again since the group .* read it"):
         group.drain()
 
     kafka.commit(group.group, group.topic, 0, 0)  # kafka-consumer-groups --reset-offsets

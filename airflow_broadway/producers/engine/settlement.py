@@ -389,8 +389,8 @@ class EngineSettlement:
                 receipts.blocked[group] = max(until, receipts.blocked.get(group, 0.0))
         if released:
             log.info(
-                "%s handled after one of their message group that comes again: given back, to be"
-                " handled again in order.",
+                "%s behind a redelivered message of their group: released, to be handled again in"
+                " order.",
                 many(released, "message"),
             )
         return result

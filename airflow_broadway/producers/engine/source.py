@@ -302,7 +302,7 @@ class EngineSource:
                 self._spare[key] = received.receipt
                 log.error(
                     "message %r of the %s %r cannot be read (%s: %s): it is left to the"
-                    " queue's redrive policy, and given back when the run ends",
+                    " queue's redrive policy, and released when the run ends",
                     *(key, self._broker.queue_word, self._broker.name, type(error).__name__, error),
                 )
         return messages
@@ -364,7 +364,7 @@ class EngineSource:
             self._folder.failures.note(dict.fromkeys(done, 0), self._clock.now())
             refused = self._hide(spare.items(), 0)
         except BroadwayError as error:  # retried by close()
-            log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
+            log.warning("Could not release %s unused: %s", many(len(spare), "message"), error)
             return
         self._spare.clear()
         log.info("Gave back %s unused.", many(len(spare) - len(refused), "message"))
@@ -381,7 +381,7 @@ class EngineSource:
             entries = ((message.key, Hidden(message.receipt, 0)) for message in spare)
             self._requests.send_alone(self._broker.client.hide, entries)
         except BroadwayError as error:
-            log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
+            log.warning("Could not release %s unused: %s", many(len(spare), "message"), error)
 
     def _hide(self, receipts: Iterable[tuple[str, str]], seconds: int) -> dict[str, Refusal]:
         """Hides messages for some seconds from now; returns the refusals.

@@ -491,7 +491,7 @@ class Cluster:
     def _last_report(self) -> str:
         """Returns the client's last connection error as a suffix for an error text."""
         last = next((e for e in reversed(self._reports) if e.name() != "_ALL_BROKERS_DOWN"), None)
-        return "" if last is None else f" (the client says: {last.str()})"
+        return "" if last is None else f" (last client error: {last.str()})"
 
     def _serve_reports(self) -> None:
         """Polls the client, which serves ``error_cb`` only then."""

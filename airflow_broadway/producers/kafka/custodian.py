@@ -269,7 +269,7 @@ class _GenerationSettlement:
                     continue
                 if current is None and not self._backfill and self._find_replaced({place: claim}):
                     errors.append(
-                        f"the topic {place[0]!r} was made anew while a run held messages of"
+                        f"the topic {place[0]!r} was created again while a run held messages of"
                         f" {name_of(place)}: they are settled, and no offset is committed"
                     )
                 else:
@@ -338,7 +338,7 @@ class _GenerationSettlement:
             text = (
                 f"the offset of {name_of(place)} in the group {group!r} went from {offsets[0]} to"
                 f" {committed.offset} by a late commit of an earlier run while this one held its"
-                " messages: nothing is committed, and they come again"
+                " messages: nothing is committed, and they are redelivered"
             )
         elif committed.offset not in offsets:
             text = (

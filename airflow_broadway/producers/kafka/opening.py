@@ -107,8 +107,8 @@ def expired_text(place: Place, gaps: Ranges) -> tuple[str, int]:
 def truncated_text(place: Place, offset: int, end: int) -> str:
     """Returns an error text on an offset beyond the end of the log."""
     return (
-        f"offset {offset} of {name_of(place)} is beyond the end {end}: the topic was made anew, or"
-        " lost its tail; kafka-consumer-groups --reset-offsets starts over"
+        f"offset {offset} of {name_of(place)} is beyond the end {end}: the topic was created"
+        " again, or lost its tail; kafka-consumer-groups --reset-offsets starts over"
     )
 
 
@@ -209,7 +209,7 @@ class Opening:
             self._report(
                 "note" if known.generation in last.settled else "warning",
                 f"Generation {known.generation} held messages of {name_of(place)} and its lease is"
-                " over: what it has not finished comes again, marked.",
+                " over: its unfinished messages are redelivered, marked.",
             )
         topic_id = (self._ids or {}).get(place[0], "")
         marked_by = committed.owner if committed else ""
@@ -320,7 +320,7 @@ class Opening:
         if known_id and state.topic_id and known_id != state.topic_id:
             self._report(
                 "error",
-                f"the topic {place[0]!r} was made anew since the group"
+                f"the topic {place[0]!r} was created again since the group"
                 f" {self.producer.group_id!r} read it: what was finished there says nothing of"
                 " what is there now; kafka-consumer-groups --reset-offsets starts over",
             )

@@ -92,7 +92,7 @@ class Outbox:
             offset = left[place].popleft()
             self._add(place, offset, wanted[place][offset], record)
         for place, offsets in left.items():
-            reason = "gone: the topic was made anew" if place in replaced else _GONE
+            reason = "gone: the topic was created again" if place in replaced else _GONE
             for offset in offsets:
                 self._add(place, offset, wanted[place][offset], None, body=reason)
         self.cluster.confirm()

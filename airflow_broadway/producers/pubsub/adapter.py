@@ -127,8 +127,8 @@ class PubSubBroker(Broker[Client]):
             )
         if ordered and not producer.message_ordering:
             return (
-                f"the subscription {name!r} delivers in order (enable_message_ordering), where one"
-                " that comes again brings those behind it again: give the producer"
+                f"the subscription {name!r} delivers in order (enable_message_ordering), so that"
+                " those behind a redelivered message are redelivered too: give the producer"
                 " message_ordering=True"
             )
         if producer.message_ordering and not ordered:
@@ -163,7 +163,7 @@ class PubSubBroker(Broker[Client]):
         retries = "retry" in (producer.on_success, producer.on_failure)
         if retries and least and least.total_seconds() > producer.retry.backoff:
             text = (
-                f"the retry policy of {name!r} puts off what comes again by"
+                f"the retry policy of {name!r} delays redeliveries by"
                 f" {least.total_seconds():g} s at least, beyond the delays of the producer's retry"
                 f" (backoff {producer.retry.backoff:g} s)"
             )
@@ -201,7 +201,7 @@ class PubSubBroker(Broker[Client]):
         kept, behind = _without(messages, gone)
         requests.send_alone(self.client.hide, ((receipt, Hidden(receipt, 0)) for receipt in behind))
         log.warning(
-            "Pub/Sub took back %d of %d messages as they came: they come again",
+            "Pub/Sub revoked %d of %d messages on delivery: they are redelivered",
             len(gone),
             len(messages),
         )

@@ -165,7 +165,8 @@ class SqsBroker(Broker[Queue]):
         missing = [name for name in _KEYS if not (isinstance(raw.get(name), str) and raw[name])]
         if missing:
             log.error(
-                "a message of the SQS queue %r came without %s: it cannot be held, and comes again",
+                "a message of the SQS queue %r arrived without %s: it cannot be held, and is"
+                " redelivered",
                 self.name,
                 " or ".join(missing),
             )

@@ -89,7 +89,7 @@ class ContractBase(ABC):
     def need_independent(self) -> None:
         """Skips a test if redelivered messages block others."""
         if not self.independent:
-            pytest.skip("a message that comes again holds back those behind it")
+            pytest.skip("a redelivered message blocks those behind it")
 
     def copied(self, lease: Lease) -> Lease:
         """Returns the lease as another process reads it."""

@@ -14,4 +14,4 @@ with DAG(
     max_active_runs=1,
     default_args={"retries": 5, "retry_delay": timedelta(seconds=2)},
 ):
-    ClusterFlights().task_group(ack={"deferrable": True})
+    ClusterFlights().task_group(process={"max_seconds": 120}, ack={"deferrable": True})

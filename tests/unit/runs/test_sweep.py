@@ -133,7 +133,7 @@ def test_a_sweep_releases_nothing_that_a_newer_release_wrote(
     assert run.depth() == (3, 0, 3, 0)
     assert "format version 99" in caplog.text
     assert "use airflow-broadway 0.7.0" in caplog.text
-    assert "given back" not in caplog.text
+    assert "Settled the dead generation" not in caplog.text
 
 
 # -- two Airflows, one staging root ----------------------------------------------------------------

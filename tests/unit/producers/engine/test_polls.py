@@ -23,7 +23,7 @@ class ManualPool:
         self.jobs.append(lambda: function(*args, **options))
 
 
-def test_failed_receive_cancels_earlier_submissions(monkeypatch):
+def test_a_failed_receive_cancels_those_submitted_before_it(monkeypatch):
     demands: list[int] = []
 
     def fail(demand: int) -> Answer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
@@ -32,12 +30,11 @@ def cluster(consumer: Consumer, monkeypatch: pytest.MonkeyPatch) -> client.Clust
     producer = KafkaProducer(group_id="g", topics=["t"], hosts="127.0.0.1:1")
     made = client.Cluster(producer, ProducerEnv())
     made.consumer.close()
-    cast: Any = consumer
-    made.consumer = cast
+    made.consumer = consumer  # type: ignore[assignment]
     return made
 
 
-def test_request_is_retried_while_leader_moves(monkeypatch):
+def test_a_request_is_retried_while_the_partitions_leader_moves(monkeypatch):
     moving = Consumer(
         KafkaError.NOT_LEADER_FOR_PARTITION,
         KafkaError.LEADER_NOT_AVAILABLE,
@@ -49,7 +46,7 @@ def test_request_is_retried_while_leader_moves(monkeypatch):
     assert cluster(moving, monkeypatch).ends(("t", 0)) == (3, 7)
 
 
-def test_request_is_not_retried_after_permanent_error(monkeypatch):
+def test_a_request_is_not_retried_after_an_error_that_stays(monkeypatch):
     denied = Consumer(KafkaError.TOPIC_AUTHORIZATION_FAILED)
     with pytest.raises(ProducerError, match="the ends of t-0 cannot be read"):
         cluster(denied, monkeypatch).ends(("t", 0))

@@ -105,7 +105,7 @@ def test_dead_letter_policy_below_max_attempts_warns(limit, options, words, capl
 @settings(retry_policy={"minimum_backoff": {"seconds": 90}, "maximum_backoff": {"seconds": 600}})
 def test_longer_retry_policy_warns(caplog, sub):
     sub.begin(on_failure="retry", dead_letter=sub.topic)
-    assert "puts off what comes again by 90 s at least" in caplog.text
+    assert "delays redeliveries by 90 s at least" in caplog.text
 
 
 # ---------------------------------------------------------------------------------- permissions
