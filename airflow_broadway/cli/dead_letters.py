@@ -246,10 +246,10 @@ def _required_choice(args: argparse.Namespace) -> Choice:
     """
     choice = _parse_choice(args)
     if args.all == (choice != Choice()):
-        given = "not both" if args.all else "and neither was given"
+        problem = "not both" if args.all else "and neither was given"
         raise CommandError(
             "use either --all or filters (--message-id, --reason, --stage, --since, --until),"
-            f" {given}"
+            f" {problem}"
         )
     return choice
 
