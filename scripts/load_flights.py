@@ -100,10 +100,14 @@ def load(
     return sent
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that choose messages."""
+def add_arguments(parser: argparse.ArgumentParser, messages: int | None = None) -> None:
+    """Declares the options that choose messages.
+
+    :param messages: The default; ``None``: all.
+    """
+    default = f"{messages or FLIGHTS:,} unless set"
     parser.add_argument(
-        "--messages", type=_count, metavar="N", help="send N flights; all 336,776 if not given"
+        "--messages", type=_count, metavar="N", default=messages, help=f"send N flights; {default}"
     )
     parser.add_argument(
         "--seed", type=int, metavar="S", help="choose them at random by this seed; else the first"

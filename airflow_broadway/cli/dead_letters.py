@@ -195,10 +195,10 @@ def _move(dlq: DeadLetters, args: argparse.Namespace) -> Result:
     """Requeues or deletes; the exit code is 1 if ids are unknown or dead letters were refused."""
     choice = _parse_choice(args)
     if args.all == (choice != Choice()):
-        given = "not both" if args.all else "and neither was given"
+        problem = "not both" if args.all else "and neither was given"
         raise CommandError(
             "use either --all or filters (--message-id, --reason, --stage, --since, --until),"
-            f" {given}"
+            f" {problem}"
         )
     if args.action == "requeue":
         moved, word, text = dlq.requeue(choice, to=args.to), "requeued", "Requeued {} from {}."

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from scripts.airflow_api import LocalAirflowError
+from scripts.load_flights import add_arguments
 from tests.cluster.cases import CASES, run_case
 from tests.cluster.cluster import DAG_ID, FOLDER, run_cluster
 from tests.cluster.hosts import HostMissing, enter
@@ -21,7 +22,7 @@ from tests.cluster.services import ServiceMissing
 def main() -> int:
     """Runs the cases; returns 1 if a message was lost, or repeated without a mark."""
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
-    parser.add_argument("--messages", type=int, default=20_000, help="flights of each case; 20,000")
+    add_arguments(parser, messages=20_000)
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     options = parser.parse_args()
     cases = [case for case in CASES if options.case in case.name]
@@ -36,7 +37,7 @@ def main() -> int:
                 if case.network and not network.kind.is_separate:
                     print(f"left out, for hosts share a network: {case.name}")
                     continue
-                results.append(run_case(cluster, case, options.messages))
+                results.append(run_case(cluster, case, options.messages, options.seed))
                 print(
                     ", ".join(f"{key}: {value}" for key, value in results[-1].items()), flush=True
                 )

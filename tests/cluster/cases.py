@@ -43,7 +43,7 @@ class Case:
     retries: bool = False
 
 
-def run_case(cluster: Cluster, case: Case, messages: int) -> dict[str, Any]:
+def run_case(cluster: Cluster, case: Case, messages: int, seed: int | None) -> dict[str, Any]:
     """Sends messages, runs the DAG until a run succeeds and leaves no message, and counts from
     outside.
     """
@@ -51,7 +51,7 @@ def run_case(cluster: Cluster, case: Case, messages: int) -> dict[str, Any]:
     if env:
         cluster.kill(WORKERS[1], "celery")
         cluster.start_worker(WORKERS[1], env)
-    expected = cluster.send(messages)
+    expected = cluster.send(messages, seed)
     began, states, hosts, retries = time.monotonic(), list[str](), set[str](), 0
     while not states or states[-1] != "success" or cluster.backlog():
         run_id = cluster.trigger(DAG_ID)

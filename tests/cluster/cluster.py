@@ -168,14 +168,17 @@ class Cluster(AirflowApi):
 
     # -- messages and output ---------------------------------------------------------------------
 
-    def send(self, count: int) -> Expected:
-        """Publishes the first flights, each with a number, to the queue, which is empty."""
+    def send(self, count: int, seed: int | None) -> Expected:
+        """Publishes flights, each with a number, to the queue, which is empty.
+
+        :param seed: Selects them at random; ``None``: the first ones.
+        """
         server, expected = self.services.rabbitmq, Expected()
         bucket = self.services.bucket()
         if bucket.exists(f"{BUCKET}/output"):
             bucket.rm(f"{BUCKET}/output", recursive=True)
         server.declare(QUEUE, **{"x-queue-type": "quorum"})
-        bodies = (expected.watch(n, flight) for n, flight in enumerate(flights(count)))
+        bodies = (expected.watch(n, flight) for n, flight in enumerate(flights(count, seed)))
         server.fill(QUEUE, bodies)
         return expected
 

@@ -22,7 +22,7 @@ BUCKET = "cluster"
 
 
 class ServiceMissing(RuntimeError):
-    """A program that the cluster needs is not installed; the message names it."""
+    """A program that the cluster needs is not installed, or fails; the message names it."""
 
 
 class PostgreSQL:
@@ -54,7 +54,7 @@ class PostgreSQL:
     def start(self) -> None:
         """Starts the server, and waits until it accepts connections."""
         options = f"-c listen_addresses={self._address} -p {self._port} -c fsync=off"
-        options += f" -c unix_socket_directories= -c max_connections=200 -k {self._data}"
+        options += " -c unix_socket_directories= -c max_connections=200"
         log = str(self._data.parent / "postgresql.log")
         self._call("pg_ctl", "-D", str(self._data), "-w", "-l", log, "-o", options, "start")
 
@@ -69,8 +69,11 @@ class PostgreSQL:
 
     def _call(self, program: str, *arguments: str) -> None:
         command = [*self._as_user, str(self._bin / program), *arguments]
-        with (self._data.parent / "calls.log").open("ab") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        calls = self._data.parent / "calls.log"
+        with calls.open("ab") as log:
+            code = subprocess.call(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        if code:
+            raise ServiceMissing(f"PostgreSQL's {program} failed: see {calls}")
 
 
 def _find_postgres() -> Path:
@@ -112,7 +115,8 @@ def run_services(folder: Path, address: str) -> Iterator[Services]:
     with ExitStack() as stack:
         postgres = PostgreSQL(folder / "postgresql", address)
         stack.callback(postgres.stop)
-        rabbitmq = stack.enter_context(RabbitServer.start(folder / "rabbitmq"))
+        rabbitmq = stack.enter_context(RabbitServer(folder / "rabbitmq"))
+        rabbitmq.run()
         broker = stack.enter_context(Proxy(rabbitmq.address, host=address))
         s3 = stack.enter_context(s3_server())
         parts = urlsplit(s3.endpoint)
