@@ -11,7 +11,7 @@ from airflow.sdk._shared.logging.structlog import structlog_processors
 
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.python_batches import _BatchSink
 from airflow_broadway.runs.tasks import ProcessTask
 from tests.unit.logged import logged
 from tests.unit.runs.steps import Run, Sums, precede
@@ -75,7 +75,7 @@ def test_lapsed_batch_is_named(tmp_path, monkeypatch):
     run = Run(tmp_path, numbers=[1])
     reference = processed(run)
 
-    monkeypatch.setattr(PythonBatches, "_handle", mock.Mock(side_effect=LeaseLapsed("it lapsed")))
+    monkeypatch.setattr(_BatchSink, "handle", mock.Mock(side_effect=LeaseLapsed("it lapsed")))
     with logged(run_id="manual__1") as lines:
         run.batch(reference)
 

@@ -64,7 +64,7 @@ def test_poison_message_of_1000_is_found_and_others_are_acked(place, executor, t
     assert report["balanced"]
 
 
-def test_killed_process_groups_are_narrowed_down_by_messages_in_hand(tmp_path, monkeypatch):
+def test_killed_process_groups_are_narrowed_down_by_messages_in_hand(tmp_path, deadly):
     """As where the memory of a container ends: no parent lives."""
     deadly(17, way="group")
     runs = Runs(tmp_path, numbers=range(100))
